@@ -1,0 +1,95 @@
+"""From scores to advantages: the KL-shaped reward, returns, and generalised advantage estimation.
+
+A row's response is a prefix: True in the mask up to the last response token, False after it. The episode ends
+there, so the value after the last response token is 0.
+"""
+
+import torch
+from torch import Tensor
+
+from coati.algos.masked import zero_padding
+from coati.errors import DataError
+
+
+def shaped_rewards(
+    scores: Tensor,  # [B] one score per response
+    kl: Tensor,  # [B, T] per-token KL estimate
+    mask: Tensor,  # [B, T] bool, True on response tokens
+    *,
+    kl_coef: float,
+) -> Tensor:
+    """-kl_coef · kl on each response token, plus the score on the last one, `[B, T]`.
+
+    A row without a response token gets nothing, its score included.
+
+    >>> mask = torch.tensor([[True, True, False]])
+    >>> shaped_rewards(torch.tensor([1.0]), torch.tensor([[0.5, 0.25, 9.0]]), mask, kl_coef=1.0).tolist()
+    [[-0.5, 0.75, 0.0]]
+    """
+    if scores.shape != mask.shape[:1]:
+        raise DataError(
+            f"scores must be [{mask.shape[0]}], one for each row of the mask, got shape "
+            f"{tuple(scores.shape)}. Reduce per-token scores to one number per response first."
+        )
+    clean_kl = zero_padding(kl, mask, name="kl")
+    # An estimate may overflow to inf where nobody asked for a penalty, and 0 * inf is nan.
+    penalty = clean_kl * -kl_coef if kl_coef != 0 else torch.zeros_like(clean_kl)
+    tokens_from_here = mask.flip(-1).cumsum(-1).flip(-1)  # [B, T] counts this token and all after it
+    is_last = mask & (tokens_from_here == 1)
+    return penalty + zero_padding(scores.unsqueeze(-1).expand(mask.shape), is_last, name="scores")
+
+
+def gae(
+    rewards: Tensor,  # [B, T]
+    values: Tensor,  # [B, T] value of the state before each token
+    mask: Tensor,  # [B, T] bool, a prefix of True in each row
+    *,
+    gamma: float,
+    lam: float,
+) -> Tensor:
+    """Generalised advantage estimates, `[B, T]`, zeros on padding.
+
+    With δ_t = r_t + γ V_{t+1} - V_t, and V = 0 after the last response token,
+    A_t = Σ_l (γλ)^l δ_{t+l}. The targets for the critic are `gae(...) + values`.
+
+    >>> mask = torch.tensor([[True, True]])
+    >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), mask, gamma=1.0, lam=1.0).tolist()
+    [[0.5, 0.5]]
+    """
+    clean_rewards = zero_padding(rewards, mask, name="rewards")
+    clean_values = zero_padding(values, mask, name="values")
+    next_values = torch.nn.functional.pad(clean_values, (0, 1))[:, 1:]  # [B, T] value after each token
+    deltas = clean_rewards + gamma * next_values - clean_values  # [B, T]
+    return _discounted_sums(deltas, mask, decay=gamma * lam)
+
+
+def discounted_returns(
+    rewards: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool, a prefix of True in each row
+    *,
+    gamma: float,
+) -> Tensor:
+    """Discounted sum of the rewards from each token on, `[B, T]`, zeros on padding.
+
+    >>> discounted_returns(torch.tensor([[1.0, 2.0]]), torch.tensor([[True, True]]), gamma=0.5).tolist()
+    [[2.0, 2.0]]
+    """
+    return _discounted_sums(zero_padding(rewards, mask, name="rewards"), mask, decay=gamma)
+
+
+def _discounted_sums(terms: Tensor, mask: Tensor, *, decay: float) -> Tensor:
+    """Σ_l decay^l terms_{t+l} for each t, `[B, T]`; `terms` are zero on padding."""
+    if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        raise DataError(
+            "the mask must be True on a prefix of each row and False after it, got a row where True follows "
+            "False. Move padding behind the response."
+        )
+    if terms.shape[1] == 0:
+        return terms
+    running = torch.zeros_like(terms[:, 0])  # [B]
+    sums = []
+    # Backwards through the padding first: its terms are zero, so each row starts at its own last token.
+    for t in reversed(range(terms.shape[1])):
+        running = terms[:, t] + decay * running
+        sums.append(running)
+    return torch.stack(sums[::-1], dim=1)

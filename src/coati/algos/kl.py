@@ -1,0 +1,70 @@
+"""Estimates of KL(policy || reference) at tokens that the policy sampled.
+
+With d = log policy(token) - log reference(token), the three estimators of Schulman's note are
+
+| name | formula           | unbiased | never negative |
+|------|-------------------|----------|----------------|
+| k1   | d                 | yes      | no             |
+| k2   | d² / 2            | no       | yes            |
+| k3   | exp(-d) - 1 + d   | yes      | yes            |
+
+"Unbiased" is about the value. As a loss to differentiate, only k2 has the gradient of the KL in expectation:
+the gradient of k1 averages to zero, and that of k3 follows the reversed KL. As a penalty inside the reward,
+where no gradient flows, any of them will do.
+"""
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from coati.algos.masked import at_least_float32, zero_padding
+from coati.errors import ConfigError
+
+KLKind = Literal["k1", "k2", "k3"]
+
+
+def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """d = logprobs - reference_logprobs: unbiased, high variance, may be negative at a token."""
+    return at_least_float32(logprobs) - at_least_float32(reference_logprobs)
+
+
+def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """d² / 2: never negative, low variance, biased by terms of third order in d."""
+    return 0.5 * k1(logprobs, reference_logprobs).square()
+
+
+def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """exp(-d) - 1 + d: unbiased and never negative; grows exponentially where the reference is likelier."""
+    difference = k1(logprobs, reference_logprobs)
+    # expm1 keeps the digits that exp(-d) - 1 loses for small d. CPUs round it so that the sum is never
+    # negative; CUDA's may be one unit off in the last place, and the clamp keeps the promise there.
+    return ((-difference).expm1() + difference).clamp(min=0.0)
+
+
+_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_estimate(
+    logprobs: Tensor,  # [B, T] policy that sampled the tokens
+    reference_logprobs: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool, True on response tokens
+    *,
+    kind: KLKind,
+) -> Tensor:
+    """Per-token KL estimate, `[B, T]`, zeros on padding.
+
+    >>> import torch
+    >>> logprobs, reference = torch.tensor([[-1.0, 7.0]]), torch.tensor([[-1.5, float("nan")]])
+    >>> kl_estimate(logprobs, reference, torch.tensor([[True, False]]), kind="k1").tolist()
+    [[0.5, 0.0]]
+    """
+    if kind not in _ESTIMATORS:
+        raise ConfigError(
+            f"the KL estimator must be one of {', '.join(get_args(KLKind))}, got {kind!r}. "
+            "Use k1 for a penalty in the reward, k3 for a number to watch."
+        )
+    # All estimators are zero at d = 0, so clean inputs are all the masking there is to do.
+    return _ESTIMATORS[kind](
+        zero_padding(logprobs, mask, name="logprobs"),
+        zero_padding(reference_logprobs, mask, name="reference_logprobs"),
+    )

@@ -1,0 +1,111 @@
+"""Sums, means and whitening over the real entries of a padded tensor.
+
+Padding may hold anything, `nan` and `inf` included. `zero_padding` is the one gate that all of `algos` goes
+through: it selects with `torch.where` instead of multiplying by the mask, because `nan * 0` is `nan`, in the
+forward pass and in the gradient alike.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from coati.errors import DataError
+
+
+class MaskedMoments(NamedTuple):
+    """Mean, population variance and number of the masked entries, all scalars; zeros for an empty mask."""
+
+    mean: Tensor
+    variance: Tensor
+    num_entries: Tensor
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """`values` in the precision we compute in: float64 and float32 stay, all else becomes float32."""
+    if values.dtype in (torch.float32, torch.float64):
+        return values
+    return values.float()
+
+
+def zero_padding(values: Tensor, mask: Tensor, *, name: str = "values") -> Tensor:
+    """`values` in at least float32 with exact zeros, and exactly zero gradient, where `mask` is False.
+
+    The shapes must be equal: a silent broadcast of `[B]` against `[B, T]` would train on the wrong numbers.
+
+    >>> values = torch.tensor([1.0, float("nan")])
+    >>> zero_padding(values, torch.tensor([True, False])).tolist()
+    [1.0, 0.0]
+    """
+    if mask.dtype != torch.bool:
+        raise DataError(f"mask must be a bool tensor, got {mask.dtype}. Convert it with mask.bool().")
+    if values.shape != mask.shape:
+        raise DataError(
+            f"{name} must have the shape of its mask {tuple(mask.shape)}, got {tuple(values.shape)}. "
+            "Pass one value for each position of the mask."
+        )
+    wide = at_least_float32(values)
+    return torch.where(mask, wide, torch.zeros_like(wide))
+
+
+def divide_by_count(total: Tensor, count: Tensor | float) -> Tensor:
+    """`total / count` in the dtype of `total`; a count below one is taken as one, so 0 / 0 is 0."""
+    # as_tensor first: promotion with a float64 count would change the dtype of a float32 loss.
+    return total / torch.as_tensor(count, dtype=total.dtype, device=total.device).clamp(min=1.0)
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum of the entries of `values` where `mask` is True, a scalar.
+
+    >>> masked_sum(torch.tensor([1.0, 2.0, float("inf")]), torch.tensor([True, True, False])).item()
+    3.0
+    """
+    return zero_padding(values, mask).sum()
+
+
+def masked_mean(values: Tensor, mask: Tensor, *, count: Tensor | None = None) -> Tensor:
+    """Sum of the masked entries over `count`, a scalar; an empty mask gives 0.
+
+    Without `count` it is the mean of this tensor. With the number of entries of a whole step as `count`, the
+    results of its micro-batches add up to the mean over the step.
+
+    >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False])).item()
+    1.5
+    """
+    return divide_by_count(masked_sum(values, mask), mask.sum() if count is None else count)
+
+
+def masked_moments(values: Tensor, mask: Tensor) -> MaskedMoments:
+    """Mean, population variance (divided by n, not n - 1) and count of the masked entries.
+
+    >>> moments = masked_moments(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+    >>> [moment.item() for moment in moments]
+    [2.0, 1.0, 2]
+    """
+    count = mask.sum()
+    clean = zero_padding(values, mask)
+    rough_mean = divide_by_count(clean.sum(), count)
+    # A second pass over the residuals: the rounding of one big float32 sum would look like variance when
+    # all entries are equal, and whitening would blow it up to noise of size one.
+    mean = rough_mean + masked_mean(clean - rough_mean, mask)
+    variance = masked_mean((clean - mean).square(), mask)
+    return MaskedMoments(mean=mean, variance=variance, num_entries=count)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+    """`values` scaled to unit variance over the masked entries, and 0 on padding; same shape.
+
+    With `shift_mean` the mean becomes zero as well; without, it stays what it was. `eps` is added to the
+    variance, so equal entries become zeros instead of `nan`. Fewer than two entries have no spread: they are
+    shifted (or left alone) and not scaled.
+
+    >>> masked_whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()
+    [-1.0, 1.0, 0.0]
+    """
+    mean, variance, count = masked_moments(values, mask)
+    # Chosen before rsqrt: with eps = 0 its gradient at 0 is infinite, selected or not.
+    divisor_squared = torch.where(count >= 2, variance + eps, torch.ones_like(variance))
+    whitened = (zero_padding(values, mask) - mean) * divisor_squared.rsqrt()
+    if not shift_mean:
+        whitened = whitened + mean
+    return zero_padding(whitened, mask)

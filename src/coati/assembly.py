@@ -1,0 +1,197 @@
+"""From settings to objects: what each section of a run's config means in models, prompts and rewards.
+
+The synchronous loop and the Ray launcher both build from here, so they train the same thing.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from coati.config import RunConfig
+from coati.deadlines import Deadlines
+from coati.errors import ConfigError
+from coati.ledger import WorkShare
+from coati.models import Actor, Critic, LoRASettings, RewardModel
+from coati.models.positions import context_length_of
+from coati.prompts import PromptStream, load_prompts
+from coati.rewards import RewardScorer, build_reward
+from coati.trainer.ppo import PPOSettings
+from coati.trainer.strategies import DDPStrategy
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The same settings with local paths made absolute, so that they mean the same in another process."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).expanduser().resolve()) if path and Path(path).expanduser().exists() else path
+
+    model = config.model
+    return config.model_copy(
+        update={
+            "model": model.model_copy(
+                update={
+                    "path": absolute(model.path),
+                    "critic": model.critic if model.critic == "actor" else absolute(model.critic),
+                    "reference": absolute(model.reference),
+                    "tokenizer": absolute(model.tokenizer),
+                }
+            ),
+            "prompts": config.prompts.model_copy(update={"path": absolute(config.prompts.path)}),
+            "reward": config.reward.model_copy(
+                update={"search_paths": tuple(str(path.resolve()) for path in config.reward_search_paths)}
+            ),
+        }
+    )
+
+
+def make_strategy(config: RunConfig) -> DDPStrategy:
+    """The strategy of a maker or a trainer."""
+    device = None if config.model.device == "auto" else config.model.device
+    return DDPStrategy(seed=config.run.seed, device=device, timeout_seconds=config.deadlines.update_seconds)
+
+
+def trainer_models(config: RunConfig) -> tuple[Actor, Critic]:
+    """What a trainer trains. Seeded, so that every process that builds them gets the same weights."""
+    torch.manual_seed(config.run.seed)
+    lora = lora_settings(config)
+    kwargs = {"dtype": getattr(torch, config.model.dtype)}
+    actor = _loaded("model.path", config.model.path, Actor, lora=lora, **kwargs)
+    critic_path = config.model.path if config.model.critic == "actor" else config.model.critic
+    critic = _loaded("model.critic", critic_path, Critic, lora=lora, **kwargs)
+    return actor, critic
+
+
+def maker_models(config: RunConfig) -> tuple[Actor, Critic, RewardScorer, Actor]:
+    """What a maker works with: actor, critic, reward and the initial model."""
+    actor, critic = trainer_models(config)
+    kwargs = {"dtype": getattr(torch, config.model.dtype)}
+    reference = _loaded("model.reference", config.reference_path, Actor, **kwargs)
+    return actor, critic, make_scorer(config), reference
+
+
+def make_scorer(config: RunConfig) -> RewardScorer:
+    """The reward that `[reward]` describes, over text."""
+    device = make_strategy(config).device
+
+    def load_reward_model(path: str) -> RewardModel:
+        return _loaded("reward.model", path, RewardModel).to(device).eval()
+
+    reward = build_reward(config.reward, search_paths=config.reward_search_paths, load_model=load_reward_model)
+    return RewardScorer(reward, load_tokenizer(config))
+
+
+def load_tokenizer(config: RunConfig) -> Any:
+    """The tokenizer, padding on the left."""
+    try:
+        return AutoTokenizer.from_pretrained(config.tokenizer_path, padding_side="left")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.tokenizer must be a folder or hub name with a tokenizer, got {config.tokenizer_path!r}: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def make_prompts(config: RunConfig, *, shard: int = 0, num_shards: int = 1) -> PromptStream:
+    """The endless stream of prompt batches of one maker."""
+    from transformers import AutoConfig
+
+    table = load_prompts(config.prompts.path, split=config.prompts.split, column=config.prompts.column)
+    holder = torch.nn.Module()
+    holder.config = AutoConfig.from_pretrained(config.model.path)
+    return PromptStream(
+        table,
+        load_tokenizer(config),
+        column=config.prompts.column,
+        batch_size=config.rollout.prompts_per_batch * config.rollout.samples_per_prompt,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        seed=config.run.seed,
+        shuffle=config.prompts.shuffle,
+        context_length=context_length_of(holder),
+        max_prompt_tokens=config.prompts.max_tokens,
+        max_new_tokens=config.rollout.max_new_tokens,
+        shard=shard,
+        num_shards=num_shards,
+    )
+
+
+def generate_options(config: RunConfig) -> dict[str, Any]:
+    """The generate options of `[rollout]`."""
+    rollout = config.rollout
+    return {
+        "max_new_tokens": rollout.max_new_tokens,
+        "do_sample": rollout.do_sample,
+        "temperature": rollout.temperature,
+        "top_k": rollout.top_k,
+        "top_p": rollout.top_p,
+        **rollout.generate,
+    }
+
+
+def ppo_settings(config: RunConfig) -> PPOSettings:
+    """The learner's settings."""
+    train = config.train
+    return PPOSettings(
+        eps_clip=config.ppo.eps_clip,
+        value_clip=config.ppo.value_clip,
+        entropy_coef=config.ppo.entropy_coef,
+        whiten_advantages=config.ppo.whiten_advantages,
+        actor_lr=train.actor_lr,
+        critic_lr=train.critic_lr,
+        lr_schedule=train.lr_schedule,
+        warmup_steps=train.warmup_steps,
+        total_steps=train.total_steps * train.epochs,
+        max_grad_norm=train.max_grad_norm,
+        micro_batch_size=train.micro_batch_size,
+    )
+
+
+def lora_settings(config: RunConfig) -> LoRASettings | None:
+    """Adapters, or None to train all weights."""
+    lora = config.lora
+    if lora.rank == 0:
+        return None
+    return LoRASettings(
+        rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, target_modules=tuple(lora.target_modules)
+    )
+
+
+def work_share(config: RunConfig, *, maker_index: int = 0, max_staleness: int | None = None) -> WorkShare:
+    """What one maker has to deliver."""
+    train, topology = config.train, config.topology
+    return WorkShare(
+        rounds_per_version=train.update_steps * train.batch_size,
+        total_rounds=train.total_steps * train.batch_size,
+        max_staleness=topology.max_staleness if max_staleness is None else max_staleness,
+        maker_index=maker_index,
+        num_makers=topology.makers,
+        num_trainers=topology.trainers,
+    )
+
+
+def deadlines_of(config: RunConfig) -> Deadlines:
+    """The deadlines of `[deadlines]`."""
+    settings = config.deadlines
+    return Deadlines(start=settings.start_seconds, batch=settings.batch_seconds, update=settings.update_seconds)
+
+
+def threads_per_actor(config: RunConfig) -> int:
+    """CPU threads of each actor: the setting, or the machine's cores divided among the actors."""
+    if config.topology.threads_per_actor:
+        return config.topology.threads_per_actor
+    return max(1, (os.cpu_count() or 1) // (config.topology.makers + config.topology.trainers))
+
+
+def _loaded(setting: str, path: str, model_class: Any, **kwargs: Any) -> Any:
+    try:
+        return model_class.from_pretrained(path, **kwargs)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{setting} must be a folder or hub name with a transformers model, got {path!r}: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,72 @@
+"""Progress in the terminal: a live panel where there is one, a plain line every few seconds where there is not."""
+
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.live import Live
+
+from coati.monitor.progress import RunSnapshot, plain_line, render_progress
+
+_PLAIN_EVERY_SECONDS = 3.0
+
+
+class LiveView:
+    """Shows snapshots while it is open."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._last_line = 0.0
+        self._last_message = ""
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, traceback)
+
+    def show(self, snapshot: RunSnapshot) -> None:
+        """Draw the snapshot."""
+        if self._live is not None:
+            self._live.update(render_progress(snapshot, self._console.width), refresh=True)
+            return
+        now = time.monotonic()
+        is_news = snapshot.message != self._last_message or snapshot.step == snapshot.total_steps
+        if is_news or now - self._last_line >= _PLAIN_EVERY_SECONDS:
+            self._last_line, self._last_message = now, snapshot.message
+            self._console.print(plain_line(snapshot), highlight=False, markup=False, soft_wrap=True)
+
+
+class StopSignal:
+    """The first SIGINT or SIGTERM asks the run to end well; the second ends it at once."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._is_set = False
+        self._previous: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        return self._is_set
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_set:
+            raise KeyboardInterrupt
+        self._is_set = True
+        self._console.print("[yellow]Stopping: the batch in work is finished and the model saved. Again to force.[/]")

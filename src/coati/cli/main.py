@@ -1,0 +1,95 @@
+"""The `coati` command. Light: heavy modules are imported by the command that needs them."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coati import __version__
+from coati.errors import CoatiError
+
+app = typer.Typer(
+    name="coati",
+    help="Train language models with reinforcement learning from feedback, detached: makers and trainers in their "
+    "own Ray actors.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the actors' log messages too.")]
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"coati {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[  # noqa: ARG001
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder for the results; an earlier demo there is replaced.")] = Path(
+        "runs/demo"
+    ),
+    sync: Annotated[bool, typer.Option("--sync", help="In one process, without Ray.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Watch a small language model learn to write kind film reviews: the whole system, on this machine."""
+    from coati.cli.demo import run_demo
+
+    run_demo(seed=seed, output=output, sync=sync, verbose=verbose)
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="The run's settings, a TOML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Join this Ray cluster (e.g. auto) instead of starting a private one.")
+    ] = None,
+    sync: Annotated[
+        bool, typer.Option("--sync", help="In one process, without Ray: the reference, and a debugger's friend.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, and stop.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the output folder.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Train as a TOML file says."""
+    from coati.cli.train import run_train
+
+    run_train(
+        config,
+        overrides=overrides or [],
+        address=address,
+        sync=sync,
+        dry_run=dry_run,
+        overwrite=overwrite,
+        verbose=verbose,
+    )
+
+
+def main() -> None:
+    """Run the command; an error of ours is one message and exit code 2, not a traceback."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        app()
+    except CoatiError as error:
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
+        typer.echo(f"{error}{notes}", err=True)
+        sys.exit(2)

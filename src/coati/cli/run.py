@@ -1,0 +1,114 @@
+"""Runs a config from the terminal: folders, trackers, live view, and the run itself."""
+
+import dataclasses
+import logging
+import shutil
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from coati.cli.live import LiveView, StopSignal
+from coati.config import RunConfig, dump_config
+from coati.config.plan import OutputFiles, output_files
+from coati.errors import ConfigError
+from coati.monitor import JsonlTracker, TensorBoardTracker, Tracker, TrackerGroup
+from coati.monitor.run_log import RunLog
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOutcome:
+    """What a run left behind."""
+
+    files: OutputFiles
+    log: RunLog
+    seconds: float
+    was_stopped: bool
+
+
+def execute(
+    config: RunConfig, console: Console, *, sync: bool, address: str | None, overwrite: bool, verbose: bool
+) -> RunOutcome:
+    """Run to the end (or to a stop signal) and save the model."""
+    files = prepare_output(config, overwrite=overwrite)
+    quiet_libraries(verbose)
+    started = time.monotonic()
+    log = RunLog(
+        _trackers(config, files),
+        samples_path=files.samples,
+        total_steps=config.train.total_steps * config.train.epochs,
+        samples_every_versions=config.logging.samples_every_versions,
+    )
+    try:
+        with StopSignal(console) as should_stop, LiveView(console) as view:
+            log.message = "loading libraries"
+            view.show(log.snapshot())
+            if sync:
+                _run_synchronously(config, log, view, should_stop, str(files.model))
+            else:
+                from coati.ray.launcher import DetachedRun
+
+                DetachedRun(
+                    config,
+                    log,
+                    address=address,
+                    on_progress=view.show,
+                    should_stop=should_stop,
+                    log_to_driver=verbose,
+                ).run(str(files.model.resolve()))
+            was_stopped = should_stop()
+    finally:
+        log.close()
+    return RunOutcome(files=files, log=log, seconds=time.monotonic() - started, was_stopped=was_stopped)
+
+
+def _run_synchronously(config: RunConfig, log: RunLog, view: LiveView, should_stop: StopSignal, path: str) -> None:
+    from coati import assembly
+    from coati.synchronous import SynchronousRun
+
+    run = SynchronousRun(config, log, on_progress=view.show, should_stop=should_stop)
+    log.message = ""
+    run.run()
+    run.save(path)
+    assembly.load_tokenizer(config).save_pretrained(path)
+
+
+def prepare_output(config: RunConfig, *, overwrite: bool) -> OutputFiles:
+    """Make the output folder; an earlier run there is an error, or replaced if asked for."""
+    files = output_files(config)
+    folder = config.output_folder
+    if folder.exists() and any(folder.iterdir()):
+        if not files.config.exists():
+            raise ConfigError(
+                f"run.output must be a new folder or one of an earlier run, got {str(folder)!r}, which holds other files. "
+                "Choose another folder."
+            )
+        if not overwrite:
+            raise ConfigError(
+                f"run.output {str(folder)!r} holds an earlier run. Give --overwrite to replace it, or --set run.output=…"
+            )
+        shutil.rmtree(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.config.write_text(dump_config(config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"run.output {str(folder)!r} cannot be written: {error}. Choose another folder.") from error
+    return files
+
+
+def quiet_libraries(verbose: bool) -> None:
+    """Keep other people's progress bars and hints out of our live view."""
+    if verbose:
+        logging.getLogger().setLevel(logging.INFO)
+        return
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def _trackers(config: RunConfig, files: OutputFiles) -> TrackerGroup:
+    trackers: list[Tracker] = [JsonlTracker(files.metrics)]
+    if config.logging.tensorboard and files.tensorboard is not None:
+        trackers.append(TensorBoardTracker(files.tensorboard))
+    return TrackerGroup(trackers)

@@ -1,0 +1,56 @@
+"""`coati train run.toml`."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from coati.config import RunConfig, load_config, make_plan, preflight
+from coati.errors import ConfigError
+
+
+def run_train(
+    path: Path,
+    *,
+    overrides: list[str],
+    address: str | None,
+    sync: bool,
+    dry_run: bool,
+    overwrite: bool,
+    verbose: bool,
+) -> None:
+    """Check, plan, and (unless it is a dry run) train."""
+    console = Console()
+    config = load_config(path, overrides)
+    if problems := preflight(config):
+        raise ConfigError("\n".join(problems))
+    _check_sync(config, sync=sync, address=address)
+    console.print(make_plan(config).render(), highlight=False, markup=False, soft_wrap=True)
+    if dry_run:
+        console.print("[green]Everything is in order.[/] Leave out --dry-run to train.")
+        return
+    from coati.cli.run import execute
+
+    outcome = execute(config, console, sync=sync, address=address, overwrite=overwrite, verbose=verbose)
+    rewards = outcome.log.rewards
+    console.print(
+        f"{'Stopped' if outcome.was_stopped else 'Done'} after {outcome.seconds:.0f} s and "
+        f"{outcome.log.num_samples:,} samples."
+        + (f" Mean reward {rewards[0][1]:.3f} → {rewards[-1][1]:.3f}." if rewards else "")
+    )
+    console.print(f"Model:   {outcome.files.model}", highlight=False)
+    console.print(f"Metrics: {outcome.files.metrics}", highlight=False)
+    console.print(f"Samples: {outcome.files.samples}", highlight=False)
+    if outcome.files.tensorboard is not None:
+        console.print(f"Look:    tensorboard --logdir {outcome.files.tensorboard}", highlight=False)
+
+
+def _check_sync(config: RunConfig, *, sync: bool, address: str | None) -> None:
+    if not sync:
+        return
+    if address is not None:
+        raise ConfigError("--sync runs in one process without Ray, so --address cannot be used with it.")
+    if (config.topology.makers, config.topology.trainers) != (1, 1):
+        raise ConfigError(
+            f"--sync needs topology.makers = 1 and topology.trainers = 1, got {config.topology.makers} and "
+            f"{config.topology.trainers}. Leave --sync out, or add --set topology.makers=1 --set topology.trainers=1."
+        )

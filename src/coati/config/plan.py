@@ -1,0 +1,197 @@
+"""What a run will do, in plain words: prompts → samples → batches → optimizer steps, and where its files go.
+
+The numbers follow from how `fit(total_steps, update_steps, train_epochs)` counts. A step is one fresh batch
+on every trainer. An episode is `update_steps` fresh batches, gone over `epochs` times, then one weight update
+to the makers. What is left when `update_steps` does not divide `total_steps` is trained as one shorter
+episode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from coati.config.schema import RunConfig
+
+_TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFiles:
+    """Where a run writes what."""
+
+    config: Path
+    """The resolved settings."""
+    metrics: Path
+    samples: Path
+    tensorboard: Path | None
+    """A folder; None when it is off."""
+    model: Path
+    """The final policy: a folder that transformers loads."""
+
+
+def output_files(config: RunConfig) -> OutputFiles:
+    """Name every file that the run will write, all under `config.output_folder`."""
+    folder = config.output_folder
+    return OutputFiles(
+        config=folder / "config.toml",
+        metrics=folder / "metrics.jsonl",
+        samples=folder / "samples.jsonl",
+        tensorboard=folder / "tensorboard" if config.logging.tensorboard else None,
+        model=folder / "model",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The sizes of a run, worked out. `lines()` says them in words."""
+
+    config: RunConfig
+    samples_per_rollout_batch: int
+    samples_per_optimizer_step: int
+    """Over all trainers."""
+    micro_batches_per_step: int
+    """Forward and backward passes per optimizer step, on each trainer."""
+    samples_per_version: int
+    """Fresh samples that a full episode consumes, over all trainers."""
+    optimizer_steps_per_version: int
+    full_episodes: int
+    remainder_steps: int
+    """Fresh batches of the shorter last episode; 0 = none."""
+    num_versions: int
+    """Weight versions that the trainers publish after the initial one."""
+    total_optimizer_steps: int
+    total_samples: int
+    """Fresh samples of the whole run; further epochs go over the same ones."""
+    rollout_batches: int
+    """Rollout batches, over all makers, that cover `total_samples`."""
+    surplus_samples: int
+    """Samples of the last rollout batch that nobody needs."""
+
+    def lines(self) -> list[str]:
+        """Return the plan, one sentence a line."""
+        return [*self._rollout_lines(), *self._train_lines(), *self._total_lines(), *self._place_lines()]
+
+    def render(self) -> str:
+        """Return the plan as one text."""
+        return "\n".join([f"Plan of run {self.config.run.name!r}", *(f"  {line}" for line in self.lines())])
+
+    def _rollout_lines(self) -> list[str]:
+        rollout, topology = self.config.rollout, self.config.topology
+        return [
+            f"Rollout: {_count(rollout.prompts_per_batch, 'prompt')} {_TIMES} "
+            f"{_count(rollout.samples_per_prompt, 'sample')} = "
+            f"{_count(self.samples_per_rollout_batch, 'sample')} in a rollout batch, "
+            f"at most {_count(rollout.max_new_tokens, 'new token')} each.",
+            f"Makers: {_count(topology.makers, 'maker')} {'works' if topology.makers == 1 else 'work'} on "
+            f"rollout batches; {_staleness(topology.max_staleness)}.",
+        ]
+
+    def _train_lines(self) -> list[str]:
+        train, topology = self.config.train, self.config.topology
+        micro = train.micro_batch_size or train.batch_size
+        return [
+            f"Optimizer step: {_count(topology.trainers, 'trainer')} {_TIMES} "
+            f"{_count(train.batch_size, 'sample')} = "
+            f"{_count(self.samples_per_optimizer_step, 'sample')}, on each trainer in "
+            f"{_count(self.micro_batches_per_step, 'pass', 'passes')} of {_count(micro, 'sample')}.",
+            f"Per weight version: {_count(train.update_steps, 'fresh batch', 'fresh batches')} {_TIMES} "
+            f"{_count(train.epochs, 'epoch')} = "
+            f"{_count(self.optimizer_steps_per_version, 'optimizer step')} on "
+            f"{_count(self.samples_per_version, 'fresh sample')}.",
+        ]
+
+    def _total_lines(self) -> list[str]:
+        lines = [
+            f"Total: {_count(self.total_optimizer_steps, 'optimizer step')}, "
+            f"{_count(self.total_samples, 'sample')}, {_count(self.num_versions, 'weight version')}, "
+            f"{_count(self.rollout_batches, 'rollout batch', 'rollout batches')}.",
+        ]
+        if self.remainder_steps:
+            train = self.config.train
+            lines.append(
+                f"Remainder: {train.update_steps} does not divide {train.total_steps}, so the last episode "
+                "has "
+                f"{_count(self.remainder_steps, 'fresh batch', 'fresh batches')} "
+                f"({_count(self.remainder_steps * train.epochs, 'optimizer step')})."
+            )
+        if self.surplus_samples:
+            lines.append(
+                f"Surplus: the last rollout batch holds {_count(self.surplus_samples, 'sample')} more than "
+                "the "
+                "run trains on."
+            )
+        return lines
+
+    def _place_lines(self) -> list[str]:
+        config, files = self.config, output_files(self.config)
+        names = [
+            files.config,
+            files.metrics,
+            files.samples,
+            *([files.tensorboard] if files.tensorboard else []),
+        ]
+        adapters = f" with LoRA adapters of rank {config.lora.rank}" if config.lora.rank else ""
+        critic = "the actor's body" if config.model.critic == "actor" else config.model.critic
+        return [
+            f"Model: {config.model.path}{adapters}, in {config.model.dtype} on {config.model.device}; "
+            f"reference {config.reference_path}, critic from {critic}.",
+            f"Prompts: column {config.prompts.column!r} of {config.prompts.path}.",
+            f"Reward: {_reward(config)}.",
+            f"Output: {config.output_folder}/ ({', '.join(path.name for path in names)}; final model in "
+            f"{files.model.name}/).",
+        ]
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Work out the sizes of a run.
+
+    Example:
+        >>> from coati.config import load_config
+        >>> config = load_config(None, ["model.path=m", "prompts.path=p.jsonl", "reward.model=r"])
+        >>> print(make_plan(config).lines()[0])
+        Rollout: 16 prompts × 1 sample = 16 samples in a rollout batch, at most 128 new tokens each.
+    """
+    rollout, train, topology = config.rollout, config.train, config.topology
+    samples_per_rollout_batch = rollout.prompts_per_batch * rollout.samples_per_prompt
+    samples_per_optimizer_step = topology.trainers * train.batch_size
+    full_episodes, remainder_steps = divmod(train.total_steps, train.update_steps)
+    total_samples = train.total_steps * samples_per_optimizer_step
+    rollout_batches = -(-total_samples // samples_per_rollout_batch)
+    return Plan(
+        config=config,
+        samples_per_rollout_batch=samples_per_rollout_batch,
+        samples_per_optimizer_step=samples_per_optimizer_step,
+        micro_batches_per_step=train.batch_size // (train.micro_batch_size or train.batch_size),
+        samples_per_version=train.update_steps * samples_per_optimizer_step,
+        optimizer_steps_per_version=train.update_steps * train.epochs,
+        full_episodes=full_episodes,
+        remainder_steps=remainder_steps,
+        num_versions=full_episodes + (1 if remainder_steps else 0),
+        total_optimizer_steps=train.total_steps * train.epochs,
+        total_samples=total_samples,
+        rollout_batches=rollout_batches,
+        surplus_samples=rollout_batches * samples_per_rollout_batch - total_samples,
+    )
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def _staleness(versions: int) -> str:
+    if versions < 0:
+        return "samples may be any number of weight versions behind"
+    if versions == 0:
+        return "every sample comes from the newest weights (on-policy)"
+    return f"a sample may be {_count(versions, 'weight version')} behind"
+
+
+def _reward(config: RunConfig) -> str:
+    reward = config.reward
+    if reward.terms:
+        parts = (
+            f"{term.weight:g} {_TIMES} {term.label} ({term.function or term.model})" for term in reward.terms
+        )
+        return "the sum of " + ", ".join(parts)
+    return f"function {reward.function}" if reward.function else f"model {reward.model}"

@@ -1,0 +1,129 @@
+"""Checks before anything starts: are the model, the prompts and the reward really there?
+
+They need neither torch nor the network, so a dry run makes them in an instant. What only a hub or an import
+can tell (a hub name, a column of a Parquet file) is left to the run itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from coati.config.reward_source import find_reward_problem
+from coati.config.schema import RunConfig
+from coati.errors import DataError
+from coati.prompts.readers import FILE_SUFFIXES, PEEKING_READERS
+from coati.prompts.table import check_rows
+
+# Enough rows to meet a wrong column or a wrong kind of prompt, few enough to be instant on any file.
+_PEEKED_ROWS = 8
+
+
+def preflight(config: RunConfig) -> list[str]:
+    """Return what would stop the run, each a full message; empty when nothing is known to."""
+    return [
+        *_model_problems(config),
+        *_prompt_problems(config),
+        *_reward_problems(config),
+        *_output_problems(config),
+    ]
+
+
+def looks_local(path: str) -> bool:
+    """Say whether a model or dataset path means this machine rather than a hub.
+
+    A hub name has at most one slash (`owner/name`). Anything that exists, starts like a path, has more
+    slashes, or lies in a folder that exists is local.
+
+    Example:
+        >>> looks_local("./model"), looks_local("runs/demo/model"), looks_local("nobody/some-model-of-mine")
+        (True, True, False)
+    """
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).exists():
+        return True
+    return "/" in path and Path(path).parent.is_dir()
+
+
+def _model_problems(config: RunConfig) -> list[str]:
+    wanted = {
+        "model.path": config.model.path,
+        "model.reference": config.model.reference,
+        "model.tokenizer": config.model.tokenizer,
+        "model.critic": "" if config.model.critic == "actor" else config.model.critic,
+        "reward.model": config.reward.model,
+    } | {f"reward.terms[{index}].model": term.model for index, term in enumerate(config.reward.terms)}
+    problems = []
+    for key, path in wanted.items():
+        if not path or not looks_local(path):
+            continue
+        needed = "tokenizer_config.json" if key == "model.tokenizer" else "config.json"
+        if not Path(path).is_dir():
+            hint = " `coati demo` makes runs/demo/model." if path == "runs/demo/model" else ""
+            problems.append(
+                f"{key} must be a folder that transformers can load, got {path!r}, which is not a folder. "
+                f"Check the path; relative ones count from {Path.cwd()}.{hint}"
+            )
+        elif not (Path(path) / needed).is_file():
+            problems.append(
+                f"{key} must be a folder that transformers can load, got {path!r}, which has no {needed}. "
+                "Point at the folder that save_pretrained wrote."
+            )
+    return problems
+
+
+def _prompt_problems(config: RunConfig) -> list[str]:
+    path, column = Path(config.prompts.path), config.prompts.column
+    if path.suffix in FILE_SUFFIXES:
+        if not path.is_file():
+            return [
+                f"prompts.path must be a file that exists, got {str(path)!r}. "
+                f"Check the path; relative ones count from {Path.cwd()}."
+            ]
+        if path.suffix in PEEKING_READERS:
+            options = {"split": config.prompts.split} if path.suffix == ".json" else {}
+            try:
+                rows = PEEKING_READERS[path.suffix](path, limit=_PEEKED_ROWS, **options)
+                check_rows(rows, column=column, source=str(path))
+            except DataError as error:
+                return [f"prompts.path: {error}"]
+            return []
+        return _extra_problems(str(path), "pyarrow")
+    if looks_local(config.prompts.path) and not path.is_dir():
+        kinds = ", ".join(FILE_SUFFIXES)
+        return [
+            f"prompts.path must be a file ({kinds}), a `datasets` folder or a `datasets` name, got "
+            f"{str(path)!r}, "
+            f"which is none of them. Check the path; relative ones count from {Path.cwd()}."
+        ]
+    return _extra_problems(str(path), "datasets")
+
+
+def _extra_problems(path: str, package: str) -> list[str]:
+    if importlib.util.find_spec(package) is not None:
+        return []
+    return [
+        f"prompts.path must be readable with what is installed, got {path!r}, which needs {package}. "
+        "Run pip install 'coati[data]', or write the prompts as JSONL."
+    ]
+
+
+def _reward_problems(config: RunConfig) -> list[str]:
+    functions = {"reward.function": config.reward.function} | {
+        f"reward.terms[{index}].function": term.function for index, term in enumerate(config.reward.terms)
+    }
+    found = (
+        find_reward_problem(key, function, config.reward_search_paths)
+        for key, function in functions.items()
+        if function
+    )
+    return [problem for problem in found if problem]
+
+
+def _output_problems(config: RunConfig) -> list[str]:
+    folder = config.output_folder
+    blocking = [parent for parent in (folder, *folder.parents) if parent.exists() and not parent.is_dir()]
+    return [
+        f"run.output must be a folder, got {str(folder)!r}, but {str(path)!r} is a file. Choose another "
+        "run.output."
+        for path in blocking
+    ]

@@ -1,0 +1,82 @@
+"""All settings of a run in one frozen object, and the rules that hold between its sections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coati.config.sections import ModelSection, PromptsSection, RewardSection, RolloutSection, RunSection
+from coati.config.setting import Section
+from coati.config.training_sections import (
+    DeadlinesSection,
+    LoggingSection,
+    LoraSection,
+    PPOSection,
+    TopologySection,
+    TrainSection,
+)
+
+
+class RunConfig(Section):
+    """Every setting of a run, made by `load_config` or `build_config`.
+
+    Example:
+        >>> from coati.config import build_config
+        >>> config = build_config(
+        ...     {
+        ...         "model": {"path": "runs/demo/model"},
+        ...         "prompts": {"path": "prompts.jsonl"},
+        ...         "reward": {"function": "rewards:praise"},
+        ...     }
+        ... )
+        >>> config.train.batch_size, str(config.output_folder)
+        (16, 'runs/run')
+    """
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    prompts: PromptsSection
+    reward: RewardSection
+    rollout: RolloutSection = RolloutSection()
+    ppo: PPOSection = PPOSection()
+    train: TrainSection = TrainSection()
+    topology: TopologySection = TopologySection()
+    lora: LoraSection = LoraSection()
+    deadlines: DeadlinesSection = DeadlinesSection()
+    logging: LoggingSection = LoggingSection()
+
+    @property
+    def output_folder(self) -> Path:
+        """Where everything the run writes goes."""
+        return Path(self.run.output or f"runs/{self.run.name}")
+
+    @property
+    def reference_path(self) -> str:
+        """The model that the KL penalty is measured against."""
+        return self.model.reference or self.model.path
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Where the tokenizer is loaded from."""
+        return self.model.tokenizer or self.model.path
+
+    @property
+    def reward_search_paths(self) -> list[Path]:
+        """Folders where modules of reward functions are looked for, first to last."""
+        return [*map(Path, self.reward.search_paths), Path.cwd()]
+
+    def problems(self) -> list[str]:
+        """What is wrong between sections."""
+        found = []
+        if self.topology.update_lora_weights and not self.lora.rank:
+            found.append(
+                "topology.update_lora_weights must be false while lora.rank is 0, got true. "
+                "Set lora.rank, for example to 8, or send all weights."
+            )
+        for key in ("gpus_per_maker", "gpus_per_trainer"):
+            share = getattr(self.topology, key)
+            if self.model.device == "cpu" and share:
+                found.append(
+                    f'topology.{key} must be 0 while model.device is "cpu", got {share}. '
+                    f'Set it to 0, or model.device to "auto".'
+                )
+        return found

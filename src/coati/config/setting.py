@@ -1,0 +1,53 @@
+"""How one setting is written down: a field with its default, its rule and the way out when it is broken.
+
+A setting states its rule once. The description and the error both come from that one place, so they cannot
+drift apart from each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+def setting(
+    default: Any = ...,
+    about: str = "",
+    *,
+    rule: str,
+    remedy: str = "",
+    factory: Callable[[], Any] | None = None,
+    **constraints: Any,
+) -> Any:
+    """Declare a field whose rule and remedy are data, so that an error can quote them.
+
+    `...` as the default makes the setting required; `factory` builds a default that must not be shared.
+    """
+    if factory is None:
+        constraints["default"] = default
+    else:
+        constraints["default_factory"] = factory
+    description = f"{about} Must be {rule}."
+    return Field(description=description, json_schema_extra={"rule": rule, "remedy": remedy}, **constraints)
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, no unknown keys, no silent conversion (`"5"` is not 5), no NaN.
+
+    A section's name in the file is the key of `RunConfig` that holds it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def problems(self) -> list[str]:
+        """What is wrong between the keys of this section: one full message each."""
+        return []
+
+    @model_validator(mode="after")
+    def _check_problems(self) -> Self:
+        problems = self.problems()
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self

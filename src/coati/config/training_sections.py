@@ -1,0 +1,188 @@
+"""The sections that say how it is trained: PPO, steps, topology, LoRA, deadlines and logging.
+
+Rules between keys of one section live in that section; rules between sections live in `coati.config.schema`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from coati.config.setting import Section, setting
+
+
+class PPOSection(Section):
+    """`[ppo]`: the maths of the update."""
+
+    kl_coef: float = setting(
+        0.1, "Weight of the KL penalty against the reference.", rule="a number, 0 or more", ge=0
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = setting(
+        "k1",
+        "Per-token KL estimate.",
+        rule='"k1" (unbiased), "k2" (squared) or "k3" (unbiased, never negative)',
+    )
+    gamma: float = setting(1.0, "Discount per token.", rule="a number from 0 to 1", ge=0, le=1)
+    lam: float = setting(0.95, "Lambda of GAE.", rule="a number from 0 to 1", ge=0, le=1)
+    eps_clip: float = setting(
+        0.2, "Clips the policy ratio to 1 ± this.", rule="a number above 0 and below 1", gt=0, lt=1
+    )
+    value_clip: float = setting(
+        0.4, "Clips how far new values move from old ones.", rule="a number above 0", gt=0
+    )
+    entropy_coef: float = setting(
+        0.0, "Weight of the entropy bonus; 0 = off.", rule="a number, 0 or more", ge=0
+    )
+    whiten_advantages: bool = setting(
+        True, "Give the advantages of a batch mean 0 and deviation 1.", rule="true or false"
+    )
+
+
+class TrainSection(Section):
+    """`[train]`: how trainers learn. A step is one batch of fresh samples on every trainer."""
+
+    total_steps: int = setting(
+        100, "Fresh batches that each trainer learns from in the run.", rule="a whole number, 1 or more", ge=1
+    )
+    update_steps: int = setting(
+        1,
+        "Fresh batches between two weight updates to the makers.",
+        rule="a whole number, 1 or more, and at most train.total_steps",
+        ge=1,
+    )
+    epochs: int = setting(
+        1, "Passes over the fresh batches of an update.", rule="a whole number, 1 or more", ge=1
+    )
+    batch_size: int = setting(
+        16, "Samples per optimizer step and trainer.", rule="a whole number, 1 or more", ge=1
+    )
+    micro_batch_size: int = setting(
+        0,
+        "Samples per forward and backward pass; 0 = the whole batch. Smaller needs less memory, same result.",
+        rule="0, or a whole number that divides train.batch_size",
+        ge=0,
+    )
+    actor_lr: float = setting(1e-6, "Learning rate of the policy.", rule="a number above 0", gt=0)
+    critic_lr: float = setting(1e-5, "Learning rate of the critic.", rule="a number above 0", gt=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = setting(
+        "constant", "Learning rate after the warm-up.", rule='"constant", "linear" or "cosine"'
+    )
+    warmup_steps: int = setting(
+        0,
+        "Optimizer steps over which the learning rate rises from 0.",
+        rule="a whole number, 0 or more, and at most the optimizer steps of the run",
+        ge=0,
+    )
+    max_grad_norm: float = setting(1.0, "Gradients are clipped to this norm.", rule="a number above 0", gt=0)
+    save_every: int = setting(
+        0,
+        "Save the model every so many weight versions; 0 = only at the end.",
+        rule="a whole number, 0 or more",
+        ge=0,
+    )
+
+    def problems(self) -> list[str]:
+        """Sizes that do not go into each other."""
+        found = []
+        if self.micro_batch_size and self.batch_size % self.micro_batch_size:
+            divisors = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
+            nearest = max(n for n in divisors if n <= max(self.micro_batch_size, 1))
+            found.append(
+                f"train.micro_batch_size must divide train.batch_size ({self.batch_size}), "
+                f"got {self.micro_batch_size}. Use {nearest}, or 0 for the whole batch."
+            )
+        if self.update_steps > self.total_steps:
+            found.append(
+                f"train.update_steps must be at most train.total_steps ({self.total_steps}), "
+                f"got {self.update_steps}. Lower it, or raise train.total_steps."
+            )
+        optimizer_steps = self.total_steps * self.epochs
+        if self.warmup_steps > optimizer_steps:
+            found.append(
+                f"train.warmup_steps must be at most the optimizer steps of the run (train.total_steps times "
+                f"train.epochs = {optimizer_steps}), got {self.warmup_steps}. Lower it."
+            )
+        return found
+
+
+class TopologySection(Section):
+    """`[topology]`: how many makers and trainers, and how far apart they may run."""
+
+    makers: int = setting(1, "Experience makers.", rule="a whole number, 1 or more", ge=1)
+    trainers: int = setting(
+        1, "Trainers; they share every optimizer step.", rule="a whole number, 1 or more", ge=1
+    )
+    buffer_limit: int = setting(
+        0, "Batches that may wait at a trainer; 0 = no limit.", rule="a whole number, 0 or more", ge=0
+    )
+    max_staleness: int = setting(
+        1,
+        "Weight versions that a sample may be behind when it is trained on; 0 = on-policy, -1 = unbounded.",
+        rule="a whole number, -1 or more",
+        ge=-1,
+    )
+    threads_per_actor: int = setting(
+        0,
+        "torch threads in each actor; 0 = let torch choose. On a small machine 1 avoids actors fighting for "
+        "cores.",
+        rule="a whole number, 0 or more",
+        ge=0,
+    )
+    gpus_per_maker: float = setting(
+        0.0, "GPUs (or a share of one) for each maker.", rule="0, a share below 1, or a whole number", ge=0
+    )
+    gpus_per_trainer: float = setting(
+        0.0, "GPUs (or a share of one) for each trainer.", rule="0, a share below 1, or a whole number", ge=0
+    )
+    update_lora_weights: bool = setting(
+        False,
+        "Send only the LoRA adapters to the makers.",
+        rule="true or false, and true only with lora.rank > 0",
+    )
+
+    def problems(self) -> list[str]:
+        """Ray lends a share of one GPU or whole GPUs, never one and a half."""
+        return [
+            f"topology.{key} must be 0, a share below 1, or a whole number, got {share}. "
+            f"Use {int(share)} or {int(share) + 1}."
+            for key, share in (
+                ("gpus_per_maker", self.gpus_per_maker),
+                ("gpus_per_trainer", self.gpus_per_trainer),
+            )
+            if share > 1 and not share.is_integer()
+        ]
+
+
+class LoraSection(Section):
+    """`[lora]`: train small adapters instead of all weights."""
+
+    rank: int = setting(0, "Rank of the adapters; 0 = off.", rule="a whole number, 0 or more", ge=0)
+    alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", rule="a number above 0", gt=0)
+    dropout: float = setting(
+        0.0, "Dropout on the adapters' input.", rule="a number from 0 to below 1", ge=0, lt=1
+    )
+    target_modules: tuple[str, ...] = setting(
+        (),
+        "Names of the layers that get adapters; empty = all linear layers.",
+        rule='a list of names in quotes, for example ["q_proj", "v_proj"]',
+        strict=False,
+    )
+
+
+class DeadlinesSection(Section):
+    """`[deadlines]`: how long anything may be waited for."""
+
+    start_seconds: float = setting(300.0, "For all actors to come up.", rule="a number above 0", gt=0)
+    batch_seconds: float = setting(
+        1800.0, "For the next batch, counted from the last sign of progress.", rule="a number above 0", gt=0
+    )
+    update_seconds: float = setting(600.0, "For one weight update.", rule="a number above 0", gt=0)
+
+
+class LoggingSection(Section):
+    """`[logging]`: what is written beside metrics.jsonl."""
+
+    tensorboard: bool = setting(True, "Write TensorBoard files too.", rule="true or false")
+    samples_every_versions: int = setting(
+        1, "Write samples every so many weight versions; 0 = never.", rule="a whole number, 0 or more", ge=0
+    )
+    samples_kept: int = setting(4, "Samples written each time.", rule="a whole number, 0 or more", ge=0)

@@ -1,0 +1,45 @@
+"""Every exception that coati raises on purpose.
+
+Each class takes exactly one string, so it survives pickling across Ray. The string names the setting or input,
+the rule, what came, and the remedy.
+"""
+
+
+class CoatiError(Exception):
+    """Base of all errors that coati raises on purpose."""
+
+
+class ConfigError(CoatiError, ValueError):
+    """A setting is wrong."""
+
+
+class DataError(CoatiError, ValueError):
+    """Prompts, a batch or an experience are not what they must be."""
+
+
+class RewardError(CoatiError, RuntimeError):
+    """A reward raised, ran past its deadline, or returned something that is not one score per sample."""
+
+
+class GenerateOptionError(CoatiError, TypeError):
+    """An unknown or contradictory generate option."""
+
+
+class WeightUpdateError(CoatiError, RuntimeError):
+    """A weight update was rejected whole; the receiver still serves the version it had."""
+
+
+class DeadlineExceeded(CoatiError, TimeoutError):
+    """A wait ran past its deadline; the message says what it waited for."""
+
+
+class ActorNotFound(CoatiError, LookupError):
+    """No Ray actor has the name that a maker or trainer was told to talk to."""
+
+
+class PeerDied(CoatiError, RuntimeError):
+    """An actor that this one depends on is gone."""
+
+
+class CheckpointError(CoatiError, RuntimeError):
+    """A saved model or optimizer state is missing, torn or belongs to something else."""

@@ -1,0 +1,90 @@
+"""Fresh samples of a model, scored: what a person looks at before and after training."""
+
+import dataclasses
+from itertools import islice
+
+import torch
+
+from coati import assembly
+from coati.algos import kl_estimate
+from coati.config import RunConfig
+from coati.experience_maker.prompt_batch import PromptBatch
+from coati.models import Actor, action_logprobs
+from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
+
+# Far from the ids of any training run, so that the draws are fresh.
+_FIRST_SAMPLE_ID = 1 << 50
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluatedSample:
+    """One fresh sample."""
+
+    prompt: str
+    response: str
+    reward: float
+    kl: float
+
+    @property
+    def text(self) -> str:
+        """Prompt and response as one text."""
+        return f"{self.prompt} {self.response}".strip()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Fresh samples of a model and their means."""
+
+    samples: tuple[EvaluatedSample, ...]
+
+    @property
+    def reward(self) -> float:
+        """Mean reward."""
+        return sum(sample.reward for sample in self.samples) / len(self.samples)
+
+    @property
+    def kl(self) -> float:
+        """Mean KL to the initial model, nats per sample."""
+        return sum(sample.kl for sample in self.samples) / len(self.samples)
+
+    @property
+    def distinct_fraction(self) -> float:
+        """Share of different texts among the samples."""
+        return len({sample.text for sample in self.samples}) / len(self.samples)
+
+
+@torch.no_grad()
+def evaluate(config: RunConfig, model_path: str, *, num_samples: int = 64) -> Evaluation:
+    """Sample the model at `model_path` on the run's prompts with the run's generate options, and score the samples."""
+    actor = Actor.from_pretrained(model_path).eval()
+    reference = Actor.from_pretrained(config.reference_path).eval()
+    scorer = assembly.make_scorer(config)
+    options = GenerateOptions.parse(**assembly.generate_options(config))
+    engine = ReferenceEngine(actor)
+    per_batch = config.rollout.prompts_per_batch * config.rollout.samples_per_prompt
+    samples: list[EvaluatedSample] = []
+    for raw in islice(assembly.make_prompts(config), -(-num_samples // per_batch)):
+        batch = PromptBatch.parse(raw)
+        sample_ids = torch.arange(len(batch)) + _FIRST_SAMPLE_ID + len(samples)
+        rollout = engine.generate(
+            RolloutRequest(
+                input_ids=batch.input_ids,
+                attention_mask=batch.attention_mask,
+                sample_ids=sample_ids,
+                seed=config.run.seed,
+                options=options,
+                max_new_tokens=config.rollout.max_new_tokens,
+            )
+        )
+        mask = rollout.action_mask
+        forward = (rollout.sequences, rollout.attention_mask, mask.shape[1])
+        temperatures = torch.full((len(batch),), options.sampling_temperature)
+        logprobs, _ = action_logprobs(actor, *forward, temperatures=temperatures)
+        reference_logprobs, _ = action_logprobs(reference, *forward, temperatures=temperatures)
+        kl = kl_estimate(logprobs, reference_logprobs, mask, kind="k1").sum(dim=1)
+        rewards = scorer(rollout.sequences, rollout.attention_mask, mask, batch.columns)
+        responses = scorer.decode(rollout.sequences[:, -mask.shape[1] :], mask)
+        prompts = scorer.decode(batch.input_ids, batch.attention_mask.bool())
+        for row in zip(prompts, responses, rewards.tolist(), kl.tolist(), strict=True):
+            samples.append(EvaluatedSample(prompt=row[0], response=row[1], reward=row[2], kl=row[3]))
+    return Evaluation(samples=tuple(samples[:num_samples]))

@@ -1,0 +1,202 @@
+"""Single samples, and how batches come apart into them and go together again.
+
+A `BufferItem` holds no padding, so samples from different batches can be mixed: the prompt's left padding and
+the response's right padding are removed by `split_experience_batch` and put back, as wide as the new batch
+needs, by `make_experience_batch`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from coati.errors import DataError
+from coati.experience_maker.base import Experience
+from coati.wire import decode, encode
+
+_TOKEN_FIELDS = ("sequences", "attention_mask")  # one entry for each of the S tokens
+_SAMPLE_FIELDS = ("reward", "sample_ids", "group_ids", "temperatures")  # one entry for the sample
+# Id or version of a sample whose maker did not say.
+UNKNOWN_ID = -1
+_MASKS = ("attention_mask", "action_mask")
+
+
+@dataclasses.dataclass
+class BufferItem:
+    """One sample without padding: the fields of `Experience`, less the batch dimension.
+
+    Pickles as numpy arrays, which Ray moves far faster than many small torch tensors.
+    """
+
+    sequences: Tensor  # [S]
+    action_log_probs: Tensor  # [A]
+    values: Tensor  # [A]
+    reward: Tensor  # []
+    kl: Tensor  # [A]
+    advantages: Tensor  # [A]
+    attention_mask: Tensor | None  # [S]
+    action_mask: Tensor | None  # [A]
+    sample_ids: Tensor | None = None  # []
+    group_ids: Tensor | None = None  # []
+    policy_versions: Tensor | None = None  # [A]
+    rollout_log_probs: Tensor | None = None  # [A]
+    temperatures: Tensor | None = None  # []
+
+    # Set by the sender: (sender, sequence number). A retried delivery carries the same one and is dropped.
+    delivery_id: tuple[str, int] | None = None
+
+    @property
+    def num_actions(self) -> int:
+        """Response tokens of this sample."""
+        return int(self.action_log_probs.shape[0])
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens of this sample."""
+        return int(self.sequences.shape[0]) - self.num_actions
+
+    def validate(self) -> None:
+        """Raise DataError if the fields do not fit each other, before the item can poison a batch."""
+        if not isinstance(self.sequences, Tensor) or not isinstance(self.action_log_probs, Tensor):
+            raise DataError(
+                "a buffer item needs tensors in sequences and action_log_probs, got "
+                f"{type(self.sequences).__name__} and {type(self.action_log_probs).__name__}."
+            )
+        if self.sequences.ndim != 1 or self.action_log_probs.ndim != 1:
+            raise DataError(
+                f"a buffer item is one sample: sequences must be [S] and action_log_probs [A], got "
+                f"{list(self.sequences.shape)} and {list(self.action_log_probs.shape)}. "
+                "Use split_experience_batch to take a batch apart."
+            )
+        for name in EXPERIENCE_FIELDS:
+            tensor = getattr(self, name)
+            if tensor is None:
+                if name in _REQUIRED_FIELDS:
+                    raise DataError(f"buffer item.{name} must be a tensor, got None.")
+                continue
+            if name in _SAMPLE_FIELDS:
+                if tensor.numel() != 1:
+                    raise DataError(f"buffer item.{name} must hold one number, got shape {list(tensor.shape)}.")
+                continue
+            expected = self.sequences.shape if name in _TOKEN_FIELDS else self.action_log_probs.shape
+            if tensor.shape != expected:
+                raise DataError(
+                    f"buffer item.{name} must be {list(expected)}, got {list(tensor.shape)}. "
+                    "Fields of one sample share its length; the item was refused, the buffer is unharmed."
+                )
+        if self.num_prompt_tokens < 0:
+            raise DataError(
+                f"a buffer item has {self.num_actions} response tokens but only {len(self.sequences)} in sequences."
+            )
+
+    def __reduce__(self) -> tuple[Callable[..., "BufferItem"], tuple[Any, ...]]:
+        packed = {name: encode(value) for name in EXPERIENCE_FIELDS if (value := getattr(self, name)) is not None}
+        return _unpack_item, (packed, self.delivery_id)
+
+
+EXPERIENCE_FIELDS = tuple(field.name for field in dataclasses.fields(Experience))
+_REQUIRED_FIELDS = EXPERIENCE_FIELDS[:6]
+
+
+def _unpack_item(packed: dict[str, Any], delivery_id: tuple[str, int] | None) -> BufferItem:
+    # Copies, because arrays from the object store are read-only; a sample is a few kilobytes.
+    fields: dict[str, Any] = dict.fromkeys(EXPERIENCE_FIELDS)
+    fields.update({name: decode(wire, copy=True) for name, wire in packed.items()})
+    return BufferItem(**fields, delivery_id=delivery_id)
+
+
+def split_experience_batch(experience: Experience) -> list[BufferItem]:
+    """One item for each sample, without the prompt's left padding and the response's right padding."""
+    experience.validate()
+    num_prompt_tokens = experience.num_prompt_tokens
+    starts = _leading_zeros(experience.attention_mask, num_prompt_tokens, experience.num_samples)
+    lengths = _last_true(experience.full_action_mask())
+    items = []
+    for row in range(experience.num_samples):
+        start, end = starts[row], lengths[row]
+        fields: dict[str, Any] = dict.fromkeys(EXPERIENCE_FIELDS)
+        for name, tensor in experience.tensors():
+            if name in _SAMPLE_FIELDS:
+                part = tensor[row]
+            elif name in _TOKEN_FIELDS:
+                part = tensor[row, start : num_prompt_tokens + end]
+            else:
+                part = tensor[row, :end]
+            # A clone, so that an item does not keep its whole batch alive.
+            fields[name] = part.detach().clone()
+        items.append(BufferItem(**fields))
+    return items
+
+
+def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
+    """Pad (prompts left, responses right) and stack.
+
+    >>> tokens, floats = torch.tensor([[5, 6, 7]]), torch.zeros(1, 2)
+    >>> experience = Experience(tokens, floats, floats, torch.ones(1), floats, floats, None, None)
+    >>> make_experience_batch(split_experience_batch(experience)).sequences
+    tensor([[5, 6, 7]])
+    """
+    if not items:
+        raise DataError("make_experience_batch needs at least one item, got none.")
+    for item in items:
+        item.validate()
+    width_prompt = max(item.num_prompt_tokens for item in items)
+    width_response = max(item.num_actions for item in items)
+    is_ragged = any((item.num_prompt_tokens, item.num_actions) != (width_prompt, width_response) for item in items)
+    fields: dict[str, Tensor | None] = {}
+    for name in EXPERIENCE_FIELDS:
+        parts = [getattr(item, name) for item in items]
+        if name in _MASKS and (is_ragged or any(part is not None for part in parts)):
+            parts = [_mask_of(item, name) for item in items]
+        if all(part is None for part in parts):
+            fields[name] = None
+            continue
+        # Samples of a hand-written maker may mix with ours: what they do not say is filled in as unknown.
+        parts = [_unknown(item, name) if part is None else part for item, part in zip(items, parts, strict=True)]
+        if name in _SAMPLE_FIELDS:
+            fields[name] = torch.stack([part.reshape(()) for part in parts])
+            continue
+        padded = []
+        for item, part in zip(items, parts, strict=True):
+            left = width_prompt - item.num_prompt_tokens if name in _TOKEN_FIELDS else 0
+            padded.append(F.pad(part, (left, width_response - item.num_actions)))
+        fields[name] = torch.stack(padded)
+    return Experience(**fields)  # type: ignore[arg-type]
+
+
+def _mask_of(item: BufferItem, name: str) -> Tensor:
+    mask: Tensor | None = getattr(item, name)
+    if mask is not None:
+        return mask
+    if name == "attention_mask":
+        return torch.ones_like(item.sequences, dtype=torch.long)
+    return torch.ones_like(item.action_log_probs, dtype=torch.bool)
+
+
+def _unknown(item: BufferItem, name: str) -> Tensor:
+    if name == "rollout_log_probs":
+        return item.action_log_probs
+    if name == "temperatures":
+        return torch.ones(())
+    if name == "policy_versions":
+        return torch.full_like(item.action_log_probs, UNKNOWN_ID, dtype=torch.long)
+    return torch.tensor(UNKNOWN_ID)
+
+
+def _leading_zeros(attention_mask: Tensor | None, num_prompt_tokens: int, num_samples: int) -> list[int]:
+    """For each row, how many prompt positions before the first real token."""
+    if attention_mask is None or num_prompt_tokens == 0:
+        return [0] * num_samples
+    seen = attention_mask[:, :num_prompt_tokens].ne(0).long().cumsum(dim=1)
+    return [int(count) for count in seen.eq(0).sum(dim=1)]
+
+
+def _last_true(mask: Tensor) -> list[int]:
+    """For each row, one past the last True (0 if there is none)."""
+    if mask.shape[1] == 0:
+        return [0] * mask.shape[0]
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return [int(length) for length in (mask.long() * positions).amax(dim=1)]

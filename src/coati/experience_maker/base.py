@@ -1,0 +1,163 @@
+"""What a maker makes, and the interface of a maker.
+
+`Experience` is the one data container between generation and learning. Shapes: B samples, P prompt tokens
+(left-padded), A response tokens (right-padded), S = P + A.
+"""
+
+import dataclasses
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from coati.errors import DataError
+
+logger = logging.getLogger(__name__)
+_said_no_pinning = False
+
+
+@dataclasses.dataclass
+class Experience:
+    """A batch of samples with everything PPO needs to learn from them.
+
+    The first eight fields are the contract; the others say where each sample came from and default to None.
+
+    >>> tokens, floats = torch.tensor([[5, 6, 7]]), torch.zeros(1, 2)
+    >>> experience = Experience(tokens, floats, floats, torch.ones(1), floats, floats, None, None)
+    >>> experience.num_samples, experience.num_prompt_tokens, experience.num_actions
+    (1, 1, 2)
+    """
+
+    # What was written: prompt and response token ids, [B, S].
+    sequences: Tensor
+    # log π(token) of each response token under the policy that sampled it, [B, A].
+    action_log_probs: Tensor
+    # The critic's estimate V(state before the token), [B, A].
+    values: Tensor
+    # The score of each sequence, without the KL penalty, [B].
+    reward: Tensor
+    # Per-token estimate of KL(policy || initial model), [B, A].
+    kl: Tensor
+    # Generalised advantage estimates, not whitened: advantages + values is the critic's target, [B, A].
+    advantages: Tensor
+    # 1 on real tokens, 0 on padding, [B, S].
+    attention_mask: Tensor | None
+    # True on response tokens, the end-of-sequence token included, False after it, [B, A].
+    action_mask: Tensor | None
+
+    # Which sample this is: keys its randomness and its fate, [B] int64.
+    sample_ids: Tensor | None = None
+    # Samples of one prompt share a group id, [B] int64.
+    group_ids: Tensor | None = None
+    # Version of the weights that wrote each token, [B, A] int64.
+    policy_versions: Tensor | None = None
+    # log-probs as the rollout engine saw them while sampling, [B, A]; differs from action_log_probs by rounding.
+    rollout_log_probs: Tensor | None = None
+    # Sampling temperature; log-probs above and in training are those of softmax(logits / temperature), [B].
+    temperatures: Tensor | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return int(self.sequences.shape[0])
+
+    @property
+    def num_actions(self) -> int:
+        """A, the padded length of the responses."""
+        return int(self.action_log_probs.shape[1])
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """P, the padded length of the prompts."""
+        return int(self.sequences.shape[1]) - self.num_actions
+
+    def full_action_mask(self) -> Tensor:
+        """`action_mask`, or all True where the experience has none, [B, A] bool."""
+        if self.action_mask is not None:
+            return self.action_mask.bool()
+        return torch.ones_like(self.action_log_probs, dtype=torch.bool)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every field that is present, by name."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                yield field.name, value
+
+    @torch.no_grad()
+    def to_device(self, device: torch.device | str) -> None:
+        """Move every tensor in place, leaving None alone."""
+        for name, tensor in list(self.tensors()):
+            setattr(self, name, tensor.to(device, non_blocking=tensor.device.type == "cpu" and tensor.is_pinned()))
+
+    def pin_memory(self) -> Self:
+        """Pin every tensor for fast copies to the GPU; without CUDA a no-op that says so once at debug level."""
+        global _said_no_pinning
+        if not torch.cuda.is_available():
+            if not _said_no_pinning:
+                logger.debug("pin_memory() does nothing here: this machine has no CUDA device")
+                _said_no_pinning = True
+            return self
+        for name, tensor in list(self.tensors()):
+            if tensor.device.type == "cpu" and not tensor.is_pinned():
+                setattr(self, name, tensor.pin_memory())
+        return self
+
+    def select(self, rows: Tensor | slice) -> "Experience":
+        """The samples that `rows` picks (an index tensor, a bool mask or a slice), as a new experience.
+
+        All fields have the samples as their first dimension, so the same selection fits them all.
+        """
+        return dataclasses.replace(self, **{name: tensor[rows] for name, tensor in self.tensors()})
+
+    def validate(self) -> None:
+        """Raise DataError if the fields do not fit each other: a ragged batch must not get any further."""
+        if self.sequences.ndim != 2 or self.action_log_probs.ndim != 2:
+            raise DataError(
+                "experience.sequences must be [B, S] and action_log_probs [B, A], got "
+                f"{list(self.sequences.shape)} and {list(self.action_log_probs.shape)}. "
+                "Pad ragged samples with make_experience_batch."
+            )
+        batch, length = self.sequences.shape
+        actions = self.num_actions
+        if actions > length:
+            raise DataError(
+                f"experience.action_log_probs has {actions} response tokens, more than the {length} tokens of "
+                "experience.sequences. Sequences hold the prompt and the response."
+            )
+        shape_of = {"sequences": (batch, length), "attention_mask": (batch, length)}
+        for name in _PER_SAMPLE_FIELDS:
+            shape_of[name] = (batch,)
+        for name, tensor in self.tensors():
+            expected = shape_of.get(name, (batch, actions))
+            if tuple(tensor.shape) != expected:
+                raise DataError(
+                    f"experience.{name} must be {list(expected)}, got {list(tensor.shape)}. "
+                    "All fields of one experience share B, S and A; pad ragged samples with make_experience_batch."
+                )
+
+
+_PER_SAMPLE_FIELDS = ("reward", "sample_ids", "group_ids", "temperatures")
+
+
+class ExperienceMaker(ABC):
+    """Turns prompts into experience with four models: actor, critic, reward model and initial model.
+
+    `actor` and `initial_model` may be plain transformers models or an `Actor`; the reward model may be any
+    module that maps (sequences, attention_mask) to one score per sample, or a `RewardScorer`.
+    """
+
+    def __init__(self, actor: nn.Module, critic: nn.Module, reward_model: Any, initial_model: nn.Module) -> None:
+        self.actor = actor
+        self.critic = critic
+        self.reward_model = reward_model
+        self.initial_model = initial_model
+
+    @abstractmethod
+    def make_experience(
+        self, input_ids: Tensor, attention_mask: Tensor, **generate_kwargs: Any
+    ) -> Experience:
+        """Generate a response to each prompt and score it."""

@@ -1,0 +1,308 @@
+"""The reference maker: generate, score, penalise by KL, estimate advantages. One step after the other."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coati.algos import gae, kl_estimate, shaped_rewards
+from coati.errors import DataError, RewardError
+from coati.experience_maker.base import Experience, ExperienceMaker
+from coati.models import RewardModel, action_logprobs
+from coati.models.actor import unwrap
+from coati.models.critic import as_critic
+from coati.models.positions import context_length_of
+from coati.rewards import RewardScorer
+from coati.rollout import GenerateOptions, ReferenceEngine, Rollout, RolloutEngine, RolloutRequest
+
+logger = logging.getLogger(__name__)
+
+DROPPED_PROMPT_TOO_LONG = "prompt_too_long"
+DROPPED_REWARD_NOT_FINITE = "reward_not_finite"
+
+
+class AllSamplesDropped(DataError):
+    """Every sample of a batch had to be dropped; the message says why."""
+
+
+class NaiveExperienceMaker(ExperienceMaker):
+    """Makes experience with one pass of each model.
+
+    Samples that cannot be trained on (a prompt that leaves no room in the context, a reward that is not a
+    finite number) are dropped and counted in `dropped`; the experience then has fewer rows than the batch.
+    """
+
+    def __init__(
+        self,
+        actor: nn.Module,
+        critic: nn.Module,
+        reward_model: Any,
+        initial_model: nn.Module,
+        kl_coef: float = 0.1,
+        gamma: float = 1.0,
+        lam: float = 0.95,
+        *,
+        kl_estimator: Literal["k1", "k2", "k3"] = "k1",
+        seed: int = 0,
+        engine: RolloutEngine | None = None,
+    ) -> None:
+        critic = as_critic(critic)
+        if isinstance(reward_model, PreTrainedModel):
+            reward_model = RewardModel(reward_model)
+        super().__init__(actor, critic, reward_model, initial_model)
+        self.kl_coef = kl_coef
+        self.gamma = gamma
+        self.lam = lam
+        self.kl_estimator = kl_estimator
+        self.seed = seed
+        self.engine: RolloutEngine = engine if engine is not None else ReferenceEngine(actor)
+        self.policy_version = 0
+        self.dropped: Counter[str] = Counter()
+        self._next_anonymous_id = 0
+        for model in (actor, critic, reward_model, initial_model):
+            if isinstance(model, nn.Module):
+                model.eval()  # dropout would make log-probs that nobody can reproduce
+
+    @torch.no_grad()
+    def make_experience(
+        self,
+        input_ids: Tensor,  # [B, P]
+        attention_mask: Tensor | None = None,  # [B, P]
+        *,
+        sample_ids: Tensor | None = None,  # [B]
+        group_ids: Tensor | None = None,  # [B]
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        **generate_kwargs: Any,
+    ) -> Experience:
+        """Write a response to each prompt and turn it into experience.
+
+        `sample_ids` key the randomness (by default samples are numbered in the order they come);
+        `columns` are the dataset's further columns, which reach the reward. Raises AllSamplesDropped if no
+        sample of the batch can be trained on.
+        """
+        options = GenerateOptions.parse(**generate_kwargs)
+        prompts = self._checked_prompts(input_ids, attention_mask, sample_ids, group_ids, columns or {})
+        prompts = self._without_overlong(prompts, options)
+        rollout = self._generate(prompts, options)
+        temperatures = torch.full((len(prompts.sample_ids),), options.sampling_temperature, device=input_ids.device)
+        experience = self._score(prompts, rollout, temperatures)
+        return self._without_bad_rewards(experience)
+
+    def _checked_prompts(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        sample_ids: Tensor | None,
+        group_ids: Tensor | None,
+        columns: Mapping[str, Sequence[Any]],
+    ) -> "_Prompts":
+        if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.shape[0] == 0:
+            raise DataError(
+                f"input_ids must be [B, P] with at least one prompt and one token, got {list(input_ids.shape)}. "
+                "Pad ragged prompts on the left and pass an attention_mask."
+            )
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        if attention_mask.shape != input_ids.shape:
+            raise DataError(
+                f"attention_mask must have the shape of input_ids, {list(input_ids.shape)}, "
+                f"got {list(attention_mask.shape)}."
+            )
+        if bool((attention_mask[:, -1] == 0).any()):
+            raise DataError(
+                "prompts must be padded on the left, but the last attention_mask column holds zeros. "
+                "Set tokenizer.padding_side = 'left'."
+            )
+        num_prompts = input_ids.shape[0]
+        if sample_ids is None:
+            sample_ids = torch.arange(num_prompts) + self._next_anonymous_id
+            self._next_anonymous_id += num_prompts
+        for name, column in columns.items():
+            if len(column) != num_prompts:
+                raise DataError(f"column {name!r} must have one entry for each of {num_prompts} prompts, got {len(column)}.")
+        device = next(self.actor.parameters()).device
+        return _Prompts(
+            input_ids.to(device),
+            attention_mask.to(device),
+            sample_ids.to(device),
+            None if group_ids is None else group_ids.to(device),
+            dict(columns),
+        )
+
+    def _without_overlong(self, prompts: "_Prompts", options: GenerateOptions) -> "_Prompts":
+        """Drop prompts that leave no room for a single new token."""
+        fits = self._room(prompts, options) >= 1
+        num_dropped = int((~fits).sum())
+        if num_dropped == 0:
+            return prompts
+        self.dropped[DROPPED_PROMPT_TOO_LONG] += num_dropped
+        longest = int(prompts.attention_mask.sum(dim=1).max())
+        limits = f"context {context_length_of(unwrap(self.actor))}, max_length {options.max_length}"
+        message = f"{num_dropped} of {len(fits)} prompts leave no room for a response (longest {longest} tokens; {limits})"
+        if not bool(fits.any()):
+            raise AllSamplesDropped(f"{message}. Shorten the prompts or raise max_length.")
+        logger.warning("%s; dropped", message)
+        return prompts.select(fits)
+
+    def _room(self, prompts: "_Prompts", options: GenerateOptions) -> Tensor:
+        """How many new tokens each prompt may get, [B]: options and the model's context."""
+        lengths = prompts.attention_mask.sum(dim=1)
+        limits = torch.tensor([options.new_token_limit(int(length)) for length in lengths], device=lengths.device)
+        context = context_length_of(unwrap(self.actor))
+        return limits if context is None else torch.minimum(limits, context - lengths)
+
+    def _generate(self, prompts: "_Prompts", options: GenerateOptions) -> Rollout:
+        """Generate; prompts with less room than the others go in a call of their own, so that one long prompt
+        does not cut its neighbours short."""
+        room = self._room(prompts, options)
+        is_short = room < room.max()
+        parts = [rows for rows in (~is_short, is_short) if bool(rows.any())]
+        rollouts = []
+        for rows in parts:
+            part = prompts.select(rows)
+            rollouts.append(
+                self.engine.generate(
+                    RolloutRequest(
+                        input_ids=part.input_ids,
+                        attention_mask=part.attention_mask,
+                        sample_ids=part.sample_ids,
+                        seed=self.seed,
+                        options=options,
+                        max_new_tokens=int(room[rows].min()),
+                    )
+                )
+            )
+        return rollouts[0] if len(rollouts) == 1 else _merge_rollouts(rollouts, parts, prompts.input_ids.shape[1])
+
+    def _score(self, prompts: "_Prompts", rollout: Rollout, temperatures: Tensor) -> Experience:
+        """All the forward passes, and the arithmetic on top."""
+        sequences, attention_mask, action_mask = rollout.sequences, rollout.attention_mask, rollout.action_mask
+        num_actions = action_mask.shape[1]
+        forward = (sequences, attention_mask, num_actions)
+        logprobs, _ = action_logprobs(self.actor, *forward, temperatures=temperatures)
+        reference_logprobs, _ = action_logprobs(self.initial_model, *forward, temperatures=temperatures)
+        values = action_values(self.critic, *forward).masked_fill(~action_mask, 0.0)
+        scores = self._rewards(sequences, attention_mask, action_mask, prompts.columns)
+        kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.kl_estimator)
+        rewards = shaped_rewards(scores, kl, action_mask, kl_coef=self.kl_coef)
+        return Experience(
+            sequences=sequences,
+            action_log_probs=logprobs.masked_fill(~action_mask, 0.0),
+            values=values,
+            reward=scores,
+            kl=kl,
+            advantages=gae(rewards, values, action_mask, gamma=self.gamma, lam=self.lam),
+            attention_mask=attention_mask,
+            action_mask=action_mask,
+            sample_ids=prompts.sample_ids,
+            group_ids=prompts.group_ids,
+            policy_versions=torch.full_like(sequences[:, -num_actions:], self.policy_version),
+            rollout_log_probs=rollout.rollout_log_probs,
+            temperatures=temperatures,
+        )
+
+    def _rewards(
+        self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, columns: Mapping[str, Sequence[Any]]
+    ) -> Tensor:
+        if isinstance(self.reward_model, RewardScorer):
+            scores = self.reward_model(sequences, attention_mask, action_mask, columns)
+        else:
+            output = self.reward_model(sequences, attention_mask)
+            scores = output if isinstance(output, Tensor) else output["logits"]
+        if scores.numel() != sequences.shape[0]:
+            raise RewardError(
+                f"the reward model {type(self.reward_model).__name__} must return one score for each of "
+                f"{sequences.shape[0]} sequences, got shape {list(scores.shape)}."
+            )
+        return scores.reshape(-1).float().to(sequences.device)
+
+    def _without_bad_rewards(self, experience: Experience) -> Experience:
+        """Drop samples whose reward is NaN or infinite: one of them would poison a whole training batch."""
+        is_good = experience.reward.isfinite()
+        num_dropped = int((~is_good).sum())
+        if num_dropped == 0:
+            return experience
+        self.dropped[DROPPED_REWARD_NOT_FINITE] += num_dropped
+        ids = experience.sample_ids[~is_good].tolist() if experience.sample_ids is not None else []
+        message = f"the reward of {num_dropped} of {len(is_good)} samples is not a finite number (sample ids {ids[:8]})"
+        if not bool(is_good.any()):
+            raise AllSamplesDropped(f"{message}. Make the reward return finite numbers for these samples.")
+        logger.warning("%s; dropped", message)
+        return experience.select(is_good)
+
+
+class _Prompts:
+    """The rows of one batch, filtered together."""
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        sample_ids: Tensor,
+        group_ids: Tensor | None,
+        columns: dict[str, Sequence[Any]],
+    ) -> None:
+        self.input_ids = input_ids
+        self.attention_mask = attention_mask
+        self.sample_ids = sample_ids
+        self.group_ids = group_ids
+        self.columns = columns
+
+    def select(self, rows: Tensor) -> "_Prompts":
+        """The rows where the bool mask is True."""
+        kept = rows.nonzero().flatten().tolist()
+        return _Prompts(
+            self.input_ids[rows],
+            self.attention_mask[rows],
+            self.sample_ids[rows],
+            None if self.group_ids is None else self.group_ids[rows],
+            {name: [column[row] for row in kept] for name, column in self.columns.items()},
+        )
+
+
+def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int) -> Tensor:
+    """V(state before each response token), [B, A]: the critic's output one position earlier.
+
+    A critic that already returns [B, A] (a hand-written module) is taken at its word.
+    """
+    values: Tensor = critic(sequences, attention_mask)
+    if values.shape[1] == sequences.shape[1] and num_actions < sequences.shape[1]:
+        return values[:, -num_actions - 1 : -1] if num_actions else values[:, :0]
+    if values.shape[1] != num_actions:
+        raise DataError(
+            f"the critic {type(critic).__name__} must return [B, {sequences.shape[1]}] (one value for each token) or "
+            f"[B, {num_actions}] (one for each response token), got {list(values.shape)}."
+        )
+    return values
+
+
+def _merge_rollouts(rollouts: Sequence[Rollout], parts: Sequence[Tensor], num_prompt_tokens: int) -> Rollout:
+    """Put rows that were generated in separate calls back into one batch, in their old order."""
+    num_rows = parts[0].shape[0]
+    num_actions = max(rollout.action_mask.shape[1] for rollout in rollouts)
+    first = rollouts[0]
+
+    def joined(name: str, width: int) -> Tensor:
+        example: Tensor = getattr(first, name)
+        result = example.new_zeros((num_rows, width))
+        for rows, rollout in zip(parts, rollouts, strict=True):
+            values: Tensor = getattr(rollout, name)
+            padded = values.new_zeros((values.shape[0], width))
+            padded[:, : values.shape[1]] = values
+            result[rows] = padded
+        return result
+
+    is_cut = first.is_cut.new_zeros(num_rows)
+    for rows, rollout in zip(parts, rollouts, strict=True):
+        is_cut[rows] = rollout.is_cut
+    return Rollout(
+        sequences=joined("sequences", num_prompt_tokens + num_actions),
+        attention_mask=joined("attention_mask", num_prompt_tokens + num_actions),
+        action_mask=joined("action_mask", num_actions),
+        rollout_log_probs=joined("rollout_log_probs", num_actions),
+        is_cut=is_cut,
+    )

@@ -1,0 +1,101 @@
+"""Rollout and score: prompts in, experience out, always from one whole version of the weights."""
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch
+
+from coati.errors import DataError
+from coati.experience_maker.base import Experience
+from coati.experience_maker.naive import AllSamplesDropped, NaiveExperienceMaker
+from coati.experience_maker.prompt_batch import PromptBatch
+from coati.ledger.admission import AdmissionGate, WorkShare
+from coati.weights import ServedModels
+
+logger = logging.getLogger(__name__)
+
+MAX_EMPTY_BATCHES = 5
+
+
+@dataclasses.dataclass
+class MakerCounts:
+    """What has become of the samples of one maker."""
+
+    made: int = 0
+    dropped: int = 0
+
+
+class ExperiencePipeline:
+    """A maker, the models it serves from, and (in a bounded run) the gate that admits its prompts.
+
+    The synchronous loop and the Ray actor both drive this class.
+    """
+
+    def __init__(
+        self,
+        maker: NaiveExperienceMaker,
+        served: ServedModels,
+        *,
+        share: WorkShare | None = None,
+        generate_kwargs: dict[str, Any] | None = None,
+        first_sample_id: int = 0,
+    ) -> None:
+        self.maker = maker
+        self.served = served
+        self.gate = AdmissionGate(share) if share is not None else None
+        self.counts = MakerCounts()
+        self._generate_kwargs = dict(generate_kwargs or {})
+        self._next_sample_id = first_sample_id
+        self._num_empty = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the gate has let through all samples of the run; never, without a gate."""
+        return self.gate is not None and self.gate.is_done
+
+    def admissible(self, wanted: int) -> int:
+        """How many samples may be issued now."""
+        if self.gate is None:
+            return wanted
+        return self.gate.admissible(wanted, version=self.served.version)
+
+    def make(self, batch: PromptBatch) -> Experience | None:
+        """Make experience of admitted prompts; None if every sample had to be dropped (counted, and said).
+
+        A run in which batch after batch is dropped has a fault that waiting will not mend, so that is an error.
+        """
+        if self.gate is not None:
+            self.gate.issue(len(batch))
+        sample_ids = batch.sample_ids
+        if sample_ids is None:
+            sample_ids = torch.arange(len(batch)) + self._next_sample_id
+            self._next_sample_id += len(batch)
+        with self.served.use() as version:
+            self.maker.policy_version = version
+            try:
+                experience: Experience | None = self.maker.make_experience(
+                    batch.input_ids,
+                    batch.attention_mask,
+                    sample_ids=sample_ids,
+                    group_ids=batch.group_ids,
+                    columns=batch.columns,
+                    **self._generate_kwargs,
+                )
+            except AllSamplesDropped as error:
+                experience = None
+                self._tolerate(error)
+            else:
+                self._num_empty = 0
+        num_made = 0 if experience is None else experience.num_samples
+        self.counts.made += num_made
+        self.counts.dropped += len(batch) - num_made
+        if self.gate is not None:
+            self.gate.give_back(len(batch) - num_made)
+        return experience
+
+    def _tolerate(self, error: AllSamplesDropped) -> None:
+        self._num_empty += 1
+        logger.warning("a whole batch was dropped (%d in a row): %s", self._num_empty, error)
+        if self._num_empty >= MAX_EMPTY_BATCHES:
+            raise DataError(f"{self._num_empty} batches in a row had to be dropped. The last: {error}") from error

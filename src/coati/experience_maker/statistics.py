@@ -1,0 +1,87 @@
+"""Numbers that describe a batch of experience."""
+
+from typing import Any
+
+from coati.experience_maker.base import Experience
+from coati.monitor.metrics import Last, Max, Mean, Metric, Min, Sum
+
+
+def describe(experience: Experience, eos_token_ids: tuple[int, ...] = ()) -> dict[str, Metric]:
+    """Rewards, KL to the initial model, and lengths; `reward/std` is that of the batch.
+
+    A response is cut if it does not end with an end-of-sequence token, and empty if it holds nothing else.
+    """
+    mask = experience.full_action_mask()
+    lengths = mask.sum(dim=1)
+    num_samples = float(experience.num_samples)
+    num_tokens = max(1.0, float(lengths.sum()))
+    reward = experience.reward.double()
+    kl_sum = float(experience.kl.double().masked_fill(~mask, 0.0).sum())
+    ends = _ends_by_itself(experience, eos_token_ids)
+    metrics: dict[str, Metric] = {
+        "reward/mean": Mean(float(reward.mean()), num_samples),
+        "reward/std": Mean(float(reward.std(correction=0)), num_samples),
+        "reward/min": Min(float(reward.min())),
+        "reward/max": Max(float(reward.max())),
+        "kl/per_sample": Mean(kl_sum / num_samples, num_samples),
+        "kl/per_token": Mean(kl_sum / num_tokens, num_tokens),
+        "response/length": Mean(float(lengths.double().mean()), num_samples),
+        "maker/samples": Sum(num_samples),
+    }
+    if eos_token_ids:
+        metrics["response/cut_fraction"] = Mean(1.0 - sum(ends) / num_samples, num_samples)
+        is_empty = [end and length == 1 for end, length in zip(ends, lengths.tolist(), strict=True)]
+        metrics["response/empty"] = Sum(float(sum(is_empty)))
+    return metrics
+
+
+def _ends_by_itself(experience: Experience, eos_token_ids: tuple[int, ...]) -> list[bool]:
+    lengths = experience.full_action_mask().sum(dim=1).tolist()
+    first = experience.num_prompt_tokens
+    last_tokens = [
+        int(experience.sequences[row, first + length - 1]) if length else None for row, length in enumerate(lengths)
+    ]
+    return [token in eos_token_ids for token in last_tokens]
+
+
+def maker_record(
+    experience: Experience,
+    *,
+    version: int,
+    make_seconds: float,
+    num_dropped: int,
+    eos_token_ids: tuple[int, ...],
+    tokenizer: Any,
+    samples_kept: int,
+) -> dict[str, Any]:
+    """What a maker reports of one batch: its version, typed metrics, and a few samples as text."""
+    metrics = describe(experience, eos_token_ids)
+    num_samples = experience.num_samples
+    metrics["maker/samples_per_second"] = Mean(num_samples / max(make_seconds, 1e-9), float(num_samples))
+    metrics["maker/dropped"] = Last(float(num_dropped))
+    return {
+        "version": version,
+        "metrics": metrics,
+        "samples": sample_texts(experience, tokenizer, samples_kept) if tokenizer is not None else [],
+    }
+
+
+def sample_texts(experience: Experience, tokenizer: Any, count: int) -> list[dict[str, Any]]:
+    """The first `count` samples as text, with their rewards and ids."""
+    mask = experience.full_action_mask()
+    first = experience.num_prompt_tokens
+    samples = []
+    for row in range(min(count, experience.num_samples)):
+        prompt = experience.sequences[row, :first]
+        if experience.attention_mask is not None:
+            prompt = prompt[experience.attention_mask[row, :first].bool()]
+        response = experience.sequences[row, first:][mask[row]]
+        samples.append(
+            {
+                "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
+                "response": tokenizer.decode(response, skip_special_tokens=True),
+                "reward": float(experience.reward[row]),
+                "sample_id": int(experience.sample_ids[row]) if experience.sample_ids is not None else None,
+            }
+        )
+    return samples

@@ -1,0 +1,113 @@
+"""Staleness by admission: a prompt is issued only while the text written for it can still be fresh enough.
+
+With `max_staleness` η, version v of the weights may see samples issued up to number `(η + v + 1) × samples per
+version`. So no finished sample is thrown away for its age, and η = 0 is on-policy training. A run of M makers and
+T trainers splits the work in rounds: one round is one sample for each trainer, so every trainer gets its share
+exactly, whatever M and T are.
+"""
+
+import dataclasses
+
+from coati.errors import ConfigError
+
+UNBOUNDED = -1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkShare:
+    """What one maker of a run has to deliver, and how far ahead of training it may go.
+
+    >>> share = WorkShare(rounds_per_version=8, total_rounds=24, max_staleness=0)
+    >>> share.limit(version=0), share.limit(version=1), share.limit(version=9)
+    (8, 16, 24)
+    """
+
+    rounds_per_version: int
+    """Samples that each trainer consumes for one weight version: update steps × batch size."""
+
+    total_rounds: int
+    """Samples that each trainer consumes in the whole run."""
+
+    max_staleness: int = UNBOUNDED
+    """η: how many versions older than the newest the training data may be; -1 for no bound."""
+
+    maker_index: int = 0
+    num_makers: int = 1
+    num_trainers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_staleness < UNBOUNDED:
+            raise ConfigError(
+                f"max_staleness must be 0 or more (or -1 for no bound), got {self.max_staleness}. "
+                "Use 0 for on-policy training."
+            )
+        if not 0 <= self.maker_index < self.num_makers or self.num_trainers < 1:
+            raise ConfigError(
+                f"maker_index must be in 0…num_makers - 1 and num_trainers 1 or more, got maker {self.maker_index} "
+                f"of {self.num_makers} and {self.num_trainers} trainers."
+            )
+        if self.rounds_per_version < 1 or self.total_rounds < 1:
+            raise ConfigError(
+                f"rounds_per_version and total_rounds must be 1 or more, got {self.rounds_per_version} and "
+                f"{self.total_rounds}. They count samples for each trainer."
+            )
+
+    @property
+    def total(self) -> int:
+        """Samples this maker delivers in the whole run."""
+        return self._share_of(self.total_rounds)
+
+    def limit(self, version: int) -> int:
+        """How many samples this maker may have issued in all while `version` serves."""
+        if self.max_staleness == UNBOUNDED:
+            return self.total
+        return self._share_of(min(self.total_rounds, (self.max_staleness + version + 1) * self.rounds_per_version))
+
+    def version_needed(self, num_issued: int) -> int | None:
+        """The lowest version at which one more sample may be issued; None if all are."""
+        if num_issued >= self.total:
+            return None
+        version = 0
+        while self.limit(version) <= num_issued:
+            version += 1
+        return version
+
+    def _share_of(self, rounds: int) -> int:
+        """This maker's part of the first `rounds` rounds: whole rounds, spread evenly over the makers."""
+        before = rounds * self.maker_index // self.num_makers
+        upto = rounds * (self.maker_index + 1) // self.num_makers
+        return (upto - before) * self.num_trainers
+
+
+class AdmissionGate:
+    """Counts what a maker has issued against its share. Dropped samples are given back, so others take their place."""
+
+    def __init__(self, share: WorkShare) -> None:
+        self.share = share
+        self._num_issued = 0
+
+    @property
+    def num_issued(self) -> int:
+        """Samples issued and not given back."""
+        return self._num_issued
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this maker has issued all its samples."""
+        return self._num_issued >= self.share.total
+
+    def admissible(self, wanted: int, *, version: int) -> int:
+        """How many of `wanted` samples may be issued now, 0 if the maker has to wait for new weights."""
+        return max(0, min(wanted, self.share.limit(version) - self._num_issued))
+
+    def issue(self, num_samples: int) -> None:
+        """Samples are on their way."""
+        self._num_issued += num_samples
+
+    def give_back(self, num_samples: int) -> None:
+        """Samples were dropped before they reached a trainer."""
+        self._num_issued -= num_samples
+
+    def version_needed(self) -> int | None:
+        """The version to wait for before the next sample; None if all are issued."""
+        return self.share.version_needed(self._num_issued)

@@ -1,0 +1,9 @@
+"""Networks: the policy, the value function, the reward, and their losses."""
+
+from coati.models.actor import Actor, action_logprobs
+from coati.models.critic import Critic
+from coati.models.lora import LoRASettings
+from coati.models.loss import PolicyLoss, ValueLoss
+from coati.models.reward_model import RewardModel
+
+__all__ = ["Actor", "Critic", "LoRASettings", "PolicyLoss", "RewardModel", "ValueLoss", "action_logprobs"]

@@ -1,0 +1,48 @@
+"""Positions and limits that a transformers model does not keep for us."""
+
+import functools
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+
+def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
+    """Positions that count real tokens only: left padding gets 0, the first real token 0, the next 1, …
+
+    >>> position_ids_from_mask(torch.tensor([[0, 0, 1, 1]]))
+    tensor([[0, 0, 0, 1]])
+    """
+    return (attention_mask.long().cumsum(dim=-1) - 1).clamp_min(0)
+
+
+def accepts(model: nn.Module, name: str) -> bool:
+    """Whether `model.forward` takes an argument of this name; a peft wrapper is looked through."""
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    return name in _parameters_of(type(model))
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters_of(model_class: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(model_class.forward).parameters)
+
+
+def context_length_of(model: nn.Module) -> int | None:
+    """How many tokens fit the model, or None where its config does not say."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return None
+    get_text_config = getattr(config, "get_text_config", None)
+    text_config = get_text_config() if callable(get_text_config) else config
+    for name in ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len"):
+        length = getattr(text_config, name, None)
+        if isinstance(length, int) and length > 0:
+            return length
+    return None
+
+
+def last_real_position(attention_mask: Tensor) -> Tensor:
+    """Index of the last real token of each row, [B]; 0 for a row of padding."""
+    positions = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    return (attention_mask.ne(0).long() * positions).amax(dim=1)

@@ -1,0 +1,115 @@
+"""A decoder body with one number at each token: what `Critic` and `RewardModel` have in common."""
+
+import json
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from coati.errors import CheckpointError, ConfigError
+from coati.models.lora import LoRASettings, add_lora
+from coati.models.positions import accepts, position_ids_from_mask
+
+HEAD_FILE = "value_head.safetensors"
+_HEAD_NAMES = ("score", "classifier", "v_head", "value_head")
+
+
+class ValueHeadModel(nn.Module):
+    """Takes a sequence-classification model with one label, a causal LM, or a bare decoder.
+
+    A classification model brings its own head; the other two get a new one that starts at zero, so that the
+    first values are 0 and not noise.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, lora: LoRASettings | None = None) -> None:
+        super().__init__()
+        body, head = _take_apart(model)
+        self.body: nn.Module = add_lora(body, lora, task="FEATURE_EXTRACTION") if lora is not None else body
+        self.value_head = head
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
+        """Load a folder written by `save_pretrained`, a classification model, or any body (then a new head)."""
+        head_file = Path(path) / HEAD_FILE
+        config = AutoConfig.from_pretrained(str(path))
+        architecture = next(iter(getattr(config, "architectures", None) or ()), "")
+        if not head_file.exists() and architecture.endswith("ForSequenceClassification"):
+            return cls(AutoModelForSequenceClassification.from_pretrained(str(path), **kwargs), lora=lora)
+        loaded = cls(AutoModel.from_pretrained(str(path), **kwargs), lora=lora)
+        if head_file.exists():
+            try:
+                loaded.value_head.load_state_dict(load_file(head_file))
+            except Exception as error:
+                raise CheckpointError(f"{head_file} is not the value head of this model: {error}") from error
+        return loaded
+
+    @classmethod
+    def from_config(
+        cls, config: PreTrainedConfig | str | Path, *, lora: LoRASettings | None = None, **kwargs: Any
+    ) -> Self:
+        """Fresh random weights from a transformers config, or from the path of one."""
+        if isinstance(config, str | Path):
+            config = AutoConfig.from_pretrained(str(config))
+        return cls(AutoModel.from_config(config, **kwargs), lora=lora)
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The transformers config of the body."""
+        return self.body.config  # type: ignore[return-value]
+
+    def token_values(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """One number at each position, [B, S], in float32 (or float64 for a float64 model)."""
+        kwargs: dict[str, Any] = {}
+        if attention_mask is not None and accepts(self.body, "position_ids"):
+            kwargs["position_ids"] = position_ids_from_mask(attention_mask)
+        if accepts(self.body, "use_cache"):
+            kwargs["use_cache"] = False
+        hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, **kwargs)[0]
+        values = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
+        return values if values.dtype == torch.float64 else values.float()
+
+    def save_pretrained(self, path: str | Path, **kwargs: Any) -> None:
+        """Write the body as a transformers (or peft) folder, and the head beside it."""
+        state_dict = kwargs.pop("state_dict", None) or self.state_dict()
+        body = {name.removeprefix("body."): t for name, t in state_dict.items() if name.startswith("body.")}
+        head = {
+            name.removeprefix("value_head."): t.detach().cpu().contiguous()
+            for name, t in state_dict.items()
+            if name.startswith("value_head.")
+        }
+        self.body.save_pretrained(str(path), state_dict=body, **kwargs)  # type: ignore[operator]
+        save_file(head, Path(path) / HEAD_FILE, metadata={"kind": json.dumps(type(self).__name__)})
+
+
+def _take_apart(model: PreTrainedModel) -> tuple[nn.Module, nn.Linear]:
+    """The decoder body and a head of one output."""
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"a critic or reward model needs a transformers model, got {type(model).__name__}. "
+            "Any nn.Module that maps (sequences, attention_mask) to scores can be passed in its place."
+        )
+    body = model.base_model
+    for name in _HEAD_NAMES:
+        head = getattr(model, name, None)
+        if isinstance(head, nn.Linear):
+            if head.out_features != 1:
+                raise ConfigError(
+                    f"a critic or reward model needs one label, but {type(model).__name__} has "
+                    f"{head.out_features}. Load it with num_labels=1."
+                )
+            return body, head
+    hidden_size = body.config.get_text_config().hidden_size
+    parameter = next(body.parameters())
+    head = nn.Linear(hidden_size, 1, bias=False, device=parameter.device, dtype=parameter.dtype)
+    nn.init.zeros_(head.weight)
+    return body, head
+

@@ -1,0 +1,40 @@
+"""Records that an actor keeps until somebody fetches them."""
+
+import threading
+from collections import deque
+from typing import Any, NamedTuple
+
+
+class RecordPage(NamedTuple):
+    """Records from some point on, and the cursor to ask with next time."""
+
+    records: list[dict[str, Any]]
+    cursor: int
+
+
+class RecordLog:
+    """A bounded log read by cursor: fetching is idempotent, so a fetch that was lost can be repeated.
+
+    >>> log = RecordLog()
+    >>> log.append({"step": 1})
+    >>> log.since(0)
+    RecordPage(records=[{'step': 1}], cursor=1)
+    """
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self._records: deque[dict[str, Any]] = deque(maxlen=capacity)
+        self._num_ever = 0
+        self._lock = threading.Lock()
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Keep a record; the oldest goes when the log is full."""
+        with self._lock:
+            self._records.append(record)
+            self._num_ever += 1
+
+    def since(self, cursor: int) -> RecordPage:
+        """Everything appended after `cursor` that is still there."""
+        with self._lock:
+            first_kept = self._num_ever - len(self._records)
+            skip = max(0, cursor - first_kept)
+            return RecordPage(list(self._records)[skip:], self._num_ever)

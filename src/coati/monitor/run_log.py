@@ -1,0 +1,110 @@
+"""What a run writes down while it runs: metrics, samples, and the snapshot that a person watches."""
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from coati.monitor.metrics import Metric, MetricBag
+from coati.monitor.progress import RunSnapshot
+from coati.monitor.trackers import Tracker
+
+
+class RunLog:
+    """Takes the records of makers and trainers, hands them to trackers, and keeps what the live view shows.
+
+    A maker's records are gathered by version and logged when the next version begins; a trainer's are logged one
+    by one. `step` counts the trainer's batches.
+    """
+
+    def __init__(
+        self,
+        tracker: Tracker,
+        *,
+        samples_path: Path,
+        total_steps: int,
+        samples_every_versions: int = 1,
+    ) -> None:
+        self._tracker = tracker
+        self._samples_path = samples_path
+        self._samples_every = samples_every_versions
+        self._started = time.monotonic()
+        self._bag = MetricBag()
+        self._bag_version = 0
+        self._total_steps = total_steps
+        self._step = 0
+        self._num_samples = 0
+        self._last_sampled = -1
+        self.rewards: list[tuple[float, float]] = []  # (version, mean reward)
+        self.kls: list[tuple[float, float]] = []  # (version, KL per sample)
+        self.trainer_version = 0
+        self.buffer_batches = 0
+        self.message = ""
+
+    def maker_records(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Take a maker's records: typed metrics, and a few samples."""
+        for record in records:
+            version = int(record["version"])
+            if version > self._bag_version:
+                self.flush()
+                self._bag_version = version
+            metrics: Mapping[str, Metric] = record["metrics"]
+            for name, metric in metrics.items():
+                self._bag.record(name, metric)
+            self._num_samples += int(metrics["maker/samples"].value)
+            self._keep_samples(version, record["samples"])
+
+    def trainer_records(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Take a trainer's records: plain numbers for each batch."""
+        for record in records:
+            self._step = max(self._step, int(record["batch"]))
+            self.trainer_version = max(self.trainer_version, int(record["version"]))
+            metrics = {name: value for name, value in record["metrics"].items() if "/" in name}
+            self._tracker.log(int(record["batch"]), metrics)
+
+    def flush(self) -> None:
+        """Log what the makers of the current version have reported."""
+        values = self._bag.flush()
+        if not values:
+            return
+        self.rewards.append((float(self._bag_version), values["reward/mean"]))
+        self.kls.append((float(self._bag_version), values["kl/per_sample"]))
+        self._tracker.log(self._step, {**values, "maker/version": float(self._bag_version)})
+
+    def snapshot(self) -> RunSnapshot:
+        """Where the run stands."""
+        elapsed = time.monotonic() - self._started
+        return RunSnapshot(
+            step=self._step,
+            total_steps=self._total_steps,
+            version=self.trainer_version,
+            reward=self.rewards[-1][1] if self.rewards else None,
+            kl=self.kls[-1][1] if self.kls else None,
+            buffer_batches=self.buffer_batches,
+            samples_per_second=self._num_samples / elapsed if elapsed > 0 else None,
+            elapsed=elapsed,
+            message=self.message,
+            reward_history=tuple(reward for _, reward in self.rewards),
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples made so far."""
+        return self._num_samples
+
+    def close(self) -> None:
+        """Log the rest and close the trackers."""
+        self.flush()
+        self._tracker.close()
+
+    def _keep_samples(self, version: int, samples: list[dict[str, Any]]) -> None:
+        if not samples or self._samples_every <= 0 or version < self._last_sampled + self._samples_every:
+            return
+        self._last_sampled = version
+        lines = (json.dumps({"version": version, **sample}, ensure_ascii=False) + "\n" for sample in samples)
+        with self._samples_path.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+        first = samples[0]
+        text = f"{first['prompt']} **{first['response']}** (reward {first['reward']:.3f})"
+        self._tracker.text(self._step, "samples/first", text)

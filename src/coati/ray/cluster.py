@@ -1,0 +1,88 @@
+"""Starting a private local Ray, or joining a cluster, and checking that a run fits it."""
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+
+from coati.config import RunConfig
+from coati.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class ClusterInfo(NamedTuple):
+    """Where a run runs."""
+
+    namespace: str
+    log_folder: Path | None  # None on a cluster that is not ours
+
+
+@contextlib.contextmanager
+def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_driver: bool) -> Iterator[ClusterInfo]:
+    """Connect for the length of a run. A private Ray is shut down at the end, and its folder removed if all went well."""
+    num_actors = config.topology.makers + config.topology.trainers
+    if address is not None:
+        ray.init(address=address, namespace=namespace, log_to_driver=log_to_driver, logging_level=logging.WARNING)
+        try:
+            _check_resources(config, num_cpus=num_actors)
+            yield ClusterInfo(namespace, None)
+        finally:
+            ray.shutdown()
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing leaves this machine
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    folder = Path(tempfile.mkdtemp(prefix="coati-"))  # short: Ray's socket paths have a length limit
+    ray.init(
+        address="local",
+        namespace=namespace,
+        num_cpus=max(os.cpu_count() or 1, num_actors),
+        include_dashboard=False,
+        log_to_driver=log_to_driver,
+        logging_level=logging.WARNING,
+        _temp_dir=str(folder),
+    )
+    try:
+        _check_resources(config, num_cpus=num_actors)
+        yield ClusterInfo(namespace, folder / "session_latest" / "logs")
+    except BaseException:
+        ray.shutdown()
+        logger.warning("the logs of all actors are in %s", folder / "session_latest" / "logs")
+        raise
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_resources(config: RunConfig, *, num_cpus: int) -> None:
+    """An actor that does not fit would wait for ever, so say it now."""
+    topology = config.topology
+    have = ray.cluster_resources()
+    num_gpus = topology.makers * topology.gpus_per_maker + topology.trainers * topology.gpus_per_trainer
+    for kind, need in (("CPU", float(num_cpus)), ("GPU", num_gpus)):
+        if need > have.get(kind, 0.0):
+            raise ConfigError(
+                f"the run needs {need:g} {kind}s ({topology.makers} makers, {topology.trainers} trainers), but the "
+                f"cluster has {have.get(kind, 0.0):g}. Lower topology.makers, topology.trainers or their gpus_per_… "
+                "settings, or add nodes."
+            )
+
+
+@ray.remote(num_cpus=0)
+def rendezvous() -> tuple[str, str, int]:
+    """Where the trainers of a group meet: node id, address and a free port of the node this runs on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
+
+
+def actor_options(name: str, num_gpus: float, **more: Any) -> dict[str, Any]:
+    """Options of a maker or trainer actor: a name, one CPU, a share of a GPU."""
+    return {"name": name, "num_cpus": 1, "num_gpus": num_gpus, **more}

@@ -1,0 +1,148 @@
+"""The replay buffer between makers and a trainer: items in, whole batches out, through a Ray queue.
+
+An item is always in exactly one of three places: the collector (it waits for its batch to fill), the outbox (its
+batch is full but the queue has no room), or the queue. A producer that gives up waiting for room loses nothing:
+the consumer moves the outbox on.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from ray.util.queue import Empty, Queue
+
+from coati.errors import ConfigError, DeadlineExceeded
+from coati.experience_buffer.collector import BatchCollector
+from coati.experience_buffer.utils import BufferItem, make_experience_batch, split_experience_batch
+from coati.experience_maker.base import Experience
+from coati.wire import WireTensor, decode, encode
+
+logger = logging.getLogger(__name__)
+
+# A consumer that dies inside `Queue.get` leaves a waiter behind that swallows the next batch, so it never waits long.
+_SLICE_SECONDS = 0.5
+_POLL_SECONDS = 0.02
+DEFAULT_WAIT_SECONDS = 1800.0
+
+
+class DetachedReplayBuffer:
+    """Batches items to `sample_batch_size`; with `limit` > 0 batches waiting, producers block.
+
+    The queue is an actor that reserves no CPU, so that a small machine cannot stall on it.
+    """
+
+    def __init__(self, sample_batch_size: int, limit: int = 0) -> None:
+        if limit < 0:
+            raise ConfigError(f"buffer limit must be 0 (no limit) or more batches, got {limit}.")
+        self.sample_batch_size = sample_batch_size
+        self.limit = limit
+        self._collector = BatchCollector(sample_batch_size)
+        self._outbox: deque[dict[str, WireTensor]] = deque()
+        self._lock = threading.RLock()  # guards collector and outbox; never held while waiting for room
+        self._num_clears = 0
+        self._queue = Queue(maxsize=limit, actor_options={"num_cpus": 0})
+
+    def append(self, experience: Experience) -> None:
+        """Split a batch into items and take them in; blocks while the buffer is full."""
+        self.extend(split_experience_batch(experience))
+
+    def extend(self, items: Sequence[BufferItem], *, timeout_seconds: float = DEFAULT_WAIT_SECONDS) -> None:
+        """Take items in; blocks while the buffer is full. Bad items are refused before any is taken."""
+        with self._lock:
+            for batch in self._collector.add(items):
+                self._outbox.append(_pack(make_experience_batch(batch)))
+            num_clears = self._num_clears
+        deadline = time.monotonic() + timeout_seconds
+        while not self._move_outbox():
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(
+                    f"waited {timeout_seconds:g} s for room in the replay buffer (limit {self.limit} batches). "
+                    "The items are taken in and nothing is lost, but the trainer does not consume: is fit running?"
+                )
+            time.sleep(_POLL_SECONDS)
+            if num_clears != self._num_clears:
+                return  # what this call brought was cleared away with the rest
+
+    def sample(
+        self, worker_rank: int = 0, to_device: Any = "cpu", *, timeout_seconds: float = DEFAULT_WAIT_SECONDS
+    ) -> Experience:
+        """The oldest whole batch; blocks until there is one. DeadlineExceeded after `timeout_seconds`."""
+        experience = self.try_sample(timeout_seconds)
+        if experience is None:
+            raise DeadlineExceeded(
+                f"worker {worker_rank} waited {timeout_seconds:g} s for a batch of {self.sample_batch_size} samples in "
+                f"the replay buffer; {self.num_items_waiting} samples of the next one are there. Do makers deliver?"
+            )
+        experience.to_device(to_device)
+        return experience
+
+    def try_sample(self, timeout_seconds: float) -> Experience | None:
+        """The oldest whole batch, or None if none comes in time."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            self._move_outbox()
+            wait = min(_SLICE_SECONDS, deadline - time.monotonic())
+            try:
+                packed = self._queue.get(timeout=wait) if wait > 0 else self._queue.get_nowait()
+                return _unpack(packed)
+            except Empty:
+                if time.monotonic() >= deadline:
+                    return None
+
+    def flush(self) -> Experience | None:
+        """The samples that do not fill a batch, as a smaller one: at the end of the data they are trained on too."""
+        with self._lock:
+            rest = self._collector.flush()
+        return make_experience_batch(rest) if rest else None
+
+    def clear(self) -> None:
+        """Drop everything; the buffer goes on working."""
+        with self._lock:
+            self._num_clears += 1
+            self._collector.clear()
+            self._outbox.clear()
+            while (size := self._queue.qsize()) > 0:
+                try:
+                    self._queue.get_nowait_batch(size)
+                except Empty:  # a consumer was quicker
+                    continue
+
+    def get_length(self) -> int:
+        """Whole batches waiting."""
+        return int(self._queue.qsize())
+
+    @property
+    def num_items_waiting(self) -> int:
+        """Samples that wait for their batch to fill."""
+        with self._lock:
+            return len(self._collector)
+
+    def close(self) -> None:
+        """End the queue actor."""
+        self._queue.shutdown(force=True)
+
+    def _move_outbox(self) -> bool:
+        """Move full batches into the queue as far as there is room; True if none is left."""
+        with self._lock:
+            if not self._outbox:
+                return True
+            room = len(self._outbox) if self.limit == 0 else self.limit - self._queue.qsize()
+            num_moved = min(room, len(self._outbox))
+            if num_moved > 0:
+                # We are the only producer (the lock is ours), so the room is still there.
+                self._queue.put_nowait_batch([self._outbox[index] for index in range(num_moved)])
+                for _ in range(num_moved):
+                    self._outbox.popleft()
+            return not self._outbox
+
+
+def _pack(experience: Experience) -> dict[str, WireTensor]:
+    return {name: encode(tensor) for name, tensor in experience.tensors()}
+
+
+def _unpack(packed: dict[str, WireTensor]) -> Experience:
+    fields = {name: decode(wire, copy=True) for name, wire in packed.items()}
+    return Experience(**{"attention_mask": None, "action_mask": None, **fields})  # type: ignore[arg-type]

@@ -1,0 +1,266 @@
+"""The detached trainer: a replay buffer that makers fill, and a loop that learns from it.
+
+        makers ── buffer_extend ──►  replay buffer ── _buffer_sample ──►  fit: training_step
+           ▲                                                                  │ after each episode
+           └───────────────── _update_remote_makers ──────────────────────────┘
+
+Subclass it, define `training_step` and `_update_remote_makers`, and decorate the class with
+`@ray.remote(concurrency_groups={"buffer_length": 1, "buffer_append": 1, "buffer_sample": 1, "compute": 1})`.
+"""
+
+import dataclasses
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from coati.deadlines import Deadlines
+from coati.errors import DeadlineExceeded, PeerDied
+from coati.experience_buffer.utils import BufferItem, split_experience_batch
+from coati.experience_maker.base import Experience
+from coati.ledger import DeliveryLog
+from coati.monitor.records import RecordLog, RecordPage
+from coati.ray.callbacks import TrainerCallback, dispatch
+from coati.ray.detached_replay_buffer import DetachedReplayBuffer
+from coati.ray.peers import NamedPeers
+from coati.trainer.fit_loop import FitLoop
+
+logger = logging.getLogger(__name__)
+
+_SLICE_SECONDS = 1.0
+_ASK_MAKERS_EVERY_SECONDS = 2.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerProgress:
+    """Where a trainer stands."""
+
+    state: str  # "idle", "fitting", "finished" or "failed"
+    num_batches: int
+    num_samples: int
+    version: int
+    buffer_batches: int
+    wait_seconds: float
+
+
+class DetachedTrainer(ABC):
+    """Learns from experience that makers push into its buffer."""
+
+    def __init__(
+        self,
+        experience_maker_holder_name_list: Sequence[str],
+        train_batch_size: int = 8,
+        buffer_limit: int = 0,
+        dataloader_pin_memory: bool = True,
+        callbacks: Sequence[TrainerCallback] = (),
+        debug: bool = False,
+        *,
+        deadlines: Deadlines | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.callbacks = list(callbacks)
+        self.debug = debug
+        self.version = 0
+        self.deadlines = deadlines or Deadlines()
+        self.dataloader_pin_memory = dataloader_pin_memory
+        self._seed = seed
+        self._makers = NamedPeers(experience_maker_holder_name_list, role="maker", deadlines=self.deadlines)
+        self._buffer = DetachedReplayBuffer(train_batch_size, limit=buffer_limit)
+        self._deliveries = DeliveryLog()
+        self._delivery_lock = threading.Lock()
+        self._records = RecordLog()
+        self._stop = threading.Event()
+        self._state = "idle"
+        self._num_batches = 0
+        self._num_samples = 0
+        self._wait_seconds = 0.0
+        if debug:
+            logging.getLogger("coati").setLevel(logging.DEBUG)
+
+    # What a subclass defines.
+
+    @abstractmethod
+    def _update_remote_makers(self, fully_update: bool = False, **kwargs: Any) -> None:
+        """Send the current weights to the makers."""
+
+    @abstractmethod
+    def training_step(self, experience: Experience) -> dict[str, Any]:
+        """Learn from one batch and return its metrics."""
+
+    # The loop.
+
+    @ray.method(concurrency_group="compute")
+    def fit(self, total_steps: int, update_steps: int, train_epochs: int = 1) -> None:
+        """Train on `total_steps` fresh batches in episodes of `update_steps`; makers get new weights after each.
+
+        The first epoch of an episode trains on batches as they come; further epochs go over them again in
+        shuffled order. If all makers finish before that, what is left in the buffer is trained on and `fit` ends.
+        """
+        loop = FitLoop(
+            next_batch=self._next_batch,
+            train=self._train_and_count,
+            publish=self._publish_next_version,
+            notify=self._notify,
+            agree=self._agree,
+            should_stop=self._stop.is_set,
+            seed=self._seed,
+        )
+        self._state = "fitting"
+        try:
+            loop.run(total_steps, update_steps, train_epochs)
+        except BaseException:
+            self._state = "failed"
+            raise
+        self._state = "finished"
+
+    def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
+        """Send all weights to the makers now; a maker with `sync_models_from_trainers` starts after this."""
+        self._update_remote_makers(fully_update=True, **kwargs)
+
+    def stop(self) -> None:
+        """End `fit` before its next batch; weights and buffer stay as they are."""
+        self._stop.set()
+
+    # The buffer, as makers and drivers reach it.
+
+    @ray.method(concurrency_group="buffer_length")
+    def buffer_get_length(self) -> int:
+        """Whole batches waiting."""
+        return self._buffer.get_length()
+
+    @ray.method(concurrency_group="buffer_append")
+    def buffer_append(self, experience: Experience) -> None:
+        """Take a batch in, sample by sample; blocks while the buffer is full."""
+        self._take_in(split_experience_batch(experience))
+
+    @ray.method(concurrency_group="buffer_append")
+    def buffer_extend(self, items: list[BufferItem]) -> None:
+        """Called by experience makers; blocks while the buffer is full. Returning is the acknowledgement."""
+        self._take_in(items)
+
+    @ray.method(concurrency_group="buffer_sample")
+    def _buffer_sample(self) -> Experience:
+        """The oldest whole batch; blocks until there is one, with a deadline."""
+        return self._buffer.sample(timeout_seconds=self.deadlines.batch)
+
+    # What the outside may ask at any time.
+
+    def progress(self) -> TrainerProgress:
+        """Where this trainer stands."""
+        return TrainerProgress(
+            state=self._state,
+            num_batches=self._num_batches,
+            num_samples=self._num_samples,
+            version=self.version,
+            buffer_batches=self._buffer.get_length(),
+            wait_seconds=self._wait_seconds,
+        )
+
+    def records_since(self, cursor: int) -> RecordPage:
+        """Metrics of the training steps after `cursor`."""
+        return self._records.since(cursor)
+
+    # Inside.
+
+    def _take_in(self, items: Sequence[BufferItem]) -> None:
+        for item in items:
+            item.validate()  # before it is noted as delivered: a refused item was not
+        with self._delivery_lock:
+            fresh = self._deliveries.fresh(items)
+        self._buffer.extend(fresh, timeout_seconds=self.deadlines.batch)
+
+    def _notify(self, hook: str, *args: Any) -> None:
+        dispatch(self.callbacks, hook, *args)
+
+    def _agree(self, has_batch: bool) -> bool:
+        """One trainer decides alone; a group of ranks overrides this."""
+        return has_batch
+
+    def _train_and_count(self, experience: Experience) -> dict[str, Any]:
+        metrics = self.training_step(experience)
+        self._num_batches += 1
+        self._num_samples += experience.num_samples
+        self._records.append({"batch": self._num_batches, "version": self.version, "metrics": dict(metrics or {})})
+        return metrics
+
+    def _publish_next_version(self) -> None:
+        self.version += 1
+        self._update_remote_makers()
+
+    def _next_batch(self) -> Experience | None:
+        """Wait for a batch. None: a stop came, or all makers are finished and nothing is left."""
+        started = time.monotonic()
+        watch = _MakerWatch(self._makers, self.deadlines)
+        try:
+            while not self._stop.is_set():
+                batch = self._buffer.try_sample(_SLICE_SECONDS)
+                if batch is not None:
+                    return batch.pin_memory() if self.dataloader_pin_memory else batch
+                if watch.all_finished():
+                    # Finished makers have been acknowledged, so whatever they made is here by now.
+                    return self._buffer.try_sample(0.0) or self._buffer.flush()
+                waited = time.monotonic() - started
+                if waited >= self.deadlines.batch:
+                    raise DeadlineExceeded(
+                        f"fit waited {waited:.0f} s for a batch of {self._buffer.sample_batch_size} samples; "
+                        f"{self._buffer.num_items_waiting} are there. Makers: {watch.describe()}."
+                    )
+                watch.speak(waited)
+            return None
+        finally:
+            self._wait_seconds += time.monotonic() - started
+
+
+class _MakerWatch:
+    """Asks the makers, now and then, whether more experience can still come."""
+
+    def __init__(self, makers: NamedPeers, deadlines: Deadlines) -> None:
+        self._makers = makers
+        self._deadlines = deadlines
+        self._finished_since: float | None = None
+        self._last_asked = 0.0
+        self._next_message = deadlines.message_every
+        self._states: dict[str, str] = {}
+
+    def all_finished(self) -> bool:
+        """Whether every maker has been finished for the time of grace; PeerDied if none is left."""
+        now = time.monotonic()
+        if now - self._last_asked >= _ASK_MAKERS_EVERY_SECONDS:
+            self._last_asked = now
+            self._states = {name: self._ask(name) for name in self._makers.names}
+            states = set(self._states.values())
+            if states and states <= {"gone"}:
+                raise PeerDied(f"every maker is gone ({self.describe()}), so no experience will come. See their logs.")
+            is_over = bool(states) and states <= {"finished", "gone"}
+            self._finished_since = (self._finished_since or now) if is_over else None
+        return self._finished_since is not None and now - self._finished_since >= self._deadlines.grace
+
+    def describe(self) -> str:
+        """One phrase for each maker."""
+        return ", ".join(f"{name} is {state}" for name, state in self._states.items()) or "none are named"
+
+    def speak(self, waited: float) -> None:
+        """Say what is waited for, now and then."""
+        if waited >= self._next_message:
+            self._next_message += self._deadlines.message_every
+            logger.info("fit waits for experience, %.0f s so far; makers: %s", waited, self.describe())
+
+    def _ask(self, name: str) -> str:
+        try:
+            handle = ray.get_actor(name)
+        except ValueError:
+            # Named but never seen: it may still be created, so that is not "gone".
+            return "gone" if name in self._states and self._states[name] != "missing" else "missing"
+        try:
+            return str(ray.get(handle.progress.remote(), timeout=_ASK_MAKERS_EVERY_SECONDS).state)
+        except GetTimeoutError:
+            return "busy"
+        except AttributeError:
+            return "unknown"  # a hand-written maker that does not tell
+        except RayError:
+            return "gone"

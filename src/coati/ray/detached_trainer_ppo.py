@@ -1,0 +1,183 @@
+"""PPO in a Ray actor: a learner, the buffer it feeds on, and the weight channel to its makers."""
+
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor, nn
+
+from coati.deadlines import Deadlines
+from coati.errors import DeadlineExceeded
+from coati.experience_maker.base import Experience
+from coati.ledger import ages_of
+from coati.models.critic import as_critic
+from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator
+from coati.ray.detached_trainer_base import DetachedTrainer
+from coati.ray.environment import apply_env_info
+from coati.ray.weight_channel import WeightChannel
+from coati.trainer.optim import HybridAdam
+from coati.trainer.ppo import PPOLearner, PPOSettings
+from coati.trainer.strategies import GeminiStrategy, LowLevelZeroStrategy, Strategy
+from coati.weights import DEFAULT_CHUNK_MIB, new_header, weight_messages
+
+logger = logging.getLogger(__name__)
+
+
+@ray.remote(
+    concurrency_groups={"buffer_length": 1, "buffer_append": 1, "buffer_sample": 1, "model_io": 1, "compute": 1}
+)
+class DetachedPPOTrainer(DetachedTrainer):
+    """Trains actor and critic with PPO and sends their weights to the makers after each episode.
+
+    `model_fn()` returns (actor, critic); `strategy_fn()` returns a `Strategy`. Learning rates, schedule, micro-batches
+    and the rest are in `settings`; `eps_clip` and `value_clip` win over those of `settings`.
+    """
+
+    def __init__(
+        self,
+        experience_maker_holder_name_list: Sequence[str],
+        strategy_fn: Callable[[], Strategy],
+        model_fn: Callable[[], tuple[nn.Module, nn.Module]],
+        env_info: Mapping[str, str] | None = None,
+        train_batch_size: int = 8,
+        buffer_limit: int = 0,
+        eps_clip: float = 0.2,
+        value_clip: float = 0.4,
+        dataloader_pin_memory: bool = True,
+        callbacks: Sequence[TrainerCallback] = (),
+        eval_performance: bool = False,
+        debug: bool = False,
+        update_lora_weights: bool = False,
+        *,
+        settings: PPOSettings | None = None,
+        deadlines: Deadlines | None = None,
+        seed: int = 0,
+        num_threads: int = 0,
+    ) -> None:
+        apply_env_info(env_info)
+        if num_threads > 0:
+            torch.set_num_threads(num_threads)
+        self.strategy = strategy_fn()
+        with self.strategy.model_init_context():
+            actor, critic = model_fn()
+        critic = as_critic(critic)
+        callbacks = list(callbacks)
+        if eval_performance:
+            callbacks.append(TrainerPerformanceEvaluator(_num_parameters(actor), _num_parameters(critic)))
+        super().__init__(
+            experience_maker_holder_name_list,
+            train_batch_size=train_batch_size,
+            buffer_limit=buffer_limit,
+            dataloader_pin_memory=dataloader_pin_memory,
+            callbacks=callbacks,
+            debug=debug,
+            deadlines=deadlines,
+            seed=seed,
+        )
+        is_sharded = isinstance(self.strategy, GeminiStrategy | LowLevelZeroStrategy)
+        self._learner = PPOLearner(
+            actor,
+            critic,
+            self.strategy,
+            dataclasses.replace(settings or PPOSettings(), eps_clip=eps_clip, value_clip=value_clip),
+            optimizer_class=HybridAdam if is_sharded else torch.optim.Adam,
+        )
+        self._update_lora_weights = update_lora_weights
+        self._channel = WeightChannel(self._makers.names, deadlines=self.deadlines)
+        # Held while weights change and while they are read for publishing, so that no update is torn at its source.
+        self._weights_lock = threading.Lock()
+        self._source = f"trainer {os.environ.get('RANK', '0')} (pid {os.getpid()})"
+
+    @ray.method(concurrency_group="compute")
+    def training_step(self, experience: Experience) -> dict[str, float]:
+        """One PPO step of actor and critic; metrics include `actor_loss` and `critic_loss`."""
+        with self._weights():
+            metrics = self._learner.step(experience)
+        ages = ages_of(experience, self.version)
+        return {
+            **metrics,
+            "train/version": float(self.version),
+            "train/samples": float(experience.num_samples),
+            "train/age_mean": ages.mean,
+            "train/age_max": ages.oldest,
+            "wait/data_seconds": self._wait_seconds,
+        }
+
+    @ray.method(concurrency_group="model_io")
+    def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
+        """Send all weights to the makers now; may run while `fit` trains."""
+        super().sync_models_to_remote_makers(**kwargs)
+
+    def _update_remote_makers(self, fully_update: bool = False, **config: Any) -> None:
+        """Publish the weights as version `self.version`; `config` may hold `shard_size` in MiB."""
+        is_partial = self._update_lora_weights and not fully_update
+        started = time.perf_counter()
+        with self._weights():
+            header = new_header(version=self.version, source=self._source)
+            messages = weight_messages(header, self._shards(is_partial, **config), is_partial=is_partial)
+            self._channel.send(header, messages, fully_update=fully_update)
+        self._records.append(
+            {
+                "batch": self._num_batches,
+                "version": self.version,
+                "metrics": {"weights/publish_seconds": time.perf_counter() - started},
+            }
+        )
+
+    @ray.method(concurrency_group="model_io")
+    def strategy_save_actor(self, path: str, only_rank0: bool = False) -> None:
+        """Save the actor as a folder that transformers loads."""
+        with self._weights():
+            self.strategy.save_model(self._learner.actor, path, only_rank0=only_rank0)
+
+    @ray.method(concurrency_group="model_io")
+    def strategy_save_critic(self, path: str, only_rank0: bool = False) -> None:
+        """Save the critic as a folder that `Critic.from_pretrained` loads."""
+        with self._weights():
+            self.strategy.save_model(self._learner.critic, path, only_rank0=only_rank0)
+
+    def _shards(self, is_partial: bool, *, shard_size: int = DEFAULT_CHUNK_MIB) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        for label, model in (("actor", self._learner.actor), ("critic", self._learner.critic)):
+            kept = _trainable_names(self.strategy.unwrap_model(model)) if is_partial else None
+            for shard in self.strategy.get_model_state_dict_shard(model, shard_size=shard_size):
+                yield label, {name: tensor for name, tensor in shard.items() if kept is None or name in kept}
+
+    def _weights(self) -> "_TimedLock":
+        return _TimedLock(self._weights_lock, self.deadlines.update, "the trainer's weights, which another call holds")
+
+    def _agree(self, has_batch: bool) -> bool:
+        """All ranks train on a batch, or none: a rank that went alone would wait for the others for ever."""
+        if self.strategy.world_size == 1:
+            return has_batch
+        have = self.strategy.all_reduce_sum(torch.tensor(int(has_batch), device=self.strategy.device))
+        return int(have) == self.strategy.world_size
+
+
+class _TimedLock:
+    """A lock taken with a deadline."""
+
+    def __init__(self, lock: threading.Lock, timeout_seconds: float, what: str) -> None:
+        self._lock = lock
+        self._timeout_seconds = timeout_seconds
+        self._what = what
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=self._timeout_seconds):
+            raise DeadlineExceeded(f"waited {self._timeout_seconds:g} s for {self._what}.")
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._lock.release()
+
+
+def _num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _trainable_names(model: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)

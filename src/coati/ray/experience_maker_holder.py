@@ -1,0 +1,337 @@
+"""The experience maker in a Ray actor: prompts in, experience out to the trainers, new weights in between.
+
+    workingloop (compute)        waits for admission and weights ► makes experience ► sends items, acknowledged
+    update_experience_maker      stages chunks, verifies, offers the whole update to the models
+      (model_io)                 ► committed between two batches, or at once if nobody generates
+"""
+
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+import torch
+from torch import nn
+
+from coati.deadlines import Deadlines
+from coati.errors import ConfigError, DataError
+from coati.experience_buffer.utils import split_experience_batch
+from coati.experience_maker.base import Experience
+from coati.experience_maker.naive import NaiveExperienceMaker
+from coati.experience_maker.pipeline import ExperiencePipeline
+from coati.experience_maker.prompt_batch import PromptBatch
+from coati.experience_maker.statistics import maker_record
+from coati.ledger import WorkShare
+from coati.models.actor import unwrap
+from coati.monitor.records import RecordLog, RecordPage
+from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, dispatch
+from coati.ray.delivery import ItemSender
+from coati.ray.environment import apply_env_info
+from coati.ray.peers import wait_in_slices
+from coati.rollout import GenerateOptions
+from coati.trainer.strategies import Strategy
+from coati.weights import PLAIN_UPDATE, ServedModels, UpdateHeader, WeightChunk, WeightManifest, WeightStage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MakerProgress:
+    """Where a maker stands."""
+
+    state: str  # "idle", "working", "finished" or "failed"
+    num_made: int
+    num_dropped: int
+    num_delivered: int
+    version: int
+
+
+@ray.remote(concurrency_groups={"experience_io": 1, "model_io": 1, "compute": 1})
+class ExperienceMakerHolder:
+    """Holds four models, makes experience with them, and hands it to trainers one item at a time in turn.
+
+    `model_fn()` returns (actor, critic, reward_model, initial_model); the reward model may be a `RewardScorer` over
+    text. With `share`, prompts are admitted so that training data is never older than the share's bound.
+    """
+
+    def __init__(
+        self,
+        detached_trainer_name_list: Sequence[str],
+        strategy_fn: Callable[[], Strategy],
+        model_fn: Callable[[], tuple[nn.Module, nn.Module, Any, nn.Module]],
+        env_info: Mapping[str, str] | None = None,
+        sync_models_from_trainers: bool = False,
+        buffer_cpu_offload: bool = True,
+        kl_coef: float = 0.1,
+        callbacks: Sequence[MakerCallback] = (),
+        eval_performance: bool = False,
+        debug: bool = False,
+        update_lora_weights: bool = False,
+        *,
+        gamma: float = 1.0,
+        lam: float = 0.95,
+        kl_estimator: Any = "k1",
+        seed: int = 0,
+        share: WorkShare | None = None,
+        deadlines: Deadlines | None = None,
+        num_threads: int = 0,
+        samples_kept: int = 4,
+        **generate_kwargs: Any,
+    ) -> None:
+        if not detached_trainer_name_list:
+            raise ConfigError("detached_trainer_name_list must name at least one trainer, got an empty list.")
+        GenerateOptions.parse(**generate_kwargs)  # an unknown option is an error now, not in the first batch
+        apply_env_info(env_info)
+        if num_threads > 0:
+            torch.set_num_threads(num_threads)
+        if debug:
+            logging.getLogger("coati").setLevel(logging.DEBUG)
+        self._deadlines = deadlines or Deadlines()
+        self._sync_models_from_trainers = sync_models_from_trainers
+        self._buffer_cpu_offload = buffer_cpu_offload
+        self._update_lora_weights = update_lora_weights
+        self._samples_kept = samples_kept
+        self._callbacks = list(callbacks)
+        self._name = _own_name()
+        self._stop = threading.Event()
+        self._state = "idle"
+        self._records = RecordLog()
+
+        strategy = strategy_fn()
+        with strategy.model_init_context():
+            models = model_fn()
+        actor, critic, reward_model, initial_model = (_placed(model, strategy) for model in models)
+        maker = NaiveExperienceMaker(
+            actor, critic, reward_model, initial_model, kl_coef, gamma, lam, kl_estimator=kl_estimator, seed=seed
+        )
+        updated: dict[str, nn.Module] = {"actor": actor, "critic": maker.critic}
+        self._stage = WeightStage(updated)
+        self._served = ServedModels(updated)
+        self._pipeline = ExperiencePipeline(
+            maker,
+            self._served,
+            share=share,
+            generate_kwargs=generate_kwargs,
+            first_sample_id=_first_sample_id(self._name),
+        )
+        self._sender = ItemSender(
+            detached_trainer_name_list,
+            sender=self._name,
+            deadlines=self._deadlines,
+            first_trainer=share.maker_index if share is not None else 0,
+            should_stop=self._stop.is_set,
+        )
+        self._eos_token_ids = GenerateOptions.parse(**generate_kwargs).eos_token_ids(unwrap(actor))
+        if eval_performance:
+            counts = [_num_parameters(model) for model in (actor, maker.critic, initial_model, reward_model)]
+            self._callbacks.append(ExperienceMakerPerformanceEvaluator(*counts))
+
+    # Work.
+
+    @ray.method(concurrency_group="compute")
+    def workingloop(
+        self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int = 1, num_steps: int = 0
+    ) -> None:
+        """Make experience from the batches of `dataloader_fn()`: `num_steps` batches, or else `num_epochs` passes.
+
+        Returns when every item made has been acknowledged by a trainer.
+        """
+        self._state = "working"
+        try:
+            self._await_first_weights()
+            dispatch(self._callbacks, "on_loop_start")
+            for batch in self._batches(dataloader_fn, num_epochs, num_steps):
+                if self._is_over():
+                    break
+                dispatch(self._callbacks, "on_batch_start")
+                self._work_on(PromptBatch.parse(batch))
+                dispatch(self._callbacks, "on_batch_end")
+            self._sender.flush()
+            dispatch(self._callbacks, "on_loop_end")
+        except BaseException:
+            self._state = "failed"
+            raise
+        self._state = "finished"
+
+    def stop(self) -> None:
+        """End the working loop before its next piece of work; what is made is delivered."""
+        self._stop.set()
+
+    # Weights.
+
+    @ray.method(concurrency_group="model_io")
+    def update_experience_maker(
+        self,
+        new_actor_state_dict: Mapping[str, Any] | None = None,
+        new_actor_lora_config_dict: Mapping[str, Any] | None = None,
+        new_critic_state_dict: Mapping[str, Any] | None = None,
+        new_critic_lora_config_dict: Mapping[str, Any] | None = None,
+        fully_update: bool = False,
+        chunk_start: bool | None = None,
+        chunk_end: bool | None = None,
+        *,
+        update: UpdateHeader | None = None,
+        chunk: WeightChunk | None = None,
+        manifest: WeightManifest | None = None,
+    ) -> None:
+        """Take part of a weight update, or all of it.
+
+        A trainer of this project sends a header, chunks and a manifest. Plain calls work too: `chunk_start=True`, any
+        number of state dicts, `chunk_end=True`, in one call or several. Either way the update is staged, verified as a
+        whole and committed at once; if anything is wrong it is rejected and the old weights go on serving.
+        """
+        if update is not None:
+            self._stage.begin(update.update_id, version=update.version, source=update.source)
+        elif chunk is not None:
+            self._stage.add_chunk(chunk)
+        elif manifest is not None:
+            self._served.offer(self._stage.finish(manifest))
+        else:
+            plain = {"actor": new_actor_state_dict, "critic": new_critic_state_dict}
+            is_lora = bool(new_actor_lora_config_dict or new_critic_lora_config_dict)
+            self._plain_update(plain, fully_update, is_lora, chunk_start, chunk_end)
+
+    def _plain_update(
+        self,
+        state_dicts: Mapping[str, Mapping[str, Any] | None],
+        fully_update: bool,
+        is_lora: bool,
+        chunk_start: bool | None,
+        chunk_end: bool | None,
+    ) -> None:
+        is_whole = chunk_start is None and chunk_end is None and PLAIN_UPDATE not in self._stage.open_updates
+        if chunk_start or is_whole:
+            self._stage.begin(PLAIN_UPDATE, version=None, source="a plain call")
+        try:
+            for module, state_dict in state_dicts.items():
+                if state_dict:
+                    self._stage.add_plain(module, state_dict)
+            if chunk_end or is_whole:
+                is_partial = (self._update_lora_weights or is_lora) and not fully_update
+                self._served.offer(self._stage.finish_plain(allow_partial=is_partial))
+        except BaseException:
+            self._stage.abort(PLAIN_UPDATE)
+            raise
+
+    # What the outside may ask at any time.
+
+    def progress(self) -> MakerProgress:
+        """Where this maker stands."""
+        counts = self._pipeline.counts
+        return MakerProgress(
+            state=self._state,
+            num_made=counts.made,
+            num_dropped=counts.dropped,
+            num_delivered=self._sender.num_delivered,
+            version=self._served.version,
+        )
+
+    @ray.method(concurrency_group="experience_io")
+    def records_since(self, cursor: int) -> RecordPage:
+        """Metrics and samples of the batches made after `cursor`."""
+        return self._records.since(cursor)
+
+    # Inside.
+
+    def _await_first_weights(self) -> None:
+        if self._sync_models_from_trainers:
+            logger.info("maker %s waits for a full weight update from its trainers", self._name)
+            self._served.wait_for_full_update(
+                deadline_seconds=self._deadlines.start,
+                what=f"a full weight update of maker {self._name} (call sync_models_to_remote_makers on its trainer)",
+            )
+
+    def _batches(
+        self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int, num_steps: int
+    ) -> Iterator[Any]:
+        passes = itertools.count() if num_steps > 0 else range(num_epochs)
+        endless = (batch for _ in passes for batch in self._one_pass(dataloader_fn))
+        return itertools.islice(endless, num_steps) if num_steps > 0 else endless
+
+    def _one_pass(self, dataloader_fn: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+        is_empty = True
+        for batch in dataloader_fn():
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise DataError(
+                f"dataloader_fn() of maker {self._name} gave no batch. Is the dataset empty, or smaller than one batch "
+                "with drop_last=True?"
+            )
+
+    def _is_over(self) -> bool:
+        return self._stop.is_set() or self._pipeline.is_done
+
+    def _work_on(self, batch: PromptBatch) -> None:
+        """Make and send all of a batch, in as many parts as admission asks for."""
+        start = 0
+        while start < len(batch) and not self._is_over():
+            num_rows = self._await_admission(len(batch) - start)
+            if num_rows == 0:
+                return
+            part = batch.rows(start, start + num_rows)
+            start += num_rows
+            dispatch(self._callbacks, "on_make_experience_start")
+            started = time.perf_counter()
+            experience = self._pipeline.make(part)
+            seconds = time.perf_counter() - started
+            if experience is not None:
+                dispatch(self._callbacks, "on_make_experience_end", experience)
+                self._send(experience, seconds)
+
+    def _await_admission(self, wanted: int) -> int:
+        """Wait until at least one sample may be issued; 0 if a stop came instead."""
+        if self._pipeline.gate is None:
+            return wanted
+        needed = self._pipeline.gate.version_needed()
+        if needed is not None:
+            wait_in_slices(
+                lambda seconds: self._served.wait_for_version(needed, deadline_seconds=seconds) or self._stop.is_set(),
+                deadline_seconds=self._deadlines.batch,
+                what=lambda: f"weights of version {needed} at maker {self._name} (it serves {self._served.version})",
+                message_every=self._deadlines.message_every,
+                between=self._sender.check_trainers,
+            )
+        return 0 if self._stop.is_set() else self._pipeline.admissible(wanted)
+
+    def _send(self, experience: Experience, make_seconds: float) -> None:
+        if self._buffer_cpu_offload:
+            experience.to_device("cpu")
+        self._records.append(
+            maker_record(
+                experience,
+                version=self._pipeline.maker.policy_version,
+                make_seconds=make_seconds,
+                num_dropped=self._pipeline.counts.dropped,
+                eos_token_ids=self._eos_token_ids,
+                tokenizer=getattr(self._pipeline.maker.reward_model, "tokenizer", None),
+                samples_kept=self._samples_kept,
+            )
+        )
+        dispatch(self._callbacks, "on_send_start")
+        self._sender.send(split_experience_batch(experience))
+        dispatch(self._callbacks, "on_send_end")
+
+
+def _placed(model: Any, strategy: Strategy) -> Any:
+    return strategy.prepare(model) if isinstance(model, nn.Module) else model
+
+
+def _own_name() -> str:
+    context = ray.get_runtime_context()
+    return context.get_actor_name() or f"maker-{context.get_actor_id()[:8]}"
+
+
+def _first_sample_id(name: str) -> int:
+    """Prompts that come without ids are numbered apart for each maker, by its name."""
+    return (zlib.crc32(name.encode()) & 0x7FFFFF) << 40
+
+
+def _num_parameters(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else 0
+

@@ -1,0 +1,247 @@
+"""Runs a config on Ray: creates makers and trainers, watches them, saves the model.
+
+        driver ── workingloop.remote() ──► makers ── items ──► trainers ◄── fit.remote() ── driver
+                                              ▲                   │
+                                              └───── weights ─────┘
+        driver ── records_since, progress (every half second) ──► run log, live view
+
+The driver waits for the trainers' `fit`. Any actor that fails ends the run with its error; a stop signal ends it
+with everything trained so far saved.
+"""
+
+import functools
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from coati import assembly
+from coati.config import RunConfig
+from coati.errors import DeadlineExceeded, PeerDied
+from coati.monitor.progress import RunSnapshot
+from coati.monitor.run_log import RunLog
+from coati.ray.cluster import actor_options, connected, rendezvous
+from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
+from coati.ray.experience_maker_holder import ExperienceMakerHolder
+from coati.ray.topology import makers_updated_by
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.5
+_STOP_SECONDS = 60.0
+
+
+class DetachedRun:
+    """A run of M makers and T trainers."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        log: RunLog,
+        *,
+        address: str | None = None,
+        on_progress: Callable[[RunSnapshot], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
+        log_to_driver: bool = False,
+    ) -> None:
+        self._config = assembly.with_absolute_paths(config)
+        self._log = log
+        self._address = address
+        self._on_progress = on_progress
+        self._should_stop = should_stop
+        self._log_to_driver = log_to_driver
+        self._deadlines = assembly.deadlines_of(config)
+        self._makers: dict[str, Any] = {}
+        self._trainers: dict[str, Any] = {}
+        self._cursors: dict[str, int] = {}
+        self._is_stopping = False
+        self._last_saved = 0
+
+    def run(self, model_path: str) -> None:
+        """Train, and save the actor to `model_path`."""
+        namespace = f"coati-{self._config.run.name}-{uuid.uuid4().hex[:8]}"
+        self._say("starting Ray")
+        with connected(
+            self._config, address=self._address, namespace=namespace, log_to_driver=self._log_to_driver
+        ):
+            try:
+                self._create_actors()
+                self._say("loading models")
+                self._sync_first_weights()
+                self._say("")
+                self._train()
+                self._say("saving the model")
+                self._save(model_path)
+            finally:
+                self._kill_actors()
+
+    def _create_actors(self) -> None:
+        config, topology = self._config, self._config.topology
+        maker_names = [f"maker-{index}" for index in range(topology.makers)]
+        trainer_names = [f"trainer-{index}" for index in range(topology.trainers)]
+        for rank, (name, options, env_info) in enumerate(self._trainer_places(trainer_names)):
+            self._trainers[name] = DetachedPPOTrainer.options(**options).remote(
+                experience_maker_holder_name_list=makers_updated_by(rank, maker_names, topology.trainers),
+                strategy_fn=functools.partial(assembly.make_strategy, config),
+                model_fn=functools.partial(assembly.trainer_models, config),
+                env_info=env_info,
+                train_batch_size=config.train.batch_size,
+                buffer_limit=topology.buffer_limit,
+                eps_clip=config.ppo.eps_clip,
+                value_clip=config.ppo.value_clip,
+                update_lora_weights=topology.update_lora_weights,
+                settings=assembly.ppo_settings(config),
+                deadlines=self._deadlines,
+                seed=config.run.seed,
+                num_threads=assembly.threads_per_actor(config),
+            )
+        for index, name in enumerate(maker_names):
+            self._makers[name] = ExperienceMakerHolder.options(
+                **actor_options(name, topology.gpus_per_maker)
+            ).remote(
+                detached_trainer_name_list=trainer_names,
+                strategy_fn=functools.partial(assembly.make_strategy, config),
+                model_fn=functools.partial(assembly.maker_models, config),
+                sync_models_from_trainers=True,
+                kl_coef=config.ppo.kl_coef,
+                update_lora_weights=topology.update_lora_weights,
+                gamma=config.ppo.gamma,
+                lam=config.ppo.lam,
+                kl_estimator=config.ppo.kl_estimator,
+                seed=config.run.seed,
+                share=assembly.work_share(config, maker_index=index),
+                deadlines=self._deadlines,
+                num_threads=assembly.threads_per_actor(config),
+                samples_kept=config.logging.samples_kept,
+                **assembly.generate_options(config),
+            )
+
+    def _trainer_places(self, names: list[str]) -> list[tuple[str, dict[str, Any], dict[str, str] | None]]:
+        """Name, actor options and env_info of each trainer. Rank 0 is pinned to the node where the group meets."""
+        num_gpus = self._config.topology.gpus_per_trainer
+        if len(names) == 1:
+            return [(names[0], actor_options(names[0], num_gpus), None)]
+        node_id, address, port = self._get(rendezvous.remote(), "a node for the trainers to meet at")
+        places = []
+        for rank, name in enumerate(names):
+            more = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)} if rank == 0 else {}
+            env_info = {
+                "rank": str(rank),
+                "local_rank": "0",  # each actor sees only its own GPU
+                "world_size": str(len(names)),
+                "master_addr": address,
+                "master_port": str(port),
+            }
+            places.append((name, actor_options(name, num_gpus, **more), env_info))
+        return places
+
+    def _sync_first_weights(self) -> None:
+        """Makers start from the trainers' weights, whatever each of them loaded."""
+        syncs = [trainer.sync_models_to_remote_makers.remote() for trainer in self._trainers.values()]
+        self._get(syncs, "trainers and makers to load their models")
+
+    def _train(self) -> None:
+        config, train = self._config, self._config.train
+        waiting: dict[Any, str] = {}
+        for index, (name, maker) in enumerate(self._makers.items()):
+            prompts = functools.partial(
+                assembly.make_prompts, config, shard=index, num_shards=config.topology.makers
+            )
+            waiting[maker.workingloop.remote(prompts)] = name
+        for name, trainer in self._trainers.items():
+            waiting[trainer.fit.remote(train.total_steps, train.update_steps, train.epochs)] = name
+        while any(name in self._trainers for name in waiting.values()):
+            self._finish_some(waiting, timeout=_POLL_SECONDS)
+            self._look()
+            if self._should_stop() and not self._is_stopping:
+                self._stop_all()
+        self._stop_all()
+        deadline = time.monotonic() + _STOP_SECONDS
+        while waiting and time.monotonic() < deadline:
+            self._finish_some(waiting, timeout=_POLL_SECONDS)
+        self._look()
+        if waiting:
+            raise DeadlineExceeded(
+                f"{', '.join(waiting.values())} did not stop within {_STOP_SECONDS:g} s after training ended."
+            )
+
+    def _finish_some(self, waiting: dict[Any, str], *, timeout: float) -> None:
+        """Take note of loops that have ended; a failed one raises its error here."""
+        done, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout)
+        for ref in done:
+            name = waiting.pop(ref)
+            try:
+                ray.get(ref)
+            except RayTaskError as error:
+                cause = error.as_instanceof_cause()
+                cause.add_note(f"raised in {name}")
+                raise cause from None
+            except RayActorError as error:
+                raise PeerDied(f"{name} died: {_reason(error)}") from None
+
+    def _look(self) -> None:
+        """Fetch what the actors have recorded and show it. A busy actor is asked again next time."""
+        for name, actor in (*self._makers.items(), *self._trainers.items()):
+            try:
+                page = ray.get(actor.records_since.remote(self._cursors.get(name, 0)), timeout=_POLL_SECONDS * 10)
+                self._cursors[name] = page.cursor
+                if name in self._makers:
+                    self._log.maker_records(page.records)
+                elif name == next(iter(self._trainers)):
+                    self._log.trainer_records(page.records)  # the ranks of a group report the same steps
+                    length = actor.buffer_get_length.remote()
+                    self._log.buffer_batches = ray.get(length, timeout=_POLL_SECONDS * 10)
+            except (GetTimeoutError, RayActorError):
+                continue  # the loops' own references tell whether it died, and why
+        self._checkpoint()
+        self._on_progress(self._log.snapshot())
+
+    def _checkpoint(self) -> None:
+        every, version = self._config.train.save_every, self._log.trainer_version
+        if every and version >= self._last_saved + every:
+            self._last_saved = version - version % every
+            self._save(str(self._config.output_folder.resolve() / "checkpoints" / f"version-{version}"))
+
+    def _save(self, path: str) -> None:
+        saves = [trainer.strategy_save_actor.remote(path, only_rank0=True) for trainer in self._trainers.values()]
+        self._get(saves, f"the model to be saved to {path}")
+        assembly.load_tokenizer(self._config).save_pretrained(path)
+
+    def _stop_all(self) -> None:
+        if not self._is_stopping:
+            self._is_stopping = True
+            for actor in (*self._trainers.values(), *self._makers.values()):
+                actor.stop.remote()
+
+    def _kill_actors(self) -> None:
+        for actor in (*self._trainers.values(), *self._makers.values()):
+            try:
+                ray.kill(actor)
+            except RayError as error:
+                logger.debug("could not kill an actor: %s", error)
+
+    def _get(self, refs: Any, what: str) -> Any:
+        """`ray.get` with the start deadline, and errors that a person can read."""
+        try:
+            return ray.get(refs, timeout=self._deadlines.start)
+        except GetTimeoutError:
+            raise DeadlineExceeded(f"waited {self._deadlines.start:g} s for {what}.") from None
+        except RayTaskError as error:
+            raise error.as_instanceof_cause() from None
+        except RayActorError as error:
+            raise PeerDied(f"an actor died while waiting for {what}: {_reason(error)}") from None
+
+    def _say(self, message: str) -> None:
+        self._log.message = message
+        self._on_progress(self._log.snapshot())
+
+
+def _reason(error: RayActorError) -> str:
+    """The last line of a Ray actor error is the exception that killed the actor."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

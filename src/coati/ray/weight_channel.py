@@ -1,0 +1,91 @@
+"""Weights over Ray: each chunk is put into the object store once, and all makers get the reference."""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from coati.deadlines import Deadlines
+from coati.errors import DeadlineExceeded, PeerDied, WeightUpdateError
+from coati.ray.peers import NamedPeers
+from coati.weights import UpdateHeader, WeightChunk, WeightManifest
+
+logger = logging.getLogger(__name__)
+
+# Chunks that may be on their way at once; with 64 MiB chunks a quarter of a GiB of the object store.
+MAX_CHUNKS_IN_FLIGHT = 4
+
+
+class WeightChannel:
+    """Sends one update to every maker of a list and reports what each of them said."""
+
+    def __init__(self, maker_names: Sequence[str], *, deadlines: Deadlines) -> None:
+        self._peers = NamedPeers(maker_names, role="maker", deadlines=deadlines)
+        self._deadlines = deadlines
+        self._lost: set[str] = set()
+
+    def send(
+        self, header: UpdateHeader, messages: Iterable[WeightChunk | WeightManifest], *, fully_update: bool
+    ) -> None:
+        """Send header, chunks and manifest; returns when every maker has verified the update.
+
+        A maker that died is reported and left out from then on; an update that any living maker rejects, or that
+        no maker is left to take, is an error.
+        """
+        targets = {name: self._peers.handle(name) for name in self._peers.names if name not in self._lost}
+        attempt = _Attempt(targets, deadline=time.monotonic() + self._deadlines.update)
+        attempt.call(update=header, fully_update=fully_update, chunk_start=True)
+        for message in messages:
+            # Wrapped, so that Ray resolves it in the maker and the sender never copies it again.
+            ref = ray.put(message)
+            if isinstance(message, WeightChunk):
+                attempt.call(chunk=ref)
+            else:
+                attempt.call(manifest=ref, fully_update=fully_update, chunk_end=True)
+            attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * max(1, len(targets)))
+        attempt.wait(until_in_flight=0)
+        self._judge(header, attempt)
+
+    def _judge(self, header: UpdateHeader, attempt: "_Attempt") -> None:
+        for name, reason in attempt.dead.items():
+            self._lost.add(name)
+            logger.error("maker %s is gone and gets no more weights: %s", name, reason)
+        if attempt.rejected:
+            details = "; ".join(f"maker {name}: {reason}" for name, reason in attempt.rejected.items())
+            raise WeightUpdateError(f"weights of version {header.version} were rejected. {details}")
+        if self._peers.names and len(self._lost) == len(self._peers.names):
+            raise PeerDied(f"every maker ({', '.join(self._peers.names)}) is gone; nobody takes the weights.")
+
+
+class _Attempt:
+    """The calls of one update, and what became of them."""
+
+    def __init__(self, targets: dict[str, Any], *, deadline: float) -> None:
+        self._targets = targets
+        self._deadline = deadline
+        self._in_flight: dict[Any, str] = {}
+        self.rejected: dict[str, str] = {}
+        self.dead: dict[str, str] = {}
+
+    def call(self, **arguments: Any) -> None:
+        for name, handle in self._targets.items():
+            if name not in self.rejected and name not in self.dead:
+                self._in_flight[handle.update_experience_maker.remote(**arguments)] = name
+
+    def wait(self, *, until_in_flight: int) -> None:
+        while len(self._in_flight) > until_in_flight:
+            remaining = self._deadline - time.monotonic()
+            done, _ = ray.wait(list(self._in_flight), num_returns=1, timeout=max(0.0, remaining))
+            if not done:
+                late = sorted(set(self._in_flight.values()))
+                raise DeadlineExceeded(f"makers {', '.join(late)} did not take a weight update in time.")
+            name = self._in_flight.pop(done[0])
+            try:
+                ray.get(done[0])
+            except RayTaskError as error:
+                self.rejected.setdefault(name, str(error.as_instanceof_cause().args[0]).strip().splitlines()[-1])
+            except RayActorError as error:
+                self.dead.setdefault(name, str(error).strip().splitlines()[0])

@@ -1,0 +1,18 @@
+"""Rewards: functions over text, reward models, and weighted sums; every one with a name and a deadline."""
+
+from coati.rewards.base import Reward, RewardRequest, WeightedSum
+from coati.rewards.function import FunctionReward
+from coati.rewards.loading import build_reward, load_reward_function
+from coati.rewards.model import ModelReward
+from coati.rewards.scorer import RewardScorer
+
+__all__ = [
+    "FunctionReward",
+    "ModelReward",
+    "Reward",
+    "RewardRequest",
+    "RewardScorer",
+    "WeightedSum",
+    "build_reward",
+    "load_reward_function",
+]

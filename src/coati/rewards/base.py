@@ -1,0 +1,81 @@
+"""What a reward is asked and what it answers: one score per sample, NaN where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from coati.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RewardRequest:
+    """A batch of finished samples, as text and as tokens: functions read the text, models the tokens."""
+
+    prompts: list[str]
+    completions: list[str]
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    """Further columns of the dataset, B values each."""
+    sequences: Tensor  # [B, S] left-padded prompt, then response, S = P + A
+    attention_mask: Tensor  # [B, S]
+    action_mask: Tensor  # [B, A] True on response tokens
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Anything with a name that scores a batch."""
+
+    @property
+    def name(self) -> str:
+        """What metrics and errors call it."""
+
+    def score(self, request: RewardRequest) -> Tensor:
+        """Return one score per sample, [B] float32; NaN = no score, so the caller drops the sample.
+
+        Raises:
+            RewardError: when the reward as a whole failed.
+        """
+
+
+class WeightedSum:
+    """The weighted sum of several rewards. A sample that one of them gives no score has none.
+
+    Args:
+        terms: (reward, weight) pairs whose rewards have different names.
+        name: what metrics and errors call the sum.
+
+    Attributes:
+        last_terms: mean score of each term in the latest batch, before weighting, over the samples that have
+            one (NaN when none has).
+    """
+
+    def __init__(self, terms: Sequence[tuple[Reward, float]], name: str = "sum") -> None:
+        names = [reward.name for reward, _ in terms]
+        if not terms or len(set(names)) != len(names):
+            raise ConfigError(
+                f"reward.terms must be one or more rewards with different names, got {names}. "
+                "Give each term a name of its own."
+            )
+        self.name = name
+        self.last_terms: dict[str, float] = {}
+        self._terms = tuple(terms)
+
+    def score(self, request: RewardRequest) -> Tensor:
+        """Return the weighted sum, [B] float32."""
+        scores = [reward.score(request).float() for reward, _ in self._terms]  # each [B]
+        self.last_terms = {
+            reward.name: score.nanmean().item()
+            for (reward, _), score in zip(self._terms, scores, strict=True)
+        }
+        total = torch.zeros(len(request), dtype=torch.float32, device=scores[0].device)
+        for (_, weight), score in zip(self._terms, scores, strict=True):
+            # A weight of 0 must not hide that a term failed: 0 × NaN stays NaN.
+            total = total + weight * score.to(total.device)
+        return total

@@ -1,0 +1,67 @@
+"""From the tokens of a rollout to scores: decodes the texts and asks the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from coati.errors import RewardError
+from coati.rewards.base import Reward, RewardRequest
+
+
+class RewardScorer:
+    """Scores finished sequences with a `Reward`.
+
+    Args:
+        reward: what to ask.
+        tokenizer: decodes prompts and completions; special tokens are left out of both.
+    """
+
+    def __init__(self, reward: Reward, tokenizer: Any) -> None:
+        self.reward = reward
+        self.tokenizer = tokenizer
+
+    def __call__(
+        self,
+        sequences: Tensor,  # [B, S] left-padded prompt, then response, S = P + A
+        attention_mask: Tensor,  # [B, S]
+        action_mask: Tensor,  # [B, A] True on response tokens
+        columns: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Return one score per sample, [B] float32 on the device of the sequences; NaN = no score.
+
+        `columns` are the further keys of a prompt batch, B values each. If `prompt` is among them, its texts
+        are the prompts, exactly as the dataset or the chat template wrote them; else prompts are decoded.
+        """
+        columns = {name: _as_list(values) for name, values in (columns or {}).items()}
+        for name, values in columns.items():
+            if len(values) != sequences.shape[0]:
+                raise RewardError(
+                    f"Column {name!r} must have one value per sample ({sequences.shape[0]}), got "
+                    f"{len(values)}. "
+                    "Pass the columns of the batch that the sequences were generated from."
+                )
+        prompt_length = sequences.shape[1] - action_mask.shape[1]  # P
+        prompt_mask = attention_mask[:, :prompt_length].bool()  # [B, P]
+        prompts = columns.pop("prompt", None) or self.decode(sequences[:, :prompt_length], prompt_mask)
+        completions = self.decode(sequences[:, prompt_length:], action_mask.bool())
+        request = RewardRequest(
+            prompts=prompts,
+            completions=completions,
+            columns=columns,
+            sequences=sequences,
+            attention_mask=attention_mask,
+            action_mask=action_mask,
+        )
+        return self.reward.score(request).to(sequences.device)
+
+    def decode(self, ids: Tensor, mask: Tensor) -> list[str]:
+        """Decode the unmasked ids of each row; padding may be a real token, so only the mask tells."""
+        rows = [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+        return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+
+
+def _as_list(values: Any) -> list[Any]:
+    return values.tolist() if isinstance(values, Tensor) else list(values)

@@ -1,0 +1,57 @@
+"""What every rollout engine does: prompts in, sampled responses with their log-probs out."""
+
+import dataclasses
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from coati.rollout.options import GenerateOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutRequest:
+    """A batch of prompts, and how to continue them."""
+
+    input_ids: Tensor  # [B, P], left-padded
+    attention_mask: Tensor  # [B, P]
+    sample_ids: Tensor  # [B] int64: key of each row's randomness
+    seed: int
+    options: GenerateOptions
+    max_new_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Prompts with their responses. `action_mask` includes the end-of-sequence token and nothing after it."""
+
+    sequences: Tensor  # [B, P + A]
+    attention_mask: Tensor  # [B, P + A]
+    action_mask: Tensor  # [B, A] bool
+    rollout_log_probs: Tensor  # [B, A] log-probs at the sampling temperature, before top-k/top-p cut anything
+    is_cut: Tensor  # [B] bool: the response reached the length limit without an end-of-sequence token
+
+
+class RolloutEngine(Protocol):
+    """Generates responses. Engines differ in speed only: the draws are keyed by sample id."""
+
+    def generate(self, request: RolloutRequest) -> Rollout:
+        """Continue every prompt."""
+        ...
+
+
+def mask_after_end(responses: Tensor, eos_token_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Which tokens belong to the response [B, A], and whether each ended by itself [B].
+
+    The first end-of-sequence token ends the response and is part of it. Works where pad and eos are one token,
+    because it goes by position and not by value.
+
+    >>> mask_after_end(torch.tensor([[5, 2, 2], [5, 6, 7]]), (2,))
+    (tensor([[ True,  True, False],
+            [ True,  True,  True]]), tensor([ True, False]))
+    """
+    is_end = torch.zeros_like(responses, dtype=torch.bool)
+    for token in eos_token_ids:
+        is_end |= responses == token
+    ends_before = is_end.long().cumsum(dim=1) - is_end.long()
+    return ends_before == 0, is_end.any(dim=1)

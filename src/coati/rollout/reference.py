@@ -1,0 +1,152 @@
+"""The reference engine: transformers' own `generate`, with draws keyed by sample id.
+
+`generate` samples from torch's global generator, so the same prompt gets another continuation when its batch
+changes. Here `generate` runs in greedy mode over scores that a last logits processor has already decided: it
+draws each row's token by inverse CDF from that row's own uniform numbers. All of `generate`'s vocabulary
+(penalties, stop strings, caches) keeps working; only the dice are ours.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.generation.logits_process import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from coati.models.actor import unwrap
+from coati.randomness import keyed_uniforms
+from coati.rollout.engine import Rollout, RolloutRequest, mask_after_end
+from coati.rollout.options import GenerateOptions
+
+_CALL_ARGUMENTS = ("stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer", "stop_strings")
+
+
+class ReferenceEngine:
+    """Correct for every causal LM that transformers can generate with; the engine others are held against."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    @torch.no_grad()
+    def generate(self, request: RolloutRequest) -> Rollout:
+        """Continue every prompt; the result is as wide as the longest response."""
+        model: Any = unwrap(self._model)
+        options = request.options
+        eos_token_ids = options.eos_token_ids(model)
+        dice = _KeyedDice(request, device=request.input_ids.device)
+        was_training = model.training
+        model.eval()
+        try:
+            sequences = model.generate(
+                request.input_ids,
+                attention_mask=request.attention_mask,
+                generation_config=_greedy_config(model, request, eos_token_ids),
+                logits_processor=LogitsProcessorList([*_processors(options), dice]),
+                **{name: options.extra[name] for name in _CALL_ARGUMENTS if name in options.extra},
+            )
+        finally:
+            model.train(was_training)
+        responses = sequences[:, request.input_ids.shape[1] :]
+        action_mask, has_ended = mask_after_end(responses, eos_token_ids)
+        return Rollout(
+            sequences=sequences,
+            attention_mask=torch.cat([request.attention_mask, action_mask.to(request.attention_mask.dtype)], dim=1),
+            action_mask=action_mask,
+            rollout_log_probs=dice.log_probs(responses.shape[1]).masked_fill(~action_mask, 0.0),
+            is_cut=~has_ended,
+        )
+
+
+def _greedy_config(
+    model: PreTrainedModel, request: RolloutRequest, eos_token_ids: tuple[int, ...]
+) -> GenerationConfig:
+    """A config of our own: the model's saved sampling defaults must not reshape the policy unseen."""
+    options = request.options
+    extra = {name: value for name, value in options.extra.items() if name not in (*_CALL_ARGUMENTS, "logits_processor")}
+    return GenerationConfig(
+        do_sample=False,
+        max_new_tokens=request.max_new_tokens,
+        eos_token_id=list(eos_token_ids) or None,
+        pad_token_id=options.pad_token(model),
+        bos_token_id=getattr(model.config, "bos_token_id", None),
+        **extra,
+    )
+
+
+def _processors(options: GenerateOptions) -> list[Any]:
+    """The user's processors, then temperature, then whatever cuts the distribution down."""
+    processors: list[Any] = list(options.extra.get("logits_processor", ()))
+    processors.append(_Temperature(options.sampling_temperature))
+    if not options.do_sample:
+        return processors
+    if options.top_k > 0:
+        processors.append(TopKLogitsWarper(top_k=options.top_k))
+    if options.top_p < 1.0:
+        processors.append(TopPLogitsWarper(top_p=options.top_p))
+    if options.min_p > 0.0:
+        processors.append(MinPLogitsWarper(min_p=options.min_p))
+    if options.typical_p < 1.0:
+        processors.append(TypicalLogitsWarper(mass=options.typical_p))
+    if 0.0 < options.epsilon_cutoff < 1.0:
+        processors.append(EpsilonLogitsWarper(epsilon=options.epsilon_cutoff))
+    if 0.0 < options.eta_cutoff < 1.0:
+        processors.append(EtaLogitsWarper(epsilon=options.eta_cutoff))
+    return processors
+
+
+class _Temperature(LogitsProcessor):
+    """Divides by the temperature and leaves normalised log-probs, which cutting down does not change."""
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return torch.log_softmax(scores.float() / self._temperature, dim=-1)
+
+
+class _KeyedDice(LogitsProcessor):
+    """Decides each row's next token, remembers its log-prob, and hands `generate` a foregone conclusion.
+
+    It is the last processor, so the scores it sees are log-probs with the cut tokens at -inf. The token's
+    log-prob before the cut is the one that was there: cutting sets entries to -inf and moves no other.
+    """
+
+    def __init__(self, request: RolloutRequest, *, device: torch.device) -> None:
+        self._do_sample = request.options.do_sample
+        self._log_probs: list[Tensor] = []
+        draws = keyed_uniforms(request.seed, request.sample_ids.tolist(), request.max_new_tokens)
+        self._uniforms = torch.from_numpy(draws).to(device)  # [B, max_new_tokens]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        step = len(self._log_probs)
+        tokens = inverse_cdf(scores, self._uniforms[:, step]) if self._do_sample else scores.argmax(dim=-1)
+        rows = torch.arange(scores.shape[0], device=scores.device)
+        self._log_probs.append(scores[rows, tokens])
+        decided = torch.full_like(scores, float("-inf"))
+        decided[rows, tokens] = 0.0
+        return decided
+
+    def log_probs(self, num_actions: int) -> Tensor:
+        """[B, num_actions]."""
+        return torch.stack(self._log_probs, dim=1)[:, :num_actions]
+
+
+def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
+    """For each row the token at which the cumulative probability first exceeds its uniform number, [B].
+
+    In float64, so that the tail of a large vocabulary is not rounded away; a token of probability 0 is never
+    drawn, because the cumulative sum does not rise there.
+    """
+    cumulative = log_probs.double().exp().cumsum(dim=-1)
+    targets = uniforms.double() * cumulative[:, -1]
+    tokens = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
+    # A product that rounds up to the total would land one past the end: take the last token that has mass.
+    last_with_mass = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).squeeze(-1)
+    return torch.minimum(tokens, last_with_mass)

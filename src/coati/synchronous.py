@@ -1,0 +1,164 @@
+"""The whole system in one process: make a batch, learn from it, update the maker, repeat.
+
+It runs the same objects as the Ray actors (pipeline, gate, collector, learner, weight stage), one after the
+other, with an on-policy gate. So it is what an asynchronous run is held against, and where a debugger works.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from coati import assembly
+from coati.config import RunConfig
+from coati.experience_buffer import BatchCollector, make_experience_batch, split_experience_batch
+from coati.experience_maker import Experience, NaiveExperienceMaker
+from coati.experience_maker.pipeline import ExperiencePipeline
+from coati.experience_maker.prompt_batch import PromptBatch
+from coati.experience_maker.statistics import maker_record
+from coati.ledger import ages_of
+from coati.monitor.progress import RunSnapshot
+from coati.monitor.run_log import RunLog
+from coati.rollout import GenerateOptions
+from coati.trainer.fit_loop import FitLoop
+from coati.trainer.ppo import PPOLearner
+from coati.weights import ServedModels, WeightStage, new_header, weight_messages
+
+
+class SynchronousRun:
+    """One maker and one trainer taking turns."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        log: RunLog,
+        *,
+        on_progress: Callable[[RunSnapshot], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        torch.set_num_threads(assembly.threads_per_actor(config))
+        self._config = config
+        self._log = log
+        self._on_progress = on_progress
+        self._should_stop = should_stop
+        self._version = 0
+        self._num_batches = 0
+        strategy = assembly.make_strategy(config)
+        self._learner = PPOLearner(*assembly.trainer_models(config), strategy, assembly.ppo_settings(config))
+        self._pipeline = self._make_pipeline()
+        modules = {"actor": self._pipeline.maker.actor, "critic": self._pipeline.maker.critic}
+        self._stage = WeightStage(modules)
+        self._collector = BatchCollector(config.train.batch_size)
+        self._ready: deque[Experience] = deque()
+        self._prompts = self._admitted_prompts()
+
+    def run(self) -> None:
+        """Train as the config says, and save the model."""
+        train = self._config.train
+        self._publish()
+        loop = FitLoop(
+            next_batch=self._next_batch,
+            train=self._train,
+            publish=self._publish_next_version,
+            should_stop=self._should_stop,
+            seed=self._config.run.seed,
+        )
+        loop.run(train.total_steps, train.update_steps, train.epochs)
+
+    def save(self, path: str) -> None:
+        """Write the actor as a folder that transformers loads."""
+        self._learner.strategy.save_model(self._learner.actor, path)
+
+    def _make_pipeline(self) -> ExperiencePipeline:
+        config = self._config
+        strategy = assembly.make_strategy(config)
+        actor, critic, scorer, reference = assembly.maker_models(config)
+        actor, critic, reference = strategy.prepare(actor, critic, reference)
+        maker = NaiveExperienceMaker(
+            actor,
+            critic,
+            scorer,
+            reference,
+            config.ppo.kl_coef,
+            config.ppo.gamma,
+            config.ppo.lam,
+            kl_estimator=config.ppo.kl_estimator,
+            seed=config.run.seed,
+        )
+        return ExperiencePipeline(
+            maker,
+            ServedModels({"actor": actor, "critic": critic}),
+            share=assembly.work_share(config, max_staleness=0),
+            generate_kwargs=assembly.generate_options(config),
+        )
+
+    def _admitted_prompts(self) -> Iterator[PromptBatch]:
+        """Prompts in the parts that the gate admits, exactly as the Ray maker takes them."""
+        for raw in assembly.make_prompts(self._config):
+            batch = PromptBatch.parse(raw)
+            start = 0
+            while start < len(batch):
+                num_rows = self._pipeline.admissible(len(batch) - start)
+                if num_rows == 0:
+                    return
+                yield batch.rows(start, start + num_rows)
+                start += num_rows
+
+    def _next_batch(self) -> Experience | None:
+        while not self._ready and not self._should_stop():
+            part = next(self._prompts, None)
+            if part is None:
+                rest = self._collector.flush()
+                return make_experience_batch(rest) if rest else None
+            self._make(part)
+        return self._ready.popleft() if self._ready else None
+
+    def _make(self, part: PromptBatch) -> None:
+        started = time.perf_counter()
+        experience = self._pipeline.make(part)
+        if experience is None:
+            return
+        experience.to_device("cpu")
+        maker = self._pipeline.maker
+        options = GenerateOptions.parse(**assembly.generate_options(self._config))
+        record = maker_record(
+            experience,
+            version=maker.policy_version,
+            make_seconds=time.perf_counter() - started,
+            num_dropped=self._pipeline.counts.dropped,
+            eos_token_ids=options.eos_token_ids(maker.actor.model),
+            tokenizer=maker.reward_model.tokenizer,
+            samples_kept=self._config.logging.samples_kept,
+        )
+        self._log.maker_records([record])
+        for items in self._collector.add(split_experience_batch(experience)):
+            self._ready.append(make_experience_batch(items))
+
+    def _train(self, experience: Experience) -> dict[str, float]:
+        metrics = self._learner.step(experience)
+        ages = ages_of(experience, self._version)
+        self._num_batches += 1
+        metrics |= {"train/version": float(self._version), "train/age_mean": ages.mean, "train/age_max": ages.oldest}
+        self._log.trainer_records([{"batch": self._num_batches, "version": self._version, "metrics": metrics}])
+        self._on_progress(self._log.snapshot())
+        return metrics
+
+    def _publish_next_version(self) -> None:
+        self._version += 1
+        self._publish()
+
+    def _publish(self) -> None:
+        """The same messages that travel over Ray, handed over by hand."""
+        learner = self._learner
+        header = new_header(version=self._version, source="the synchronous loop")
+        shards = (
+            (label, shard)
+            for label, model in (("actor", learner.actor), ("critic", learner.critic))
+            for shard in learner.strategy.get_model_state_dict_shard(model)
+        )
+        *chunks, manifest = weight_messages(header, shards)
+        self._stage.begin(header.update_id, version=header.version, source=header.source)
+        for chunk in chunks:
+            self._stage.add_chunk(chunk)  # type: ignore[arg-type]
+        self._pipeline.served.offer(self._stage.finish(manifest))  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""The shape of training: episodes of fresh batches, epochs over them, and an update of the makers after each.
+
+The detached trainer and the synchronous loop run this same code; they differ in where a batch comes from
+(`next_batch`) and where weights go (`publish`).
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from coati.errors import ConfigError
+from coati.experience_maker.base import Experience
+from coati.randomness import STREAM_SHUFFLE, keyed_generator
+
+logger = logging.getLogger(__name__)
+
+
+def _no_hook(hook: str, *args: Any) -> None:
+    """Nobody listens."""
+
+
+class FitLoop:
+    """Consumes batches, trains on them, publishes weights. Waits only inside `next_batch` and `publish`.
+
+    `next_batch` returns None when no more data will come; `agree` lets the ranks of a group decide together
+    whether all of them have a batch, so that none waits alone in a collective operation.
+    """
+
+    def __init__(
+        self,
+        *,
+        next_batch: Callable[[], Experience | None],
+        train: Callable[[Experience], dict[str, Any]],
+        publish: Callable[[], None],
+        notify: Callable[..., None] = _no_hook,
+        agree: Callable[[bool], bool] = bool,
+        should_stop: Callable[[], bool] = lambda: False,
+        seed: int = 0,
+    ) -> None:
+        self._next_batch = next_batch
+        self._train = train
+        self._publish = publish
+        self._notify = notify
+        self._agree = agree
+        self._should_stop = should_stop
+        self._seed = seed
+        self.num_episodes = 0
+
+    def run(self, total_steps: int, update_steps: int, train_epochs: int = 1) -> int:
+        """Train on `total_steps` fresh batches, `update_steps` in an episode; the last episode takes the remainder.
+
+        Returns how many fresh batches were trained on: fewer than asked for if the data ran out or a stop came.
+        """
+        for name, value in (("total_steps", total_steps), ("update_steps", update_steps), ("train_epochs", train_epochs)):
+            if value < 1:
+                raise ConfigError(f"fit's {name} must be 1 or more, got {value}.")
+        self._notify("on_fit_start")
+        num_done = 0
+        while num_done < total_steps and not self._should_stop():
+            wanted = min(update_steps, total_steps - num_done)
+            num_fresh = self._episode(self.num_episodes, wanted, train_epochs)
+            num_done += num_fresh
+            if num_fresh < wanted:
+                logger.warning("training ends after %d of %d batches: no more data came", num_done, total_steps)
+                break
+        self._notify("on_fit_end")
+        return num_done
+
+    def _episode(self, episode: int, num_batches: int, train_epochs: int) -> int:
+        self._notify("on_episode_start", episode)
+        batches = self._first_epoch(num_batches)
+        for epoch in range(1, train_epochs):
+            if batches:
+                self._notify("on_epoch_start", epoch)
+                order = keyed_generator(self._seed, episode * train_epochs + epoch, stream=STREAM_SHUFFLE)
+                for index in order.permutation(len(batches)):
+                    self._train_on(batches[index])
+                self._notify("on_epoch_end", epoch)
+        if batches:
+            self._notify("on_update_start")
+            self._publish()
+            self._notify("on_update_end")
+        self._notify("on_episode_end", episode)
+        self.num_episodes += 1
+        return len(batches)
+
+    def _first_epoch(self, num_batches: int) -> list[Experience]:
+        """Train on fresh batches as they come, and keep them for the epochs that follow."""
+        self._notify("on_epoch_start", 0)
+        batches: list[Experience] = []
+        for _ in range(num_batches):
+            batch = self._next_batch()
+            if not self._agree(batch is not None):
+                if batch is not None:
+                    logger.warning("dropped a batch of %d samples: another rank has no data left", batch.num_samples)
+                break
+            assert batch is not None
+            self._train_on(batch)
+            batches.append(batch)
+        self._notify("on_epoch_end", 0)
+        return batches
+
+    def _train_on(self, batch: Experience) -> None:
+        self._notify("on_batch_start")
+        metrics = self._train(batch)
+        self._notify("on_batch_end", metrics, batch)

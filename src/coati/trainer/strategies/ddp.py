@@ -1,0 +1,65 @@
+"""Plain data parallelism: every rank holds the whole model and its whole optimizer state."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from coati.trainer.strategies.base import Strategy
+
+
+class DDPStrategy(Strategy):
+    """Whole model on every rank, gradients shared; for one process, plain torch with nothing around it.
+
+    With one rank there is no process group and no wrapper, and training gives the same bits as a hand-written
+    torch loop. With more, `prepare` wraps trained models in `DistributedDataParallel`, which broadcasts rank
+    0's parameters and buffers once. Call a wrapped model through its `forward`; reach everything else with
+    `unwrap_model`.
+
+    Args:
+        seed: for Python's, numpy's and torch's global generators, the same on every rank.
+        device: where models live; by default `cuda:LOCAL_RANK` (modulo the visible GPUs), else the CPU.
+        backend: torch.distributed backend; by default nccl on GPUs and gloo on CPUs.
+        timeout_seconds: how long any wait for the other ranks may last.
+        find_unused_parameters: set it if some trainable parameters take no part in the loss of some step
+            (torch then raises an error that says so). It costs a walk over the graph in every backward pass,
+            so it is off.
+
+    Example:
+        >>> strategy = DDPStrategy(seed=0, device="cpu")
+        >>> model = nn.Linear(2, 1)
+        >>> model, optimizer = strategy.prepare((model, torch.optim.Adam(model.parameters())))
+        >>> strategy.backward(model(torch.ones(1, 2)).sum(), model, optimizer)
+        >>> strategy.optimizer_step(optimizer)
+    """
+
+    def __init__(
+        self,
+        seed: int = 42,
+        *,
+        device: str | torch.device | None = None,
+        backend: str | None = None,
+        timeout_seconds: float = 600,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__(seed, device=device, backend=backend, timeout_seconds=timeout_seconds)
+        self._find_unused_parameters = find_unused_parameters
+
+    def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        model = model.to(self.device)
+        if optimizer.state:
+            # Loading an optimizer's state into itself moves it to where the parameters are now.
+            optimizer.load_state_dict(optimizer.state_dict())
+        if self.world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+            return model, optimizer
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            # Buffers are synchronised once, here; language models do not change them in training.
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self._find_unused_parameters,
+        )
+        return wrapped, optimizer

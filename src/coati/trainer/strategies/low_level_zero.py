@@ -1,0 +1,155 @@
+"""ZeRO: the optimizer's state (stage 1), and the gradients too (stage 2), are spread over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from coati.errors import ConfigError
+from coati.trainer.strategies.ddp import DDPStrategy
+from coati.trainer.strategies.optimizer_files import StateEntry, parameters_of
+from coati.trainer.strategies.sharding import check_optimizer_of, prepare_sharded
+
+
+class LowLevelZeroStrategy(DDPStrategy):
+    """Optimizer state sharded over the ranks, and in stage 2 gradients and resting parameters as well.
+
+    Stage 1 is data parallelism in which every parameter's state lives on one rank: that rank updates it and
+    sends the new values to the others. Stage 2 shards parameters, gradients and state, and gathers parameters
+    for the forward pass, where they stay until the backward pass is done. Weights after a step are those of
+    `DDPStrategy`.
+
+    Args:
+        stage: 1 or 2.
+        seed: for Python's, numpy's and torch's global generators, the same on every rank.
+        cpu_offload: keep shards and optimizer state in host memory (stage 2 on GPUs; nothing to do on CPUs).
+        device: where models compute; by default this rank's GPU, else the CPU.
+        backend: torch.distributed backend; by default nccl with gloo on GPUs, gloo on CPUs.
+        timeout_seconds: how long any wait for the other ranks may last.
+    """
+
+    _always_needs_group = True
+
+    def __init__(
+        self,
+        stage: Literal[1, 2] = 2,
+        seed: int = 42,
+        cpu_offload: bool = False,
+        *,
+        device: str | torch.device | None = None,
+        backend: str | None = None,
+        timeout_seconds: float = 600,
+    ) -> None:
+        if stage not in (1, 2):
+            raise ConfigError(
+                f"LowLevelZeroStrategy stage must be 1 or 2, got {stage}. "
+                "For sharded parameters (stage 3) use GeminiStrategy."
+            )
+        if cpu_offload and stage == 1:
+            raise ConfigError("LowLevelZeroStrategy cpu_offload=True needs stage=2, got stage=1.")
+        super().__init__(seed, device=device, backend=backend, timeout_seconds=timeout_seconds)
+        self._stage = stage
+        self._cpu_offload = cpu_offload
+        self._owners: dict[Optimizer, list[int]] = {}  # stage 1: parameter index -> rank with its state
+
+    def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        if self._stage == 2:
+            return prepare_sharded(
+                model,
+                optimizer,
+                device=self.device,
+                world_size=self.world_size,
+                reshard_after_forward=False,
+                cpu_offload=self._cpu_offload,
+            )
+        check_optimizer_of(optimizer, model.parameters())
+        model, optimizer = super()._prepare_trained(model, optimizer)
+        self._spread_state(optimizer)
+        return model, optimizer
+
+    def _spread_state(self, optimizer: Optimizer) -> None:
+        """Make `optimizer.step` update this rank's parameters and take the others from their owners."""
+        owners = assign_owners([p.numel() for p in parameters_of(optimizer)], self.world_size)
+        self._owners[optimizer] = owners
+        hidden: dict[Tensor, Tensor | None] = {}
+
+        def hide_foreign_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+            # torch's optimizers skip parameters without a gradient, and make no state for them.
+            for parameter, owner in zip(parameters_of(optimizer), owners, strict=True):
+                if owner != self.rank:
+                    hidden[parameter], parameter.grad = parameter.grad, None
+
+        def share_updates(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+            for parameter, grad in hidden.items():
+                parameter.grad = grad
+            hidden.clear()
+            pending = [
+                dist.broadcast(parameter.detach(), src=owner, async_op=True)
+                for parameter, owner in zip(parameters_of(optimizer), owners, strict=True)
+            ]
+            for work in pending:
+                work.wait()
+
+        optimizer.register_step_pre_hook(hide_foreign_gradients)
+        optimizer.register_step_post_hook(share_updates)
+
+    def _holds_state_of(self, optimizer: Optimizer, index: int) -> bool:
+        return optimizer not in self._owners or self._owners[optimizer][index] == self.rank
+
+    def _iter_optimizer_state(self, optimizer: Optimizer) -> Iterator[StateEntry]:
+        if optimizer not in self._owners:
+            yield from super()._iter_optimizer_state(optimizer)
+            return
+        # Each rank says what it has, tensors by shape and dtype; then owners send them one at a time.
+        mine: list[tuple[int, str, Any]] = [
+            (entry.index, entry.key, _describe(entry.value))
+            for entry in super()._iter_optimizer_state(optimizer)
+        ]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, mine)
+        catalogue = sorted((i, key, rank, what) for rank, has in enumerate(everyone) for i, key, what in has)
+        parameters = parameters_of(optimizer)
+        for index, key, owner, what in catalogue:
+            if not isinstance(what, _TensorKind):
+                yield StateEntry(index=index, key=key, value=what)
+                continue
+            if owner == self.rank:
+                tensor = optimizer.state[parameters[index]][key].detach().to(self.device).contiguous()
+            else:
+                tensor = torch.empty(what.shape, dtype=what.dtype, device=self.device)
+            dist.broadcast(tensor, src=owner)
+            yield StateEntry(index=index, key=key, value=tensor.cpu())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TensorKind:
+    """What a rank must know to receive a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _describe(value: Any) -> Any:
+    return _TensorKind(shape=value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
+
+
+def assign_owners(sizes: Sequence[int], world_size: int) -> list[int]:
+    """Spread parameters over ranks, largest first, each to the rank that has least; the same on every rank.
+
+    Example:
+        >>> assign_owners([4, 3, 2, 5], 2)
+        [1, 1, 0, 0]
+    """
+    loads = [0] * world_size
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owner = min(range(world_size), key=lambda rank: (loads[rank], rank))
+        owners[index] = owner
+        loads[owner] += sizes[index]
+    return owners

@@ -1,0 +1,152 @@
+"""Who am I among the ranks: the five environment variables, the device, and the process group.
+
+`torchrun`, a Ray actor with `env_info`, or a plain shell can all start a rank; they agree on five variables.
+None of them set means one process. Some of them set is a mistake that would otherwise surface as a hang.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from coati.errors import ConfigError, DeadlineExceeded
+
+_ENV_KEYS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """One rank's place in the job."""
+
+    rank: int = 0
+    """Number of this process among all, from 0."""
+    local_rank: int = 0
+    """Number of this process on its machine, from 0."""
+    world_size: int = 1
+    """How many processes train together."""
+    master_addr: str = ""
+    """Host of rank 0, where the ranks meet; empty for a single process."""
+    master_port: int = 0
+    """Port of rank 0's store; 0 for a single process."""
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ConfigError(f"WORLD_SIZE must be 1 or more, got {self.world_size}.")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"RANK must be from 0 to WORLD_SIZE - 1 = {self.world_size - 1}, got {self.rank}. "
+                "Number the processes from 0."
+            )
+        if self.local_rank < 0:
+            raise ConfigError(f"LOCAL_RANK must be 0 or more, got {self.local_rank}.")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> RankInfo:
+        """Read the five variables; none of them set means one process.
+
+        Example:
+            >>> RankInfo.from_env({}).world_size
+            1
+        """
+        environ = os.environ if environ is None else environ
+        missing = [key for key in _ENV_KEYS if not environ.get(key)]
+        if len(missing) == len(_ENV_KEYS):
+            return cls()
+        if missing:
+            present = [key for key in _ENV_KEYS if key not in missing]
+            raise ConfigError(
+                f"the environment must set all of {', '.join(_ENV_KEYS)} or none of them; it sets "
+                f"{', '.join(present)} but not {', '.join(missing)}. Set the missing ones, or unset the rest "
+                "to train in one process."
+            )
+        return cls(
+            rank=_int_from(environ, "RANK"),
+            local_rank=_int_from(environ, "LOCAL_RANK"),
+            world_size=_int_from(environ, "WORLD_SIZE"),
+            master_addr=environ["MASTER_ADDR"],
+            master_port=_int_from(environ, "MASTER_PORT"),
+        )
+
+
+def _int_from(environ: Mapping[str, str], key: str) -> int:
+    try:
+        return int(environ[key])
+    except ValueError:
+        raise ConfigError(
+            f"environment variable {key} must be a whole number, got {environ[key]!r}."
+        ) from None
+
+
+def choose_device(requested: str | torch.device | None, local_rank: int) -> torch.device:
+    """`requested`, else this rank's GPU, else the CPU."""
+    if requested is None:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    device = torch.device(requested)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {str(device)!r} needs CUDA, and torch sees none on this machine. Use device='cpu'."
+        )
+    is_some_gpu = str(device) == "cuda"
+    return torch.device("cuda", local_rank % torch.cuda.device_count()) if is_some_gpu else device
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch alike on every rank, so that ranks build the same models."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def join_process_group(
+    info: RankInfo, device: torch.device, *, backend: str | None, timeout_seconds: float
+) -> bool:
+    """Join torch's default process group, and say whether this call made it.
+
+    A group that exists already is used if rank and world size agree. One rank meets nobody: its store lives
+    in this process and needs no port.
+    """
+    if dist.is_initialized():
+        there = (dist.get_rank(), dist.get_world_size())
+        if there != (info.rank, info.world_size):
+            raise ConfigError(
+                f"this process is already rank {there[0]} of {there[1]} in a torch process group, but the "
+                f"environment says rank {info.rank} of {info.world_size}. Destroy the group first."
+            )
+        return False
+    # On GPUs gloo stands beside nccl: offloaded shards live, and are gathered, on the host.
+    backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    timeout = timedelta(seconds=timeout_seconds)
+    if info.world_size == 1:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, though mypy sees no export
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return True
+    address = f"{info.master_addr}:{info.master_port}"
+    try:
+        dist.init_process_group(
+            backend, init_method="env://", rank=info.rank, world_size=info.world_size, timeout=timeout
+        )
+    except (dist.DistError, TimeoutError) as error:
+        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            raise DeadlineExceeded(
+                f"rank {info.rank} of {info.world_size} waited {timeout_seconds:g} s for the other ranks at "
+                f"MASTER_ADDR {address}. Check that all {info.world_size} ranks were started and reach it, "
+                f"or raise timeout_seconds. torch said: {_first_line(error)}"
+            ) from error
+        raise ConfigError(
+            f"rank {info.rank} of {info.world_size} could not meet the other ranks at MASTER_ADDR {address}. "
+            f"Is the port free and the host right? torch said: {_first_line(error)}"
+        ) from error
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,84 @@
+"""What a weight update consists of, so that a receiver can tell a whole one from a torn one."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from coati.weights.checksum import checksum
+from coati.wire import WireTensor
+
+# Bytes of one chunk, unless a single tensor is larger.
+DEFAULT_CHUNK_MIB = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """Name, shape and dtype of one tensor of one module ("actor" or "critic")."""
+
+    module: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateHeader:
+    """Travels with every call of one update. `update_id` is unique, so two updates can never mix."""
+
+    update_id: str
+    version: int
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightChunk:
+    """Some tensors of one module, in order, with their fingerprint."""
+
+    header: UpdateHeader
+    index: int
+    module: str
+    tensors: Mapping[str, WireTensor]
+    checksum: int
+
+    @property
+    def nbytes(self) -> int:
+        """Payload in bytes."""
+        return sum(wire.nbytes for wire in self.tensors.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightManifest:
+    """Sent last: everything the update consists of."""
+
+    header: UpdateHeader
+    tensors: tuple[TensorSpec, ...]
+    chunk_checksums: tuple[int, ...]
+    is_partial: bool = False
+    """Only some of the model's weights travel (LoRA adapters and other trainable weights)."""
+
+    @property
+    def nbytes(self) -> int:
+        """Payload in bytes."""
+        return sum(
+            int(np.prod(spec.shape, dtype=np.int64)) * _itemsize(spec.dtype) for spec in self.tensors
+        )
+
+
+def specs_of(module: str, tensors: Mapping[str, WireTensor]) -> list[TensorSpec]:
+    """Specs of the tensors of a chunk."""
+    return [
+        TensorSpec(module=module, name=name, shape=tuple(wire.array.shape), dtype=wire.dtype)
+        for name, wire in tensors.items()
+    ]
+
+
+def make_chunk(header: UpdateHeader, index: int, module: str, tensors: Mapping[str, WireTensor]) -> WeightChunk:
+    """A chunk with its fingerprint."""
+    return WeightChunk(header=header, index=index, module=module, tensors=tensors, checksum=checksum(tensors))
+
+
+def _itemsize(dtype: str) -> int:
+    import torch
+
+    return int(getattr(torch, dtype).itemsize)

@@ -1,0 +1,212 @@
+"""Where a weight update waits until it is whole.
+
+Chunks are staged off to the side while the old weights go on serving. `finish` checks names, shapes, dtypes,
+count and checksums, and hands out a `VerifiedUpdate`, or raises and forgets the update: a receiver never holds
+half of one. Stages are keyed by update id, so two senders cannot interleave into one, and a sender that dies
+in the middle leaves nothing locked: its stage is evicted when newer ones need the room.
+"""
+
+import dataclasses
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from coati.errors import WeightUpdateError
+from coati.weights.checksum import checksum
+from coati.weights.manifest import WeightChunk, WeightManifest, specs_of
+from coati.wire import WireTensor, decode, encode
+
+logger = logging.getLogger(__name__)
+
+MAX_OPEN_STAGES = 4
+# The seed's plain calls carry no id; they share this one, and a new start discards what came before it.
+PLAIN_UPDATE = "plain"
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifiedUpdate:
+    """A whole update, ready to be committed: (module, name) to tensor, under the receiver's own names."""
+
+    update_id: str
+    version: int | None  # None: a plain call, which carries no version
+    source: str
+    tensors: Mapping[tuple[str, str], Tensor]
+    is_full: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Payload in bytes."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+@dataclasses.dataclass
+class _OpenStage:
+    version: int | None
+    source: str
+    chunks: dict[int, WeightChunk] = dataclasses.field(default_factory=dict)
+    plain: dict[tuple[str, str], WireTensor] = dataclasses.field(default_factory=dict)
+
+
+class WeightStage:
+    """Collects the chunks of updates for the modules it is given, e.g. {"actor": actor, "critic": critic}."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._targets = {name: _Target(name, module) for name, module in modules.items()}
+        self._open: OrderedDict[str, _OpenStage] = OrderedDict()
+
+    @property
+    def open_updates(self) -> tuple[str, ...]:
+        """Ids of the updates that have begun and not ended."""
+        return tuple(self._open)
+
+    def begin(self, update_id: str, *, version: int | None, source: str) -> None:
+        """Open a stage; an unfinished one with the same id is discarded."""
+        if self._open.pop(update_id, None) is not None:
+            logger.warning("weight update %s from %s began again; what it had staged is discarded", update_id, source)
+        self._open[update_id] = _OpenStage(version, source)
+        while len(self._open) > MAX_OPEN_STAGES:
+            old_id, old = self._open.popitem(last=False)
+            logger.warning("weight update %s from %s was never finished; evicted", old_id, old.source)
+
+    def add_chunk(self, chunk: WeightChunk) -> None:
+        """Stage one chunk after checking its bytes. The same chunk twice is the same chunk."""
+        stage = self._stage(chunk.header.update_id, f"chunk {chunk.index} from {chunk.header.source}")
+        found = checksum(chunk.tensors)
+        if found != chunk.checksum:
+            self.abort(chunk.header.update_id)
+            raise WeightUpdateError(
+                f"chunk {chunk.index} of weight update {chunk.header.update_id} (version {chunk.header.version}) from "
+                f"{chunk.header.source} is corrupt: checksum {found:#010x}, sent as {chunk.checksum:#010x}. "
+                "The update is rejected whole; the old weights go on serving."
+            )
+        stage.chunks[chunk.index] = chunk
+
+    def add_plain(self, module: str, state_dict: Mapping[str, Any]) -> None:
+        """Stage a plain state dict (tensors or arrays), as the seed's calls send it."""
+        stage = self._stage(PLAIN_UPDATE, f"a state dict for the {module}")
+        for name, value in state_dict.items():
+            stage.plain[module, name] = _as_wire(value)
+
+    def finish_plain(self, *, allow_partial: bool) -> VerifiedUpdate:
+        """Verify a plain update: it has no manifest, so it must cover the modules it touches."""
+        stage = self._stage(PLAIN_UPDATE, "the end of a plain update")
+        self.abort(PLAIN_UPDATE)
+        tensors = {key: decode(wire) for key, wire in stage.plain.items()}
+        return self._verified(PLAIN_UPDATE, stage, tensors, allow_partial=allow_partial)
+
+    def finish(self, manifest: WeightManifest) -> VerifiedUpdate:
+        """Verify an update against its manifest."""
+        header = manifest.header
+        stage = self._stage(header.update_id, f"the manifest from {header.source}")
+        self.abort(header.update_id)
+        where = f"weight update {header.update_id} (version {header.version}) from {header.source}"
+        expected = set(range(len(manifest.chunk_checksums)))
+        if missing := expected - stage.chunks.keys():
+            raise WeightUpdateError(
+                f"{where} is missing {len(missing)} of {len(expected)} chunks (first: {min(missing)}). Rejected whole."
+            )
+        if extra := stage.chunks.keys() - expected:
+            raise WeightUpdateError(f"{where} has {len(extra)} chunks that its manifest does not list. Rejected whole.")
+        for index, sent in enumerate(manifest.chunk_checksums):
+            if stage.chunks[index].checksum != sent:
+                raise WeightUpdateError(f"{where}: chunk {index} is not the one the manifest lists. Rejected whole.")
+        chunks = [stage.chunks[index] for index in sorted(expected)]
+        found = [spec for chunk in chunks for spec in specs_of(chunk.module, chunk.tensors)]
+        if tuple(found) != manifest.tensors:
+            raise WeightUpdateError(f"{where}: its chunks do not hold the tensors its manifest lists. Rejected whole.")
+        tensors = {(c.module, name): decode(wire) for c in chunks for name, wire in c.tensors.items()}
+        return self._verified(header.update_id, stage, tensors, allow_partial=manifest.is_partial)
+
+    def abort(self, update_id: str) -> None:
+        """Forget an update."""
+        self._open.pop(update_id, None)
+
+    def _stage(self, update_id: str, what: str) -> _OpenStage:
+        stage = self._open.get(update_id)
+        if stage is None:
+            raise WeightUpdateError(
+                f"{what} belongs to weight update {update_id}, which is not open here. It never began, was rejected, or "
+                "was evicted by newer updates. Send the update again from its start."
+            )
+        return stage
+
+    def _verified(
+        self, update_id: str, stage: _OpenStage, tensors: Mapping[tuple[str, str], Tensor], *, allow_partial: bool
+    ) -> VerifiedUpdate:
+        resolved: dict[tuple[str, str], Tensor] = {}
+        for (module, name), tensor in tensors.items():
+            target = self._targets.get(module)
+            if target is None:
+                raise WeightUpdateError(
+                    f"weight update {update_id} from {stage.source} is for a module {module!r}; "
+                    f"this maker has {', '.join(self._targets)}. Rejected whole."
+                )
+            resolved[module, target.own_name(name, tensor, stage.source)] = tensor
+        touched = {module for module, _ in resolved}
+        if not touched:
+            raise WeightUpdateError(f"weight update {update_id} from {stage.source} holds no tensors. Rejected.")
+        if not allow_partial:
+            for module in sorted(touched):
+                self._targets[module].check_complete([name for m, name in resolved if m == module], stage.source)
+        return VerifiedUpdate(
+            update_id, stage.version, stage.source, resolved, is_full=touched == set(self._targets)
+        )
+
+
+class _Target:
+    """Names, shapes and dtypes that a receiving module has."""
+
+    def __init__(self, label: str, module: nn.Module) -> None:
+        self._label = label
+        self._specs: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._alias_group: dict[str, int] = {}  # tied weights share one storage, and travel once
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            self._specs[name] = (tensor.shape, tensor.dtype)
+            self._alias_group[name] = tensor.data_ptr() if tensor.numel() else id(tensor)
+
+    def own_name(self, name: str, tensor: Tensor, source: str) -> str:
+        """The receiver's name for a sent tensor: the same, or with `model.` more or less in front."""
+        for candidate in (name, f"model.{name}", name.removeprefix("model."), name.removeprefix("module.")):
+            if candidate in self._specs:
+                self._check_spec(candidate, tensor, source)
+                return candidate
+        raise WeightUpdateError(
+            f"{source} sent {self._label} weight {name!r}, which this maker's {self._label} does not have "
+            f"(it has e.g. {next(iter(self._specs), 'nothing')!r}). Rejected whole; use the same model on both sides."
+        )
+
+    def _check_spec(self, name: str, tensor: Tensor, source: str) -> None:
+        shape, dtype = self._specs[name]
+        if tensor.shape != shape:
+            raise WeightUpdateError(
+                f"{source} sent {self._label} weight {name!r} with shape {list(tensor.shape)}, but it is {list(shape)} "
+                "here. Rejected whole; use the same model on both sides."
+            )
+        if tensor.dtype.is_floating_point != dtype.is_floating_point:
+            raise WeightUpdateError(
+                f"{source} sent {self._label} weight {name!r} as {tensor.dtype}, but it is {dtype} here. Rejected whole."
+            )
+
+    def check_complete(self, names: Iterable[str], source: str) -> None:
+        """Every weight must be there, or a weight that is tied to it."""
+        sent = {self._alias_group[name] for name in names}
+        missing = [name for name, group in self._alias_group.items() if group not in sent]
+        if missing:
+            raise WeightUpdateError(
+                f"{source} sent a {self._label} that lacks {len(missing)} of {len(self._specs)} weights (first: "
+                f"{missing[0]!r}). Rejected whole, because half a model is a wrong model; send all weights, or use "
+                "update_lora_weights for adapters only."
+            )
+
+
+def _as_wire(value: Any) -> WireTensor:
+    if isinstance(value, WireTensor):
+        return value
+    if isinstance(value, Tensor):
+        return encode(value)
+    return encode(torch.from_numpy(np.asarray(value)))

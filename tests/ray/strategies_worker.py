@@ -1,0 +1,185 @@
+"""One rank of the two in test_strategies_ranks.py: `python strategies_worker.py OUT_FOLDER`.
+
+It runs every strategy through the same story and writes down what it saw; the test compares with plain torch.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from coati.errors import CheckpointError, DeadlineExceeded
+from coati.trainer.optim import HybridAdam
+from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
+
+STRATEGIES = {
+    "ddp": lambda: DDPStrategy(device="cpu", timeout_seconds=60),
+    "zero1": lambda: LowLevelZeroStrategy(stage=1, device="cpu", timeout_seconds=60),
+    "zero2": lambda: LowLevelZeroStrategy(device="cpu", timeout_seconds=60),
+    "gemini": lambda: GeminiStrategy(device="cpu", timeout_seconds=60),
+}
+ROWS_OF_RANK = {0: slice(0, 1), 1: slice(1, 4)}  # one row and three
+MAX_NORM = 0.5
+NUM_STEPS = 5
+
+
+def tiny_llama(*, tie, seed):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=23,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        tie_word_embeddings=tie,
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def make_optimizer(model):
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    scales = [p for p in model.parameters() if p.ndim <= 1]
+    return HybridAdam([{"params": weights, "weight_decay": 0.1}, {"params": scales, "lr": 3e-2}], lr=1e-2)
+
+
+def batch(step):
+    """Ids and mask of the joined batch, [4, 7]; rows have very different numbers of tokens."""
+    ids = torch.randint(0, 23, (4, 7), generator=torch.Generator().manual_seed(step))
+    lengths = torch.tensor([7, 2, 3, 5])
+    return ids, torch.arange(7)[None] < lengths[:, None]
+
+
+def loss_of(model, step, rows, num_tokens):
+    ids, mask = (tensor[rows] for tensor in batch(step))
+    logits = model(input_ids=ids, attention_mask=mask.long()).logits[:, :-1]  # [B, S - 1, V]
+    nll = nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")  # [B, S - 1]
+    return (nll * mask[:, 1:]).sum() / num_tokens
+
+
+def global_tokens(strategy, step, rows):
+    return strategy.all_reduce_sum(batch(step)[1][rows][:, 1:].sum())
+
+
+def state_of(strategy, model):
+    chunks = strategy.get_model_state_dict_shard(model, shard_size=1 / 512)
+    return {name: tensor.clone() for chunk in chunks for name, tensor in chunk.items()}
+
+
+def whole_grads(strategy, model):
+    grads = {name: p.grad for name, p in strategy.unwrap_model(model).named_parameters()}
+    return {n: (g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for n, g in grads.items()}
+
+
+def one_step(strategy, model, optimizer, step):
+    rows = ROWS_OF_RANK[strategy.rank]
+    optimizer.zero_grad()
+    loss = loss_of(model, step, rows, global_tokens(strategy, step, rows))
+    strategy.backward(loss, model, optimizer)
+    grads = whole_grads(strategy, model) if step == 0 else None
+    norm = strategy.clip_grad_norm(model, MAX_NORM)
+    strategy.optimizer_step(optimizer)
+    return grads, norm
+
+
+def accumulated_grads(strategy, model, optimizer):
+    """The gradient of step 0 in two micro-batches: each rank's rows, then its rows of step 1."""
+    rows = ROWS_OF_RANK[strategy.rank]
+    tokens = [global_tokens(strategy, step, rows) for step in (0, 1)]
+    optimizer.zero_grad()
+    with strategy.no_sync(model):
+        strategy.backward(loss_of(model, 0, rows, sum(tokens)), model, optimizer)
+    strategy.backward(loss_of(model, 1, rows, sum(tokens)), model, optimizer)
+    return whole_grads(strategy, model)
+
+
+def train_and_save(name, tie, out):
+    strategy = STRATEGIES[name]()
+    # Ranks start from different weights: rank 0's must win.
+    model = tiny_llama(tie=tie, seed=100 + strategy.rank)
+    model, optimizer = strategy.prepare((model, make_optimizer(model)))
+    seen = {"accumulated": accumulated_grads(strategy, model, optimizer), "norms": []}
+    for step in range(NUM_STEPS):
+        grads, norm = one_step(strategy, model, optimizer, step)
+        seen["grads"] = grads or seen["grads"]
+        seen["norms"].append(norm)
+    seen["state"] = state_of(strategy, model)
+    seen["num_states"] = len(optimizer.state)
+    seen["wrapped"] = isinstance(model, DistributedDataParallel)
+    seen["local_numel"] = sum(
+        p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters()
+    )
+    strategy.save_model(model, out / f"model-{name}-{tie}")
+    strategy.save_optimizer(optimizer, out / f"optimizer-{name}-{tie}", only_rank0=True)
+    return seen
+
+
+def resume(name, saved_by, tie, out):
+    strategy = STRATEGIES[name]()
+    model = tiny_llama(tie=tie, seed=7)
+    model, optimizer = strategy.prepare((model, make_optimizer(model)))
+    strategy.load_model(model, out / f"model-{saved_by}-{tie}")
+    strategy.load_optimizer(optimizer, out / f"optimizer-{saved_by}-{tie}")
+    for step in (NUM_STEPS, NUM_STEPS + 1):
+        one_step(strategy, model, optimizer, step)
+    return state_of(strategy, model)
+
+
+def save_on_two_nodes(out):
+    """Each rank is the first of its node. Their folders differ, then are the same one."""
+    os.environ["LOCAL_RANK"] = "0"
+    strategy = DDPStrategy(device="cpu", timeout_seconds=60)
+    torch.manual_seed(strategy.rank)
+    model = tiny_llama(tie=True, seed=strategy.rank)
+    strategy.save_model(model, out / f"node{strategy.rank}" / "model")
+    strategy.save_model(model, out / f"alone{strategy.rank}" / "model", only_rank0=True)
+    strategy.save_model(model, out / "shared" / "model")
+
+
+def save_where_rank0_may_not(strategy, out):
+    """Only rank 0 meets the folder that is not ours; both ranks must hear of it."""
+    try:
+        strategy.save_model(nn.Linear(1, 1), out / "foreign")
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def miss_a_barrier(strategy):
+    if strategy.rank == 1:
+        time.sleep(3)
+        return ""
+    try:
+        strategy.barrier(0.5)
+    except DeadlineExceeded as error:
+        return str(error)
+    return ""
+
+
+def main(out):
+    torch.set_num_threads(1)
+    seen = {}
+    for tie in (False, True):
+        for name in STRATEGIES:
+            seen[f"{name}-{tie}"] = train_and_save(name, tie, out)
+    names = list(STRATEGIES)
+    for name, saved_by in zip(names, names[1:] + names[:1], strict=True):
+        seen[f"resumed-{name}"] = resume(name, saved_by, True, out)
+    save_on_two_nodes(out)
+    strategy = DDPStrategy(device="cpu", timeout_seconds=60)
+    strategy.barrier(30)
+    lone = nn.Linear(1, 1)
+    seen["lone_is_wrapped"] = strategy.prepare(lone) is not lone
+    seen["foreign"] = save_where_rank0_may_not(strategy, out)
+    seen["barrier"] = miss_a_barrier(strategy)
+    torch.save(seen, out / f"rank{strategy.rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

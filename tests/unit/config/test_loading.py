@@ -1,0 +1,327 @@
+"""Settings from files and overrides, and what is said when they are wrong."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from coati.config import RunConfig, build_config, dump_config, load_config
+from coati.errors import ConfigError
+
+MINIMAL = '[model]\npath = "m"\n[prompts]\npath = "p.jsonl"\n[reward]\nfunction = "rewards:praise"\n'
+MINIMAL_OVERRIDES = ["model.path=m", "prompts.path=p.jsonl", "reward.function=rewards:praise"]
+
+
+def write(folder: Path, text: str, name: str = "film-1.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def error_of(*overrides: str, without: str = "\0") -> str:
+    kept = [override for override in MINIMAL_OVERRIDES if not override.startswith(without)]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*kept, *overrides])
+    return str(caught.value)
+
+
+def test_importing_config_is_light():
+    code = (
+        "import sys, coati.config; "
+        "heavy = ('torch', 'ray', 'transformers', 'datasets', 'numpy', 'pyarrow'); "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": ""}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_defaults_that_depend_on_the_file_are_written_out(tmp_path):
+    config = load_config(write(tmp_path, MINIMAL))
+    assert (config.run.name, config.run.output) == ("film-1", "runs/film-1")
+    assert config.reward.search_paths == (str(tmp_path.resolve()),)
+    assert config.output_folder == Path("runs/film-1")
+    assert config.reward_search_paths == [tmp_path.resolve(), Path.cwd()]
+    assert config.reference_path == config.tokenizer_path == "m"
+
+
+def test_the_output_follows_an_overridden_name(tmp_path):
+    assert load_config(write(tmp_path, MINIMAL), ["run.name=other"]).run.output == "runs/other"
+
+
+def test_overrides_are_toml_values_or_bare_texts():
+    config = load_config(
+        None,
+        [
+            *MINIMAL_OVERRIDES,
+            "train.total_steps=7",
+            "train.actor_lr=3e-4",
+            "prompts.shuffle=false",
+            'lora.target_modules=["q", "v"]',
+            "rollout.generate.min_new_tokens=2",
+            "model.path=owner/name=x",
+            "run.output=a folder",
+        ],
+    )
+    assert config.train.total_steps == 7
+    assert config.train.actor_lr == 3e-4
+    assert config.prompts.shuffle is False
+    assert config.lora.target_modules == ("q", "v")
+    assert config.rollout.generate == {"min_new_tokens": 2}
+    assert config.model.path == "owner/name=x"
+    assert config.run.output == "a folder"
+
+
+def test_an_override_cannot_smuggle_in_further_keys():
+    config = load_config(None, [*MINIMAL_OVERRIDES, 'run.output="a"\nother = 1'])
+    assert config.run.output == '"a"\nother = 1'
+
+
+@pytest.mark.parametrize("override", ["total_steps=3", "train.total_steps", "train..x=1", "=3"])
+def test_a_malformed_override_says_how_to_write_one(override):
+    message = error_of(override)
+    assert repr(override) in message
+    assert "section.key=value" in message
+
+
+def test_an_override_through_something_that_is_no_table():
+    assert "reward.terms is not a table" in error_of("reward.terms=[]", "reward.terms.weight=2")
+
+
+def test_config_is_frozen_and_strict():
+    config = load_config(None, MINIMAL_OVERRIDES)
+    with pytest.raises(ValidationError):
+        config.train.epochs = 3
+    assert "train.epochs" in error_of('train.epochs="3"')  # a text is not a number
+    assert "train.epochs" in error_of("train.epochs=3.0")
+    assert "train.epochs" in error_of("train.epochs=true")
+    assert load_config(None, [*MINIMAL_OVERRIDES, "ppo.kl_coef=1"]).ppo.kl_coef == 1.0
+
+
+# One line per broken setting: the key, the rule, the value that came and the remedy must all be there.
+BROKEN = [
+    ("rollout.top_p=1.5", "above 0 and at most 1", "1.5", "Use 1.0"),
+    ("rollout.top_p=0", "above 0 and at most 1", "0", "Use 1.0"),
+    ("rollout.temperature=-1", "0 or more", "-1", "default, 1.0"),
+    ("rollout.generate=3", "a table of options", "3", "min_new_tokens"),
+    ("rollout.generate.x=inf", "a table of options", "inf", "min_new_tokens"),
+    ("rollout.prompts_per_batch=0", "1 or more", "0", "default, 16"),
+    ("topology.makers=0", "1 or more", "0", "default, 1"),
+    ("topology.trainers=0", "1 or more", "0", "default, 1"),
+    ("topology.max_staleness=-2", "-1 or more", "-2", "default, 1"),
+    ("topology.gpus_per_maker=1.5", "whole number", "1.5", "Use 1 or 2"),
+    ("train.batch_size=0", "1 or more", "0", "default, 16"),
+    ("train.actor_lr=0.0", "above 0", "0.0", "default, 1e-06"),
+    ("train.lr_schedule=step", '"constant", "linear" or "cosine"', '"step"', 'default, "constant"'),
+    ("train.micro_batch_size=5", "divide train.batch_size (16)", "5", "Use 4"),
+    ("train.micro_batch_size=32", "divide train.batch_size (16)", "32", "Use 16"),
+    ("train.update_steps=101", "at most train.total_steps (100)", "101", "Lower it"),
+    ("train.warmup_steps=101", "at most the optimizer steps", "101", "Lower it"),
+    ("ppo.gamma=1.1", "from 0 to 1", "1.1", "default, 1.0"),
+    ("ppo.kl_estimator=k4", '"k1"', '"k4"', 'default, "k1"'),
+    ("ppo.kl_coef=nan", "0 or more", "nan", "default, 0.1"),
+    ("ppo.value_clip=inf", "above 0", "inf", "default, 0.4"),
+    ("model.dtype=float16", '"float32" or "bfloat16"', '"float16"', "default"),
+    ("model.path=''", "a path or hub name", '""', "runs/demo/model"),
+    ("run.name=a/b", "letters, digits", '"a/b"', "Set run.name"),
+    ("run.seed=-1", "0 or more", "-1", "default, 0"),
+    ("lora.dropout=1.0", "below 1", "1.0", "default, 0.0"),
+    ("lora.target_modules=[1]", "a list of names", "1", "default, []"),
+    ("deadlines.batch_seconds=0", "above 0", "0", "default, 1800.0"),
+    ("logging.samples_kept=-1", "0 or more", "-1", "default, 4"),
+    ("reward.function=praise", '"module:function"', '"praise"', "rewards:praise"),
+    ("reward.timeout_seconds=0", "above 0", "0", "default, 120.0"),
+    ("topology.update_lora_weights=true", "while lora.rank is 0", "true", "Set lora.rank"),
+]
+
+
+@pytest.mark.parametrize(("override", "rule", "value", "remedy"), BROKEN, ids=[row[0] for row in BROKEN])
+def test_an_error_has_key_rule_value_and_remedy(override, rule, value, remedy):
+    message = error_of(override)
+    assert message.startswith("1 setting is wrong:\n  ")
+    line = message.splitlines()[1]
+    assert override.partition("=")[0] in line
+    assert rule in line
+    assert f"got {value}" in line
+    assert remedy in line
+    assert "pydantic" not in message
+    assert "Input should" not in message
+
+
+def test_greedy_decoding_at_temperature_zero_needs_do_sample_off():
+    line = error_of("rollout.temperature=0")
+    assert "rollout.temperature must be above 0 while rollout.do_sample is true, got 0" in line
+    assert "rollout.do_sample = false" in line
+    assert load_config(None, [*MINIMAL_OVERRIDES, "rollout.temperature=0", "rollout.do_sample=false"])
+
+
+@pytest.mark.parametrize(
+    "option", ["top_k", "max_new_tokens", "max_length", "num_return_sequences", "do_sample"]
+)
+def test_generate_may_not_repeat_a_setting(option):
+    message = error_of(f"rollout.generate.{option}=4")
+    assert f"rollout.generate.{option} must not be set" in message
+    assert "got 4" in message
+    assert f"take {option} out" in message
+
+
+def test_gpus_on_a_cpu_run():
+    message = error_of("model.device=cpu", "topology.gpus_per_trainer=1")
+    assert 'topology.gpus_per_trainer must be 0 while model.device is "cpu", got 1.0' in message
+
+
+def test_missing_required_keys_are_named_with_an_example():
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [])
+    message = str(caught.value)
+    assert message.startswith("3 settings are wrong")
+    assert "model.path must be a path or hub name in quotes, got nothing: it is required." in message
+    assert "prompts.path must be" in message
+    assert "exactly one of reward.function, reward.model and reward.terms, got none" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("train.batch_sise=3", "Did you mean train.batch_size?"),
+        ("rolout.top_k=3", "Did you mean rollout?"),
+        ("train.gamma=0.9", "Did you mean ppo.gamma?"),
+        ("lora.zzz=1", "The known names there are rank, alpha, dropout, target_modules."),
+    ],
+)
+def test_an_unknown_key_suggests_a_known_one(override, suggestion):
+    message = error_of(override)
+    assert "got an unknown name" in message
+    assert suggestion in message
+
+
+def test_an_unknown_key_in_a_term_is_found_where_it_is():
+    message = error_of('reward.terms=[{ functon = "a:b" }]', without="reward")
+    assert "reward.terms[0].functon must be a known setting" in message
+    assert "Did you mean reward.terms[0].function?" in message
+
+
+def test_a_section_that_is_no_table(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"train must be a table of settings, got 5\. Write its keys under \[train\]"
+    ):
+        load_config(write(tmp_path, "train = 5\n" + MINIMAL))
+
+
+def test_all_problems_come_at_once_and_none_is_invented():
+    message = error_of(
+        "train.batch_size=true",  # unsound by itself ...
+        "train.micro_batch_size=5",  # ... so nobody can say whether 5 divides it
+        "train.warmup_steps=500",  # broken between keys of the same section
+        "topology.update_lora_weights=true",  # broken between sections
+        "rollout.top_k=-1",
+    )
+    lines = message.splitlines()
+    assert lines[0] == "4 settings are wrong:"
+    assert [line.split()[0] for line in lines[1:]] == [
+        "rollout.top_k",
+        "train.batch_size",
+        "train.warmup_steps",
+        "topology.update_lora_weights",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({}, "got none"),
+        ({"function": "a:b", "model": "m"}, "got reward.function and reward.model"),
+        (
+            {"terms": [{"weight": 1.0}]},
+            r"reward.terms\[0\] must have exactly one of function and model, got neither",
+        ),
+        ({"terms": [{"function": "a:b", "model": "m"}]}, "got both"),
+        ({"terms": [{"function": "a:b"}, {"function": "c:b"}]}, "different names, got 'b' 2 times"),
+        ({"terms": [{"function": "a:b", "weight": float("inf")}]}, "must be a finite number, got inf"),
+        ({"terms": [{"function": "ab"}]}, r'reward.terms\[0\].function must be "module:function", got "ab"'),
+    ],
+)
+def test_reward_is_given_in_exactly_one_way(reward, message):
+    data = {"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": reward}
+    with pytest.raises(ConfigError, match=message):
+        build_config(data)
+
+
+def test_bad_toml_names_file_and_line(tmp_path):
+    path = write(tmp_path, "[model]\npath = unquoted\n")
+    with pytest.raises(ConfigError, match=r"film-1\.toml must be valid TOML.*line 2"):
+        load_config(path)
+
+
+def test_missing_file_folder_and_encoding(tmp_path):
+    with pytest.raises(ConfigError, match=r"must exist, got .*nowhere\.toml.*Check the path"):
+        load_config(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="got the folder"):
+        load_config(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b'[run]\nname = "\xe9"\n')
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load_config(tmp_path / "latin.toml")
+
+
+def test_the_error_names_the_file(tmp_path):
+    with pytest.raises(ConfigError, match=r"1 setting is wrong in .*film-1\.toml:"):
+        load_config(write(tmp_path, MINIMAL), ["train.epochs=0"])
+
+
+def test_dump_then_load_is_the_identity(tmp_path):
+    overrides = [
+        "reward.function=''",
+        'reward.terms=[{ function = "a:b", weight = -0.5 }, { model = "rm", name = "style" }]',
+        'rollout.generate={ stop_strings = ["\\n", "é\\"\\\\"], "odd key" = { deep = [1, 2.5, true] } }',
+        "lora.rank=4",
+        "topology.update_lora_weights=true",
+        "train.actor_lr=1e-7",
+    ]
+    config = load_config(write(tmp_path, MINIMAL), overrides)
+    assert load_config(write(tmp_path, dump_config(config), "again.toml")) == config
+
+
+values = st.recursive(
+    st.booleans()
+    | st.integers(-(2**62), 2**62)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    generate=st.dictionaries(st.text(min_size=1).map(lambda key: "x" + key), values, max_size=4),
+    output=st.text(),
+    learning_rate=st.floats(min_value=1e-300, max_value=1e300),
+)
+def test_dump_round_trips_any_text_and_value(tmp_path_factory, generate, output, learning_rate):
+    config = build_config(
+        {
+            "run": {"output": output},
+            "model": {"path": "m"},
+            "prompts": {"path": "p.jsonl"},
+            "reward": {"model": "r"},
+            "rollout": {"generate": generate},
+            "train": {"actor_lr": learning_rate},
+        }
+    )
+    path = tmp_path_factory.mktemp("dump") / "run.toml"
+    path.write_text(dump_config(config), encoding="utf-8", newline="")
+    assert load_config(path) == config
+
+
+def test_every_setting_says_what_it_is_and_what_it_may_be():
+    for section, field in RunConfig.model_fields.items():
+        for name, setting in field.annotation.model_fields.items():
+            assert setting.description, f"{section}.{name}"
+            assert setting.json_schema_extra["rule"] in setting.description, f"{section}.{name}"

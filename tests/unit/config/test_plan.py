@@ -1,0 +1,100 @@
+"""The plan's arithmetic, worked by hand, and its words."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coati.config import load_config, make_plan
+from coati.config.plan import output_files
+
+REQUIRED = ["model.path=m", "prompts.path=p.jsonl", "reward.function=rewards:praise"]
+
+
+def plan_of(*overrides):
+    return make_plan(load_config(None, [*REQUIRED, *overrides]))
+
+
+def words(plan):
+    return plan.render().replace("\N{MULTIPLICATION SIGN}", "x")
+
+
+def test_the_defaults_by_hand():
+    # 16 prompts × 1 sample; 1 trainer × 16 samples; 100 steps of 1 fresh batch each
+    plan = plan_of()
+    assert plan.samples_per_rollout_batch == 16
+    assert plan.samples_per_optimizer_step == 16
+    assert (plan.total_optimizer_steps, plan.total_samples, plan.num_versions) == (100, 1600, 100)
+    assert (plan.remainder_steps, plan.surplus_samples, plan.rollout_batches) == (0, 0, 100)
+    text = words(plan)
+    assert "16 prompts x 1 sample = 16 samples in a rollout batch" in text
+    assert "1 trainer x 16 samples = 16 samples, on each trainer in 1 pass of 16 samples" in text
+    assert "Total: 100 optimizer steps, 1,600 samples, 100 weight versions, 100 rollout batches." in text
+    assert "Remainder" not in text
+    assert "Surplus" not in text
+
+
+def test_a_remainder_and_a_surplus_by_hand():
+    # 10 fresh batches in episodes of 4: 4 + 4 + 2, each gone over 3 times: 12 + 12 + 6 = 30 optimizer steps.
+    # Each step takes 2 trainers × 8 = 16 samples, so 160 samples; rollout batches hold 6 × 8 = 48, and 4 of
+    # them hold 192.
+    plan = plan_of(
+        "train.total_steps=10",
+        "train.update_steps=4",
+        "train.epochs=3",
+        "train.batch_size=8",
+        "train.micro_batch_size=2",
+        "topology.trainers=2",
+        "topology.makers=3",
+        "rollout.prompts_per_batch=6",
+        "rollout.samples_per_prompt=8",
+    )
+    assert (plan.full_episodes, plan.remainder_steps, plan.num_versions) == (2, 2, 3)
+    assert (plan.optimizer_steps_per_version, plan.samples_per_version) == (12, 64)
+    assert (plan.total_optimizer_steps, plan.total_samples) == (30, 160)
+    assert (plan.micro_batches_per_step, plan.rollout_batches, plan.surplus_samples) == (4, 4, 32)
+    text = words(plan)
+    assert "2 trainers x 8 samples = 16 samples, on each trainer in 4 passes of 2 samples" in text
+    assert "4 fresh batches x 3 epochs = 12 optimizer steps on 64 fresh samples" in text
+    assert "4 does not divide 10, so the last episode has 2 fresh batches (6 optimizer steps)" in text
+    assert "32 samples more than the run trains on" in text
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    total=st.integers(1, 50), update=st.integers(1, 50), epochs=st.integers(1, 4), trainers=st.integers(1, 4)
+)
+def test_episodes_add_up_to_the_whole(total, update, epochs, trainers):
+    update = min(update, total)
+    plan = plan_of(
+        f"train.total_steps={total}",
+        f"train.update_steps={update}",
+        f"train.epochs={epochs}",
+        f"topology.trainers={trainers}",
+    )
+    episodes = [update] * plan.full_episodes + [plan.remainder_steps] * (plan.remainder_steps > 0)
+    assert sum(episodes) == total
+    assert len(episodes) == plan.num_versions
+    assert plan.total_optimizer_steps == sum(steps * epochs for steps in episodes)
+    assert plan.total_samples == sum(steps * trainers * 16 for steps in episodes)
+    assert plan.rollout_batches * plan.samples_per_rollout_batch == plan.total_samples + plan.surplus_samples
+    assert 0 <= plan.surplus_samples < plan.samples_per_rollout_batch
+
+
+def test_the_plan_says_which_reward_and_where_files_go():
+    plan = plan_of(
+        "reward.function=''",
+        'reward.terms=[{ function = "a:kind", weight = 0.5 }, { model = "models/rm" }]',
+        "run.output=out",
+        "logging.tensorboard=false",
+        "lora.rank=8",
+    )
+    text = words(plan)
+    assert "0.5 x kind (a:kind), 1 x rm (models/rm)" in text
+    assert "out/ (config.toml, metrics.jsonl, samples.jsonl; final model in model/)" in text
+    assert "LoRA adapters of rank 8" in text
+    assert output_files(plan.config).tensorboard is None
+
+
+def test_staleness_in_words():
+    assert "on-policy" in words(plan_of("topology.max_staleness=0"))
+    assert "may be 2 weight versions behind" in words(plan_of("topology.max_staleness=2"))
+    assert "any number" in words(plan_of("topology.max_staleness=-1"))

@@ -1,0 +1,162 @@
+"""Checks of what settings point at, without torch and without importing the reward."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coati.config import load_config, preflight
+from coati.config.preflight import looks_local
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with everything a run needs, as the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the film"}\n')
+    (tmp_path / "scoring.py").write_text(
+        "raise SystemExit('must not be imported')\ndef praise(completions): ...\n"
+    )
+    return tmp_path
+
+
+def problems(*overrides):
+    required = ["model.path=./model", "prompts.path=prompts.jsonl", "reward.function=scoring:praise"]
+    return preflight(load_config(None, [*required, *overrides]))
+
+
+def test_a_sound_run_has_no_problems_and_imports_nothing(folder):
+    assert problems() == []
+    assert "scoring" not in sys.modules
+
+
+def test_a_missing_model_folder(folder):
+    (problem,) = problems("model.path=./nowhere")
+    assert "model.path must be a folder that transformers can load, got './nowhere'" in problem
+    assert str(folder) in problem
+    (problem,) = problems("model.path=runs/demo/model")
+    assert "coati demo" in problem
+
+
+def test_a_folder_that_is_no_model(folder):
+    (folder / "empty").mkdir()
+    (problem,) = problems("model.reference=./empty")
+    assert "model.reference" in problem
+    assert "has no config.json" in problem
+
+
+def test_hub_names_are_left_to_the_hub(folder):
+    assert problems("model.path=someone/some-model", "model.reference=gpt2") == []
+    assert looks_local("model/typo")  # lies in a folder that exists
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("none.jsonl", None, "must be a file that exists, got 'none.jsonl'"),
+        ("empty.jsonl", "\n\n", "must have at least one row, got none"),
+        ("bad.jsonl", '{"prompt": "a"}\n{oops\n', "bad.jsonl:2 must be one JSON object"),
+        ("other.jsonl", '{"text": "a"}\n', "got row 0 with the columns text"),
+        ("number.jsonl", '{"prompt": 3}\n', "got '3' (int)"),
+        ("other.csv", "text,label\na,b\n", "got row 0 with the columns text, label"),
+        ("list.json", '{"test": []}', "must hold a list of objects, or one under 'train'"),
+    ],
+)
+def test_prompt_files_are_looked_into(folder, name, text, expected):
+    if text is not None:
+        (folder / name).write_text(text)
+    (problem,) = problems(f"prompts.path={name}")
+    assert problem.startswith("prompts.path")
+    assert expected in problem
+
+
+def test_only_the_first_rows_are_read(folder):
+    rows = [json.dumps({"prompt": "x"})] * 50
+    (folder / "long.jsonl").write_text("\n".join([*rows, "not json"]))
+    assert problems("prompts.path=long.jsonl") == []
+
+
+def test_a_prompt_path_that_is_nothing(folder):
+    (problem,) = problems("prompts.path=./nothing")
+    assert "none of them" in problem
+    assert problems("prompts.path=someone/dataset") == []
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("scorin:praise", "no module 'scorin'"),
+        ("scoring:prais", "Did you mean praise?"),
+        ("scoring:zzz", "It defines praise."),
+        ("scoring.deeper:praise", "no module 'scoring.deeper'"),
+        ("broken:praise", "broken.py:1 has a syntax error"),
+    ],
+)
+def test_reward_functions_are_looked_up_in_the_source(folder, function, expected):
+    (folder / "broken.py").write_text("def (:\n")
+    (problem,) = problems(f"reward.function={function}")
+    assert f"got '{function}'" in problem
+    assert problem.startswith("reward.function must name")
+    assert expected in problem
+
+
+def test_all_the_ways_to_define_a_name_count(folder):
+    (folder / "ways.py").write_text(
+        "from scoring import praise as borrowed\n"
+        "assigned = lambda completions: ...\n"
+        "try:\n    import json\nexcept ImportError:\n    def fallback(completions): ...\n"
+        "class Judge: ...\n"
+        "def outer():\n    def hidden(): ...\n"
+    )
+    for name in ("borrowed", "assigned", "fallback", "Judge", "json"):
+        assert problems(f"reward.function=ways:{name}") == [], name
+    assert len(problems("reward.function=ways:hidden")) == 1
+    (folder / "stars.py").write_text("from scoring import *\n")
+    assert problems("reward.function=stars:anything") == []
+
+
+def test_packages_are_found_without_importing_them(folder):
+    (folder / "package").mkdir()
+    (folder / "package/__init__.py").write_text("raise SystemExit('must not be imported')\n")
+    (folder / "package/judge.py").write_text("def praise(completions): ...\n")
+    assert problems("reward.function=package.judge:praise") == []
+    assert problems("reward.function=math:sqrt") == []  # built in: only the import can tell
+
+
+def test_the_folder_of_the_toml_file_is_searched_first(folder):
+    (folder / "deep").mkdir()
+    (folder / "deep/mine.py").write_text("def praise(completions): ...\n")
+    (folder / "deep/run.toml").write_text(
+        '[model]\npath = "./model"\n[prompts]\npath = "prompts.jsonl"\n[reward]\nfunction = "mine:praise"\n'
+    )
+    assert preflight(load_config(Path("deep/run.toml"))) == []
+
+
+def test_an_output_that_is_a_file(folder):
+    (problem,) = problems("run.output=prompts.jsonl/deeper")
+    assert "run.output must be a folder" in problem
+
+
+def test_each_term_is_checked(folder):
+    terms = '[{ function = "scoring:praise" }, { function = "scoring:nope" }, { model = "./gone" }]'
+    found = problems("reward.function=''", f"reward.terms={terms}")
+    assert [problem.split()[0] for problem in found] == ["reward.terms[2].model", "reward.terms[1].function"]
+
+
+def test_the_example_is_sound_but_for_the_demo_model():
+    code = (
+        "from pathlib import Path; from coati.config import load_config, preflight; import sys; "
+        "config = load_config(Path('examples/film/run.toml'), ['model.path=x/y']); "
+        "print(preflight(config)); "
+        "print('torch' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.split("\n")[:2] == ["[]", "False"], result.stderr

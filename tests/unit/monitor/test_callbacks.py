@@ -1,0 +1,252 @@
+"""Hooks, their dispatch, and the two performance evaluators under a fake clock."""
+
+import inspect
+import logging
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from coati.errors import ConfigError
+from coati.ray.callbacks import (
+    ExperienceMakerPerformanceEvaluator,
+    MakerCallback,
+    TrainerCallback,
+    TrainerPerformanceEvaluator,
+    dispatch,
+)
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_seconds(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def two_samples() -> SimpleNamespace:
+    """S = 5, A = 3: prompts of 1 and 2 tokens, responses of 3 and 2: 8 tokens, 5 of them responses."""
+    return SimpleNamespace(
+        sequences=torch.zeros(2, 5, dtype=torch.long),
+        attention_mask=torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]]),
+        action_mask=torch.tensor([[True, True, True], [True, True, False]]),
+        action_log_probs=torch.zeros(2, 3),
+        reward=torch.zeros(2),
+    )
+
+
+def hooks_of(cls) -> dict[str, list[str]]:
+    return {
+        name: list(inspect.signature(hook).parameters)[1:]
+        for name, hook in vars(cls).items()
+        if name.startswith("on_")
+    }
+
+
+def test_maker_hooks_are_those_of_the_contract():
+    assert hooks_of(MakerCallback) == {
+        "on_loop_start": [],
+        "on_loop_end": [],
+        "on_make_experience_start": [],
+        "on_make_experience_end": ["experience"],
+        "on_send_start": [],
+        "on_send_end": [],
+        "on_batch_start": [],
+        "on_batch_end": [],
+    }
+
+
+def test_trainer_hooks_are_those_of_the_contract():
+    assert hooks_of(TrainerCallback) == {
+        "on_fit_start": [],
+        "on_fit_end": [],
+        "on_episode_start": ["episode"],
+        "on_episode_end": ["episode"],
+        "on_epoch_start": ["epoch"],
+        "on_epoch_end": ["epoch"],
+        "on_batch_start": [],
+        "on_batch_end": ["metrics", "experience"],
+        "on_update_start": [],
+        "on_update_end": [],
+    }
+
+
+@pytest.mark.parametrize("cls", [MakerCallback, TrainerCallback])
+def test_hooks_do_nothing_unless_overridden(cls):
+    for name, parameters in hooks_of(cls).items():
+        dispatch([cls()], name, *([None] * len(parameters)))
+
+
+def test_dispatch_runs_every_callback_in_order():
+    seen = []
+
+    class Watcher(TrainerCallback):
+        def __init__(self, name):
+            self.name = name
+
+        def on_batch_end(self, metrics, experience):
+            seen.append((self.name, metrics, experience))
+
+    dispatch([Watcher("a"), Watcher("b")], "on_batch_end", {"loss": 1.0}, "experience")
+    assert seen == [("a", {"loss": 1.0}, "experience"), ("b", {"loss": 1.0}, "experience")]
+
+
+def test_an_exception_in_a_callback_names_it_and_survives_pickling():
+    class Clumsy(MakerCallback):
+        def on_send_end(self):
+            raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost") as caught:
+        dispatch([MakerCallback(), Clumsy()], "on_send_end")
+    (note,) = pickle.loads(pickle.dumps(caught.value)).__notes__
+    assert "Clumsy" in note
+    assert "hook on_send_end" in note
+
+
+def make_one(evaluator, clock, experience, make_seconds, send_seconds):
+    evaluator.on_batch_start()
+    evaluator.on_make_experience_start()
+    clock.pass_seconds(make_seconds)
+    evaluator.on_make_experience_end(experience)
+    evaluator.on_send_start()
+    clock.pass_seconds(send_seconds)
+    evaluator.on_send_end()
+    evaluator.on_batch_end()
+
+
+def test_the_maker_by_hand(caplog):
+    clock = FakeClock()
+    evaluator = ExperienceMakerPerformanceEvaluator(1000, 100, 10, 1, clock=clock)
+    evaluator.on_loop_start()
+    clock.pass_seconds(2.0)  # waits for weights
+    make_one(evaluator, clock, two_samples(), 3.0, 0.5)
+    make_one(evaluator, clock, two_samples(), 4.0, 0.5)
+    with caplog.at_level(logging.INFO, logger="coati.ray.callbacks"):
+        evaluator.on_loop_end()
+    clock.pass_seconds(100.0)  # what comes after the loop does not count
+    s = evaluator.summary
+    assert (s.samples, s.tokens, s.response_tokens, s.seconds) == (4, 16, 10, 10.0)
+    assert s.phase_seconds == {"make experience": 7.0, "send": 1.0, "other": 2.0}
+    # One experience: generation 2·1000·(8 − 2) = 12,000 and scoring 2·1111·8 = 17,776.
+    assert s.flops == 2 * (12_000 + 17_776)
+    assert s.flops_per_second == pytest.approx(59_552 / 7.0)
+    assert s.samples_per_second == 0.4
+    assert s.seconds_per_sample["make experience"] == 1.75
+    assert caplog.messages == [s.render()]
+
+
+def test_the_maker_without_masks_counts_every_position():
+    clock = FakeClock()
+    evaluator = ExperienceMakerPerformanceEvaluator(1, 0, 0, 0, clock=clock)
+    experience = two_samples()
+    experience.attention_mask = experience.action_mask = None
+    evaluator.on_loop_start()
+    make_one(evaluator, clock, experience, 1.0, 0.0)
+    assert (evaluator.summary.tokens, evaluator.summary.response_tokens) == (10, 6)
+    assert evaluator.summary.flops == 2 * (10 - 2) + 2 * 10
+
+
+def test_the_maker_starts_anew_with_each_loop():
+    clock = FakeClock()
+    evaluator = ExperienceMakerPerformanceEvaluator(1, 1, 1, 1, clock=clock)
+    for _ in range(2):
+        evaluator.on_loop_start()
+        make_one(evaluator, clock, two_samples(), 1.0, 1.0)
+        evaluator.on_loop_end()
+    assert (evaluator.summary.samples, evaluator.summary.seconds) == (2, 2.0)
+
+
+def test_an_experience_that_failed_does_not_upset_the_next():
+    clock = FakeClock()
+    evaluator = ExperienceMakerPerformanceEvaluator(1, 1, 1, 1, clock=clock)
+    evaluator.on_loop_start()
+    evaluator.on_make_experience_start()
+    clock.pass_seconds(9.0)  # raises: no end hook
+    make_one(evaluator, clock, two_samples(), 1.0, 1.0)
+    assert evaluator.summary.phase_seconds == {"make experience": 1.0, "send": 1.0, "other": 9.0}
+
+
+def run_episode(evaluator, clock, index, learn_seconds, *, batches=1):
+    evaluator.on_episode_start(index)
+    evaluator.on_epoch_start(0)
+    for _ in range(batches):
+        clock.pass_seconds(1.0)  # waits for data
+        evaluator.on_batch_start()
+        clock.pass_seconds(learn_seconds)
+        evaluator.on_batch_end({"actor_loss": 0.0}, two_samples())
+    evaluator.on_epoch_end(0)
+    evaluator.on_update_start()
+    clock.pass_seconds(0.25)
+    evaluator.on_update_end()
+    evaluator.on_episode_end(index)
+
+
+@pytest.mark.parametrize(("enable_grad_checkpoint", "per_weight"), [(False, 6), (True, 8)])
+@pytest.mark.parametrize("first_episode", [0, 40])  # a resumed run is as cold as a new one
+def test_the_trainer_by_hand(caplog, enable_grad_checkpoint, per_weight, first_episode):
+    clock = FakeClock()
+    evaluator = TrainerPerformanceEvaluator(1000, 100, enable_grad_checkpoint, clock=clock)
+    evaluator.on_fit_start()
+    run_episode(evaluator, clock, first_episode, 60.0)  # warm-up
+    run_episode(evaluator, clock, first_episode + 1, 2.0, batches=2)
+    run_episode(evaluator, clock, first_episode + 2, 2.0, batches=2)
+    with caplog.at_level(logging.INFO, logger="coati.ray.callbacks"):
+        evaluator.on_fit_end()
+    s = evaluator.summary
+    assert (s.samples, s.tokens, s.response_tokens, s.seconds) == (8, 32, 20, 12.5)
+    assert s.phase_seconds == {"learn": 8.0, "update": 0.5, "wait for data": 4.0}
+    assert s.flops == per_weight * 1100 * 32
+    assert s.flops_per_second == per_weight * 1100 * 32 / 8.0
+    assert caplog.messages == [s.render()]
+
+
+def test_a_trainer_that_only_warmed_up_reports_that():
+    clock = FakeClock()
+    evaluator = TrainerPerformanceEvaluator(1, 1, ignore_first_episodes=2, clock=clock)
+    evaluator.on_fit_start()
+    run_episode(evaluator, clock, 0, 2.0)
+    run_episode(evaluator, clock, 1, 2.0)
+    evaluator.on_episode_start(2)  # stopped before its first batch
+    evaluator.on_fit_end()
+    assert (evaluator.summary.samples, evaluator.summary.seconds) == (4, 6.5)
+
+
+def test_no_warm_up_counts_the_first_episode():
+    clock = FakeClock()
+    evaluator = TrainerPerformanceEvaluator(1, 1, ignore_first_episodes=0, clock=clock)
+    evaluator.on_fit_start()
+    run_episode(evaluator, clock, 0, 2.0)
+    run_episode(evaluator, clock, 1, 2.0)
+    assert evaluator.summary.samples == 4
+
+
+def test_empty_runs_end_without_a_division_by_zero(caplog):
+    maker = ExperienceMakerPerformanceEvaluator(1, 1, 1, 1)
+    trainer = TrainerPerformanceEvaluator(1, 1)
+    with caplog.at_level(logging.INFO, logger="coati.ray.callbacks"):
+        maker.on_loop_start()
+        maker.on_loop_end()
+        trainer.on_fit_start()
+        trainer.on_fit_end()
+        TrainerPerformanceEvaluator(1, 1).on_fit_end()  # not even started
+    assert len(caplog.messages) == 3
+    assert all("no samples" in message for message in caplog.messages)
+    assert maker.summary.samples_per_second == trainer.summary.flops_per_second == 0.0
+
+
+def test_evaluators_travel_before_use():
+    for evaluator in (ExperienceMakerPerformanceEvaluator(1, 2, 3, 4), TrainerPerformanceEvaluator(1, 2)):
+        arrived = pickle.loads(pickle.dumps(evaluator))
+        assert arrived.summary.samples == 0
+
+
+def test_a_negative_count_is_named():
+    with pytest.raises(ConfigError, match="critic_num_params must be 0 or more, got -5"):
+        ExperienceMakerPerformanceEvaluator(1, -5, 1, 1)
+    with pytest.raises(ConfigError, match="ignore_first_episodes must be 0 or more, got -1"):
+        TrainerPerformanceEvaluator(1, 1, ignore_first_episodes=-1)

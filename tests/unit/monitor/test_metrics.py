@@ -1,0 +1,120 @@
+"""The reduction travels with the number."""
+
+import math
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coati.errors import ConfigError
+from coati.monitor.metrics import METRICS, Last, Max, Mean, MetricBag, Min, Sum, undeclared
+
+NAN = float("nan")
+
+
+def test_each_kind_merges_its_own_way():
+    assert Mean(1.0, 3).merge(Mean(5.0, 1)) == Mean(2.0, 4)  # (1·3 + 5·1) / 4
+    assert Sum(2.0).merge(Sum(3.0)) == Sum(5.0)
+    assert Max(2.0).merge(Max(3.0)) == Max(3.0)
+    assert Max(3.0).merge(Max(2.0)) == Max(3.0)
+    assert Min(2.0).merge(Min(3.0)) == Min(2.0)
+    assert Min(3.0).merge(Min(2.0)) == Min(2.0)
+    assert Last(9.0).merge(Last(1.0)) == Last(1.0)
+
+
+def test_a_mean_without_weight_never_counts():
+    # An empty micro-batch gives 0 / 0: its NaN must not poison the mean.
+    assert Mean(NAN, 0).merge(Mean(2.0, 1)) == Mean(2.0, 1)
+    assert Mean(2.0, 1).merge(Mean(NAN, 0)) == Mean(2.0, 1)
+
+
+def test_a_bag_that_saw_nothing_reports_nothing():
+    bag = MetricBag()
+    bag.record("policy/loss", Mean(NAN, 0))
+    assert bag.flush() == {}
+
+
+@pytest.mark.parametrize("weight", [-1.0, NAN])
+def test_a_weight_that_is_no_count_is_refused(weight):
+    with pytest.raises(ConfigError, match="weight of a Mean must be 0 or more"):
+        Mean(1.0, weight)
+
+
+@pytest.mark.parametrize("kind", [Max, Min])
+def test_nan_wins_in_either_order(kind):
+    assert math.isnan(kind(NAN).merge(kind(1.0)).value)
+    assert math.isnan(kind(1.0).merge(kind(NAN)).value)
+
+
+@given(
+    st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.1, 100)), min_size=1, max_size=20),
+    st.integers(0, 20),
+)
+@settings(max_examples=50, deadline=None)
+def test_means_merge_to_the_same_however_they_are_split(pairs, cut):
+    left, right = MetricBag(), MetricBag()
+    for bag, part in ((left, pairs[:cut]), (right, pairs[cut:])):
+        for value, weight in part:
+            bag.record("a/b", Mean(value, weight))
+    left.merge(right)
+    expected = math.fsum(v * w for v, w in pairs) / math.fsum(w for _, w in pairs)
+    assert left.flush()["a/b"] == pytest.approx(expected, rel=1e-9, abs=1e-6)
+
+
+def test_flush_reports_by_name_and_starts_anew():
+    bag = MetricBag()
+    bag.record("train/samples", Sum(4))
+    bag.record("train/samples", Sum(4))
+    bag.record("reward/max", Max(0.5))
+    assert len(bag) == 2
+    flushed = bag.flush()
+    assert flushed == {"train/samples": 8.0, "reward/max": 0.5}
+    assert isinstance(flushed["train/samples"], float)
+    assert bag.flush() == {}
+
+
+def test_merge_takes_the_other_bag_as_the_later_and_leaves_it_alone():
+    early, late = MetricBag(), MetricBag()
+    early.record("train/version", Last(1))
+    late.record("train/version", Last(2))
+    early.merge(pickle.loads(pickle.dumps(late)))
+    assert early.flush() == {"train/version": 2.0}
+    assert late.flush() == {"train/version": 2.0}
+
+
+@pytest.mark.parametrize("name", ["loss", "Policy/Loss", "a/b/c", "/b", "a/", "a b/c", "reward/mean\n", ""])
+def test_a_name_that_is_not_area_slash_name_is_refused(name):
+    with pytest.raises(ValueError, match="must be area/name") as caught:
+        MetricBag().record(name, Sum(1))
+    assert repr(name) in str(caught.value)
+
+
+def test_a_name_keeps_its_kind():
+    bag = MetricBag()
+    bag.record("train/samples", Sum(1))
+    with pytest.raises(ConfigError, match=r"'train/samples' must keep one kind, was Sum and got Mean"):
+        bag.record("train/samples", Mean(1))
+    assert bag.flush() == {"train/samples": 1.0}
+
+
+def test_every_declared_name_can_be_recorded_and_is_described_in_one_line():
+    bag = MetricBag()
+    for name, description in METRICS.items():
+        bag.record(name, Sum(1))
+        assert description.endswith(".")
+        assert "\n" not in description
+    assert bag.flush().keys() == METRICS.keys()
+    assert {
+        "wait/data_seconds",
+        "wait/room_seconds",
+        "wait/weights_seconds",
+        "kl/per_sample",
+    } <= METRICS.keys()
+
+
+def test_undeclared_names_are_recorded_and_found():
+    bag = MetricBag()
+    bag.record("reward/brevity", Sum(1))
+    bag.record("reward/mean", Mean(1))
+    assert undeclared(bag.flush()) == ["reward/brevity"]

@@ -1,0 +1,138 @@
+"""What a person sees of a run."""
+
+import io
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from coati.monitor.progress import RunSnapshot, format_clock, plain_line, render_progress, sparkline
+
+
+def halfway(**changes) -> RunSnapshot:
+    fields = {
+        "step": 30,
+        "total_steps": 60,
+        "version": 29,
+        "reward": 0.5,
+        "kl": 2.125,
+        "buffer_batches": 3,
+        "samples_per_second": 213.7,
+        "elapsed": 12.0,
+        "reward_history": (0.1, 0.2, 0.3, 0.5),
+    }
+    return RunSnapshot(**(fields | changes))
+
+
+def lines_at(width: int, snapshot: RunSnapshot) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(render_progress(snapshot, width))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_the_panel_shows_everything_at_every_width(width):
+    lines = lines_at(width, halfway(message="updating 1 maker"))
+    text = "\n".join(lines)
+    for fact in (
+        "step 30/60 (50%)",
+        "━",
+        "0.500",
+        "▁▃▄█",
+        "KL 2.1",
+        "policy v29",
+        "buffer 3",
+        "214 samples/s",
+        "0:12 elapsed, about 0:12 left",
+        "updating 1 maker",
+    ):
+        assert fact in text
+    assert {len(line) for line in lines} == {width}
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_the_panel_never_changes_its_height(width):
+    crowded = halfway(
+        step=1_000,
+        total_steps=100_000,
+        version=1_000,
+        reward=-1234.5,
+        reward_history=tuple(math.sin(i) for i in range(1_000)),
+        message="a [bold]message[/bold]\nof two lines " * 9,
+        elapsed=90_000,
+    )
+    empty = RunSnapshot(step=0, total_steps=60, version=0)
+    assert len(lines_at(width, crowded)) == len(lines_at(width, empty)) == len(lines_at(width, halfway()))
+
+
+def test_wide_panels_name_the_units_and_where_the_reward_began():
+    text = "\n".join(lines_at(80, halfway()))
+    assert "buffer 3 batches" in text
+    assert "nats" in text
+    assert "first 0.10, best 0.50" in text
+
+
+def test_markup_in_a_message_is_shown_as_it_is():
+    assert "[red]" in "\n".join(lines_at(80, halfway(message="[red] is not a style here")))
+
+
+def test_the_bar_grows():
+    bars = [lines_at(80, halfway(step=step))[1].count("━") for step in (0, 15, 30, 60)]
+    assert bars[0] == 0
+    assert bars[1] == pytest.approx(bars[3] / 4, abs=1)
+    assert bars[2] == pytest.approx(bars[3] / 2, abs=1)
+
+
+def test_time_left_follows_the_pace_so_far():
+    assert halfway(step=20, elapsed=10.0).seconds_left == 20.0  # 0.5 s a step, 40 to go
+    assert halfway(step=20, first_step=15, elapsed=10.0).seconds_left == 80.0  # resumed: 2 s a step
+    assert halfway(step=0).seconds_left is None
+    assert halfway(step=60).seconds_left is None
+    assert halfway(total_steps=0).seconds_left is None
+
+
+def test_a_plain_line():
+    assert plain_line(halfway(message="updating\n1 maker")) == (
+        "step 30/60 (50%), reward 0.500, KL 2.12, version 29, buffer 3, 214 samples/s, "
+        "0:12 elapsed, 0:12 left - updating 1 maker"
+    )
+
+
+def test_a_plain_line_before_anything_is_known():
+    line = plain_line(RunSnapshot(step=0, total_steps=0, version=0))
+    assert line == "step 0, reward -, KL -, version 0, buffer -, - samples/s, 0:00 elapsed"
+
+
+def test_a_run_is_not_done_until_it_is():
+    assert "(99%)" in plain_line(halfway(step=9_999, total_steps=10_000))
+    assert "(100%)" in plain_line(halfway(step=60))
+
+
+def test_sparkline_by_hand():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([7, 0], 8) == "█▁"
+    assert sparkline([5.0, 5.0], 8) == "▁▁"
+    assert sparkline([0.0, math.nan, 1.0], 8) == "▁ █"
+    assert sparkline([0, 2, 6, 8], 2) == "▁█"  # averages 1 and 7
+    assert sparkline([], 8) == sparkline([math.nan], 8) == sparkline([1.0], 0) == ""
+
+
+@given(
+    st.lists(st.floats(-1e9, 1e9) | st.sampled_from([math.nan, math.inf]), max_size=60), st.integers(0, 30)
+)
+@settings(max_examples=50, deadline=None)
+def test_sparkline_always_fits(values, width):
+    line = sparkline(values, width)
+    assert len(line) <= min(width, len(values))
+    if len(values) <= width and any(math.isfinite(value) for value in values):
+        assert len(line) == len(values)
+        assert line.count(" ") == sum(not math.isfinite(value) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (3_725, "1:02:05")]
+)
+def test_clock(seconds, text):
+    assert format_clock(seconds) == text

@@ -1,0 +1,278 @@
+"""Batches of prompts: padding, ids, order, sharding, skips."""
+
+import itertools
+import logging
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from coati.errors import ConfigError, DataError
+from coati.prompts import PromptStream, PromptTable
+
+WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<bot>", "a", "b", "c", "d", "e"]
+ID = {word: index for index, word in enumerate(WORDS)}
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+def make_tokenizer(*, adds_eos=False, **special):
+    backend = Tokenizer(models.WordLevel(vocab=ID, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>" if adds_eos else "<bos> $A",
+        special_tokens=[("<bos>", ID["<bos>"]), ("<eos>", ID["<eos>"])],
+    )
+    names = {
+        "pad_token": "<pad>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        **special,
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, **{name: token for name, token in names.items() if token}
+    )
+
+
+TOKENIZER = make_tokenizer()
+
+
+def table_of(*prompts, **columns):
+    rows = [{"prompt": prompt} for prompt in prompts]
+    for name, values in columns.items():
+        for row, value in zip(rows, values, strict=True):
+            row[name] = value
+    return PromptTable(rows=rows, source="test.jsonl")
+
+
+def stream_of(table, tokenizer=TOKENIZER, **options):
+    return PromptStream(table, tokenizer, **{"batch_size": 2, "shuffle": False, "num_epochs": 1, **options})
+
+
+def all_samples(stream):
+    """(sample id, group id, prompt) of every sample of a finite stream."""
+    return [
+        sample
+        for batch in stream
+        for sample in zip(
+            batch["sample_ids"].tolist(), batch["group_ids"].tolist(), batch["prompt"], strict=True
+        )
+    ]
+
+
+def test_ragged_prompts_are_left_padded_by_hand():
+    table = table_of("a b c", "d", topic=["x", "y"])
+    (batch,) = stream_of(table)
+    assert batch["input_ids"].tolist() == [
+        [ID["<bos>"], ID["a"], ID["b"], ID["c"]],
+        [ID["<pad>"], ID["<pad>"], ID["<bos>"], ID["d"]],
+    ]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
+    assert batch["prompt"] == ["a b c", "d"]
+    assert batch["topic"] == ["x", "y"]
+    assert batch["sample_ids"].tolist() == batch["group_ids"].tolist() == [0, 1]
+    assert {batch[key].dtype for key in ("input_ids", "attention_mask", "sample_ids", "group_ids")} == {
+        torch.long
+    }
+
+
+def test_samples_of_a_prompt_stand_side_by_side():
+    batches = list(stream_of(table_of("a", "b", "c"), samples_per_prompt=2, batch_size=4))
+    assert [batch["prompt"] for batch in batches] == [["a", "a", "b", "b"], ["c", "c"]]
+    assert [batch["group_ids"].tolist() for batch in batches] == [[0, 0, 1, 1], [2, 2]]
+    assert [batch["sample_ids"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_batches_run_across_passes_and_never_end():
+    stream = stream_of(table_of("a", "b", "c"), num_epochs=None)
+    batches = list(itertools.islice(stream, 3))
+    assert [batch["prompt"] for batch in batches] == [["a", "b"], ["c", "a"], ["b", "c"]]
+    assert [batch["group_ids"].tolist() for batch in batches] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_every_iterator_starts_over():
+    stream = stream_of(table_of("a", "b", "c", "d", "e"), shuffle=True, seed=3, num_epochs=3)
+    assert all_samples(stream) == all_samples(stream)
+
+
+def test_every_pass_is_a_new_order_of_all_prompts():
+    table = table_of("a", "b", "c", "d", "e")
+    samples = all_samples(stream_of(table, shuffle=True, seed=1, num_epochs=6))
+    passes = [tuple(prompt for _, _, prompt in samples[start : start + 5]) for start in range(0, 30, 5)]
+    assert all(sorted(order) == ["a", "b", "c", "d", "e"] for order in passes)
+    assert len(set(passes)) > 1
+    other_seed = all_samples(stream_of(table, shuffle=True, seed=2, num_epochs=6))
+    assert other_seed != samples
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    size=st.integers(1, 7),
+    num_shards=st.integers(1, 5),
+    samples_per_prompt=st.integers(1, 3),
+    epochs=st.integers(1, 4),
+    shuffle=st.booleans(),
+    long_rows=st.sets(st.integers(0, 6)),
+)
+def test_ids_do_not_depend_on_sharding(size, num_shards, samples_per_prompt, epochs, shuffle, long_rows):
+    # At least one usable row, or the stream rightly refuses to start.
+    long_rows = {row for row in long_rows if row < size - 1}
+    prompts = ["a b c d e a b c" if row in long_rows else WORDS[6 + row % 5] for row in range(size)]
+    options = {
+        "samples_per_prompt": samples_per_prompt,
+        "batch_size": 2 * samples_per_prompt,
+        "num_epochs": epochs,
+        "shuffle": shuffle,
+        "seed": 5,
+        "max_prompt_tokens": 4,
+    }
+    whole = stream_of(table_of(*prompts), **options)
+    expected = all_samples(whole)
+    shards = [
+        stream_of(table_of(*prompts), shard=n, num_shards=num_shards, **options) for n in range(num_shards)
+    ]
+    found = []
+    for number, shard in enumerate(shards):
+        samples = all_samples(shard)
+        assert all(group % num_shards == number for _, group, _ in samples)
+        found += samples
+    assert sorted(found) == expected
+    assert sum((shard.skipped for shard in shards), start=Counter()) == whole.skipped
+    assert len(expected) == (size - len(long_rows)) * epochs * samples_per_prompt
+
+
+def test_unusable_prompts_are_counted_by_reason_and_keep_their_ids(caplog):
+    table = table_of("a", "a b c d", "b", " ", "a b c")
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    stream = stream_of(table, tokenizer, context_length=4, max_prompt_tokens=3, num_epochs=2)
+    with caplog.at_level(logging.WARNING):
+        samples = all_samples(stream)
+    assert [group for _, group, _ in samples] == [0, 2, 4, 5, 7, 9]
+    assert stream.skipped == {"longer than max_prompt_tokens": 2, "no tokens": 2}
+    skips = [record.getMessage() for record in caplog.records if "Skipping" in record.getMessage()]
+    assert len(skips) == 2  # once per reason, not once per prompt
+    assert "first row 1 with 4 tokens" in skips[0]
+
+
+def test_a_prompt_needs_room_for_one_new_token():
+    table = table_of("a b", "a b c")  # 3 and 4 tokens with <bos>
+    stream = stream_of(table, context_length=4)
+    assert [prompt for _, _, prompt in all_samples(stream)] == ["a b"]
+    assert stream.skipped == {"no room for a response in the context": 1}
+    assert len(all_samples(stream_of(table, context_length=5))) == 2
+
+
+def test_responses_that_the_context_will_cut_short_are_announced_once(caplog):
+    with caplog.at_level(logging.WARNING):
+        all_samples(stream_of(table_of("a", "b"), context_length=8, max_new_tokens=7))
+    assert [record.getMessage()[:35] for record in caplog.records] == ["Some responses will be cut short: a"]
+
+
+def test_a_table_without_a_usable_prompt_is_an_error():
+    stream = stream_of(table_of("a b c", "a b c d"), max_prompt_tokens=2, context_length=64, num_epochs=None)
+    with pytest.raises(DataError) as caught:
+        next(iter(stream))
+    message = str(caught.value)
+    assert "test.jsonl" in message
+    assert "of 2 prompts, 2 with longer than max_prompt_tokens" in message
+    assert "4 to 5 tokens" in message
+    assert "max_prompt_tokens=2" in message
+    assert "context_length=64" in message
+    assert "Shorten the prompts" in message
+
+
+def test_a_shard_that_will_never_meet_a_usable_prompt_is_an_error_not_a_hang():
+    # Shard 1 of 2 sees row 1 in every pass, and row 1 does not fit.
+    stream = stream_of(table_of("a", "a b c"), max_prompt_tokens=2, shard=1, num_shards=2, num_epochs=None)
+    with pytest.raises(DataError, match="that shard 1 of 2 meets"):
+        next(iter(stream))
+
+
+def test_more_shards_than_rows():
+    shards = [stream_of(table_of("a"), shard=n, num_shards=3, num_epochs=6, batch_size=1) for n in range(3)]
+    assert [[group for _, group, _ in all_samples(shard)] for shard in shards] == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_chat_messages_go_through_the_template():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    chat = [{"role": "user", "content": "a b"}]
+    (batch,) = stream_of(table_of(chat, "c"), tokenizer)
+    assert batch["prompt"] == ["<user> a b <eos> <bot>", "c"]
+    # The template wrote its own special tokens, so no <bos> is added; the <eos> inside the chat stays.
+    assert batch["input_ids"].tolist() == [
+        [ID["<user>"], ID["a"], ID["b"], ID["<eos>"], ID["<bot>"]],
+        [ID["<pad>"]] * 3 + [ID["<bos>"], ID["c"]],
+    ]
+
+
+def test_chat_without_a_template_and_with_one_that_objects():
+    table = table_of([{"role": "user", "content": "a"}])
+    with pytest.raises(DataError, match=r"test\.jsonl, row 0: 'prompt'.*no chat template.*model\.tokenizer"):
+        list(stream_of(table))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"got the roles user: .*roles must alternate"):
+        list(stream_of(table, tokenizer))
+
+
+def test_an_end_token_added_by_the_tokenizer_is_dropped():
+    tokenizer = make_tokenizer(adds_eos=True)
+    assert tokenizer("a").input_ids == [ID["<bos>"], ID["a"], ID["<eos>"]]
+    (batch,) = stream_of(table_of("a", "b <eos>"), tokenizer)
+    assert batch["input_ids"].tolist() == [
+        [ID["<pad>"], ID["<bos>"], ID["a"]],
+        [ID["<bos>"], ID["b"], ID["<eos>"]],  # the text says so itself
+    ]
+
+
+def test_padding_falls_back_to_eos():
+    (batch,) = stream_of(table_of("a", "a b"), make_tokenizer(pad_token=None))
+    assert batch["input_ids"][0, 0] == ID["<eos>"]
+    assert batch["attention_mask"][0].tolist() == [0, 1, 1]
+    with pytest.raises(ConfigError, match="padding or an end-of-sequence token"):
+        stream_of(table_of("a"), make_tokenizer(pad_token=None, eos_token=None))
+
+
+@pytest.mark.parametrize("name", ["input_ids", "sample_ids", "completions"])
+def test_a_column_that_collides_is_named(name):
+    with pytest.raises(DataError, match=f"test.jsonl must not have a column called '{name}'.*Rename it"):
+        stream_of(table_of("a", **{name: [1]}))
+
+
+def test_the_prompt_column_may_have_another_name():
+    table = PromptTable(rows=[{"question": "a", "answer": 1}], column="question")
+    (batch,) = stream_of(table, column="question")
+    assert batch["prompt"] == ["a"]
+    assert batch["answer"] == [1]
+    assert "question" not in batch
+    both = PromptTable(rows=[{"question": "a", "prompt": "b"}], column="question")
+    with pytest.raises(DataError, match="'prompt' beside the prompts in 'question'"):
+        stream_of(both, column="question")
+
+
+def test_a_row_that_lacks_a_column_has_none_there():
+    table = PromptTable(rows=[{"prompt": "a", "answer": 1}, {"prompt": "b"}])
+    (batch,) = stream_of(table)
+    assert batch["answer"] == [1, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 3, "samples_per_prompt": 2}, "multiple of samples_per_prompt.*got 3 and 2"),
+        ({"batch_size": 0}, "got 0 and 1"),
+        ({"shard": 2, "num_shards": 2}, "got shard 2 of 2"),
+    ],
+)
+def test_impossible_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        stream_of(table_of("a"), **options)

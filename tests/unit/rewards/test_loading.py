@@ -1,0 +1,108 @@
+"""Reward functions by name: found, or an error that says why not."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from coati.errors import ConfigError
+from coati.rewards import load_reward_function
+
+EXAMPLE = Path(__file__).parents[3] / "examples/film"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A fresh folder; what tests import from it is forgotten afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_a_function_from_a_file_and_from_a_package(folder):
+    (folder / "judges").mkdir()
+    (folder / "judges/__init__.py").write_text("")
+    (folder / "judges/kind.py").write_text("def praise(completions):\n    return [1.0]\n")
+    (folder / "plainly.py").write_text("def praise(completions):\n    import judges.kind\n    return [2.0]\n")
+    assert load_reward_function("judges.kind:praise", [folder])(["x"]) == [1.0]
+    # The neighbour is imported when the function is called, so the folder must still be on the path.
+    assert load_reward_function("plainly:praise", [folder])(["x"]) == [2.0]
+
+
+@pytest.mark.parametrize(
+    "name", ["praise", "rewards:", ":praise", "rewards:a.b", "rewards/film:praise", "a:b:c"]
+)
+def test_bad_syntax(name):
+    with pytest.raises(ConfigError) as caught:
+        load_reward_function(name)
+    assert '"module:function"' in str(caught.value)
+    assert repr(name) in str(caught.value)
+    assert "rewards:praise" in str(caught.value)
+
+
+def test_a_missing_module_names_the_folders_searched(folder):
+    with pytest.raises(ConfigError) as caught:
+        load_reward_function("no_such_module:praise", [folder])
+    assert "no module 'no_such_module'" in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert "reward.search_paths" in str(caught.value)
+
+
+def test_a_missing_function_lists_close_names(folder):
+    (folder / "near.py").write_text("def praise(): ...\ndef blame(): ...\n")
+    with pytest.raises(ConfigError, match=r"near\.py has no 'prais'\. Did you mean praise\?"):
+        load_reward_function("near:prais", [folder])
+    with pytest.raises(ConfigError, match=r"It has praise, blame\."):
+        load_reward_function("near:zzz", [folder])
+
+
+def test_something_that_is_not_callable(folder):
+    (folder / "data.py").write_text("praise = 3\n")
+    with pytest.raises(ConfigError, match="must be callable, got 'data:praise', which is a int"):
+        load_reward_function("data:praise", [folder])
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import a_library_nobody_has\n", "ModuleNotFoundError: No module named 'a_library_nobody_has'"),
+        ("1 / 0\n", "ZeroDivisionError: division by zero"),
+        ("def (:\n", "SyntaxError"),
+    ],
+)
+def test_a_module_that_does_not_import_shows_its_own_error(folder, source, expected):
+    (folder / "faulty.py").write_text(source)
+    with pytest.raises(ConfigError) as caught:
+        load_reward_function("faulty:praise", [folder])
+    assert expected in str(caught.value)
+    assert "faulty.py" in str(caught.value)
+    assert "Correct the module" in str(caught.value)
+
+
+def test_a_name_that_another_module_took(folder):
+    (folder / "one").mkdir()
+    (folder / "two").mkdir()
+    for name in ("one", "two"):
+        (folder / name / "twin.py").write_text(f"def praise(completions):\n    return ['{name}']\n")
+    assert load_reward_function("twin:praise", [folder / "one"])([]) == ["one"]
+    assert load_reward_function("twin:praise", [folder / "one"])([]) == ["one"]
+    with pytest.raises(ConfigError, match=r"two.*already imported from .*one.*Rename your module"):
+        load_reward_function("twin:praise", [folder / "two"])
+
+
+def test_the_example_rewards_by_hand(folder):
+    praise = load_reward_function("rewards:praise", [EXAMPLE])
+    on_topic = load_reward_function("rewards:on_topic", [EXAMPLE])
+    try:
+        # (good - bad) / (good + bad + 1), `not` turns a word around, nothing written has no score
+        texts = ["was good .", "was not good .", "was good but dull .", "was old .", ""]
+        assert praise(completions=texts) == [1 / 2, -1 / 2, 0.0, 0.0, None]
+        scores = on_topic(
+            prompts=["the film", "i thought"], completions=["was", "it"], topic=["film", "plot"]
+        )
+        assert scores == [1.0, 0.0]
+    finally:
+        del sys.modules["rewards"]

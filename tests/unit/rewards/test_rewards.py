@@ -1,0 +1,342 @@
+"""Rewards: what a function may return, every way it can fail, models, sums and decoding."""
+
+import math
+import pickle
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from coati.config import RewardSection
+from coati.errors import ConfigError, RewardError
+from coati.rewards import (
+    FunctionReward,
+    ModelReward,
+    Reward,
+    RewardRequest,
+    RewardScorer,
+    WeightedSum,
+    build_reward,
+)
+
+
+def request_of(*completions, **columns):
+    size = len(completions)
+    return RewardRequest(
+        prompts=[f"prompt {index}" for index in range(size)],
+        completions=list(completions),
+        columns=columns,
+        sequences=torch.arange(size * 4).reshape(size, 4),
+        attention_mask=torch.ones(size, 4, dtype=torch.long),
+        action_mask=torch.ones(size, 2, dtype=torch.bool),
+    )
+
+
+def score_with(function, request=None, **options):
+    return FunctionReward(function, **{"timeout_seconds": 5, **options}).score(
+        request or request_of("a", "b b")
+    )
+
+
+def test_scores_come_back_as_float32():
+    scores = score_with(lambda completions: [len(text) for text in completions])
+    assert scores.tolist() == [1.0, 3.0]
+    assert scores.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, 2.0],
+        (1, 2),
+        np.array([1.0, 2.0]),
+        [np.float32(1), np.int64(2)],
+        torch.tensor([1.0, 2.0]),
+        [torch.tensor(1.0), torch.tensor([2])],
+        iter([1, 2]),
+        {1: "a", 2: "b"}.keys(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_list_of_numbers_is_accepted(returned):
+    assert score_with(lambda completions: returned).tolist() == [1.0, 2.0]
+    assert score_with(lambda completions: [True, False]).tolist() == [1.0, 0.0]
+
+
+def test_no_score_is_nan():
+    # None, NaN, both infinities, and numbers too large for float32 or for any float
+    bad = [None, math.nan, math.inf, -math.inf, 1e300, 10**400]
+    scores = score_with(lambda completions: [*bad, 0.5], request_of(*"abcdefg"))
+    assert scores.isnan().tolist() == [True] * 6 + [False]
+    assert scores[-1] == 0.5
+
+
+def test_a_function_gets_what_its_signature_names():
+    seen = {}
+
+    def few(completions, topic, extra="default"):
+        seen.update(completions=completions, topic=topic, extra=extra)
+        return [0, 0]
+
+    def all_of_it(**kwargs):
+        seen.update(kwargs=sorted(kwargs))
+        return [0, 0]
+
+    request = request_of("a", "b", topic=["x", "y"], answer=[1, 2])
+    score_with(few, request)
+    assert seen == {"completions": ["a", "b"], "topic": ["x", "y"], "extra": "default"}
+    score_with(all_of_it, request)
+    assert seen["kwargs"] == ["answer", "completions", "prompts", "topic"]
+
+
+def test_callable_objects_and_methods_work():
+    class Judge:
+        def __call__(self, completions):
+            return [1.0] * len(completions)
+
+        def strict(self, *, prompts):
+            return [0.0] * len(prompts)
+
+    assert FunctionReward(Judge()).name == "Judge"
+    assert score_with(Judge()).tolist() == [1.0, 1.0]
+    assert score_with(Judge().strict).tolist() == [0.0, 0.0]
+
+
+def message_of(function, request=None, **options):
+    with pytest.raises(RewardError) as caught:
+        score_with(function, request, name="judge", **options)
+    message = str(caught.value)
+    assert message.startswith("Reward function 'judge' must ")
+    assert "First sample: prompt 'prompt 0', completion 'a'." in message
+    assert str(pickle.loads(pickle.dumps(caught.value))) == message
+    return message
+
+
+def test_a_function_that_raises():
+    def broken(completions):
+        raise KeyError("no such word")
+
+    message = message_of(broken)
+    assert "got KeyError: 'no such word'" in message
+    assert "test_rewards.py:" in message  # where it happened
+    assert "return None for samples that it cannot score" in message
+    with pytest.raises(RewardError) as caught:
+        score_with(broken)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_function_that_exits():
+    assert "got SystemExit: 3" in message_of(lambda completions: sys.exit(3))
+
+
+def test_a_function_that_hangs_is_given_up_at_the_deadline():
+    release = threading.Event()
+    started = time.monotonic()
+    message = message_of(lambda completions: release.wait(30), timeout_seconds=0.1)
+    assert time.monotonic() - started < 5
+    assert "must return within 0.1 seconds" in message
+    assert "raise reward.timeout_seconds" in message
+    hung = [thread for thread in threading.enumerate() if thread.name == "reward-judge"]
+    assert all(thread.daemon for thread in hung)
+    release.set()
+    for thread in hung:
+        thread.join(5)
+
+
+def test_a_generator_that_hangs_while_it_is_read():
+    release = threading.Event()
+
+    def lazily(completions):
+        release.wait(30)
+        yield 1.0
+
+    assert "within 0.1 seconds" in message_of(lazily, timeout_seconds=0.1)
+    release.set()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_the_wrong_number_of_scores(count):
+    message = message_of(lambda completions: [0.5] * count)
+    assert f"must return 2 scores, one for each completion, got {count}" in message
+
+
+def test_an_endless_generator_is_too_many():
+    def endless(completions):
+        while True:
+            yield 1.0
+
+    assert "must return 2 scores" in message_of(endless)
+
+
+@pytest.mark.parametrize("returned", [0.5, None, "ab", {"a": 1, "b": 2}, torch.zeros(2, 1)], ids=repr)
+def test_something_that_is_no_list(returned):
+    assert "must return a list of scores" in message_of(lambda completions: returned)
+
+
+@pytest.mark.parametrize("value", ["0.5", [1], 1j, torch.zeros(2)], ids=repr)
+def test_a_score_that_is_no_number(value):
+    message = message_of(lambda completions: [1.0, value])
+    assert "must return numbers (or None)" in message
+    assert "as score 1" in message
+
+
+def test_a_parameter_that_is_no_column():
+    message = message_of(lambda completions, answer: [0, 0], request_of("a", "b", topic=["x", "y"]))
+    assert "got the parameter 'answer', which is none of topic, prompts, completions" in message
+    assert "add the column" in message
+
+
+def test_long_texts_are_cut_in_errors():
+    request = request_of("x" * 500)
+    with pytest.raises(RewardError) as caught:
+        score_with(lambda completions: [], request)
+    assert len(str(caught.value)) < 400
+
+
+class LastToken(nn.Module):
+    """Scores a sequence by its last token; with dropout, so that training mode would show."""
+
+    def __init__(self, shape=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.dropout = nn.Dropout(0.9)
+        self.shape = shape
+
+    def forward(self, sequences, attention_mask):
+        scores = self.dropout(self.weight * sequences[:, -1].double() * attention_mask[:, -1])
+        return scores if self.shape is None else scores.reshape(self.shape)
+
+
+def test_a_model_scores_tokens_without_gradients_or_dropout():
+    reward = ModelReward(LastToken().train(), "rm")
+    scores = reward.score(request_of("a", "b"))
+    assert scores.tolist() == [3.0, 7.0]
+    assert scores.dtype == torch.float32
+    assert not scores.requires_grad
+    assert isinstance(reward, Reward)
+
+
+def test_a_model_with_the_wrong_shape_or_a_bad_score():
+    with pytest.raises(
+        RewardError, match=r"'rm' must return one score per sequence, shape \(2,\), got shape \(2, 1\)"
+    ):
+        ModelReward(LastToken((2, 1)), "rm").score(request_of("a", "b"))
+    model = LastToken()
+    model.weight.data.fill_(math.inf)
+    assert ModelReward(model).score(request_of("a")).isnan().all()
+
+
+def constant(name, *values):
+    return FunctionReward(lambda completions: list(values), name=name)
+
+
+def test_a_weighted_sum_by_hand():
+    # 1 × (1, 2, none) - 0.5 × (4, none, 8) = (-1, none, none); means over what there is: 1.5 and 6
+    total = WeightedSum([(constant("kind", 1, 2, None), 1.0), (constant("long", 4, None, 8), -0.5)])
+    scores = total.score(request_of("a", "b", "c"))
+    assert scores[0] == -1.0
+    assert scores.isnan().tolist() == [False, True, True]
+    assert total.last_terms == {"kind": 1.5, "long": 6.0}
+
+
+def test_a_weight_of_zero_does_not_hide_a_missing_score():
+    total = WeightedSum([(constant("kind", 1, 2), 1.0), (constant("odd", None, 3), 0.0)])
+    assert total.score(request_of("a", "b")).isnan().tolist() == [True, False]
+
+
+def test_terms_need_different_names():
+    with pytest.raises(ConfigError, match="different names, got"):
+        WeightedSum([(constant("x", 1), 1.0), (constant("x", 2), 1.0)])
+    with pytest.raises(ConfigError, match="one or more"):
+        WeightedSum([])
+
+
+WORDS = ["<eos>", "<bos>", "<unk>", "a", "b", "c"]
+
+
+def make_tokenizer():
+    backend = Tokenizer(
+        models.WordLevel(vocab={word: index for index, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # pad = eos, as many real models have it: only the masks can tell padding from text
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<eos>", unk_token="<unk>"
+    )
+
+
+SEQUENCES = torch.tensor(
+    [[0, 1, 3, 4, 5, 0], [1, 5, 4, 0, 3, 3]]
+)  # P = 3, A = 3; garbage `a a` after the end
+ATTENTION_MASK = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+ACTION_MASK = torch.tensor([[True, True, True], [True, False, False]])
+
+
+class Recorder:
+    name = "recorder"
+
+    def score(self, request):
+        self.request = request
+        return torch.arange(len(request), dtype=torch.float32)
+
+
+def test_the_scorer_decodes_what_the_masks_keep():
+    recorder = Recorder()
+    scores = RewardScorer(recorder, make_tokenizer())(
+        SEQUENCES, ATTENTION_MASK, ACTION_MASK, {"topic": ["x", "y"]}
+    )
+    assert scores.tolist() == [0.0, 1.0]
+    assert recorder.request.prompts == ["a", "c b"]
+    assert recorder.request.completions == ["b c", ""]
+    assert recorder.request.columns == {"topic": ["x", "y"]}
+    assert recorder.request.sequences is SEQUENCES
+
+
+def test_the_scorer_prefers_the_prompts_as_they_were_written():
+    recorder = Recorder()
+    columns = {"prompt": ["A!", "C b"], "sample_ids": torch.tensor([4, 5])}
+    RewardScorer(recorder, make_tokenizer())(SEQUENCES, ATTENTION_MASK, ACTION_MASK, columns)
+    assert recorder.request.prompts == ["A!", "C b"]
+    assert recorder.request.columns == {"sample_ids": [4, 5]}
+
+
+def test_the_scorer_with_empty_responses_and_without_columns():
+    recorder = Recorder()
+    nothing = torch.zeros(2, 0, dtype=torch.bool)
+    RewardScorer(recorder, make_tokenizer())(SEQUENCES[:, :3], ATTENTION_MASK[:, :3], nothing)
+    assert recorder.request.completions == ["", ""]
+    assert recorder.request.prompts == ["a", "c b"]
+
+
+def test_the_scorer_refuses_columns_of_another_batch():
+    with pytest.raises(RewardError, match=r"Column 'topic' must have one value per sample \(2\), got 1"):
+        RewardScorer(Recorder(), make_tokenizer())(SEQUENCES, ATTENTION_MASK, ACTION_MASK, {"topic": ["x"]})
+
+
+def test_rewards_from_settings(tmp_path):
+    (tmp_path / "scoring_for_settings.py").write_text(
+        "def length(completions):\n    return [len(text) for text in completions]\n"
+    )
+    term = {"function": "scoring_for_settings:length", "weight": 2.0}
+    asked = []
+
+    def load_model(path):
+        asked.append(path)
+        return LastToken()
+
+    def built(settings):
+        return build_reward(RewardSection(**settings), search_paths=[tmp_path], load_model=load_model)
+
+    request = request_of("a", "bb")
+    assert built({"function": term["function"]}).score(request).tolist() == [1.0, 2.0]
+    assert built({"model": "models/rm"}).name == "rm"
+    total = built({"terms": [term, {"model": "rm", "name": "style"}]})
+    assert total.score(request).tolist() == [2 * 1 + 3.0, 2 * 2 + 7.0]
+    assert total.last_terms == {"length": 1.5, "style": 5.0}
+    assert asked == ["models/rm", "rm"]

@@ -1,0 +1,159 @@
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from coati.errors import ConfigError
+from coati.trainer import optim
+from coati.trainer.optim import HybridAdam
+
+
+def tiny_net(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def train(net, optimizer, steps=5, first_step=0):
+    for step in range(first_step, first_step + steps):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).to(next(net.parameters()).dtype)
+        optimizer.zero_grad()
+        net(x).pow(2).sum().backward()
+        optimizer.step()
+
+
+def assert_same(a, b, tolerance=1e-6):
+    for (name, left), right in zip(a.named_parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("adamw_mode", [True, False])
+def test_equals_torch(dtype, weight_decay, adamw_mode):
+    reference_class = torch.optim.AdamW if adamw_mode else torch.optim.Adam
+    ours, reference = tiny_net(dtype), tiny_net(dtype)
+    train(ours, HybridAdam(ours.parameters(), 1e-2, weight_decay=weight_decay, adamw_mode=adamw_mode))
+    train(reference, reference_class(reference.parameters(), 1e-2, weight_decay=weight_decay))
+    assert_same(ours, reference)
+
+
+def test_modes_differ_so_the_test_above_can_fail():
+    coupled, decoupled = tiny_net(), tiny_net()
+    train(coupled, HybridAdam(coupled.parameters(), 1e-2, weight_decay=0.1, adamw_mode=False))
+    train(decoupled, HybridAdam(decoupled.parameters(), 1e-2, weight_decay=0.1))
+    with pytest.raises(AssertionError):
+        assert_same(coupled, decoupled)
+
+
+@pytest.mark.parametrize("direction", ["from_torch", "to_torch"])
+def test_state_dict_travels_between_hybrid_adam_and_adamw(direction):
+    settings = {"lr": 1e-2, "weight_decay": 0.1}
+    uninterrupted = tiny_net()
+    train(uninterrupted, torch.optim.AdamW(uninterrupted.parameters(), **settings), steps=6)
+
+    first, second = torch.optim.AdamW, HybridAdam
+    if direction == "to_torch":
+        first, second = second, first
+    net = tiny_net()
+    before = first(net.parameters(), **settings)
+    train(net, before, steps=3)
+    after = second(net.parameters(), lr=123.0)
+    after.load_state_dict(copy.deepcopy(before.state_dict()))
+    assert after.param_groups[0]["lr"] == 1e-2
+    train(net, after, steps=3, first_step=3)
+    assert_same(net, uninterrupted)
+
+
+def test_loading_adam_state_does_not_change_the_decay_mode():
+    net = tiny_net()
+    source = torch.optim.Adam(net.parameters(), lr=1e-2)
+    train(net, source, steps=1)
+    target = HybridAdam(net.parameters(), adamw_mode=True)
+    target.load_state_dict(source.state_dict())
+    assert target.param_groups[0]["decoupled_weight_decay"] is True
+
+
+def test_without_bias_correction_by_hand():
+    # g = 2, m = 0.1 * 2 = 0.2, v = 0.001 * 4 = 0.004: step = lr * 0.2 / sqrt(0.004)
+    weight = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    optimizer = HybridAdam([weight], lr=0.1, bias_correction=False, eps=0.0)
+    weight.grad = torch.tensor([2.0], dtype=torch.float64)
+    optimizer.step()
+    assert weight.item() == pytest.approx(1.0 - 0.1 * 0.2 / 0.004**0.5, abs=1e-9)
+    assert optimizer.state[weight]["step"].item() == 1
+
+
+def test_one_group_may_hold_several_dtypes_and_an_unfusable_one_says_so_once(caplog):
+    optim._unfused_said.clear()
+    params = [
+        nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.complex64)
+    ]
+    optimizer = HybridAdam(params, lr=0.1)
+    with caplog.at_level(logging.DEBUG, logger=optim.__name__):
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+    # a constant gradient moves every weight by lr per step
+    for param in params:
+        torch.testing.assert_close(param.real, torch.full_like(param.real, 0.7), rtol=0, atol=1e-5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no fused Adam for torch.complex64 parameters on cpu: using foreach"
+    ]
+
+
+def test_parameters_without_gradient_are_left_alone():
+    used, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = HybridAdam([used, unused], lr=0.1, weight_decay=0.5)
+    used.grad = torch.ones(2)
+    optimizer.step()
+    assert torch.equal(unused, torch.ones(2))
+    assert unused not in optimizer.state
+    assert not torch.equal(used, torch.ones(2))
+
+
+def test_scheduler_and_groups_stay_intact():
+    net = tiny_net()
+    optimizer = HybridAdam(
+        [{"params": [net[0].weight], "lr": 1.0}, {"params": [net[2].weight], "weight_decay": 0.5}], lr=0.1
+    )
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.05]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 0.5]
+
+
+def test_closure_is_evaluated_with_gradients():
+    weight = nn.Parameter(torch.tensor(3.0))
+    optimizer = HybridAdam([weight], lr=0.1)
+
+    def closure():
+        loss = weight**2
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 9.0
+    assert weight.item() < 3.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr must be 0 or more, got -1.0"),
+        ({"lr": float("nan")}, "lr must be 0 or more, got nan"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
+        ({"weight_decay": -0.1}, "weight_decay must be 0 or more"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        HybridAdam([nn.Parameter(torch.ones(1))], **settings)
+
+
+def test_sparse_gradient_names_the_remedy():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = HybridAdam(embedding.parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigError, match="sparse=False"):
+        optimizer.step()

@@ -1,0 +1,124 @@
+"""What strategies are told by the environment and by their arguments."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from coati.errors import ConfigError, DeadlineExceeded
+from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
+from coati.trainer.strategies.gemini import training_bytes
+from coati.trainer.strategies.low_level_zero import assign_owners
+from coati.trainer.strategies.process_group import RankInfo
+from coati.trainer.strategies.sharding import transformer_blocks
+
+FIVE = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "2950"}
+
+
+def test_no_variables_mean_one_process():
+    assert RankInfo.from_env({}) == RankInfo(rank=0, local_rank=0, world_size=1)
+
+
+def test_all_five_variables_are_read():
+    assert RankInfo.from_env(FIVE) == RankInfo(
+        rank=1, local_rank=0, world_size=2, master_addr="10.0.0.7", master_port=2950
+    )
+
+
+@pytest.mark.parametrize("missing", FIVE)
+def test_some_of_the_variables_is_an_error_that_names_the_missing(missing):
+    with pytest.raises(ConfigError, match=f"but not {missing}. Set the missing ones"):
+        RankInfo.from_env({key: value for key, value in FIVE.items() if key != missing})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "2"}, "RANK must be from 0 to WORLD_SIZE - 1 = 1, got 2"),
+        ({"RANK": "-1"}, "got -1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be 1 or more, got 0"),
+        ({"LOCAL_RANK": "-3"}, "LOCAL_RANK must be 0 or more, got -3"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number, got 'http'"),
+    ],
+)
+def test_bad_variables(change, message):
+    with pytest.raises(ConfigError, match=message):
+        RankInfo.from_env({**FIVE, **change})
+
+
+def test_a_rendezvous_nobody_comes_to_names_the_address(monkeypatch):
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    here = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for key, value in {**FIVE, **here}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(DeadlineExceeded, match=rf"rank 0 of 2 waited 1 s .* 127\.0\.0\.1:{port}"):
+        DDPStrategy(device="cpu", timeout_seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: DDPStrategy(timeout_seconds=0), "timeout_seconds must be positive and finite, got 0"),
+        (lambda: DDPStrategy(timeout_seconds=float("inf")), "timeout_seconds"),
+        (lambda: LowLevelZeroStrategy(stage=3), "stage must be 1 or 2, got 3.*GeminiStrategy"),
+        (lambda: LowLevelZeroStrategy(stage=1, cpu_offload=True), "cpu_offload=True needs stage=2"),
+        (lambda: GeminiStrategy("cuda"), "one of static, auto, cpu, got 'cuda'"),
+    ],
+)
+def test_bad_arguments(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_cuda_without_cuda_is_a_clear_error():
+    with pytest.raises(ConfigError, match="'cuda:1' needs CUDA"):
+        DDPStrategy(device="cuda:1")
+
+
+def test_the_seed_reaches_every_generator():
+    def draws(seed):
+        DDPStrategy(seed, device="cpu")
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    assert draws(7) == draws(7)
+    assert all(a != b for a, b in zip(draws(7), draws(8), strict=True))
+
+
+def test_one_rank_talks_to_nobody():
+    strategy = DDPStrategy(device="cpu")
+    tensor = torch.tensor([2.0])
+    assert strategy.all_reduce_sum(tensor) is tensor
+    strategy.barrier(0.001)
+    assert (strategy.rank, strategy.world_size, strategy.device) == (0, 1, torch.device("cpu"))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 5))
+def test_owners_are_balanced(sizes, world_size):
+    owners = assign_owners(sizes, world_size)
+    assert len(owners) == len(sizes)
+    loads = [sum(s for s, o in zip(sizes, owners, strict=True) if o == rank) for rank in range(world_size)]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_blocks_are_the_outermost_repeated_modules():
+    experts = [nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]) for _ in range(2)]
+    layers = nn.ModuleList([nn.ModuleDict({"experts": expert}) for expert in experts])
+    heads = nn.ModuleList([nn.Linear(1, 1), nn.Tanh()])  # not of one class
+    model = nn.ModuleDict({"body": nn.ModuleDict({"layers": layers}), "heads": heads})
+    assert list(transformer_blocks(model)) == list(layers)
+
+
+def test_frozen_parameters_need_no_gradient_and_no_moments():
+    net = nn.Linear(2, 2, bias=False)
+    net.weight.requires_grad_(False)
+    assert training_bytes(net) == 16
