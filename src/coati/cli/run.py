@@ -27,10 +27,10 @@ class RunOutcome:
 
 
 def execute(
-    config: RunConfig, console: Console, *, sync: bool, address: str | None, overwrite: bool, verbose: bool
+    config: RunConfig, console: Console, *, sync: bool, address: str | None, verbose: bool
 ) -> RunOutcome:
-    """Run to the end (or to a stop signal) and save the model."""
-    files = prepare_output(config, overwrite=overwrite)
+    """Run to the end (or to a stop signal) in a folder made by `prepare_output`, and save the model."""
+    files = output_files(config)
     quiet_libraries(verbose)
     started = time.monotonic()
     log = RunLog(

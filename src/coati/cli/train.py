@@ -28,9 +28,10 @@ def run_train(
     if dry_run:
         console.print("[green]Everything is in order.[/] Leave out --dry-run to train.")
         return
-    from coati.cli.run import execute
+    from coati.cli.run import execute, prepare_output
 
-    outcome = execute(config, console, sync=sync, address=address, overwrite=overwrite, verbose=verbose)
+    prepare_output(config, overwrite=overwrite)
+    outcome = execute(config, console, sync=sync, address=address, verbose=verbose)
     rewards = outcome.log.rewards
     console.print(
         f"{'Stopped' if outcome.was_stopped else 'Done'} after {outcome.seconds:.0f} s and "

@@ -18,7 +18,7 @@ import torch
 
 from coati.errors import ConfigError, DataError
 from coati.prompts.encoding import EncodedPrompt, encode_prompt
-from coati.prompts.table import PromptTable
+from coati.prompts.table import PromptTable, check_rows
 from coati.randomness import STREAM_SHUFFLE, keyed_generator
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,8 @@ class PromptStream:
                 f"shard must be from 0 to num_shards - 1, got shard {shard} of {num_shards}. "
                 "Number the makers from 0."
             )
+        if column != table.column:  # the table only vouches for its own column
+            check_rows(table.rows, column=column, source=table.source)
         self.skipped: Counter[str] = Counter()
         self._table, self._tokenizer, self._column = table, tokenizer, column
         self._groups_per_batch = batch_size // samples_per_prompt

@@ -283,6 +283,7 @@ def test_dump_then_load_is_the_identity(tmp_path):
         "lora.rank=4",
         "topology.update_lora_weights=true",
         "train.actor_lr=1e-7",
+        "run.output=odd \x7f \x01 \r name",
     ]
     config = load_config(write(tmp_path, MINIMAL), overrides)
     assert load_config(write(tmp_path, dump_config(config), "again.toml")) == config

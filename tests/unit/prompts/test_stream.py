@@ -254,6 +254,8 @@ def test_the_prompt_column_may_have_another_name():
     assert batch["prompt"] == ["a"]
     assert batch["answer"] == [1]
     assert "question" not in batch
+    with pytest.raises(DataError, match=r"must have the column 'prompt'.*columns question, answer"):
+        stream_of(table)
     both = PromptTable(rows=[{"question": "a", "prompt": "b"}], column="question")
     with pytest.raises(DataError, match="'prompt' beside the prompts in 'question'"):
         stream_of(both, column="question")
