@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from coati.config import RunConfig
 from coati.deadlines import Deadlines
@@ -41,7 +41,14 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
             ),
             "prompts": config.prompts.model_copy(update={"path": absolute(config.prompts.path)}),
             "reward": config.reward.model_copy(
-                update={"search_paths": tuple(str(path.resolve()) for path in config.reward_search_paths)}
+                update={
+                    "search_paths": tuple(str(path.resolve()) for path in config.reward_search_paths),
+                    "model": absolute(config.reward.model),
+                    "terms": tuple(
+                        term.model_copy(update={"model": absolute(term.model)})
+                        for term in config.reward.terms
+                    ),
+                }
             ),
         }
     )
@@ -77,9 +84,12 @@ def make_scorer(config: RunConfig) -> RewardScorer:
     device = make_strategy(config).device
 
     def load_reward_model(path: str) -> RewardModel:
-        return _loaded("reward.model", path, RewardModel).to(device).eval()
+        model: RewardModel = _loaded("reward.model", path, RewardModel)
+        return model.to(device).eval()
 
-    reward = build_reward(config.reward, search_paths=config.reward_search_paths, load_model=load_reward_model)
+    reward = build_reward(
+        config.reward, search_paths=config.reward_search_paths, load_model=load_reward_model
+    )
     return RewardScorer(reward, load_tokenizer(config))
 
 
@@ -96,11 +106,9 @@ def load_tokenizer(config: RunConfig) -> Any:
 
 def make_prompts(config: RunConfig, *, shard: int = 0, num_shards: int = 1) -> PromptStream:
     """The endless stream of prompt batches of one maker."""
-    from transformers import AutoConfig
-
     table = load_prompts(config.prompts.path, split=config.prompts.split, column=config.prompts.column)
     holder = torch.nn.Module()
-    holder.config = AutoConfig.from_pretrained(config.model.path)
+    holder.config = _loaded("model.path", config.model.path, AutoConfig)
     return PromptStream(
         table,
         load_tokenizer(config),
@@ -174,7 +182,9 @@ def work_share(config: RunConfig, *, maker_index: int = 0, max_staleness: int | 
 def deadlines_of(config: RunConfig) -> Deadlines:
     """The deadlines of `[deadlines]`."""
     settings = config.deadlines
-    return Deadlines(start=settings.start_seconds, batch=settings.batch_seconds, update=settings.update_seconds)
+    return Deadlines(
+        start=settings.start_seconds, batch=settings.batch_seconds, update=settings.update_seconds
+    )
 
 
 def threads_per_actor(config: RunConfig) -> int:
@@ -189,7 +199,8 @@ def _loaded(setting: str, path: str, model_class: Any, **kwargs: Any) -> Any:
         return model_class.from_pretrained(path, **kwargs)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{setting} must be a folder or hub name with a transformers model, got {path!r}: {_first_line(error)}"
+            f"{setting} must be a folder or hub name with a transformers model, got {path!r}: "
+            f"{_first_line(error)}"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Every exception that coati raises on purpose.
 
-Each class takes exactly one string, so it survives pickling across Ray. The string names the setting or input,
-the rule, what came, and the remedy.
+Each class takes exactly one string, so it survives pickling across Ray. The string names the setting or
+input, the rule, what came, and the remedy.
 """
 
 

@@ -1,6 +1,7 @@
 """Fresh samples of a model, scored: what a person looks at before and after training."""
 
 import dataclasses
+import math
 from itertools import islice
 
 import torch
@@ -39,8 +40,9 @@ class Evaluation:
 
     @property
     def reward(self) -> float:
-        """Mean reward."""
-        return sum(sample.reward for sample in self.samples) / len(self.samples)
+        """Mean reward of the samples that have one; nan if none has."""
+        scores = [sample.reward for sample in self.samples if math.isfinite(sample.reward)]
+        return sum(scores) / len(scores) if scores else math.nan
 
     @property
     def kl(self) -> float:
@@ -55,7 +57,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(config: RunConfig, model_path: str, *, num_samples: int = 64) -> Evaluation:
-    """Sample the model at `model_path` on the run's prompts with the run's generate options, and score the samples."""
+    """Sample the model at `model_path` with the run's prompts and generate options, and score the samples."""
     actor = Actor.from_pretrained(model_path).eval()
     reference = Actor.from_pretrained(config.reference_path).eval()
     scorer = assembly.make_scorer(config)

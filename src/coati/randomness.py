@@ -24,9 +24,12 @@ def keyed_generator(seed: int, key: int, *, stream: int = STREAM_TOKENS) -> np.r
     True
     """
     # Philox takes a 128-bit key and a 256-bit counter; the highest counter word separates the streams.
-    return np.random.Generator(
-        np.random.Philox(key=[seed & _MASK_64, key & _MASK_64], counter=[0, 0, 0, stream & _MASK_64])
-    )
+    return np.random.Generator(np.random.Philox(key=_words(seed, key), counter=_words(0, 0, 0, stream)))
+
+
+def _words(*numbers: int) -> np.ndarray:
+    # Left to itself, numpy makes floats of a list of small and huge numbers, and keys would collide.
+    return np.array([number & _MASK_64 for number in numbers], dtype=np.uint64)
 
 
 def keyed_uniforms(seed: int, sample_ids: Sequence[int], num_draws: int) -> np.ndarray:

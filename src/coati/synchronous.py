@@ -4,6 +4,7 @@ It runs the same objects as the Ray actors (pipeline, gate, collector, learner, 
 other, with an on-policy gate. So it is what an asynchronous run is held against, and where a debugger works.
 """
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from coati.monitor.run_log import RunLog
 from coati.rollout import GenerateOptions
 from coati.trainer.fit_loop import FitLoop
 from coati.trainer.ppo import PPOLearner
-from coati.weights import ServedModels, WeightStage, new_header, weight_messages
+from coati.weights import ServedModels, WeightChunk, WeightStage, new_header, weight_messages
 
 
 class SynchronousRun:
@@ -54,8 +55,9 @@ class SynchronousRun:
         self._prompts = self._admitted_prompts()
 
     def run(self) -> None:
-        """Train as the config says, and save the model."""
+        """Train as the config says."""
         train = self._config.train
+        self._log.begin()
         self._publish()
         loop = FitLoop(
             next_batch=self._next_batch,
@@ -89,7 +91,10 @@ class SynchronousRun:
         return ExperiencePipeline(
             maker,
             ServedModels({"actor": actor, "critic": critic}),
-            share=assembly.work_share(config, max_staleness=0),
+            # Whatever the topology says: here one maker does all the work, for one trainer.
+            share=dataclasses.replace(
+                assembly.work_share(config, max_staleness=0), num_makers=1, num_trainers=1
+            ),
             generate_kwargs=assembly.generate_options(config),
         )
 
@@ -139,8 +144,15 @@ class SynchronousRun:
         metrics = self._learner.step(experience)
         ages = ages_of(experience, self._version)
         self._num_batches += 1
-        metrics |= {"train/version": float(self._version), "train/age_mean": ages.mean, "train/age_max": ages.oldest}
-        self._log.trainer_records([{"batch": self._num_batches, "version": self._version, "metrics": metrics}])
+        metrics |= {
+            "train/version": float(self._version),
+            "train/samples": float(experience.num_samples),
+            "train/age_mean": ages.mean,
+            "train/age_max": ages.oldest,
+        }
+        self._log.trainer_records(
+            [{"batch": self._num_batches, "version": self._version, "metrics": metrics}]
+        )
         self._on_progress(self._log.snapshot())
         return metrics
 
@@ -157,8 +169,9 @@ class SynchronousRun:
             for label, model in (("actor", learner.actor), ("critic", learner.critic))
             for shard in learner.strategy.get_model_state_dict_shard(model)
         )
-        *chunks, manifest = weight_messages(header, shards)
         self._stage.begin(header.update_id, version=header.version, source=header.source)
-        for chunk in chunks:
-            self._stage.add_chunk(chunk)  # type: ignore[arg-type]
-        self._pipeline.served.offer(self._stage.finish(manifest))  # type: ignore[arg-type]
+        for message in weight_messages(header, shards):
+            if isinstance(message, WeightChunk):
+                self._stage.add_chunk(message)
+            else:
+                self._pipeline.served.offer(self._stage.finish(message))

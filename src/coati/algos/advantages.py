@@ -56,11 +56,7 @@ def gae(
     >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), mask, gamma=1.0, lam=1.0).tolist()
     [[0.5, 0.5]]
     """
-    clean_rewards = zero_padding(rewards, mask, name="rewards")
-    clean_values = zero_padding(values, mask, name="values")
-    next_values = torch.nn.functional.pad(clean_values, (0, 1))[:, 1:]  # [B, T] value after each token
-    deltas = clean_rewards + gamma * next_values - clean_values  # [B, T]
-    return _discounted_sums(deltas, mask, decay=gamma * lam)
+    return discounted_sums(td_errors(rewards, values, mask, gamma=gamma), mask, decay=gamma * lam)
 
 
 def discounted_returns(
@@ -74,11 +70,39 @@ def discounted_returns(
     >>> discounted_returns(torch.tensor([[1.0, 2.0]]), torch.tensor([[True, True]]), gamma=0.5).tolist()
     [[2.0, 2.0]]
     """
-    return _discounted_sums(zero_padding(rewards, mask, name="rewards"), mask, decay=gamma)
+    return discounted_sums(zero_padding(rewards, mask, name="rewards"), mask, decay=gamma)
 
 
-def _discounted_sums(terms: Tensor, mask: Tensor, *, decay: float) -> Tensor:
-    """Σ_l decay^l terms_{t+l} for each t, `[B, T]`; `terms` are zero on padding."""
+def td_errors(
+    rewards: Tensor,  # [B, T]
+    values: Tensor,  # [B, T] value of the state before each token
+    mask: Tensor,  # [B, T] bool, a prefix of True in each row
+    *,
+    gamma: float,
+) -> Tensor:
+    """δ_t = r_t + γ V_{t+1} - V_t, `[B, T]`, with V = 0 after the last response token; zeros on padding."""
+    clean_rewards = zero_padding(rewards, mask, name="rewards")
+    clean_values = zero_padding(values, mask, name="values")
+    return clean_rewards + gamma * one_later(clean_values) - clean_values
+
+
+def one_later(values: Tensor) -> Tensor:
+    """At each position what `values` `[B, T]` hold one position later, and 0 at the last."""
+    return torch.nn.functional.pad(values, (0, 1))[:, 1:]
+
+
+def discounted_sums(
+    terms: Tensor,  # [B, T] zeros on padding
+    mask: Tensor,  # [B, T] bool, a prefix of True in each row
+    *,
+    decay: float | Tensor,  # one number, or [B, T]
+) -> Tensor:
+    """S_t = terms_t + decay_t · S_{t+1} for each t, `[B, T]`, and 0 after the end.
+
+    >>> terms, mask = torch.tensor([[1.0, 1.0]]), torch.tensor([[True, True]])
+    >>> discounted_sums(terms, mask, decay=torch.tensor([[0.25, 9.0]])).tolist()
+    [[1.25, 1.0]]
+    """
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         raise DataError(
             "the mask must be True on a prefix of each row and False after it, got a row where True follows "
@@ -86,10 +110,11 @@ def _discounted_sums(terms: Tensor, mask: Tensor, *, decay: float) -> Tensor:
         )
     if terms.shape[1] == 0:
         return terms
+    decays = decay if isinstance(decay, Tensor) else torch.full_like(terms, decay)
     running = torch.zeros_like(terms[:, 0])  # [B]
     sums = []
     # Backwards through the padding first: its terms are zero, so each row starts at its own last token.
     for t in reversed(range(terms.shape[1])):
-        running = terms[:, t] + decay * running
+        running = terms[:, t] + decays[:, t] * running
         sums.append(running)
     return torch.stack(sums[::-1], dim=1)

@@ -9,16 +9,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from coati.cli.run import RunOutcome, execute, prepare_output, quiet_libraries
+from coati.cli.run import EXIT_STOPPED, RunOutcome, execute, prepare_output, quiet_libraries
 from coati.config import RunConfig, build_config
 from coati.demo.extras import check_demo_extras
 from coati.demo.grammar import PROMPTS
-from coati.demo.report import grammatical_fraction, plot_rewards
+from coati.demo.report import distinct_fraction, grammatical_fraction, plot_rewards
 
 if TYPE_CHECKING:
     from coati.evaluation import Evaluation
 
-NUM_EVALUATED = 64
+NUM_EVALUATED = 256  # enough that the mean reward is good to about 0.03
+NUM_COMPARED = 64  # distinctness is counted among the first so many
 NUM_SHOWN = 3
 
 
@@ -29,9 +30,10 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
     check_demo_extras()
     quiet_libraries(verbose)
     console.print(
-        "[bold]coati demo[/]: a word-level Llama that writes film opinions, good and bad, learns to write kind ones.\n"
-        "An experience maker writes and scores sentences in one Ray actor, a PPO trainer learns from them in another,\n"
-        "and new weights flow back while both keep working. Reward: the sentiment score of vaderSentiment, -1 to 1.\n",
+        "[bold]coati demo[/]\nA small Llama that writes film opinions, good and bad, learns to write kind ones. "
+        "An experience maker writes and scores sentences in one Ray actor, a PPO trainer learns from them in another, "
+        "and new weights flow back while both keep working. The reward is the sentiment score of vaderSentiment, "
+        "-1 to 1.\n",
         highlight=False,
     )
     base = _base_model(console)
@@ -45,10 +47,16 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
         before = evaluate(config, str(base), num_samples=NUM_EVALUATED)
     _show_samples(console, "Before", before)
     outcome = execute(config, console, sync=sync, address=None, verbose=verbose)
+    if outcome.was_stopped:
+        console.print(f"Stopped; the model as it was is in {outcome.files.model}.", highlight=False)
+        raise SystemExit(EXIT_STOPPED)
     with console.status("sampling the trained model"):
         after = evaluate(config, str(outcome.files.model), num_samples=NUM_EVALUATED)
     _show_samples(console, "After", after)
-    _show_numbers(console, before, after)
+    rows = _numbers(before), _numbers(after)
+    _show_numbers(console, *rows)
+    summary = {"seed": seed, "before": rows[0], "after": rows[1], "seconds": time.monotonic() - started}
+    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     _close(console, config, outcome, seconds=time.monotonic() - started)
 
 
@@ -63,7 +71,7 @@ def demo_config(base: Path, *, seed: int, output: Path) -> RunConfig:
             "rollout": {"prompts_per_batch": 64, "max_new_tokens": 16},
             "ppo": {"kl_coef": 0.05},
             "train": {
-                "total_steps": 60,
+                "total_steps": 80,
                 "batch_size": 64,
                 "actor_lr": 1e-3,
                 "critic_lr": 1e-3,
@@ -92,7 +100,7 @@ def _prompts_jsonl() -> str:
 
 
 def _show_samples(console: Console, title: str, evaluation: "Evaluation") -> None:
-    table = Table(title=f"{title}: {NUM_SHOWN} of {len(evaluation.samples)} fresh samples", title_justify="left")
+    table = Table(title=f"{title}: {NUM_SHOWN} fresh samples", title_justify="left")
     table.add_column("reward", justify="right")
     table.add_column("text ([dim]prompt[/] and response)")
     for sample in evaluation.samples[:NUM_SHOWN]:
@@ -101,22 +109,27 @@ def _show_samples(console: Console, title: str, evaluation: "Evaluation") -> Non
     console.print(table)
 
 
-def _show_numbers(console: Console, before: "Evaluation", after: "Evaluation") -> None:
-    table = Table(title=f"{len(after.samples)} fresh samples each", title_justify="left")
+def _numbers(evaluation: "Evaluation") -> dict[str, float]:
+    compared = evaluation.samples[:NUM_COMPARED]
+    return {
+        "reward": evaluation.reward,
+        "kl": evaluation.kl,
+        "distinct": distinct_fraction([sample.text for sample in compared]),
+        "grammatical": grammatical_fraction([sample.text for sample in evaluation.samples]),
+    }
+
+
+def _show_numbers(console: Console, before: dict[str, float], after: dict[str, float]) -> None:
+    table = Table(title=f"{NUM_EVALUATED} fresh samples before and after", title_justify="left")
     for name in ("", "before", "after"):
-        table.add_column(name, justify="left" if not name else "right")
-    rows = (
-        ("mean reward", f"{before.reward:.2f}", f"[bold]{after.reward:.2f}[/]"),
-        ("KL to the initial model, nats per sample", f"{before.kl:.2f}", f"{after.kl:.2f}"),
-        ("distinct", f"{before.distinct_fraction:.0%}", f"{after.distinct_fraction:.0%}"),
-        (
-            "still in the grammar it was trained on",
-            f"{grammatical_fraction([sample.text for sample in before.samples]):.0%}",
-            f"{grammatical_fraction([sample.text for sample in after.samples]):.0%}",
-        ),
-    )
-    for row in rows:
-        table.add_row(*row)
+        table.add_column(name, justify="right" if name else "left")
+    for label, key, style in (
+        ("mean reward", "reward", ".2f"),
+        ("KL to the initial model, nats per sample", "kl", ".2f"),
+        (f"distinct among {NUM_COMPARED}", "distinct", ".0%"),
+        ("sentences of the grammar it was pretrained on", "grammatical", ".0%"),
+    ):
+        table.add_row(label, format(before[key], style), f"[bold]{after[key]:{style}}[/]")
     console.print(table)
 
 

@@ -93,3 +93,7 @@ def main() -> None:
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
         typer.echo(f"{error}{notes}", err=True)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

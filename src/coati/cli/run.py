@@ -15,6 +15,8 @@ from coati.errors import ConfigError
 from coati.monitor import JsonlTracker, TensorBoardTracker, Tracker, TrackerGroup
 from coati.monitor.run_log import RunLog
 
+EXIT_STOPPED = 130  # what shells use for "ended by SIGINT"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOutcome:

@@ -28,7 +28,7 @@ def run_train(
     if dry_run:
         console.print("[green]Everything is in order.[/] Leave out --dry-run to train.")
         return
-    from coati.cli.run import execute, prepare_output
+    from coati.cli.run import EXIT_STOPPED, execute, prepare_output
 
     prepare_output(config, overwrite=overwrite)
     outcome = execute(config, console, sync=sync, address=address, verbose=verbose)
@@ -43,6 +43,8 @@ def run_train(
     console.print(f"Samples: {outcome.files.samples}", highlight=False)
     if outcome.files.tensorboard is not None:
         console.print(f"Look:    tensorboard --logdir {outcome.files.tensorboard}", highlight=False)
+    if outcome.was_stopped:
+        raise SystemExit(EXIT_STOPPED)
 
 
 def _check_sync(config: RunConfig, *, sync: bool, address: str | None) -> None:

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-from coati.errors import ConfigError
+from coati.errors import ConfigError, DataError
 from coati.experience_buffer.utils import BufferItem
 
 
@@ -16,7 +16,7 @@ class BatchCollector:
     def __init__(self, batch_size: int) -> None:
         if batch_size < 1:
             raise ConfigError(
-                f"sample_batch_size must be 1 or more, got {batch_size}. It is the number of samples in a batch."
+                f"sample_batch_size must be 1 or more, got {batch_size}. It counts the samples of a batch."
             )
         self.batch_size = batch_size
         self._waiting: deque[BufferItem] = deque()
@@ -27,6 +27,10 @@ class BatchCollector:
     def add(self, items: Sequence[BufferItem]) -> list[list[BufferItem]]:
         """Take the items and return the batches that are now full."""
         for item in items:
+            if not isinstance(item, BufferItem):
+                raise DataError(
+                    f"a buffer takes BufferItems, got {type(item).__name__}. Use split_experience_batch."
+                )
             item.validate()
         self._waiting.extend(items)
         full = []

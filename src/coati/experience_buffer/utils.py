@@ -14,11 +14,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coati.errors import DataError
-from coati.experience_maker.base import Experience
+from coati.experience_maker.base import (
+    EXPERIENCE_FIELDS,
+    PER_SAMPLE_FIELDS,
+    PER_TOKEN_FIELDS,
+    REQUIRED_FIELDS,
+    Experience,
+)
 from coati.wire import decode, encode
 
-_TOKEN_FIELDS = ("sequences", "attention_mask")  # one entry for each of the S tokens
-_SAMPLE_FIELDS = ("reward", "sample_ids", "group_ids", "temperatures")  # one entry for the sample
 # Id or version of a sample whose maker did not say.
 UNKNOWN_ID = -1
 _MASKS = ("attention_mask", "action_mask")
@@ -47,6 +51,8 @@ class BufferItem:
 
     # Set by the sender: (sender, sequence number). A retried delivery carries the same one and is dropped.
     delivery_id: tuple[str, int] | None = None
+    # Set by the sender of a bounded run: which of the run's rounds this sample is. Trained on in this order.
+    round_index: int | None = None
 
     @property
     def num_actions(self) -> int:
@@ -60,11 +66,10 @@ class BufferItem:
 
     def validate(self) -> None:
         """Raise DataError if the fields do not fit each other, before the item can poison a batch."""
-        if not isinstance(self.sequences, Tensor) or not isinstance(self.action_log_probs, Tensor):
-            raise DataError(
-                "a buffer item needs tensors in sequences and action_log_probs, got "
-                f"{type(self.sequences).__name__} and {type(self.action_log_probs).__name__}."
-            )
+        for name in EXPERIENCE_FIELDS:
+            value = getattr(self, name)
+            if not isinstance(value, Tensor) and (value is not None or name in REQUIRED_FIELDS):
+                raise DataError(f"buffer item.{name} must be a tensor, got {type(value).__name__}.")
         if self.sequences.ndim != 1 or self.action_log_probs.ndim != 1:
             raise DataError(
                 f"a buffer item is one sample: sequences must be [S] and action_log_probs [A], got "
@@ -74,38 +79,41 @@ class BufferItem:
         for name in EXPERIENCE_FIELDS:
             tensor = getattr(self, name)
             if tensor is None:
-                if name in _REQUIRED_FIELDS:
-                    raise DataError(f"buffer item.{name} must be a tensor, got None.")
                 continue
-            if name in _SAMPLE_FIELDS:
+            if name in PER_SAMPLE_FIELDS:
                 if tensor.numel() != 1:
-                    raise DataError(f"buffer item.{name} must hold one number, got shape {list(tensor.shape)}.")
+                    raise DataError(
+                        f"buffer item.{name} must hold one number, got shape {list(tensor.shape)}."
+                    )
                 continue
-            expected = self.sequences.shape if name in _TOKEN_FIELDS else self.action_log_probs.shape
+            expected = self.sequences.shape if name in PER_TOKEN_FIELDS else self.action_log_probs.shape
             if tensor.shape != expected:
                 raise DataError(
                     f"buffer item.{name} must be {list(expected)}, got {list(tensor.shape)}. "
                     "Fields of one sample share its length; the item was refused, the buffer is unharmed."
                 )
+        if self.sequences.is_floating_point():
+            raise DataError(f"buffer item.sequences must hold token ids, got {self.sequences.dtype}.")
         if self.num_prompt_tokens < 0:
             raise DataError(
-                f"a buffer item has {self.num_actions} response tokens but only {len(self.sequences)} in sequences."
+                f"a buffer item has {self.num_actions} response tokens but only {len(self.sequences)} in its "
+                "sequences, which hold the prompt and the response."
             )
 
     def __reduce__(self) -> tuple[Callable[..., "BufferItem"], tuple[Any, ...]]:
-        packed = {name: encode(value) for name in EXPERIENCE_FIELDS if (value := getattr(self, name)) is not None}
-        return _unpack_item, (packed, self.delivery_id)
+        packed = {
+            name: encode(value) for name in EXPERIENCE_FIELDS if (value := getattr(self, name)) is not None
+        }
+        return _unpack_item, (packed, self.delivery_id, self.round_index)
 
 
-EXPERIENCE_FIELDS = tuple(field.name for field in dataclasses.fields(Experience))
-_REQUIRED_FIELDS = EXPERIENCE_FIELDS[:6]
-
-
-def _unpack_item(packed: dict[str, Any], delivery_id: tuple[str, int] | None) -> BufferItem:
+def _unpack_item(
+    packed: dict[str, Any], delivery_id: tuple[str, int] | None, round_index: int | None
+) -> BufferItem:
     # Copies, because arrays from the object store are read-only; a sample is a few kilobytes.
     fields: dict[str, Any] = dict.fromkeys(EXPERIENCE_FIELDS)
     fields.update({name: decode(wire, copy=True) for name, wire in packed.items()})
-    return BufferItem(**fields, delivery_id=delivery_id)
+    return BufferItem(**fields, delivery_id=delivery_id, round_index=round_index)
 
 
 def split_experience_batch(experience: Experience) -> list[BufferItem]:
@@ -119,9 +127,9 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
         start, end = starts[row], lengths[row]
         fields: dict[str, Any] = dict.fromkeys(EXPERIENCE_FIELDS)
         for name, tensor in experience.tensors():
-            if name in _SAMPLE_FIELDS:
+            if name in PER_SAMPLE_FIELDS:
                 part = tensor[row]
-            elif name in _TOKEN_FIELDS:
+            elif name in PER_TOKEN_FIELDS:
                 part = tensor[row, start : num_prompt_tokens + end]
             else:
                 part = tensor[row, :end]
@@ -145,7 +153,9 @@ def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
         item.validate()
     width_prompt = max(item.num_prompt_tokens for item in items)
     width_response = max(item.num_actions for item in items)
-    is_ragged = any((item.num_prompt_tokens, item.num_actions) != (width_prompt, width_response) for item in items)
+    is_ragged = any(
+        (item.num_prompt_tokens, item.num_actions) != (width_prompt, width_response) for item in items
+    )
     fields: dict[str, Tensor | None] = {}
     for name in EXPERIENCE_FIELDS:
         parts = [getattr(item, name) for item in items]
@@ -155,13 +165,15 @@ def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
             fields[name] = None
             continue
         # Samples of a hand-written maker may mix with ours: what they do not say is filled in as unknown.
-        parts = [_unknown(item, name) if part is None else part for item, part in zip(items, parts, strict=True)]
-        if name in _SAMPLE_FIELDS:
+        parts = [
+            _unknown(item, name) if part is None else part for item, part in zip(items, parts, strict=True)
+        ]
+        if name in PER_SAMPLE_FIELDS:
             fields[name] = torch.stack([part.reshape(()) for part in parts])
             continue
         padded = []
         for item, part in zip(items, parts, strict=True):
-            left = width_prompt - item.num_prompt_tokens if name in _TOKEN_FIELDS else 0
+            left = width_prompt - item.num_prompt_tokens if name in PER_TOKEN_FIELDS else 0
             padded.append(F.pad(part, (left, width_response - item.num_actions)))
         fields[name] = torch.stack(padded)
     return Experience(**fields)  # type: ignore[arg-type]
@@ -180,10 +192,10 @@ def _unknown(item: BufferItem, name: str) -> Tensor:
     if name == "rollout_log_probs":
         return item.action_log_probs
     if name == "temperatures":
-        return torch.ones(())
+        return torch.ones((), device=item.sequences.device)
     if name == "policy_versions":
         return torch.full_like(item.action_log_probs, UNKNOWN_ID, dtype=torch.long)
-    return torch.tensor(UNKNOWN_ID)
+    return torch.tensor(UNKNOWN_ID, device=item.sequences.device)
 
 
 def _leading_zeros(attention_mask: Tensor | None, num_prompt_tokens: int, num_samples: int) -> list[int]:

@@ -54,7 +54,7 @@ class Experience:
     group_ids: Tensor | None = None
     # Version of the weights that wrote each token, [B, A] int64.
     policy_versions: Tensor | None = None
-    # log-probs as the rollout engine saw them while sampling, [B, A]; differs from action_log_probs by rounding.
+    # log-probs as the rollout engine saw them while sampling, [B, A]; action_log_probs but for rounding.
     rollout_log_probs: Tensor | None = None
     # Sampling temperature; log-probs above and in training are those of softmax(logits / temperature), [B].
     temperatures: Tensor | None = None
@@ -91,10 +91,12 @@ class Experience:
     def to_device(self, device: torch.device | str) -> None:
         """Move every tensor in place, leaving None alone."""
         for name, tensor in list(self.tensors()):
-            setattr(self, name, tensor.to(device, non_blocking=tensor.device.type == "cpu" and tensor.is_pinned()))
+            setattr(
+                self, name, tensor.to(device, non_blocking=tensor.device.type == "cpu" and tensor.is_pinned())
+            )
 
     def pin_memory(self) -> Self:
-        """Pin every tensor for fast copies to the GPU; without CUDA a no-op that says so once at debug level."""
+        """Pin every tensor for fast copies to the GPU; without CUDA a no-op that says so once, at debug."""
         global _said_no_pinning
         if not torch.cuda.is_available():
             if not _said_no_pinning:
@@ -115,32 +117,44 @@ class Experience:
 
     def validate(self) -> None:
         """Raise DataError if the fields do not fit each other: a ragged batch must not get any further."""
-        if self.sequences.ndim != 2 or self.action_log_probs.ndim != 2:
-            raise DataError(
-                "experience.sequences must be [B, S] and action_log_probs [B, A], got "
-                f"{list(self.sequences.shape)} and {list(self.action_log_probs.shape)}. "
-                "Pad ragged samples with make_experience_batch."
-            )
+        for name, shape in (("sequences", "[B, S]"), ("action_log_probs", "[B, A]")):
+            tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor) or tensor.ndim != 2:
+                came = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise DataError(
+                    f"experience.{name} must be a tensor {shape}, got {came}. "
+                    "Pad ragged samples with make_experience_batch."
+                )
         batch, length = self.sequences.shape
         actions = self.num_actions
         if actions > length:
             raise DataError(
-                f"experience.action_log_probs has {actions} response tokens, more than the {length} tokens of "
+                f"experience.action_log_probs has {actions} response tokens, more than the {length} of "
                 "experience.sequences. Sequences hold the prompt and the response."
             )
-        shape_of = {"sequences": (batch, length), "attention_mask": (batch, length)}
-        for name in _PER_SAMPLE_FIELDS:
-            shape_of[name] = (batch,)
-        for name, tensor in self.tensors():
-            expected = shape_of.get(name, (batch, actions))
+        for field in dataclasses.fields(self):
+            tensor = getattr(self, field.name)
+            if tensor is None and field.name not in REQUIRED_FIELDS:
+                continue
+            if not isinstance(tensor, Tensor):
+                raise DataError(f"experience.{field.name} must be a tensor, got {type(tensor).__name__}.")
+            expected: tuple[int, ...] = (batch, actions)
+            if field.name in PER_TOKEN_FIELDS:
+                expected = (batch, length)
+            elif field.name in PER_SAMPLE_FIELDS:
+                expected = (batch,)
             if tuple(tensor.shape) != expected:
                 raise DataError(
-                    f"experience.{name} must be {list(expected)}, got {list(tensor.shape)}. "
-                    "All fields of one experience share B, S and A; pad ragged samples with make_experience_batch."
+                    f"experience.{field.name} must be {list(expected)}, got {list(tensor.shape)}. "
+                    "All fields of one experience share B, S and A; pad ragged samples with "
+                    "make_experience_batch."
                 )
 
 
-_PER_SAMPLE_FIELDS = ("reward", "sample_ids", "group_ids", "temperatures")
+EXPERIENCE_FIELDS = tuple(field.name for field in dataclasses.fields(Experience))
+REQUIRED_FIELDS = EXPERIENCE_FIELDS[:6]
+PER_TOKEN_FIELDS = ("sequences", "attention_mask")  # [B, S]
+PER_SAMPLE_FIELDS = ("reward", "sample_ids", "group_ids", "temperatures")  # [B]; all others are [B, A]
 
 
 class ExperienceMaker(ABC):
@@ -150,7 +164,9 @@ class ExperienceMaker(ABC):
     module that maps (sequences, attention_mask) to one score per sample, or a `RewardScorer`.
     """
 
-    def __init__(self, actor: nn.Module, critic: nn.Module, reward_model: Any, initial_model: nn.Module) -> None:
+    def __init__(
+        self, actor: nn.Module, critic: nn.Module, reward_model: Any, initial_model: nn.Module
+    ) -> None:
         self.actor = actor
         self.critic = critic
         self.reward_model = reward_model

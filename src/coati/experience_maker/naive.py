@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 DROPPED_PROMPT_TOO_LONG = "prompt_too_long"
 DROPPED_REWARD_NOT_FINITE = "reward_not_finite"
+_NO_LIMIT = 1 << 62
 
 
 class AllSamplesDropped(DataError):
@@ -88,7 +89,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         prompts = self._checked_prompts(input_ids, attention_mask, sample_ids, group_ids, columns or {})
         prompts = self._without_overlong(prompts, options)
         rollout = self._generate(prompts, options)
-        temperatures = torch.full((len(prompts.sample_ids),), options.sampling_temperature, device=input_ids.device)
+        temperatures = torch.full_like(prompts.sample_ids, options.sampling_temperature, dtype=torch.float32)
         experience = self._score(prompts, rollout, temperatures)
         return self._without_bad_rewards(experience)
 
@@ -102,8 +103,8 @@ class NaiveExperienceMaker(ExperienceMaker):
     ) -> "_Prompts":
         if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.shape[0] == 0:
             raise DataError(
-                f"input_ids must be [B, P] with at least one prompt and one token, got {list(input_ids.shape)}. "
-                "Pad ragged prompts on the left and pass an attention_mask."
+                f"input_ids must be [B, P] with at least one prompt and one token, got "
+                f"{list(input_ids.shape)}. Pad ragged prompts on the left and pass an attention_mask."
             )
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
@@ -121,9 +122,17 @@ class NaiveExperienceMaker(ExperienceMaker):
         if sample_ids is None:
             sample_ids = torch.arange(num_prompts) + self._next_anonymous_id
             self._next_anonymous_id += num_prompts
+        for name, ids in (("sample_ids", sample_ids), ("group_ids", group_ids)):
+            if ids is not None and tuple(ids.shape) != (num_prompts,):
+                raise DataError(
+                    f"{name} must be [{num_prompts}], one for each prompt, got {list(ids.shape)}."
+                )
         for name, column in columns.items():
             if len(column) != num_prompts:
-                raise DataError(f"column {name!r} must have one entry for each of {num_prompts} prompts, got {len(column)}.")
+                raise DataError(
+                    f"column {name!r} must have one entry for each of {num_prompts} prompts, "
+                    f"got {len(column)}."
+                )
         device = next(self.actor.parameters()).device
         return _Prompts(
             input_ids.to(device),
@@ -141,8 +150,10 @@ class NaiveExperienceMaker(ExperienceMaker):
             return prompts
         self.dropped[DROPPED_PROMPT_TOO_LONG] += num_dropped
         longest = int(prompts.attention_mask.sum(dim=1).max())
-        limits = f"context {context_length_of(unwrap(self.actor))}, max_length {options.max_length}"
-        message = f"{num_dropped} of {len(fits)} prompts leave no room for a response (longest {longest} tokens; {limits})"
+        message = (
+            f"{num_dropped} of {len(fits)} prompts leave no room for a response (longest {longest} tokens; "
+            f"context {context_length_of(unwrap(self.actor))}, max_length {options.max_length})"
+        )
         if not bool(fits.any()):
             raise AllSamplesDropped(f"{message}. Shorten the prompts or raise max_length.")
         logger.warning("%s; dropped", message)
@@ -151,16 +162,26 @@ class NaiveExperienceMaker(ExperienceMaker):
     def _room(self, prompts: "_Prompts", options: GenerateOptions) -> Tensor:
         """How many new tokens each prompt may get, [B]: options and the model's context."""
         lengths = prompts.attention_mask.sum(dim=1)
-        limits = torch.tensor([options.new_token_limit(int(length)) for length in lengths], device=lengths.device)
+        limits = torch.tensor(
+            [options.new_token_limit(int(length)) for length in lengths], device=lengths.device
+        )
+        return torch.minimum(limits, self._context_room(prompts))
+
+    def _context_room(self, prompts: "_Prompts") -> Tensor:
+        """How many new tokens fit the model's context after each prompt, [B]."""
         context = context_length_of(unwrap(self.actor))
-        return limits if context is None else torch.minimum(limits, context - lengths)
+        lengths = prompts.attention_mask.sum(dim=1)
+        return torch.full_like(lengths, _NO_LIMIT) if context is None else context - lengths
 
     def _generate(self, prompts: "_Prompts", options: GenerateOptions) -> Rollout:
-        """Generate; prompts with less room than the others go in a call of their own, so that one long prompt
-        does not cut its neighbours short."""
+        """Generate, and give each response its own room: one long prompt does not cut its neighbours short.
+
+        A call may run past the room of some rows, whose responses are cut afterwards, but never past the end
+        of the model's context: prompts that come near it are grouped into calls that stop in time.
+        """
         room = self._room(prompts, options)
-        is_short = room < room.max()
-        parts = [rows for rows in (~is_short, is_short) if bool(rows.any())]
+        steps = torch.minimum(room.max(), self._context_room(prompts))
+        parts = [steps == count for count in sorted(set(steps.tolist()))]
         rollouts = []
         for rows in parts:
             part = prompts.select(rows)
@@ -172,15 +193,24 @@ class NaiveExperienceMaker(ExperienceMaker):
                         sample_ids=part.sample_ids,
                         seed=self.seed,
                         options=options,
-                        max_new_tokens=int(room[rows].min()),
+                        max_new_tokens=int(room[rows].max()),
                     )
                 )
             )
-        return rollouts[0] if len(rollouts) == 1 else _merge_rollouts(rollouts, parts, prompts.input_ids.shape[1])
+        whole = (
+            rollouts[0]
+            if len(rollouts) == 1
+            else _merge_rollouts(rollouts, parts, prompts.input_ids.shape[1])
+        )
+        return whole.shortened(room)
 
     def _score(self, prompts: "_Prompts", rollout: Rollout, temperatures: Tensor) -> Experience:
         """All the forward passes, and the arithmetic on top."""
-        sequences, attention_mask, action_mask = rollout.sequences, rollout.attention_mask, rollout.action_mask
+        sequences, attention_mask, action_mask = (
+            rollout.sequences,
+            rollout.attention_mask,
+            rollout.action_mask,
+        )
         num_actions = action_mask.shape[1]
         forward = (sequences, attention_mask, num_actions)
         logprobs, _ = action_logprobs(self.actor, *forward, temperatures=temperatures)
@@ -200,23 +230,28 @@ class NaiveExperienceMaker(ExperienceMaker):
             action_mask=action_mask,
             sample_ids=prompts.sample_ids,
             group_ids=prompts.group_ids,
-            policy_versions=torch.full_like(sequences[:, -num_actions:], self.policy_version),
+            policy_versions=torch.full_like(action_mask, self.policy_version, dtype=torch.long),
             rollout_log_probs=rollout.rollout_log_probs,
             temperatures=temperatures,
         )
 
     def _rewards(
-        self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, columns: Mapping[str, Sequence[Any]]
+        self,
+        sequences: Tensor,
+        attention_mask: Tensor,
+        action_mask: Tensor,
+        columns: Mapping[str, Sequence[Any]],
     ) -> Tensor:
         if isinstance(self.reward_model, RewardScorer):
             scores = self.reward_model(sequences, attention_mask, action_mask, columns)
         else:
             output = self.reward_model(sequences, attention_mask)
-            scores = output if isinstance(output, Tensor) else output["logits"]
-        if scores.numel() != sequences.shape[0]:
+            scores = output["logits"] if isinstance(output, Mapping) else output
+        if not isinstance(scores, Tensor) or scores.numel() != sequences.shape[0]:
+            came = f"shape {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             raise RewardError(
                 f"the reward model {type(self.reward_model).__name__} must return one score for each of "
-                f"{sequences.shape[0]} sequences, got shape {list(scores.shape)}."
+                f"{sequences.shape[0]} sequences, got {came}. Return a tensor [B]."
             )
         return scores.reshape(-1).float().to(sequences.device)
 
@@ -228,7 +263,10 @@ class NaiveExperienceMaker(ExperienceMaker):
             return experience
         self.dropped[DROPPED_REWARD_NOT_FINITE] += num_dropped
         ids = experience.sample_ids[~is_good].tolist() if experience.sample_ids is not None else []
-        message = f"the reward of {num_dropped} of {len(is_good)} samples is not a finite number (sample ids {ids[:8]})"
+        message = (
+            f"the reward of {num_dropped} of {len(is_good)} samples is not a finite number "
+            f"(sample ids {ids[:8]})"
+        )
         if not bool(is_good.any()):
             raise AllSamplesDropped(f"{message}. Make the reward return finite numbers for these samples.")
         logger.warning("%s; dropped", message)
@@ -264,20 +302,24 @@ class _Prompts:
         )
 
 
-def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int) -> Tensor:
+def action_values(
+    critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int
+) -> Tensor:
     """V(state before each response token), [B, A]: the critic's output one position earlier.
 
     A critic that already returns [B, A] (a hand-written module) is taken at its word.
     """
-    values: Tensor = critic(sequences, attention_mask)
-    if values.shape[1] == sequences.shape[1] and num_actions < sequences.shape[1]:
-        return values[:, -num_actions - 1 : -1] if num_actions else values[:, :0]
-    if values.shape[1] != num_actions:
+    values = critic(sequences, attention_mask)
+    batch, length = sequences.shape
+    came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if came == (batch, length) and num_actions < length:
+        values = values[:, length - num_actions - 1 : length - 1]
+    elif came != (batch, num_actions):
         raise DataError(
-            f"the critic {type(critic).__name__} must return [B, {sequences.shape[1]}] (one value for each token) or "
-            f"[B, {num_actions}] (one for each response token), got {list(values.shape)}."
+            f"the critic {type(critic).__name__} must return [{batch}, {length}] (one value for each token) "
+            f"or [{batch}, {num_actions}] (one for each response token), got {came}."
         )
-    return values
+    return values  # type: ignore[no-any-return]
 
 
 def _merge_rollouts(rollouts: Sequence[Rollout], parts: Sequence[Tensor], num_prompt_tokens: int) -> Rollout:

@@ -15,7 +15,10 @@ from coati.weights import ServedModels
 
 logger = logging.getLogger(__name__)
 
+# Batches' worth of samples dropped one after the other, without a single good one, that end a run. Samples are
+# counted and not batches: replacements for dropped samples come in parts of one, and those fail in a row by chance.
 MAX_EMPTY_BATCHES = 5
+MIN_DROPPED_IN_A_ROW = 64
 
 
 @dataclasses.dataclass
@@ -47,7 +50,8 @@ class ExperiencePipeline:
         self.counts = MakerCounts()
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
-        self._num_empty = 0
+        self._num_dropped_in_a_row = 0
+        self._largest_batch = 0
 
     @property
     def is_done(self) -> bool:
@@ -63,7 +67,7 @@ class ExperiencePipeline:
     def make(self, batch: PromptBatch) -> Experience | None:
         """Make experience of admitted prompts; None if every sample had to be dropped (counted, and said).
 
-        A run in which batch after batch is dropped has a fault that waiting will not mend, so that is an error.
+        A run in which batch after batch is dropped has a fault that waiting will not mend: an error.
         """
         if self.gate is not None:
             self.gate.issue(len(batch))
@@ -84,9 +88,9 @@ class ExperiencePipeline:
                 )
             except AllSamplesDropped as error:
                 experience = None
-                self._tolerate(error)
+                self._tolerate(error, len(batch))
             else:
-                self._num_empty = 0
+                self._num_dropped_in_a_row = 0
         num_made = 0 if experience is None else experience.num_samples
         self.counts.made += num_made
         self.counts.dropped += len(batch) - num_made
@@ -94,8 +98,10 @@ class ExperiencePipeline:
             self.gate.give_back(len(batch) - num_made)
         return experience
 
-    def _tolerate(self, error: AllSamplesDropped) -> None:
-        self._num_empty += 1
-        logger.warning("a whole batch was dropped (%d in a row): %s", self._num_empty, error)
-        if self._num_empty >= MAX_EMPTY_BATCHES:
-            raise DataError(f"{self._num_empty} batches in a row had to be dropped. The last: {error}") from error
+    def _tolerate(self, error: AllSamplesDropped, num_samples: int) -> None:
+        self._num_dropped_in_a_row += num_samples
+        self._largest_batch = max(self._largest_batch, num_samples)
+        count = self._num_dropped_in_a_row
+        logger.warning("a whole batch was dropped (%d samples in a row): %s", count, error)
+        if count >= max(MIN_DROPPED_IN_A_ROW, MAX_EMPTY_BATCHES * self._largest_batch):
+            raise DataError(f"{count} samples in a row had to be dropped. The last: {error}") from error

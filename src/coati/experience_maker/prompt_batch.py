@@ -12,7 +12,7 @@ from coati.errors import DataError
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatch:
-    """Prompts, left-padded, with the ids of the samples to be made of them and the dataset's further columns."""
+    """Prompts, left-padded, with the ids of the samples to be made of them and the dataset's columns."""
 
     input_ids: Tensor  # [B, P]
     attention_mask: Tensor  # [B, P]
@@ -25,7 +25,7 @@ class PromptBatch:
 
     @classmethod
     def parse(cls, batch: Any) -> "PromptBatch":
-        """Accept a tensor of input_ids, or a dict with `input_ids`, usually `attention_mask`, and further columns.
+        """Accept a tensor of input_ids, or a dict of `input_ids`, usually `attention_mask`, and columns.
 
         >>> len(PromptBatch.parse(torch.tensor([[1, 2], [3, 4]])))
         2
@@ -52,8 +52,8 @@ class PromptBatch:
         for name, column in columns.items():
             if not hasattr(column, "__len__") or len(column) != len(parsed):
                 raise DataError(
-                    f"column {name!r} of a batch must have one entry for each of its {len(parsed)} prompts, got "
-                    f"{len(column) if hasattr(column, '__len__') else type(column).__name__}."
+                    f"column {name!r} of a batch must have one entry for each of its {len(parsed)} prompts, "
+                    f"got {len(column) if hasattr(column, '__len__') else type(column).__name__}."
                 )
         return parsed
 
@@ -74,11 +74,13 @@ def _as_matrix(name: str, value: Any) -> Tensor:
             value = torch.as_tensor(value)
         except (ValueError, TypeError) as error:
             raise DataError(
-                f"{name} of a batch must be [B, P], but its rows have different lengths or are not numbers ({error}). "
-                "Pad prompts on the left, e.g. tokenizer.pad with padding_side='left'."
+                f"{name} of a batch must be [B, P], but its rows have different lengths or are not numbers "
+                f"({error}). Pad prompts on the left, e.g. tokenizer.pad with padding_side='left'."
             ) from error
     if value.ndim != 2 or value.numel() == 0:
         raise DataError(
-            f"{name} of a batch must be [B, P] with at least one prompt and one token, got {list(value.shape)}."
+            f"{name} of a batch must be [B, P] with at least one prompt and one token, "
+            f"got {list(value.shape)}."
         )
-    return value.long()
+    matrix: Tensor = value.long()
+    return matrix

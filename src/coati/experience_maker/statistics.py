@@ -39,7 +39,8 @@ def _ends_by_itself(experience: Experience, eos_token_ids: tuple[int, ...]) -> l
     lengths = experience.full_action_mask().sum(dim=1).tolist()
     first = experience.num_prompt_tokens
     last_tokens = [
-        int(experience.sequences[row, first + length - 1]) if length else None for row, length in enumerate(lengths)
+        int(experience.sequences[row, first + length - 1]) if length else None
+        for row, length in enumerate(lengths)
     ]
     return [token in eos_token_ids for token in last_tokens]
 

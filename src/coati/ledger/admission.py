@@ -1,9 +1,9 @@
 """Staleness by admission: a prompt is issued only while the text written for it can still be fresh enough.
 
-With `max_staleness` η, version v of the weights may see samples issued up to number `(η + v + 1) × samples per
-version`. So no finished sample is thrown away for its age, and η = 0 is on-policy training. A run of M makers and
-T trainers splits the work in rounds: one round is one sample for each trainer, so every trainer gets its share
-exactly, whatever M and T are.
+With `max_staleness` η, version v of the weights may see samples issued up to number `(η + v + 1) × samples
+per version`. So no finished sample is thrown away for its age, and η = 0 is on-policy training. A run of M
+makers and T trainers splits the work in rounds: one round is one sample for each trainer, so every trainer
+gets its share exactly, whatever M and T are.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class WorkShare:
     """
 
     rounds_per_version: int
-    """Samples that each trainer consumes for one weight version: update steps × batch size."""
+    """Samples that each trainer consumes for one weight version: update steps times batch size."""
 
     total_rounds: int
     """Samples that each trainer consumes in the whole run."""
@@ -43,8 +43,8 @@ class WorkShare:
             )
         if not 0 <= self.maker_index < self.num_makers or self.num_trainers < 1:
             raise ConfigError(
-                f"maker_index must be in 0…num_makers - 1 and num_trainers 1 or more, got maker {self.maker_index} "
-                f"of {self.num_makers} and {self.num_trainers} trainers."
+                "maker_index must be in 0…num_makers - 1 and num_trainers 1 or more, got maker "
+                f"{self.maker_index} of {self.num_makers} and {self.num_trainers} trainers."
             )
         if self.rounds_per_version < 1 or self.total_rounds < 1:
             raise ConfigError(
@@ -61,26 +61,37 @@ class WorkShare:
         """How many samples this maker may have issued in all while `version` serves."""
         if self.max_staleness == UNBOUNDED:
             return self.total
-        return self._share_of(min(self.total_rounds, (self.max_staleness + version + 1) * self.rounds_per_version))
+        return self._share_of(
+            min(self.total_rounds, (self.max_staleness + version + 1) * self.rounds_per_version)
+        )
 
     def version_needed(self, num_issued: int) -> int | None:
         """The lowest version at which one more sample may be issued; None if all are."""
         if num_issued >= self.total:
             return None
-        version = 0
-        while self.limit(version) <= num_issued:
-            version += 1
-        return version
+        if self.max_staleness == UNBOUNDED:
+            return 0
+        # Inverse of `limit`: the next sample belongs to this round of the whole run.
+        next_round = self.maker_index + num_issued // self.num_trainers * self.num_makers
+        return max(0, next_round // self.rounds_per_version - self.max_staleness)
+
+    def round_of(self, number: int) -> int:
+        """The round of this maker's `number`-th item to any one trainer: it gets every `num_makers`-th round."""
+        return self.maker_index + number * self.num_makers
 
     def _share_of(self, rounds: int) -> int:
-        """This maker's part of the first `rounds` rounds: whole rounds, spread evenly over the makers."""
-        before = rounds * self.maker_index // self.num_makers
-        upto = rounds * (self.maker_index + 1) // self.num_makers
-        return (upto - before) * self.num_trainers
+        """This maker's part of the first `rounds` rounds: every `num_makers`-th, beginning at its index.
+
+        Dealt out like cards, so that a share never shrinks when rounds are added.
+        """
+        return len(range(self.maker_index, rounds, self.num_makers)) * self.num_trainers
 
 
 class AdmissionGate:
-    """Counts what a maker has issued against its share. Dropped samples are given back, so others take their place."""
+    """Counts what a maker has issued against its share.
+
+    Dropped samples are given back, so that others take their place.
+    """
 
     def __init__(self, share: WorkShare) -> None:
         self.share = share

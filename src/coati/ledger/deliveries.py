@@ -8,8 +8,8 @@ from coati.experience_buffer.utils import BufferItem
 class DeliveryLog:
     """Remembers delivery ids, (sender, sequence number), and tells fresh items from repeated ones.
 
-    Sequence numbers of a sender count up from 0 without gaps, so what has arrived is one number for each sender,
-    plus the few that arrived out of order.
+    Sequence numbers of a sender count up from 0 without gaps, so what has arrived is one number for each
+    sender, plus the few that arrived out of order.
     """
 
     def __init__(self) -> None:

@@ -67,11 +67,14 @@ class Actor(nn.Module):
 
 
 def forward_causal(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
-    """Call a plain transformers model so that padding on the left does not shift its positions."""
-    if attention_mask is not None and "position_ids" not in kwargs and accepts(model, "position_ids"):
+    """Call a causal LM, wrapped or not, so that padding on the left does not shift its positions."""
+    inner = unwrap(model)
+    if attention_mask is not None and "position_ids" not in kwargs and accepts(inner, "position_ids"):
         kwargs["position_ids"] = position_ids_from_mask(attention_mask)
-    if accepts(model, "use_cache"):
+    if accepts(inner, "use_cache"):
         kwargs.setdefault("use_cache", False)
+    if not accepts(inner, "input_ids"):  # a hand-written module may call its arguments what it likes
+        return model(input_ids, attention_mask, **kwargs)
     return model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
 
@@ -95,10 +98,7 @@ def action_logprobs(
     kwargs: dict[str, Any] = {}
     if accepts(unwrap(actor), "logits_to_keep"):
         kwargs["logits_to_keep"] = num_actions + 1
-    if isinstance(actor, PreTrainedModel):
-        output = forward_causal(actor, sequences, attention_mask, **kwargs)
-    else:
-        output = actor(sequences, attention_mask, **kwargs)
+    output = forward_causal(actor, sequences, attention_mask, **kwargs)
     logits = output if isinstance(output, Tensor) else output["logits"]
     # The logits at position t score the token at t + 1.
     logits = logits[:, -num_actions - 1 : -1]
@@ -117,4 +117,3 @@ def unwrap(module: nn.Module) -> nn.Module:
             module = module.model
         else:
             return module
-

@@ -5,7 +5,7 @@ from typing import Self
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coati.models.actor import Actor
+from coati.models.actor import Actor, unwrap
 from coati.models.lora import LoRASettings, copy_without_adapters
 from coati.models.value_head import ValueHeadModel
 
@@ -17,9 +17,9 @@ class Critic(ValueHeadModel):
     """
 
     @classmethod
-    def from_actor(cls, actor: Actor, *, lora: LoRASettings | None = None) -> Self:
-        """Start from a copy of the actor's body: it reads as well as the actor, and shares no weights with it."""
-        return cls(copy_without_adapters(actor.model).base_model, lora=lora)
+    def from_actor(cls, actor: Actor | PreTrainedModel, *, lora: LoRASettings | None = None) -> Self:
+        """Start from a copy of the actor's body: reads as well as the actor, shares no weights with it."""
+        return cls(copy_without_adapters(unwrap(actor)).base_model, lora=lora)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Values at each position, [B, S]."""

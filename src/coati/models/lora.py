@@ -1,13 +1,23 @@
-"""LoRA through peft: how adapters get onto a model, and off it again."""
+"""LoRA through peft: how adapters get onto a model and off it again, and what they add up to.
+
+A trainer's model may carry adapters where a maker's has none. `LoRAConstructor` turns what the one publishes into
+weights for the other: `W = W₀ + scale·B·A`, from the same W₀ every time, so nothing accumulates however many
+updates come.
+"""
 
 import copy
 import dataclasses
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coati.errors import ConfigError
+from coati.errors import ConfigError, WeightUpdateError
+
+_ADAPTER_NAME = re.compile(r"^(?P<layer>.+)\.lora_(?P<matrix>[AB])\.(?P<adapter>[^.]+)\.weight$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +37,17 @@ class LoRASettings:
             raise ConfigError(f"lora.dropout must be in [0, 1), got {self.dropout}.")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerLoRA:
+    """What has to travel beside a layer's A and B."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    scale: float
+    is_transposed: bool = False  # the layer keeps its weight as [in, out], as GPT-2's do
+
+
 def add_lora(model: PreTrainedModel | nn.Module, settings: LoRASettings, *, task: str) -> Any:
     """The model with peft adapters; only they are trainable. B starts at zero, so the function is unchanged."""
     from peft import LoraConfig, get_peft_model
@@ -41,12 +62,112 @@ def add_lora(model: PreTrainedModel | nn.Module, settings: LoRASettings, *, task
     return get_peft_model(model, config)
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether any layer of the model carries a LoRA adapter."""
-    return any("lora_" in name for name, _ in model.named_parameters())
-
-
 def copy_without_adapters(model: nn.Module) -> Any:
     """A copy of the transformers model as it was before `add_lora`."""
     duplicate = copy.deepcopy(model)
     return duplicate.unload() if hasattr(duplicate, "unload") else duplicate
+
+
+def plain_name(name: str) -> str:
+    """The name a weight has in the same model without peft.
+
+    >>> plain_name("model.base_model.model.lm_head.weight")
+    'model.lm_head.weight'
+    >>> plain_name("body.base_model.model.layers.0.q_proj.base_layer.weight")
+    'body.layers.0.q_proj.weight'
+    """
+    return name.replace("base_model.model.", "", 1).replace(".base_layer.", ".")
+
+
+def has_adapters(names: Any) -> bool:
+    """Whether any of these weight names belongs to an adapter."""
+    return any(_ADAPTER_NAME.match(name) for name in names)
+
+
+class LoRAConstructor:
+    """Builds the weights of a model without adapters from what a model with adapters publishes.
+
+    >>> base = {"layer.weight": torch.zeros(2, 2)}
+    >>> adapters = {"layer.lora_A.default.weight": torch.ones(1, 2), "layer.lora_B.default.weight": torch.ones(2, 1)}
+    >>> settings = {"layer": LayerLoRA(rank=1, alpha=2, dropout=0.0, scale=2.0)}
+    >>> LoRAConstructor(base).reconstruct(adapters, settings)["layer.weight"].tolist()
+    [[2.0, 2.0], [2.0, 2.0]]
+    """
+
+    def __init__(self, base_weights: Mapping[str, Tensor]) -> None:
+        """`base_weights` are the receiver's own, looked at (and copied) when a layer's first adapter comes."""
+        self._live = base_weights
+        self._base: dict[str, Tensor] = {}
+
+    @staticmethod
+    def extract_lora_config(model: nn.Module) -> dict[str, LayerLoRA]:
+        """The settings of every adapted layer, by the layer's plain name; empty without adapters."""
+        found: dict[str, LayerLoRA] = {}
+        for name, module in model.named_modules():
+            scaling = getattr(module, "scaling", None)
+            if not isinstance(scaling, dict) or not hasattr(module, "lora_A"):
+                continue
+            adapter = next(iter(scaling), None)
+            if adapter is None or adapter not in module.lora_A:
+                continue
+            found[plain_name(f"{name}.").removesuffix(".")] = LayerLoRA(
+                rank=int(module.r[adapter]),  # type: ignore[index, arg-type]
+                alpha=float(module.lora_alpha[adapter]),  # type: ignore[index, arg-type]
+                dropout=float(getattr(module.lora_dropout[adapter], "p", 0.0)),  # type: ignore[index]
+                scale=float(scaling[adapter]),
+                is_transposed=bool(getattr(module, "fan_in_fan_out", False)),
+            )
+        return found
+
+    @staticmethod
+    def filter_state_dict_lora(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Only the adapters of a state dict."""
+        return {name: tensor for name, tensor in state_dict.items() if _ADAPTER_NAME.match(name)}
+
+    @torch.no_grad()
+    def reconstruct(
+        self, state_dict: Mapping[str, Tensor], lora_config_dict: Mapping[str, LayerLoRA]
+    ) -> dict[str, Tensor]:
+        """Weights under plain names: adapted layers as W₀ + scale·B·A, everything else as it came.
+
+        A base weight that travels along (a full update) becomes the new W₀.
+        """
+        halves: dict[str, dict[str, Tensor]] = {}
+        weights: dict[str, Tensor] = {}
+        for name, tensor in state_dict.items():
+            match = _ADAPTER_NAME.match(name)
+            if match is None:
+                weights[plain_name(name)] = tensor
+            else:
+                halves.setdefault(plain_name(f"{match['layer']}."), {})[match["matrix"]] = tensor
+        for dotted, pair in halves.items():
+            layer, weight_name = dotted.removesuffix("."), f"{dotted}weight"
+            settings = lora_config_dict.get(layer)
+            if settings is None or set(pair) != {"A", "B"}:
+                raise WeightUpdateError(
+                    f"the adapter of layer {layer!r} is incomplete: it needs A, B and its settings, got "
+                    f"{', '.join(sorted(pair))} {'without' if settings is None else 'with'} settings. Rejected whole."
+                )
+            if weight_name in weights:
+                self._base[weight_name] = weights[weight_name].detach().clone()
+            weights[weight_name] = self._adapted(weight_name, pair["A"], pair["B"], settings)
+        return weights
+
+    def _adapted(self, weight_name: str, a: Tensor, b: Tensor, settings: LayerLoRA) -> Tensor:
+        if weight_name not in self._base:
+            if weight_name not in self._live:
+                raise WeightUpdateError(
+                    f"an adapter came for {weight_name!r}, which this maker's model does not have. Rejected whole; "
+                    "use the same model on both sides."
+                )
+            self._base[weight_name] = self._live[weight_name].detach().clone()
+        base = self._base[weight_name]
+        delta = settings.scale * (b.float() @ a.float())
+        if settings.is_transposed:
+            delta = delta.T
+        if delta.shape != base.shape:
+            raise WeightUpdateError(
+                f"the adapter of {weight_name!r} gives {list(delta.shape)}, but the weight is {list(base.shape)}. "
+                "Rejected whole; use the same model on both sides."
+            )
+        return (base.float() + delta.to(base.device)).to(base.dtype)

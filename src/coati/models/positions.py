@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +17,16 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp_min(0)
 
 
-def accepts(model: nn.Module, name: str) -> bool:
+def accepts(model: Any, name: str) -> bool:
     """Whether `model.forward` takes an argument of this name; a peft wrapper is looked through."""
     if hasattr(model, "get_base_model"):
         model = model.get_base_model()
-    return name in _parameters_of(type(model))
+    model_class: Any = type(model)
+    return name in _parameters_of(model_class)
 
 
 @functools.lru_cache(maxsize=256)
-def _parameters_of(model_class: type[nn.Module]) -> frozenset[str]:
+def _parameters_of(model_class: Any) -> frozenset[str]:
     return frozenset(inspect.signature(model_class.forward).parameters)
 
 

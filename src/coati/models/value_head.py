@@ -38,7 +38,7 @@ class ValueHeadModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
-        """Load a folder written by `save_pretrained`, a classification model, or any body (then a new head)."""
+        """Load what `save_pretrained` wrote, a classification model, or any body (then a new head)."""
         head_file = Path(path) / HEAD_FILE
         config = AutoConfig.from_pretrained(str(path))
         architecture = next(iter(getattr(config, "architectures", None) or ()), "")
@@ -64,7 +64,7 @@ class ValueHeadModel(nn.Module):
     @property
     def config(self) -> PreTrainedConfig:
         """The transformers config of the body."""
-        return self.body.config  # type: ignore[return-value]
+        return self.body.config
 
     def token_values(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """One number at each position, [B, S], in float32 (or float64 for a float64 model)."""
@@ -74,7 +74,7 @@ class ValueHeadModel(nn.Module):
         if accepts(self.body, "use_cache"):
             kwargs["use_cache"] = False
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, **kwargs)[0]
-        values = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
+        values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
         return values if values.dtype == torch.float64 else values.float()
 
     def save_pretrained(self, path: str | Path, **kwargs: Any) -> None:
@@ -112,4 +112,3 @@ def _take_apart(model: PreTrainedModel) -> tuple[nn.Module, nn.Linear]:
     head = nn.Linear(hidden_size, 1, bias=False, device=parameter.device, dtype=parameter.dtype)
     nn.init.zeros_(head.weight)
     return body, head
-

@@ -33,8 +33,10 @@ class RecordLog:
             self._num_ever += 1
 
     def since(self, cursor: int) -> RecordPage:
-        """Everything appended after `cursor` that is still there."""
+        """Everything appended after `cursor` that is still there; all of it if the log began anew."""
         with self._lock:
+            if cursor > self._num_ever:  # whoever kept the log was restarted
+                cursor = 0
             first_kept = self._num_ever - len(self._records)
             skip = max(0, cursor - first_kept)
             return RecordPage(list(self._records)[skip:], self._num_ever)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from coati.monitor.trackers import Tracker
 class RunLog:
     """Takes the records of makers and trainers, hands them to trackers, and keeps what the live view shows.
 
-    A maker's records are gathered by version and logged when the next version begins; a trainer's are logged one
-    by one. `step` counts the trainer's batches.
+    A maker's records are gathered by version and logged when the next version begins; a trainer's are logged
+    one by one. `step` counts the trainer's batches.
     """
 
     def __init__(
@@ -25,22 +25,29 @@ class RunLog:
         samples_path: Path,
         total_steps: int,
         samples_every_versions: int = 1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tracker = tracker
         self._samples_path = samples_path
         self._samples_every = samples_every_versions
-        self._started = time.monotonic()
+        self._clock = clock
         self._bag = MetricBag()
         self._bag_version = 0
         self._total_steps = total_steps
         self._step = 0
         self._num_samples = 0
-        self._last_sampled = -1
+        self._next_sampled_version = 0
         self.rewards: list[tuple[float, float]] = []  # (version, mean reward)
         self.kls: list[tuple[float, float]] = []  # (version, KL per sample)
         self.trainer_version = 0
         self.buffer_batches = 0
         self.message = ""
+        self.begin()
+
+    def begin(self) -> None:
+        """Training starts now: elapsed time and samples per second leave out what came before."""
+        self._started = self._clock()
+        self._num_samples_before = self._num_samples
 
     def maker_records(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take a maker's records: typed metrics, and a few samples."""
@@ -74,7 +81,8 @@ class RunLog:
 
     def snapshot(self) -> RunSnapshot:
         """Where the run stands."""
-        elapsed = time.monotonic() - self._started
+        elapsed = self._clock() - self._started
+        num_samples = self._num_samples - self._num_samples_before
         return RunSnapshot(
             step=self._step,
             total_steps=self._total_steps,
@@ -82,7 +90,7 @@ class RunLog:
             reward=self.rewards[-1][1] if self.rewards else None,
             kl=self.kls[-1][1] if self.kls else None,
             buffer_batches=self.buffer_batches,
-            samples_per_second=self._num_samples / elapsed if elapsed > 0 else None,
+            samples_per_second=num_samples / elapsed if elapsed > 0 else None,
             elapsed=elapsed,
             message=self.message,
             reward_history=tuple(reward for _, reward in self.rewards),
@@ -99,11 +107,12 @@ class RunLog:
         self._tracker.close()
 
     def _keep_samples(self, version: int, samples: list[dict[str, Any]]) -> None:
-        if not samples or self._samples_every <= 0 or version < self._last_sampled + self._samples_every:
+        if not samples or self._samples_every <= 0 or version < self._next_sampled_version:
             return
-        self._last_sampled = version
+        self._next_sampled_version = version - version % self._samples_every + self._samples_every
         lines = (json.dumps({"version": version, **sample}, ensure_ascii=False) + "\n" for sample in samples)
-        with self._samples_path.open("a", encoding="utf-8") as file:
+        # A lone surrogate cannot be UTF-8; backslashreplace writes it as JSON spells it.
+        with self._samples_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(lines)
         first = samples[0]
         text = f"{first['prompt']} **{first['response']}** (reward {first['reward']:.3f})"

@@ -26,11 +26,24 @@ class ClusterInfo(NamedTuple):
 
 
 @contextlib.contextmanager
-def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_driver: bool) -> Iterator[ClusterInfo]:
-    """Connect for the length of a run. A private Ray is shut down at the end, and its folder removed if all went well."""
+def connected(
+    config: RunConfig, *, address: str | None, namespace: str, log_to_driver: bool
+) -> Iterator[ClusterInfo]:
+    """Connect for the length of a run. A private Ray ends with it, and its folder too if all went well."""
     num_actors = config.topology.makers + config.topology.trainers
     if address is not None:
-        ray.init(address=address, namespace=namespace, log_to_driver=log_to_driver, logging_level=logging.WARNING)
+        try:
+            ray.init(
+                address=address,
+                namespace=namespace,
+                log_to_driver=log_to_driver,
+                logging_level=logging.WARNING,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"--address must be that of a Ray cluster that can be reached, got {address!r}: "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
         try:
             _check_resources(config, num_cpus=num_actors)
             yield ClusterInfo(namespace, None)
@@ -40,16 +53,16 @@ def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing leaves this machine
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     folder = Path(tempfile.mkdtemp(prefix="coati-"))  # short: Ray's socket paths have a length limit
-    ray.init(
-        address="local",
-        namespace=namespace,
-        num_cpus=max(os.cpu_count() or 1, num_actors),
-        include_dashboard=False,
-        log_to_driver=log_to_driver,
-        logging_level=logging.WARNING,
-        _temp_dir=str(folder),
-    )
     try:
+        ray.init(
+            address="local",
+            namespace=namespace,
+            num_cpus=max(os.cpu_count() or 1, num_actors),
+            include_dashboard=False,
+            log_to_driver=log_to_driver,
+            logging_level=logging.WARNING,
+            _temp_dir=str(folder),
+        )
         _check_resources(config, num_cpus=num_actors)
         yield ClusterInfo(namespace, folder / "session_latest" / "logs")
     except BaseException:
@@ -68,9 +81,9 @@ def _check_resources(config: RunConfig, *, num_cpus: int) -> None:
     for kind, need in (("CPU", float(num_cpus)), ("GPU", num_gpus)):
         if need > have.get(kind, 0.0):
             raise ConfigError(
-                f"the run needs {need:g} {kind}s ({topology.makers} makers, {topology.trainers} trainers), but the "
-                f"cluster has {have.get(kind, 0.0):g}. Lower topology.makers, topology.trainers or their gpus_per_… "
-                "settings, or add nodes."
+                f"the run needs {need:g} {kind}s ({topology.makers} makers, {topology.trainers} trainers), "
+                f"but the cluster has {have.get(kind, 0.0):g}. Lower topology.makers, topology.trainers or "
+                "their gpus_per_… settings, or add nodes."
             )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,11 +14,12 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from coati.deadlines import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied
 from coati.experience_buffer.utils import BufferItem
-from coati.ray.peers import NamedPeers
+from coati.ray.peers import NamedPeers, death_reason, is_alive, original_error, wait_in_slices
 
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.5
+_SLICE_SECONDS = 0.5
 
 
 @dataclasses.dataclass
@@ -25,14 +27,21 @@ class _InFlight:
     ref: Any
     trainer: str
     items: list[BufferItem]
+    since: float  # when it was sent for the first time
+
+
+class _GivenUp(Exception):
+    """A stop came and the trainer does not take the items."""
 
 
 class ItemSender:
     """Sends single items to trainers in turn, continuing across batches.
 
-    At most `max_in_flight` sends wait for their acknowledgement at each trainer: a trainer whose buffer is full
-    holds its makers back instead of filling memory. A trainer that died is skipped from then on, and what it had
-    not acknowledged goes to the others. A retry carries the same delivery ids, so it cannot be trained on twice.
+    At most `max_in_flight` sends wait for their acknowledgement at each trainer: a trainer whose buffer is
+    full holds its makers back instead of filling memory. A trainer that died is skipped from then on, and
+    what it had not acknowledged goes to the others. A retry carries the same delivery ids, so it cannot be
+    trained on twice. After a stop, trainers have the time of grace to acknowledge what is on its way; the
+    rest is counted and left.
     """
 
     def __init__(
@@ -47,6 +56,8 @@ class ItemSender:
     ) -> None:
         self._peers = NamedPeers(trainer_names, role="trainer", deadlines=deadlines)
         self._sender = sender
+        # Numbers start at 0 for every incarnation, so a maker made anew under an old name is another sender.
+        self._stream = f"{sender}#{uuid.uuid4().hex[:8]}"
         self._deadlines = deadlines
         self._max_in_flight = max_in_flight
         self._should_stop = should_stop
@@ -56,6 +67,8 @@ class ItemSender:
         self._in_flight: deque[_InFlight] = deque()
         self.num_delivered = 0
         self.num_redirected = 0
+        self.num_unacknowledged = 0
+        self._stopped_at: float | None = None
 
     def send(self, items: Sequence[BufferItem]) -> None:
         """Hand each item to the next trainer; waits while too many sends are unacknowledged."""
@@ -91,55 +104,82 @@ class ItemSender:
             self.send(items)
             return
         for item in items:
-            item.delivery_id = (f"{self._sender}>{trainer}", self._next_number[trainer])
+            item.delivery_id = (f"{self._stream}>{trainer}", self._next_number[trainer])
             self._next_number[trainer] += 1
-        self._call(trainer, items)
+        self._call(trainer, items, time.monotonic())
 
-    def _call(self, trainer: str, items: list[BufferItem]) -> None:
+    def _call(self, trainer: str, items: list[BufferItem], since: float) -> None:
         ref = self._peers.handle(trainer).buffer_extend.remote(items)
-        self._in_flight.append(_InFlight(ref, trainer, items))
+        self._in_flight.append(_InFlight(ref, trainer, items, since))
 
     def _await_oldest(self) -> None:
         """Wait for the oldest acknowledgement, and deal with what came instead of it."""
         flight = self._in_flight.popleft()
         try:
             self._wait_for(flight)
-        except ActorUnavailableError:
-            # The connection broke; the call may or may not have been executed. Same ids, so trying again is safe.
-            time.sleep(_RETRY_SECONDS)
-            if flight.trainer in self._peers.missing():
-                self._redirect(flight)
-            else:
-                self._call(flight.trainer, flight.items)
+        except ActorUnavailableError as error:
+            self._retry(flight, error)
         except RayTaskError as error:
-            raise error.as_instanceof_cause() from None
+            cause = original_error(error)
+            cause.add_note(f"raised in trainer {flight.trainer}, which maker {self._sender} sends to")
+            raise cause from None
         except RayActorError as error:
-            logger.warning("trainer %s is gone: %s", flight.trainer, _first_line(error))
+            logger.warning("trainer %s is gone: %s", flight.trainer, death_reason(error))
             self._redirect(flight)
+        except _GivenUp:
+            self.num_unacknowledged += len(flight.items)
+            logger.warning(
+                "maker %s stops; trainer %s has not taken %d items",
+                self._sender,
+                flight.trainer,
+                len(flight.items),
+            )
         else:
             self.num_delivered += len(flight.items)
 
     def _wait_for(self, flight: _InFlight) -> None:
-        started = time.monotonic()
-        while True:
+        def is_acknowledged(seconds: float) -> bool:
             try:
-                ray.get(flight.ref, timeout=min(self._deadlines.message_every, self._deadlines.batch))
-                return
+                ray.get(flight.ref, timeout=seconds)
             except GetTimeoutError:
-                waited = time.monotonic() - started
-                what = f"trainer {flight.trainer} to take {len(flight.items)} items (is its buffer full?)"
-                if waited >= self._deadlines.batch:
-                    raise DeadlineExceeded(f"maker {self._sender} waited {waited:.0f} s for {what}.") from None
-                logger.info("maker %s waits for %s, %.0f s so far", self._sender, what, waited)
-                if self._should_stop():
-                    raise
+                return False
+            return True
+
+        wait_in_slices(
+            is_acknowledged,
+            deadline_seconds=self._deadlines.batch,
+            what=lambda: (
+                f"trainer {flight.trainer} to take {len(flight.items)} items of maker {self._sender} "
+                "(its buffer is full: is fit running?)"
+            ),
+            slice_seconds=_SLICE_SECONDS,
+            message_every=self._deadlines.message_every,
+            between=self._give_up_after_stop,
+        )
+
+    def _give_up_after_stop(self) -> None:
+        if self._should_stop():
+            now = time.monotonic()
+            self._stopped_at = now if self._stopped_at is None else self._stopped_at
+            if now - self._stopped_at >= self._deadlines.grace:
+                raise _GivenUp
+
+    def _retry(self, flight: _InFlight, error: ActorUnavailableError) -> None:
+        """Send again: the call may or may not have been executed, and the same ids make that safe."""
+        waited = time.monotonic() - flight.since
+        if waited >= self._deadlines.batch:
+            raise DeadlineExceeded(
+                f"maker {self._sender} tried for {waited:.0f} s to reach trainer {flight.trainer}, which is "
+                f"there but does not answer: {death_reason(error)}"
+            ) from None
+        time.sleep(_RETRY_SECONDS)
+        if is_alive(flight.trainer):
+            self._call(flight.trainer, flight.items, flight.since)
+        else:
+            self._redirect(flight)
 
     def _redirect(self, flight: _InFlight) -> None:
         if flight.trainer in self._alive:
             self._alive.remove(flight.trainer)
         self.num_redirected += len(flight.items)
         self.send(flight.items)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,8 +1,8 @@
 """The replay buffer between makers and a trainer: items in, whole batches out, through a Ray queue.
 
-An item is always in exactly one of three places: the collector (it waits for its batch to fill), the outbox (its
-batch is full but the queue has no room), or the queue. A producer that gives up waiting for room loses nothing:
-the consumer moves the outbox on.
+An item is always in exactly one of three places: the collector (it waits for its batch to fill), the outbox
+(its batch is full but the queue has no room), or the queue. A producer that gives up waiting for room loses
+nothing: the consumer moves the outbox on.
 """
 
 import logging
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from ray.util.queue import Empty, Queue
 
 from coati.errors import ConfigError, DeadlineExceeded
@@ -22,10 +23,13 @@ from coati.wire import WireTensor, decode, encode
 
 logger = logging.getLogger(__name__)
 
-# A consumer that dies inside `Queue.get` leaves a waiter behind that swallows the next batch, so it never waits long.
+# A consumer that dies inside `Queue.get` leaves a waiter behind that swallows the next batch, so it never
+# waits long.
 _SLICE_SECONDS = 0.5
 _POLL_SECONDS = 0.02
 DEFAULT_WAIT_SECONDS = 1800.0
+
+_Packed = dict[str, tuple[np.ndarray, str]]
 
 
 class DetachedReplayBuffer:
@@ -40,7 +44,7 @@ class DetachedReplayBuffer:
         self.sample_batch_size = sample_batch_size
         self.limit = limit
         self._collector = BatchCollector(sample_batch_size)
-        self._outbox: deque[dict[str, WireTensor]] = deque()
+        self._outbox: deque[_Packed] = deque()
         self._lock = threading.RLock()  # guards collector and outbox; never held while waiting for room
         self._num_clears = 0
         self._queue = Queue(maxsize=limit, actor_options={"num_cpus": 0})
@@ -59,8 +63,9 @@ class DetachedReplayBuffer:
         while not self._move_outbox():
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(
-                    f"waited {timeout_seconds:g} s for room in the replay buffer (limit {self.limit} batches). "
-                    "The items are taken in and nothing is lost, but the trainer does not consume: is fit running?"
+                    f"waited {timeout_seconds:g} s for room in the replay buffer (limit {self.limit} "
+                    "batches). The items are taken in and nothing is lost, but the trainer does not "
+                    "consume: is fit running?"
                 )
             time.sleep(_POLL_SECONDS)
             if num_clears != self._num_clears:
@@ -73,8 +78,9 @@ class DetachedReplayBuffer:
         experience = self.try_sample(timeout_seconds)
         if experience is None:
             raise DeadlineExceeded(
-                f"worker {worker_rank} waited {timeout_seconds:g} s for a batch of {self.sample_batch_size} samples in "
-                f"the replay buffer; {self.num_items_waiting} samples of the next one are there. Do makers deliver?"
+                f"worker {worker_rank} waited {timeout_seconds:g} s for a batch of {self.sample_batch_size} "
+                f"samples in the replay buffer; {self.num_items_waiting} samples of the next one are there. "
+                "Do makers deliver?"
             )
         experience.to_device(to_device)
         return experience
@@ -93,7 +99,7 @@ class DetachedReplayBuffer:
                     return None
 
     def flush(self) -> Experience | None:
-        """The samples that do not fill a batch, as a smaller one: at the end of the data they are trained on too."""
+        """The samples that do not fill a batch, as a smaller one: they are trained on when no more come."""
         with self._lock:
             rest = self._collector.flush()
         return make_experience_batch(rest) if rest else None
@@ -139,10 +145,11 @@ class DetachedReplayBuffer:
             return not self._outbox
 
 
-def _pack(experience: Experience) -> dict[str, WireTensor]:
-    return {name: encode(tensor) for name, tensor in experience.tensors()}
+def _pack(experience: Experience) -> _Packed:
+    """Arrays and strings only: the queue's process unpickles them, and does not import torch for that."""
+    return {name: tuple(encode(tensor)) for name, tensor in experience.tensors()}  # type: ignore[misc]
 
 
-def _unpack(packed: dict[str, WireTensor]) -> Experience:
-    fields = {name: decode(wire, copy=True) for name, wire in packed.items()}
+def _unpack(packed: _Packed) -> Experience:
+    fields = {name: decode(WireTensor(*wire), copy=True) for name, wire in packed.items()}
     return Experience(**{"attention_mask": None, "action_mask": None, **fields})  # type: ignore[arg-type]

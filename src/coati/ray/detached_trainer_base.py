@@ -17,23 +17,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
 
 from coati.deadlines import Deadlines
-from coati.errors import DeadlineExceeded, PeerDied
+from coati.errors import DeadlineExceeded
 from coati.experience_buffer.utils import BufferItem, split_experience_batch
 from coati.experience_maker.base import Experience
 from coati.ledger import DeliveryLog
 from coati.monitor.records import RecordLog, RecordPage
 from coati.ray.callbacks import TrainerCallback, dispatch
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer
-from coati.ray.peers import NamedPeers
+from coati.ray.maker_watch import MakerWatch
 from coati.trainer.fit_loop import FitLoop
 
 logger = logging.getLogger(__name__)
 
 _SLICE_SECONDS = 1.0
-_ASK_MAKERS_EVERY_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,7 @@ class DetachedTrainer(ABC):
         self.deadlines = deadlines or Deadlines()
         self.dataloader_pin_memory = dataloader_pin_memory
         self._seed = seed
-        self._makers = NamedPeers(experience_maker_holder_name_list, role="maker", deadlines=self.deadlines)
+        self.maker_names = tuple(experience_maker_holder_name_list)
         self._buffer = DetachedReplayBuffer(train_batch_size, limit=buffer_limit)
         self._deliveries = DeliveryLog()
         self._delivery_lock = threading.Lock()
@@ -96,10 +94,11 @@ class DetachedTrainer(ABC):
 
     @ray.method(concurrency_group="compute")
     def fit(self, total_steps: int, update_steps: int, train_epochs: int = 1) -> None:
-        """Train on `total_steps` fresh batches in episodes of `update_steps`; makers get new weights after each.
+        """Train on `total_steps` fresh batches, and send the makers new weights after every `update_steps`.
 
         The first epoch of an episode trains on batches as they come; further epochs go over them again in
-        shuffled order. If all makers finish before that, what is left in the buffer is trained on and `fit` ends.
+        shuffled order. If all makers finish before that, what is left in the buffer is trained on and `fit`
+        ends. After `stop()` it ends at once, now and whenever it is called again.
         """
         loop = FitLoop(
             next_batch=self._next_batch,
@@ -111,6 +110,7 @@ class DetachedTrainer(ABC):
             seed=self._seed,
         )
         self._state = "fitting"
+        self._watch = MakerWatch(self.maker_names, self.deadlines)
         try:
             loop.run(total_steps, update_steps, train_epochs)
         except BaseException:
@@ -185,7 +185,9 @@ class DetachedTrainer(ABC):
         metrics = self.training_step(experience)
         self._num_batches += 1
         self._num_samples += experience.num_samples
-        self._records.append({"batch": self._num_batches, "version": self.version, "metrics": dict(metrics or {})})
+        self._records.append(
+            {"batch": self._num_batches, "version": self.version, "metrics": dict(metrics or {})}
+        )
         return metrics
 
     def _publish_next_version(self) -> None:
@@ -195,72 +197,22 @@ class DetachedTrainer(ABC):
     def _next_batch(self) -> Experience | None:
         """Wait for a batch. None: a stop came, or all makers are finished and nothing is left."""
         started = time.monotonic()
-        watch = _MakerWatch(self._makers, self.deadlines)
+        self._watch.begin_wait()
         try:
             while not self._stop.is_set():
                 batch = self._buffer.try_sample(_SLICE_SECONDS)
                 if batch is not None:
                     return batch.pin_memory() if self.dataloader_pin_memory else batch
-                if watch.all_finished():
+                if self._watch.all_finished():
                     # Finished makers have been acknowledged, so whatever they made is here by now.
                     return self._buffer.try_sample(0.0) or self._buffer.flush()
                 waited = time.monotonic() - started
                 if waited >= self.deadlines.batch:
                     raise DeadlineExceeded(
                         f"fit waited {waited:.0f} s for a batch of {self._buffer.sample_batch_size} samples; "
-                        f"{self._buffer.num_items_waiting} are there. Makers: {watch.describe()}."
+                        f"{self._buffer.num_items_waiting} are there. Makers: {self._watch.describe()}."
                     )
-                watch.speak(waited)
+                self._watch.speak(waited)
             return None
         finally:
             self._wait_seconds += time.monotonic() - started
-
-
-class _MakerWatch:
-    """Asks the makers, now and then, whether more experience can still come."""
-
-    def __init__(self, makers: NamedPeers, deadlines: Deadlines) -> None:
-        self._makers = makers
-        self._deadlines = deadlines
-        self._finished_since: float | None = None
-        self._last_asked = 0.0
-        self._next_message = deadlines.message_every
-        self._states: dict[str, str] = {}
-
-    def all_finished(self) -> bool:
-        """Whether every maker has been finished for the time of grace; PeerDied if none is left."""
-        now = time.monotonic()
-        if now - self._last_asked >= _ASK_MAKERS_EVERY_SECONDS:
-            self._last_asked = now
-            self._states = {name: self._ask(name) for name in self._makers.names}
-            states = set(self._states.values())
-            if states and states <= {"gone"}:
-                raise PeerDied(f"every maker is gone ({self.describe()}), so no experience will come. See their logs.")
-            is_over = bool(states) and states <= {"finished", "gone"}
-            self._finished_since = (self._finished_since or now) if is_over else None
-        return self._finished_since is not None and now - self._finished_since >= self._deadlines.grace
-
-    def describe(self) -> str:
-        """One phrase for each maker."""
-        return ", ".join(f"{name} is {state}" for name, state in self._states.items()) or "none are named"
-
-    def speak(self, waited: float) -> None:
-        """Say what is waited for, now and then."""
-        if waited >= self._next_message:
-            self._next_message += self._deadlines.message_every
-            logger.info("fit waits for experience, %.0f s so far; makers: %s", waited, self.describe())
-
-    def _ask(self, name: str) -> str:
-        try:
-            handle = ray.get_actor(name)
-        except ValueError:
-            # Named but never seen: it may still be created, so that is not "gone".
-            return "gone" if name in self._states and self._states[name] != "missing" else "missing"
-        try:
-            return str(ray.get(handle.progress.remote(), timeout=_ASK_MAKERS_EVERY_SECONDS).state)
-        except GetTimeoutError:
-            return "busy"
-        except AttributeError:
-            return "unknown"  # a hand-written maker that does not tell
-        except RayError:
-            return "gone"

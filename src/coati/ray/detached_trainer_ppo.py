@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from coati.deadlines import Deadlines
-from coati.errors import DeadlineExceeded
+from coati.errors import CheckpointError, DeadlineExceeded
 from coati.experience_maker.base import Experience
 from coati.ledger import ages_of
 from coati.models.critic import as_critic
@@ -30,13 +31,23 @@ logger = logging.getLogger(__name__)
 
 
 @ray.remote(
-    concurrency_groups={"buffer_length": 1, "buffer_append": 1, "buffer_sample": 1, "model_io": 1, "compute": 1}
+    concurrency_groups={
+        "buffer_length": 1,
+        "buffer_append": 1,
+        "buffer_sample": 1,
+        "model_io": 1,
+        "compute": 1,
+    }
 )
 class DetachedPPOTrainer(DetachedTrainer):
     """Trains actor and critic with PPO and sends their weights to the makers after each episode.
 
-    `model_fn()` returns (actor, critic); `strategy_fn()` returns a `Strategy`. Learning rates, schedule, micro-batches
-    and the rest are in `settings`; `eps_clip` and `value_clip` win over those of `settings`.
+    `model_fn()` returns (actor, critic); `strategy_fn()` returns a `Strategy`. Learning rates, schedule,
+    micro-batches and the rest are in `settings`; `eps_clip` and `value_clip` win over those of `settings`.
+
+    The ranks of a group hold the same weights, so each may send them to some of the makers only:
+    `updated_makers`. With `save_every`, all ranks save the actor together after every so many versions, to
+    `save_folder`.
     """
 
     def __init__(
@@ -59,6 +70,9 @@ class DetachedPPOTrainer(DetachedTrainer):
         deadlines: Deadlines | None = None,
         seed: int = 0,
         num_threads: int = 0,
+        updated_makers: Sequence[str] | None = None,
+        save_every: int = 0,
+        save_folder: str | Path = "checkpoints",
     ) -> None:
         apply_env_info(env_info)
         if num_threads > 0:
@@ -89,8 +103,13 @@ class DetachedPPOTrainer(DetachedTrainer):
             optimizer_class=HybridAdam if is_sharded else torch.optim.Adam,
         )
         self._update_lora_weights = update_lora_weights
-        self._channel = WeightChannel(self._makers.names, deadlines=self.deadlines)
-        # Held while weights change and while they are read for publishing, so that no update is torn at its source.
+        self._save_every = save_every
+        self._save_folder = Path(save_folder)
+        self._channel = WeightChannel(
+            self.maker_names if updated_makers is None else updated_makers, deadlines=self.deadlines
+        )
+        # Held while weights change and while they are read for publishing, so that no update is torn at its
+        # source.
         self._weights_lock = threading.Lock()
         self._source = f"trainer {os.environ.get('RANK', '0')} (pid {os.getpid()})"
 
@@ -133,23 +152,44 @@ class DetachedPPOTrainer(DetachedTrainer):
     @ray.method(concurrency_group="model_io")
     def strategy_save_actor(self, path: str, only_rank0: bool = False) -> None:
         """Save the actor as a folder that transformers loads."""
-        with self._weights():
-            self.strategy.save_model(self._learner.actor, path, only_rank0=only_rank0)
+        self._refuse_in_group_fit()
+        self._save(self._learner.actor, path, only_rank0)
 
     @ray.method(concurrency_group="model_io")
     def strategy_save_critic(self, path: str, only_rank0: bool = False) -> None:
         """Save the critic as a folder that `Critic.from_pretrained` loads."""
-        with self._weights():
-            self.strategy.save_model(self._learner.critic, path, only_rank0=only_rank0)
+        self._refuse_in_group_fit()
+        self._save(self._learner.critic, path, only_rank0)
 
-    def _shards(self, is_partial: bool, *, shard_size: int = DEFAULT_CHUNK_MIB) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def _publish_next_version(self) -> None:
+        super()._publish_next_version()
+        if self._save_every and self.version % self._save_every == 0:
+            self._save(self._learner.actor, str(self._save_folder / f"version-{self.version}"), True)
+
+    def _save(self, model: nn.Module, path: str, only_rank0: bool) -> None:
+        with self._weights():
+            self.strategy.save_model(model, path, only_rank0=only_rank0)
+
+    def _refuse_in_group_fit(self) -> None:
+        """Saving is collective: ranks that train meanwhile would wait for each other in two places."""
+        if self.strategy.world_size > 1 and self._state == "fitting":
+            raise CheckpointError(
+                f"one of {self.strategy.world_size} trainers was asked to save while they train together, "
+                "which would block them all. Use save_every and save_folder, or save after fit."
+            )
+
+    def _shards(
+        self, is_partial: bool, *, shard_size: int = DEFAULT_CHUNK_MIB
+    ) -> Iterator[tuple[str, dict[str, Tensor]]]:
         for label, model in (("actor", self._learner.actor), ("critic", self._learner.critic)):
             kept = _trainable_names(self.strategy.unwrap_model(model)) if is_partial else None
             for shard in self.strategy.get_model_state_dict_shard(model, shard_size=shard_size):
                 yield label, {name: tensor for name, tensor in shard.items() if kept is None or name in kept}
 
     def _weights(self) -> "_TimedLock":
-        return _TimedLock(self._weights_lock, self.deadlines.update, "the trainer's weights, which another call holds")
+        return _TimedLock(
+            self._weights_lock, self.deadlines.update, "the trainer's weights, which another call holds"
+        )
 
     def _agree(self, has_batch: bool) -> bool:
         """All ranks train on a batch, or none: a rank that went alone would wait for the others for ever."""

@@ -1,13 +1,14 @@
 """The experience maker in a Ray actor: prompts in, experience out to the trainers, new weights in between.
 
-    workingloop (compute)        waits for admission and weights ► makes experience ► sends items, acknowledged
-    update_experience_maker      stages chunks, verifies, offers the whole update to the models
-      (model_io)                 ► committed between two batches, or at once if nobody generates
+workingloop (compute)        waits for admission and weights ► makes experience ► sends items, acknowledged
+update_experience_maker      stages chunks, verifies, offers the whole update to the models
+  (model_io)                 ► committed between two batches, or at once if nobody generates
 """
 
 import dataclasses
 import itertools
 import logging
+import os
 import threading
 import time
 import zlib
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from coati.deadlines import Deadlines
-from coati.errors import ConfigError, DataError
+from coati.errors import ConfigError, DataError, DeadlineExceeded
 from coati.experience_buffer.utils import split_experience_batch
 from coati.experience_maker.base import Experience
 from coati.experience_maker.naive import NaiveExperienceMaker
@@ -48,6 +49,8 @@ class MakerProgress:
     num_made: int
     num_dropped: int
     num_delivered: int
+    num_redirected: int  # sent to another trainer, because theirs died
+    num_unacknowledged: int  # on their way when a stop came
     version: int
 
 
@@ -55,8 +58,9 @@ class MakerProgress:
 class ExperienceMakerHolder:
     """Holds four models, makes experience with them, and hands it to trainers one item at a time in turn.
 
-    `model_fn()` returns (actor, critic, reward_model, initial_model); the reward model may be a `RewardScorer` over
-    text. With `share`, prompts are admitted so that training data is never older than the share's bound.
+    `model_fn()` returns (actor, critic, reward_model, initial_model); the reward model may be a
+    `RewardScorer` over text. With `share`, prompts are admitted so that training data is never older than
+    the share's bound.
     """
 
     def __init__(
@@ -107,10 +111,19 @@ class ExperienceMakerHolder:
             models = model_fn()
         actor, critic, reward_model, initial_model = (_placed(model, strategy) for model in models)
         maker = NaiveExperienceMaker(
-            actor, critic, reward_model, initial_model, kl_coef, gamma, lam, kl_estimator=kl_estimator, seed=seed
+            actor,
+            critic,
+            reward_model,
+            initial_model,
+            kl_coef,
+            gamma,
+            lam,
+            kl_estimator=kl_estimator,
+            seed=seed,
         )
         updated: dict[str, nn.Module] = {"actor": actor, "critic": maker.critic}
         self._stage = WeightStage(updated)
+        self._is_in_plain_update = False  # between the `chunk_start` and `chunk_end` of plain calls
         self._served = ServedModels(updated)
         self._pipeline = ExperiencePipeline(
             maker,
@@ -137,7 +150,7 @@ class ExperienceMakerHolder:
     def workingloop(
         self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int = 1, num_steps: int = 0
     ) -> None:
-        """Make experience from the batches of `dataloader_fn()`: `num_steps` batches, or else `num_epochs` passes.
+        """Make experience from `num_steps` batches of `dataloader_fn()`, or else from `num_epochs` passes.
 
         Returns when every item made has been acknowledged by a trainer.
         """
@@ -181,9 +194,10 @@ class ExperienceMakerHolder:
     ) -> None:
         """Take part of a weight update, or all of it.
 
-        A trainer of this project sends a header, chunks and a manifest. Plain calls work too: `chunk_start=True`, any
-        number of state dicts, `chunk_end=True`, in one call or several. Either way the update is staged, verified as a
-        whole and committed at once; if anything is wrong it is rejected and the old weights go on serving.
+        A trainer of this project sends a header, chunks and a manifest. Plain calls work too:
+        `chunk_start=True`, any number of state dicts, `chunk_end=True`, in one call or several. Either way
+        the update is staged, verified as a whole and committed at once; if anything is wrong it is rejected
+        and the old weights go on serving.
         """
         if update is not None:
             self._stage.begin(update.update_id, version=update.version, source=update.source)
@@ -204,7 +218,10 @@ class ExperienceMakerHolder:
         chunk_start: bool | None,
         chunk_end: bool | None,
     ) -> None:
-        is_whole = chunk_start is None and chunk_end is None and PLAIN_UPDATE not in self._stage.open_updates
+        # A call that follows a rejected one of the same update is no update of its own: half a model is a
+        # wrong model.
+        is_whole = not chunk_start and not chunk_end and not self._is_in_plain_update
+        self._is_in_plain_update = bool(chunk_start or self._is_in_plain_update) and not chunk_end
         if chunk_start or is_whole:
             self._stage.begin(PLAIN_UPDATE, version=None, source="a plain call")
         try:
@@ -228,6 +245,8 @@ class ExperienceMakerHolder:
             num_made=counts.made,
             num_dropped=counts.dropped,
             num_delivered=self._sender.num_delivered,
+            num_redirected=self._sender.num_redirected,
+            num_unacknowledged=self._sender.num_unacknowledged,
             version=self._served.version,
         )
 
@@ -241,10 +260,22 @@ class ExperienceMakerHolder:
     def _await_first_weights(self) -> None:
         if self._sync_models_from_trainers:
             logger.info("maker %s waits for a full weight update from its trainers", self._name)
-            self._served.wait_for_full_update(
+            wait_in_slices(
+                lambda seconds: self._stop.is_set() or self._has_full_update(seconds),
                 deadline_seconds=self._deadlines.start,
-                what=f"a full weight update of maker {self._name} (call sync_models_to_remote_makers on its trainer)",
+                what=lambda: (
+                    f"a full weight update of maker {self._name} "
+                    "(call sync_models_to_remote_makers on its trainer)"
+                ),
+                message_every=self._deadlines.message_every,
             )
+
+    def _has_full_update(self, seconds: float) -> bool:
+        try:
+            self._served.wait_for_full_update(deadline_seconds=seconds, what="a full weight update")
+        except DeadlineExceeded:
+            return False
+        return True
 
     def _batches(
         self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int, num_steps: int
@@ -260,8 +291,8 @@ class ExperienceMakerHolder:
             yield batch
         if is_empty:
             raise DataError(
-                f"dataloader_fn() of maker {self._name} gave no batch. Is the dataset empty, or smaller than one batch "
-                "with drop_last=True?"
+                f"dataloader_fn() of maker {self._name} gave no batch. Is the dataset empty, or smaller "
+                "than one batch with drop_last=True?"
             )
 
     def _is_over(self) -> bool:
@@ -291,9 +322,13 @@ class ExperienceMakerHolder:
         needed = self._pipeline.gate.version_needed()
         if needed is not None:
             wait_in_slices(
-                lambda seconds: self._served.wait_for_version(needed, deadline_seconds=seconds) or self._stop.is_set(),
+                lambda seconds: (
+                    self._served.wait_for_version(needed, deadline_seconds=seconds) or self._stop.is_set()
+                ),
                 deadline_seconds=self._deadlines.batch,
-                what=lambda: f"weights of version {needed} at maker {self._name} (it serves {self._served.version})",
+                what=lambda: (
+                    f"weights of version {needed} at maker {self._name} (it serves {self._served.version})"
+                ),
                 message_every=self._deadlines.message_every,
                 between=self._sender.check_trainers,
             )
@@ -324,6 +359,8 @@ def _placed(model: Any, strategy: Strategy) -> Any:
 
 def _own_name() -> str:
     context = ray.get_runtime_context()
+    if context.get_actor_id() is None:  # not in an actor: a debugger's or a test's process
+        return f"maker-{os.getpid()}"
     return context.get_actor_name() or f"maker-{context.get_actor_id()[:8]}"
 
 
@@ -334,4 +371,3 @@ def _first_sample_id(name: str) -> int:
 
 def _num_parameters(model: Any) -> int:
     return sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else 0
-

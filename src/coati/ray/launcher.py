@@ -5,8 +5,8 @@
                                               └───── weights ─────┘
         driver ── records_since, progress (every half second) ──► run log, live view
 
-The driver waits for the trainers' `fit`. Any actor that fails ends the run with its error; a stop signal ends it
-with everything trained so far saved.
+The driver waits for the trainers' `fit`. Any actor that fails ends the run with its error; a stop signal
+ends it with everything trained so far saved.
 """
 
 import functools
@@ -28,9 +28,14 @@ from coati.monitor.run_log import RunLog
 from coati.ray.cluster import actor_options, connected, rendezvous
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
+from coati.ray.peers import death_reason, original_error
 from coati.ray.topology import makers_updated_by
 
 logger = logging.getLogger(__name__)
+
+# ray.remote makes actor classes of these, which mypy cannot see.
+_MAKER: Any = ExperienceMakerHolder
+_TRAINER: Any = DetachedPPOTrainer
 
 _POLL_SECONDS = 0.5
 _STOP_SECONDS = 60.0
@@ -60,7 +65,7 @@ class DetachedRun:
         self._trainers: dict[str, Any] = {}
         self._cursors: dict[str, int] = {}
         self._is_stopping = False
-        self._last_saved = 0
+        self._checkpoints = self._config.output_folder.resolve() / "checkpoints"
 
     def run(self, model_path: str) -> None:
         """Train, and save the actor to `model_path`."""
@@ -72,8 +77,10 @@ class DetachedRun:
             try:
                 self._create_actors()
                 self._say("loading models")
+                self._await_actors()
                 self._sync_first_weights()
                 self._say("")
+                self._log.begin()
                 self._train()
                 self._say("saving the model")
                 self._save(model_path)
@@ -85,8 +92,8 @@ class DetachedRun:
         maker_names = [f"maker-{index}" for index in range(topology.makers)]
         trainer_names = [f"trainer-{index}" for index in range(topology.trainers)]
         for rank, (name, options, env_info) in enumerate(self._trainer_places(trainer_names)):
-            self._trainers[name] = DetachedPPOTrainer.options(**options).remote(
-                experience_maker_holder_name_list=makers_updated_by(rank, maker_names, topology.trainers),
+            self._trainers[name] = _TRAINER.options(**options).remote(
+                experience_maker_holder_name_list=maker_names,
                 strategy_fn=functools.partial(assembly.make_strategy, config),
                 model_fn=functools.partial(assembly.trainer_models, config),
                 env_info=env_info,
@@ -99,11 +106,12 @@ class DetachedRun:
                 deadlines=self._deadlines,
                 seed=config.run.seed,
                 num_threads=assembly.threads_per_actor(config),
+                updated_makers=makers_updated_by(rank, maker_names, topology.trainers),
+                save_every=config.train.save_every,
+                save_folder=self._checkpoints,
             )
         for index, name in enumerate(maker_names):
-            self._makers[name] = ExperienceMakerHolder.options(
-                **actor_options(name, topology.gpus_per_maker)
-            ).remote(
+            self._makers[name] = _MAKER.options(**actor_options(name, topology.gpus_per_maker)).remote(
                 detached_trainer_name_list=trainer_names,
                 strategy_fn=functools.partial(assembly.make_strategy, config),
                 model_fn=functools.partial(assembly.maker_models, config),
@@ -122,14 +130,18 @@ class DetachedRun:
             )
 
     def _trainer_places(self, names: list[str]) -> list[tuple[str, dict[str, Any], dict[str, str] | None]]:
-        """Name, actor options and env_info of each trainer. Rank 0 is pinned to the node where the group meets."""
+        """Name, actor options and env_info of each trainer; rank 0 is pinned to where the group meets."""
         num_gpus = self._config.topology.gpus_per_trainer
         if len(names) == 1:
             return [(names[0], actor_options(names[0], num_gpus), None)]
         node_id, address, port = self._get(rendezvous.remote(), "a node for the trainers to meet at")
-        places = []
+        places: list[tuple[str, dict[str, Any], dict[str, str] | None]] = []
         for rank, name in enumerate(names):
-            more = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)} if rank == 0 else {}
+            more = (
+                {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+                if rank == 0
+                else {}
+            )
             env_info = {
                 "rank": str(rank),
                 "local_rank": "0",  # each actor sees only its own GPU
@@ -139,6 +151,20 @@ class DetachedRun:
             }
             places.append((name, actor_options(name, num_gpus, **more), env_info))
         return places
+
+    def _await_actors(self) -> None:
+        """Wait until every actor is made; one whose constructor raises ends the run with what it raised."""
+        waiting = {
+            actor.progress.remote(): name for name, actor in (*self._makers.items(), *self._trainers.items())
+        }
+        deadline = time.monotonic() + self._deadlines.start
+        while waiting:
+            if time.monotonic() >= deadline:
+                late = ", ".join(sorted(waiting.values()))
+                raise DeadlineExceeded(
+                    f"waited {self._deadlines.start:g} s for {late} to start and load their models."
+                )
+            self._finish_some(waiting, timeout=_POLL_SECONDS)
 
     def _sync_first_weights(self) -> None:
         """Makers start from the trainers' weights, whatever each of them loaded."""
@@ -178,17 +204,19 @@ class DetachedRun:
             try:
                 ray.get(ref)
             except RayTaskError as error:
-                cause = error.as_instanceof_cause()
+                cause = original_error(error)
                 cause.add_note(f"raised in {name}")
                 raise cause from None
             except RayActorError as error:
-                raise PeerDied(f"{name} died: {_reason(error)}") from None
+                raise PeerDied(f"{name} died: {death_reason(error)}") from None
 
     def _look(self) -> None:
         """Fetch what the actors have recorded and show it. A busy actor is asked again next time."""
         for name, actor in (*self._makers.items(), *self._trainers.items()):
             try:
-                page = ray.get(actor.records_since.remote(self._cursors.get(name, 0)), timeout=_POLL_SECONDS * 10)
+                page = ray.get(
+                    actor.records_since.remote(self._cursors.get(name, 0)), timeout=_POLL_SECONDS * 10
+                )
                 self._cursors[name] = page.cursor
                 if name in self._makers:
                     self._log.maker_records(page.records)
@@ -198,17 +226,19 @@ class DetachedRun:
                     self._log.buffer_batches = ray.get(length, timeout=_POLL_SECONDS * 10)
             except (GetTimeoutError, RayActorError):
                 continue  # the loops' own references tell whether it died, and why
-        self._checkpoint()
+        self._complete_checkpoints()
         self._on_progress(self._log.snapshot())
 
-    def _checkpoint(self) -> None:
-        every, version = self._config.train.save_every, self._log.trainer_version
-        if every and version >= self._last_saved + every:
-            self._last_saved = version - version % every
-            self._save(str(self._config.output_folder.resolve() / "checkpoints" / f"version-{version}"))
+    def _complete_checkpoints(self) -> None:
+        """Put the tokenizer beside weights that the trainers have saved, for transformers to find."""
+        for folder in self._checkpoints.glob("version-*"):
+            if not (folder / "tokenizer_config.json").exists():
+                assembly.load_tokenizer(self._config).save_pretrained(folder)
 
     def _save(self, path: str) -> None:
-        saves = [trainer.strategy_save_actor.remote(path, only_rank0=True) for trainer in self._trainers.values()]
+        saves = [
+            trainer.strategy_save_actor.remote(path, only_rank0=True) for trainer in self._trainers.values()
+        ]
         self._get(saves, f"the model to be saved to {path}")
         assembly.load_tokenizer(self._config).save_pretrained(path)
 
@@ -232,16 +262,10 @@ class DetachedRun:
         except GetTimeoutError:
             raise DeadlineExceeded(f"waited {self._deadlines.start:g} s for {what}.") from None
         except RayTaskError as error:
-            raise error.as_instanceof_cause() from None
+            raise original_error(error) from None
         except RayActorError as error:
-            raise PeerDied(f"an actor died while waiting for {what}: {_reason(error)}") from None
+            raise PeerDied(f"an actor died while waiting for {what}: {death_reason(error)}") from None
 
     def _say(self, message: str) -> None:
         self._log.message = message
         self._on_progress(self._log.snapshot())
-
-
-def _reason(error: RayActorError) -> str:
-    """The last line of a Ray actor error is the exception that killed the actor."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

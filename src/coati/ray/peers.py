@@ -1,12 +1,13 @@
 """Finding other actors by name, and telling whether they are still there."""
 
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util import list_named_actors
 
 from coati.deadlines import Deadlines
@@ -29,11 +30,14 @@ def find_actor(name: str, *, role: str, deadline_seconds: float) -> Any:
             if now - started >= deadline_seconds:
                 known = ", ".join(sorted(list_named_actors())) or "none"
                 raise ActorNotFound(
-                    f"no {role} actor named {name!r} appeared within {deadline_seconds:g} s. Actors there are: {known}. "
-                    f"Create it with .options(name={name!r}) in the same Ray namespace, or correct the name list."
+                    f"no {role} actor named {name!r} appeared within {deadline_seconds:g} s. Actors there "
+                    f"are: {known}. Create it with .options(name={name!r}) in the same Ray namespace, or "
+                    "correct the name list."
                 ) from None
             if now >= next_message:
-                logger.info("waiting for the %s actor %r to appear (%.0f s so far)", role, name, now - started)
+                logger.info(
+                    "waiting for the %s actor %r to appear (%.0f s so far)", role, name, now - started
+                )
                 next_message = now + 10.0
             time.sleep(_POLL_SECONDS)
 
@@ -62,15 +66,13 @@ class NamedPeers:
             self._handles[name] = find_actor(name, role=self.role, deadline_seconds=self._deadlines.start)
         return self._handles[name]
 
-    def missing(self) -> list[str]:
-        """Names that no living actor has now."""
-        return [name for name in self.names if not is_alive(name)]
-
     def require_some_alive(self, doing: str) -> None:
         """Raise PeerDied if peers that were there are all gone: waiting for them would be for ever."""
         seen = [name for name in self.names if name in self._handles]
         if seen and not any(is_alive(name) for name in self.names):
-            raise PeerDied(f"every {self.role} ({', '.join(seen)}) is gone while {doing}. See their logs for the cause.")
+            raise PeerDied(
+                f"every {self.role} ({', '.join(seen)}) is gone while {doing}. See their logs for the cause."
+            )
 
 
 def wait_in_slices(
@@ -98,4 +100,18 @@ def wait_in_slices(
             next_message = now + message_every
 
 
-__all__ = ["NamedPeers", "RayActorError", "find_actor", "is_alive", "wait_in_slices"]
+def original_error(error: RayTaskError) -> Exception:
+    """The exception as the other actor raised it; the text of Ray's wrapping is a whole traceback."""
+    cause: Exception = error.cause
+    while isinstance(cause, RayTaskError):
+        cause = cause.cause
+    return cause
+
+
+def death_reason(error: RayActorError) -> str:
+    """Why an actor died, in one line: what its constructor raised, or what Ray says of its process."""
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
+    # What an exception says comes after its traceback, whose lines are indented.
+    last_frame = max((index for index, line in enumerate(lines) if line[0].isspace()), default=-1)
+    reason = " ".join(line.strip() for line in lines[last_frame + 1 :]) or type(error).__name__
+    return re.sub(r"^coati\.errors\.\w+: ", "", reason)

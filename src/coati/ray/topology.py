@@ -1,8 +1,8 @@
 """Who sends what to whom, for any number of makers and trainers.
 
-Experience: every maker sends to every trainer, one item at a time in turn, so each trainer gets its share whatever
-the numbers are. Weights: the trainers of a group hold the same weights, so each maker is updated by exactly one
-of them, and the makers are spread over the trainers.
+Experience: every maker sends to every trainer, one item at a time in turn, so each trainer gets its share
+whatever the numbers are. Weights: the trainers of a group hold the same weights, so each maker is updated by
+exactly one of them, and the makers are spread over the trainers.
 """
 
 from collections.abc import Sequence

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from coati.deadlines import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied, WeightUpdateError
-from coati.ray.peers import NamedPeers
+from coati.ray.peers import NamedPeers, death_reason, original_error
 from coati.weights import UpdateHeader, WeightChunk, WeightManifest
 
 logger = logging.getLogger(__name__)
@@ -32,20 +32,24 @@ class WeightChannel:
     ) -> None:
         """Send header, chunks and manifest; returns when every maker has verified the update.
 
-        A maker that died is reported and left out from then on; an update that any living maker rejects, or that
-        no maker is left to take, is an error.
+        A maker that died is reported and left out from then on; one that cannot be reached now misses this
+        update and is sent the next. An update that any living maker rejects, or that no maker is left to
+        take, is an error. With no makers the messages are still drawn, because ranks gather their weights
+        together.
         """
         targets = {name: self._peers.handle(name) for name in self._peers.names if name not in self._lost}
         attempt = _Attempt(targets, deadline=time.monotonic() + self._deadlines.update)
         attempt.call(update=header, fully_update=fully_update, chunk_start=True)
         for message in messages:
+            if not targets:
+                continue
             # Wrapped, so that Ray resolves it in the maker and the sender never copies it again.
             ref = ray.put(message)
             if isinstance(message, WeightChunk):
                 attempt.call(chunk=ref)
             else:
                 attempt.call(manifest=ref, fully_update=fully_update, chunk_end=True)
-            attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * max(1, len(targets)))
+            attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(targets))
         attempt.wait(until_in_flight=0)
         self._judge(header, attempt)
 
@@ -53,6 +57,8 @@ class WeightChannel:
         for name, reason in attempt.dead.items():
             self._lost.add(name)
             logger.error("maker %s is gone and gets no more weights: %s", name, reason)
+        for name, reason in attempt.unreachable.items():
+            logger.error("maker %s missed the weights of version %d: %s", name, header.version, reason)
         if attempt.rejected:
             details = "; ".join(f"maker {name}: {reason}" for name, reason in attempt.rejected.items())
             raise WeightUpdateError(f"weights of version {header.version} were rejected. {details}")
@@ -69,13 +75,16 @@ class _Attempt:
         self._in_flight: dict[Any, str] = {}
         self.rejected: dict[str, str] = {}
         self.dead: dict[str, str] = {}
+        self.unreachable: dict[str, str] = {}
 
     def call(self, **arguments: Any) -> None:
+        """Call every maker that has taken all so far; an update that lacks a part is worth nothing."""
         for name, handle in self._targets.items():
-            if name not in self.rejected and name not in self.dead:
+            if name not in self.rejected and name not in self.dead and name not in self.unreachable:
                 self._in_flight[handle.update_experience_maker.remote(**arguments)] = name
 
     def wait(self, *, until_in_flight: int) -> None:
+        """Wait for answers until at most so many calls are open."""
         while len(self._in_flight) > until_in_flight:
             remaining = self._deadline - time.monotonic()
             done, _ = ray.wait(list(self._in_flight), num_returns=1, timeout=max(0.0, remaining))
@@ -86,6 +95,8 @@ class _Attempt:
             try:
                 ray.get(done[0])
             except RayTaskError as error:
-                self.rejected.setdefault(name, str(error.as_instanceof_cause().args[0]).strip().splitlines()[-1])
+                self.rejected.setdefault(name, str(original_error(error)).strip())
+            except ActorUnavailableError as error:
+                self.unreachable.setdefault(name, death_reason(error))
             except RayActorError as error:
-                self.dead.setdefault(name, str(error).strip().splitlines()[0])
+                self.dead.setdefault(name, death_reason(error))

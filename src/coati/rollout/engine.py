@@ -31,6 +31,21 @@ class Rollout:
     rollout_log_probs: Tensor  # [B, A] log-probs at the sampling temperature, before top-k/top-p cut anything
     is_cut: Tensor  # [B] bool: the response reached the length limit without an end-of-sequence token
 
+    def shortened(self, limits: Tensor) -> "Rollout":
+        """Cut each response to its own limit [B], and the batch to the longest that is left."""
+        width = int(self.action_mask.sum(dim=1).minimum(limits).max())
+        first = self.sequences.shape[1] - self.action_mask.shape[1]
+        fits = torch.arange(width, device=limits.device) < limits.unsqueeze(1)  # [B, width]
+        attention_mask = self.attention_mask[:, : first + width].clone()
+        attention_mask[:, first:].masked_fill_(~fits, 0)
+        return Rollout(
+            sequences=self.sequences[:, : first + width],
+            attention_mask=attention_mask,
+            action_mask=self.action_mask[:, :width] & fits,
+            rollout_log_probs=self.rollout_log_probs[:, :width].masked_fill(~fits, 0.0),
+            is_cut=self.is_cut | (self.action_mask.sum(dim=1) > limits),
+        )
+
 
 class RolloutEngine(Protocol):
     """Generates responses. Engines differ in speed only: the draws are keyed by sample id."""
@@ -43,8 +58,8 @@ class RolloutEngine(Protocol):
 def mask_after_end(responses: Tensor, eos_token_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Which tokens belong to the response [B, A], and whether each ended by itself [B].
 
-    The first end-of-sequence token ends the response and is part of it. Works where pad and eos are one token,
-    because it goes by position and not by value.
+    The first end-of-sequence token ends the response and is part of it. Works where pad and eos are one
+    token, because it goes by position and not by value.
 
     >>> mask_after_end(torch.tensor([[5, 2, 2], [5, 6, 7]]), (2,))
     (tensor([[ True,  True, False],

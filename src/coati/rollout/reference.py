@@ -6,11 +6,21 @@ draws each row's token by inverse CDF from that row's own uniform numbers. All o
 (penalties, stop strings, caches) keeps working; only the dice are ours.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -23,9 +33,7 @@ from transformers.generation.logits_process import (
 from coati.models.actor import unwrap
 from coati.randomness import keyed_uniforms
 from coati.rollout.engine import Rollout, RolloutRequest, mask_after_end
-from coati.rollout.options import GenerateOptions
-
-_CALL_ARGUMENTS = ("stopping_criteria", "prefix_allowed_tokens_fn", "tokenizer", "stop_strings")
+from coati.rollout.options import CALL_ARGUMENTS, GenerateOptions
 
 
 class ReferenceEngine:
@@ -41,43 +49,66 @@ class ReferenceEngine:
         options = request.options
         eos_token_ids = options.eos_token_ids(model)
         dice = _KeyedDice(request, device=request.input_ids.device)
+        stops = _Stops(request, device=request.input_ids.device)
+        config = _greedy_config(model, request, eos_token_ids)
         was_training = model.training
         model.eval()
         try:
-            sequences = model.generate(
-                request.input_ids,
-                attention_mask=request.attention_mask,
-                generation_config=_greedy_config(model, request, eos_token_ids),
-                logits_processor=LogitsProcessorList([*_processors(options), dice]),
-                **{name: options.extra[name] for name in _CALL_ARGUMENTS if name in options.extra},
-            )
+            with _without_saved_defaults(model, config):
+                sequences = model.generate(
+                    request.input_ids,
+                    attention_mask=request.attention_mask,
+                    generation_config=config,
+                    logits_processor=LogitsProcessorList([*_processors(options), dice]),
+                    stopping_criteria=StoppingCriteriaList([stops]),
+                    prefix_allowed_tokens_fn=options.extra.get("prefix_allowed_tokens_fn"),
+                )
         finally:
             model.train(was_training)
         responses = sequences[:, request.input_ids.shape[1] :]
         action_mask, has_ended = mask_after_end(responses, eos_token_ids)
+        action_mask &= stops.mask(responses.shape[1])
         return Rollout(
             sequences=sequences,
-            attention_mask=torch.cat([request.attention_mask, action_mask.to(request.attention_mask.dtype)], dim=1),
+            attention_mask=torch.cat(
+                [request.attention_mask, action_mask.to(request.attention_mask.dtype)], dim=1
+            ),
             action_mask=action_mask,
             rollout_log_probs=dice.log_probs(responses.shape[1]).masked_fill(~action_mask, 0.0),
-            is_cut=~has_ended,
+            is_cut=~has_ended & ~stops.has_stopped,
         )
 
 
 def _greedy_config(
     model: PreTrainedModel, request: RolloutRequest, eos_token_ids: tuple[int, ...]
 ) -> GenerationConfig:
-    """A config of our own: the model's saved sampling defaults must not reshape the policy unseen."""
+    """A config of our own: greedy, with the user's options."""
     options = request.options
-    extra = {name: value for name, value in options.extra.items() if name not in (*_CALL_ARGUMENTS, "logits_processor")}
+    extra = {name: value for name, value in options.extra.items() if name not in CALL_ARGUMENTS}
+    extra.setdefault("bos_token_id", getattr(model.config, "bos_token_id", None))
     return GenerationConfig(
         do_sample=False,
         max_new_tokens=request.max_new_tokens,
         eos_token_id=list(eos_token_ids) or None,
         pad_token_id=options.pad_token(model),
-        bos_token_id=getattr(model.config, "bos_token_id", None),
         **extra,
     )
+
+
+@contextlib.contextmanager
+def _without_saved_defaults(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """Hide the model's saved generation config, from which `generate` fills in whatever ours leaves open:
+    a repetition penalty that came with a model must not reshape the policy unseen."""
+    # A peft wrapper has one of its own, which its `generate` writes over that of the model inside.
+    owners = [model, model.get_base_model()] if hasattr(model, "get_base_model") else [model]
+    saved = [owner.generation_config for owner in owners]
+    for owner in owners:
+        owner.generation_config = config
+    try:
+        yield
+    finally:
+        for owner, original in zip(owners, saved, strict=True):
+            owner.generation_config = original
 
 
 def _processors(options: GenerateOptions) -> list[Any]:
@@ -101,17 +132,17 @@ def _processors(options: GenerateOptions) -> list[Any]:
     return processors
 
 
-class _Temperature(LogitsProcessor):
+class _Temperature(LogitsProcessor):  # type: ignore[misc]
     """Divides by the temperature and leaves normalised log-probs, which cutting down does not change."""
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
         return torch.log_softmax(scores.float() / self._temperature, dim=-1)
 
 
-class _KeyedDice(LogitsProcessor):
+class _KeyedDice(LogitsProcessor):  # type: ignore[misc]
     """Decides each row's next token, remembers its log-prob, and hands `generate` a foregone conclusion.
 
     It is the last processor, so the scores it sees are log-probs with the cut tokens at -inf. The token's
@@ -124,7 +155,7 @@ class _KeyedDice(LogitsProcessor):
         draws = keyed_uniforms(request.seed, request.sample_ids.tolist(), request.max_new_tokens)
         self._uniforms = torch.from_numpy(draws).to(device)  # [B, max_new_tokens]
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
         step = len(self._log_probs)
         tokens = inverse_cdf(scores, self._uniforms[:, step]) if self._do_sample else scores.argmax(dim=-1)
         rows = torch.arange(scores.shape[0], device=scores.device)
@@ -134,8 +165,37 @@ class _KeyedDice(LogitsProcessor):
         return decided
 
     def log_probs(self, num_actions: int) -> Tensor:
-        """[B, num_actions]."""
+        """log-probs of what was drawn, [B, num_actions]."""
         return torch.stack(self._log_probs, dim=1)[:, :num_actions]
+
+
+class _Stops(StoppingCriteria):  # type: ignore[misc]
+    """The user's stop strings and criteria; remembers where each row met one.
+
+    A row that is done goes on, as padding or as text, until the last one is: the tokens cannot tell.
+    """
+
+    def __init__(self, request: RolloutRequest, *, device: torch.device) -> None:
+        extra = request.options.extra
+        self._num_prompt_tokens = request.input_ids.shape[1]
+        self._criteria: list[Any] = list(extra.get("stopping_criteria", ()))
+        if "stop_strings" in extra:
+            self._criteria.append(StopStringCriteria(extra["tokenizer"], extra["stop_strings"]))
+        self.has_stopped = torch.zeros(request.input_ids.shape[0], dtype=torch.bool, device=device)  # [B]
+        self._lengths = torch.full_like(self.has_stopped, request.max_new_tokens, dtype=torch.long)  # [B]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        stops_here = torch.zeros_like(self.has_stopped)
+        for criterion in self._criteria:
+            stops_here |= criterion(input_ids, scores, **kwargs)
+        is_first = stops_here & ~self.has_stopped
+        self._lengths[is_first] = input_ids.shape[1] - self._num_prompt_tokens
+        self.has_stopped |= stops_here
+        return self.has_stopped.clone()
+
+    def mask(self, num_actions: int) -> Tensor:
+        """True up to and with the token that stopped the row, [B, num_actions]."""
+        return torch.arange(num_actions, device=self._lengths.device) < self._lengths.unsqueeze(1)
 
 
 def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -149,4 +209,5 @@ def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     tokens = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
     # A product that rounds up to the total would land one past the end: take the last token that has mass.
     last_with_mass = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).squeeze(-1)
-    return torch.minimum(tokens, last_with_mass)
+    # Only nan gets past that: its row goes on as nan, which the learner's guard names, not as a bad index.
+    return torch.minimum(tokens, last_with_mass).clamp(max=log_probs.shape[-1] - 1)

@@ -23,7 +23,7 @@ class FitLoop:
     """Consumes batches, trains on them, publishes weights. Waits only inside `next_batch` and `publish`.
 
     `next_batch` returns None when no more data will come; `agree` lets the ranks of a group decide together
-    whether all of them have a batch, so that none waits alone in a collective operation.
+    whether all of them go on and have a batch, so that none waits alone in a collective operation.
     """
 
     def __init__(
@@ -47,21 +47,26 @@ class FitLoop:
         self.num_episodes = 0
 
     def run(self, total_steps: int, update_steps: int, train_epochs: int = 1) -> int:
-        """Train on `total_steps` fresh batches, `update_steps` in an episode; the last episode takes the remainder.
+        """Train on `total_steps` fresh batches, `update_steps` in an episode, the last with the remainder.
 
-        Returns how many fresh batches were trained on: fewer than asked for if the data ran out or a stop came.
+        Returns how many fresh batches were trained on: fewer than asked for if data ran out or a stop came.
         """
-        for name, value in (("total_steps", total_steps), ("update_steps", update_steps), ("train_epochs", train_epochs)):
+        for name, value in (
+            ("total_steps", total_steps),
+            ("update_steps", update_steps),
+            ("train_epochs", train_epochs),
+        ):
             if value < 1:
                 raise ConfigError(f"fit's {name} must be 1 or more, got {value}.")
         self._notify("on_fit_start")
         num_done = 0
-        while num_done < total_steps and not self._should_stop():
+        while num_done < total_steps and self._agree(not self._should_stop()):
             wanted = min(update_steps, total_steps - num_done)
             num_fresh = self._episode(self.num_episodes, wanted, train_epochs)
             num_done += num_fresh
             if num_fresh < wanted:
-                logger.warning("training ends after %d of %d batches: no more data came", num_done, total_steps)
+                reason = "it was stopped" if self._should_stop() else "no more data came"
+                logger.warning("training ends after %d of %d batches: %s", num_done, total_steps, reason)
                 break
         self._notify("on_fit_end")
         return num_done
@@ -92,7 +97,9 @@ class FitLoop:
             batch = self._next_batch()
             if not self._agree(batch is not None):
                 if batch is not None:
-                    logger.warning("dropped a batch of %d samples: another rank has no data left", batch.num_samples)
+                    logger.warning(
+                        "dropped a batch of %d samples: another rank has no data left", batch.num_samples
+                    )
                 break
             assert batch is not None
             self._train_on(batch)

@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import logging
 import math
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from coati.algos import (
@@ -39,7 +41,7 @@ class PPOSettings:
 
     entropy_coef: float = 0.0
     whiten_advantages: bool = True
-    """Zero mean and unit variance over the batch, for the policy loss only (the critic's target needs them raw)."""
+    """Zero mean and unit variance over the batch, for the policy loss only: the critic needs them raw."""
 
     actor_lr: float = 1e-6
     critic_lr: float = 1e-5
@@ -56,7 +58,9 @@ class PPOSettings:
 
     def __post_init__(self) -> None:
         if self.micro_batch_size < 0:
-            raise ConfigError(f"micro_batch_size must be 0 (whole batch) or more, got {self.micro_batch_size}.")
+            raise ConfigError(
+                f"micro_batch_size must be 0 (whole batch) or more, got {self.micro_batch_size}."
+            )
         if self.lr_schedule != "constant" and self.total_steps < 1:
             raise ConfigError(
                 f"total_steps must be 1 or more for lr_schedule={self.lr_schedule!r}, got {self.total_steps}."
@@ -69,8 +73,8 @@ class PPOSettings:
 class PPOLearner:
     """Actor, critic and their optimizers, prepared by a strategy.
 
-    `step` is all or nothing: if either gradient is not finite, neither optimizer moves, and the batch is counted
-    and named.
+    `step` is all or nothing: if either gradient is not finite, neither optimizer moves, and the batch is
+    counted and named.
     """
 
     def __init__(
@@ -97,7 +101,8 @@ class PPOLearner:
                 optimizer,
                 kind=settings.lr_schedule,
                 warmup_steps=settings.warmup_steps,
-                total_steps=max(1, settings.warmup_steps, settings.total_steps),
+                # A constant rate needs no end; a decaying one has total_steps, which the settings insist on.
+                total_steps=settings.total_steps or max(1, settings.warmup_steps),
             )
             for optimizer in (self.actor_optimizer, self.critic_optimizer)
         ]
@@ -111,19 +116,29 @@ class PPOLearner:
         """Learn from one batch; returns metrics, with `actor_loss` and `critic_loss` among them."""
         experience.validate()
         experience.to_device(self.device)
+        experience = _with_some_column(experience)
         mask = experience.full_action_mask()
-        num_tokens = self.strategy.all_reduce_sum(mask.sum()).clamp_min(1)
+        num_tokens = self.strategy.all_reduce_sum(mask.sum())
         advantages = experience.advantages
         if self.settings.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
         sums = _Sums()
+        rates = {
+            "optim/actor_lr": float(self.actor_optimizer.param_groups[0]["lr"]),
+            "optim/critic_lr": float(self.critic_optimizer.param_groups[0]["lr"]),
+        }
         parts = self._micro_batches(experience.num_samples)
-        for index, rows in enumerate(parts):
-            with self._gradients_stay_local(until_last=index == len(parts) - 1):
-                part = experience.select(rows)
-                self._actor_pass(part, advantages[rows], num_tokens, sums)
-                self._critic_pass(part, num_tokens, sums)
-        actor_norm, critic_norm = self._apply_gradients(experience)
+        try:
+            for index, rows in enumerate(parts):
+                with self._gradients_stay_local(is_last=index == len(parts) - 1):
+                    part = experience.select(rows)
+                    self._actor_pass(part, advantages[rows], num_tokens, sums)
+                    self._critic_pass(part, num_tokens, sums)
+            actor_norm, critic_norm = self._apply_gradients(experience, int(num_tokens))
+        finally:
+            # Also when a pass raises: the next batch must not inherit half of this one's gradient.
+            self.actor_optimizer.zero_grad(set_to_none=True)
+            self.critic_optimizer.zero_grad(set_to_none=True)
         return {
             "actor_loss": sums["policy/loss"],
             "critic_loss": sums["value/loss"],
@@ -131,8 +146,7 @@ class PPOLearner:
             "policy/grad_norm": actor_norm,
             "value/grad_norm": critic_norm,
             "value/explained_variance": _explained_variance(experience, mask),
-            "optim/actor_lr": float(self.actor_optimizer.param_groups[0]["lr"]),
-            "optim/critic_lr": float(self.critic_optimizer.param_groups[0]["lr"]),
+            **rates,
             "optim/skipped_batches": float(self.num_skipped),
             "train/tokens": float(mask.sum()),
         }
@@ -159,7 +173,9 @@ class PPOLearner:
             clip_high=settings.eps_clip,
             num_tokens=num_tokens,
         )
-        bonus = entropy_bonus(entropy if needs_entropy_gradient else entropy.detach(), mask, num_tokens=num_tokens)
+        bonus = entropy_bonus(
+            entropy if needs_entropy_gradient else entropy.detach(), mask, num_tokens=num_tokens
+        )
         loss = policy.loss - settings.entropy_coef * bonus
         self.strategy.backward(loss, self.actor, self.actor_optimizer)
         sums.add("policy/loss", policy.loss)
@@ -182,12 +198,12 @@ class PPOLearner:
         sums.add("value/loss", value.loss)
         sums.add("value/clip_fraction", value.clip_fraction)
 
-    def _apply_gradients(self, experience: Experience) -> tuple[float, float]:
+    def _apply_gradients(self, experience: Experience, num_tokens: int) -> tuple[float, float]:
         """Clip and step both optimizers, or neither. The norms are global, so all ranks decide alike."""
         max_norm = self.settings.max_grad_norm
         actor_norm = float(self.strategy.clip_grad_norm(self.actor, max_norm))
         critic_norm = float(self.strategy.clip_grad_norm(self.critic, max_norm))
-        if math.isfinite(actor_norm) and math.isfinite(critic_norm):
+        if num_tokens > 0 and math.isfinite(actor_norm) and math.isfinite(critic_norm):
             self.strategy.optimizer_step(self.actor_optimizer)
             self.strategy.optimizer_step(self.critic_optimizer)
             for schedule in self._schedules:
@@ -196,13 +212,13 @@ class PPOLearner:
             self.num_skipped += 1
             ids = experience.sample_ids.tolist() if experience.sample_ids is not None else "unknown"
             logger.warning(
-                "batch skipped, optimizer untouched: gradient norms are actor %s, critic %s (sample ids %s)",
+                "batch skipped, optimizer untouched: %d response tokens, gradient norms are actor %s, "
+                "critic %s (sample ids %s)",
+                num_tokens,
                 actor_norm,
                 critic_norm,
                 ids,
             )
-        self.actor_optimizer.zero_grad(set_to_none=True)
-        self.critic_optimizer.zero_grad(set_to_none=True)
         return actor_norm, critic_norm
 
     def _micro_batches(self, num_samples: int) -> list[slice]:
@@ -210,9 +226,9 @@ class PPOLearner:
         return [slice(start, min(start + size, num_samples)) for start in range(0, num_samples, size)]
 
     @contextlib.contextmanager
-    def _gradients_stay_local(self, *, until_last: bool) -> Any:
+    def _gradients_stay_local(self, *, is_last: bool) -> Iterator[None]:
         """Ranks exchange gradients once, in the last micro-batch."""
-        if until_last:
+        if is_last:
             yield
             return
         with self.strategy.no_sync(self.actor), self.strategy.no_sync(self.critic):
@@ -232,16 +248,35 @@ class _Sums(dict[str, float]):
 def _make_optimizer(optimizer_class: type[Optimizer], model: nn.Module, lr: float) -> Optimizer:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise ConfigError(f"{type(model).__name__} has no trainable parameters, so there is nothing to learn.")
+        raise ConfigError(
+            f"{type(model).__name__} has no trainable parameters, so there is nothing to learn."
+        )
     return optimizer_class(trainable, lr=lr)  # type: ignore[call-arg]
 
 
 def _turn_dropout_off(model: nn.Module) -> None:
-    """Dropout would make the ratio to the sampling policy differ from 1 on its own data. LoRA's own stays on."""
+    """Dropout would make the ratio to the sampling policy differ from 1 on its own data. LoRA's stays on."""
     model.eval()
     for name, module in model.named_modules():
         if "lora_dropout" in name:
             module.train()
+
+
+def _with_some_column(experience: Experience) -> Experience:
+    """The same samples with at least one response column, masked if there was none.
+
+    So a batch of nothing but empty responses still goes through the models, and a rank that has one takes
+    part in the exchange of gradients that the others wait for.
+    """
+    if experience.num_actions > 0:
+        return experience
+    mask = experience.attention_mask
+    wider = {name: F.pad(t, (0, 1)) for name, t in experience.tensors() if t.ndim == 2}
+    wider["attention_mask"] = F.pad(torch.ones_like(experience.sequences) if mask is None else mask, (0, 1))
+    wider["action_mask"] = torch.zeros(
+        experience.num_samples, 1, dtype=torch.bool, device=experience.sequences.device
+    )
+    return dataclasses.replace(experience, **wider)
 
 
 def _explained_variance(experience: Experience, mask: Tensor) -> float:

@@ -60,9 +60,7 @@ class WeightManifest:
     @property
     def nbytes(self) -> int:
         """Payload in bytes."""
-        return sum(
-            int(np.prod(spec.shape, dtype=np.int64)) * _itemsize(spec.dtype) for spec in self.tensors
-        )
+        return sum(int(np.prod(spec.shape, dtype=np.int64)) * _itemsize(spec.dtype) for spec in self.tensors)
 
 
 def specs_of(module: str, tensors: Mapping[str, WireTensor]) -> list[TensorSpec]:
@@ -73,7 +71,9 @@ def specs_of(module: str, tensors: Mapping[str, WireTensor]) -> list[TensorSpec]
     ]
 
 
-def make_chunk(header: UpdateHeader, index: int, module: str, tensors: Mapping[str, WireTensor]) -> WeightChunk:
+def make_chunk(
+    header: UpdateHeader, index: int, module: str, tensors: Mapping[str, WireTensor]
+) -> WeightChunk:
     """A chunk with its fingerprint."""
     return WeightChunk(header=header, index=index, module=module, tensors=tensors, checksum=checksum(tensors))
 

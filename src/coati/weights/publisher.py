@@ -1,7 +1,7 @@
 """Turns a trainer's weights into messages: header, chunks of bounded size, manifest.
 
-The publisher knows nothing of Ray: it is an iterator, and whoever consumes it sends. It must be consumed while
-nobody changes the weights, because a chunk shares memory with the parameters until it is sent.
+The publisher knows nothing of Ray: it is an iterator, and whoever consumes it sends. It must be consumed
+while nobody changes the weights, because a chunk shares memory with the parameters until it is sent.
 """
 
 import uuid

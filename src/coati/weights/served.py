@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,16 @@ from coati.weights.stage import VerifiedUpdate
 logger = logging.getLogger(__name__)
 
 
+class _Pending(NamedTuple):
+    """Weights that wait until nobody works with the models."""
+
+    version: int
+    tensors: Mapping[tuple[str, str], Tensor]
+    is_full: bool
+
+
 class ServedModels:
-    """Guards modules that one thread works with and others update.
+    """Guards modules that some threads work with and others update.
 
     Versions count up: an update that carries none (a plain call) counts as the next one.
     """
@@ -29,8 +38,8 @@ class ServedModels:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = dict(modules)
         self._changed = threading.Condition()
-        self._is_busy = False
-        self._pending: VerifiedUpdate | None = None
+        self._num_users = 0
+        self._pending: _Pending | None = None
         self._version = 0
         self._num_commits = 0
         self._full_commits = 0
@@ -58,15 +67,15 @@ class ServedModels:
     def use(self) -> Iterator[int]:
         """Work with the models; yields the version that serves throughout."""
         with self._changed:
-            self._commit_pending()
-            self._is_busy = True
+            self._commit_if_free()
+            self._num_users += 1
             version = self._version
         try:
             yield version
         finally:
             with self._changed:
-                self._is_busy = False
-                self._commit_pending()
+                self._num_users -= 1
+                self._commit_if_free()
 
     def offer(self, update: VerifiedUpdate) -> bool:
         """Commit now if nobody works with the models, else as soon as they are free. True: committed now.
@@ -74,18 +83,19 @@ class ServedModels:
         An update older than what serves, from anyone, is dropped: weights never go back.
         """
         with self._changed:
-            newest = self._pending.version if self._pending is not None else self._version
-            if update.version is not None and newest is not None and update.version < newest:
-                logger.info("weights of version %s from %s come too late; %s serves", update.version, update.source, newest)
+            newest = self._newest()
+            version = newest + 1 if update.version is None else update.version
+            if version < newest:
+                logger.info(
+                    "weights of version %d from %s come too late: have %d", version, update.source, newest
+                )
                 return False
-            self._pending = _merged(self._pending, update)
-            if self._is_busy:
-                return False
-            self._commit_pending()
-            return True
+            self._pending = _merged(self._pending, update, version)
+            self._changed.notify_all()  # some wait for a version to be pending, others for it to serve
+            return self._commit_if_free()
 
     def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
-        """Wait until this version (or a newer one) serves or is pending; False if the deadline passes first."""
+        """Wait until this version (or a newer one) serves or is pending; False after the deadline."""
         with self._changed:
             return self._changed.wait_for(lambda: self._newest() >= at_least, timeout=deadline_seconds)
 
@@ -96,15 +106,14 @@ class ServedModels:
                 raise DeadlineExceeded(f"waited {deadline_seconds:g} s for {what}, and none came.")
 
     def _newest(self) -> int:
-        pending = self._pending.version if self._pending is not None else None
-        return max(self._version, pending if pending is not None else self._version)
+        return self._version if self._pending is None else self._pending.version
 
     @torch.no_grad()
-    def _commit_pending(self) -> None:
+    def _commit_if_free(self) -> bool:
+        """Copy the pending update, if there is one, into the models, if nobody works with them."""
+        if self._pending is None or self._num_users > 0:
+            return False
         update, self._pending = self._pending, None
-        if update is None:
-            self._changed.notify_all()
-            return
         started = time.perf_counter()
         targets: dict[tuple[str, str], Tensor] = {
             (label, name): tensor
@@ -113,18 +122,16 @@ class ServedModels:
         }
         for key, tensor in update.tensors.items():
             targets[key].copy_(tensor)
-        self._version = update.version if update.version is not None else self._version + 1
+        self._version = update.version
         self._num_commits += 1
         self._full_commits += update.is_full
         self._last_commit_seconds = time.perf_counter() - started
         self._changed.notify_all()
+        return True
 
 
-def _merged(old: VerifiedUpdate | None, new: VerifiedUpdate) -> VerifiedUpdate:
+def _merged(old: _Pending | None, new: VerifiedUpdate, version: int) -> _Pending:
     """Two updates waiting: the newer wins weight by weight, and what only the older touched is kept."""
     if old is None:
-        return new
-    version = new.version if new.version is not None else old.version
-    return VerifiedUpdate(
-        new.update_id, version, new.source, {**old.tensors, **new.tensors}, old.is_full or new.is_full
-    )
+        return _Pending(version, new.tensors, new.is_full)
+    return _Pending(version, {**old.tensors, **new.tensors}, old.is_full or new.is_full)

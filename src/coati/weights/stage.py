@@ -1,15 +1,16 @@
 """Where a weight update waits until it is whole.
 
 Chunks are staged off to the side while the old weights go on serving. `finish` checks names, shapes, dtypes,
-count and checksums, and hands out a `VerifiedUpdate`, or raises and forgets the update: a receiver never holds
-half of one. Stages are keyed by update id, so two senders cannot interleave into one, and a sender that dies
-in the middle leaves nothing locked: its stage is evicted when newer ones need the room.
+count and checksums, and hands out a `VerifiedUpdate`, or raises and forgets the update: a receiver never
+holds half of one. Stages are keyed by update id, so two senders cannot interleave into one, and a sender that
+dies in the middle leaves nothing locked: the stage that nobody has added to for longest is evicted when newer
+ones need the room.
 """
 
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from coati.errors import WeightUpdateError
+from coati.trainer.strategies.state_chunks import tied_names
 from coati.weights.checksum import checksum
-from coati.weights.manifest import WeightChunk, WeightManifest, specs_of
+from coati.weights.manifest import UpdateHeader, WeightChunk, WeightManifest, specs_of
 from coati.wire import WireTensor, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ class VerifiedUpdate:
     version: int | None  # None: a plain call, which carries no version
     source: str
     tensors: Mapping[tuple[str, str], Tensor]
-    is_full: bool
+    is_full: bool  # every weight of every module of the receiver
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +69,9 @@ class WeightStage:
     def begin(self, update_id: str, *, version: int | None, source: str) -> None:
         """Open a stage; an unfinished one with the same id is discarded."""
         if self._open.pop(update_id, None) is not None:
-            logger.warning("weight update %s from %s began again; what it had staged is discarded", update_id, source)
+            logger.warning(
+                "weight update %s from %s began again; what it had staged is discarded", update_id, source
+            )
         self._open[update_id] = _OpenStage(version, source)
         while len(self._open) > MAX_OPEN_STAGES:
             old_id, old = self._open.popitem(last=False)
@@ -80,9 +84,8 @@ class WeightStage:
         if found != chunk.checksum:
             self.abort(chunk.header.update_id)
             raise WeightUpdateError(
-                f"chunk {chunk.index} of weight update {chunk.header.update_id} (version {chunk.header.version}) from "
-                f"{chunk.header.source} is corrupt: checksum {found:#010x}, sent as {chunk.checksum:#010x}. "
-                "The update is rejected whole; the old weights go on serving."
+                f"chunk {chunk.index} of {_described(chunk.header)} is corrupt: checksum {found:#010x}, "
+                f"sent as {chunk.checksum:#010x}. Rejected whole; the old weights go on serving."
             )
         stage.chunks[chunk.index] = chunk
 
@@ -96,7 +99,7 @@ class WeightStage:
         """Verify a plain update: it has no manifest, so it must cover the modules it touches."""
         stage = self._stage(PLAIN_UPDATE, "the end of a plain update")
         self.abort(PLAIN_UPDATE)
-        tensors = {key: decode(wire) for key, wire in stage.plain.items()}
+        tensors = [(module, name, decode(wire)) for (module, name), wire in stage.plain.items()]
         return self._verified(PLAIN_UPDATE, stage, tensors, allow_partial=allow_partial)
 
     def finish(self, manifest: WeightManifest) -> VerifiedUpdate:
@@ -104,22 +107,33 @@ class WeightStage:
         header = manifest.header
         stage = self._stage(header.update_id, f"the manifest from {header.source}")
         self.abort(header.update_id)
-        where = f"weight update {header.update_id} (version {header.version}) from {header.source}"
+        where = _described(header)
+        if header.version != stage.version:
+            raise WeightUpdateError(f"{where} began as version {stage.version}. Rejected whole.")
         expected = set(range(len(manifest.chunk_checksums)))
         if missing := expected - stage.chunks.keys():
             raise WeightUpdateError(
-                f"{where} is missing {len(missing)} of {len(expected)} chunks (first: {min(missing)}). Rejected whole."
+                f"{where} is missing {len(missing)} of {len(expected)} chunks (first: {min(missing)}). "
+                "Rejected whole."
             )
         if extra := stage.chunks.keys() - expected:
-            raise WeightUpdateError(f"{where} has {len(extra)} chunks that its manifest does not list. Rejected whole.")
+            raise WeightUpdateError(
+                f"{where} has {len(extra)} chunks that its manifest does not list. Rejected whole."
+            )
         for index, sent in enumerate(manifest.chunk_checksums):
             if stage.chunks[index].checksum != sent:
-                raise WeightUpdateError(f"{where}: chunk {index} is not the one the manifest lists. Rejected whole.")
+                raise WeightUpdateError(
+                    f"{where}: chunk {index} is not the one the manifest lists. Rejected whole."
+                )
         chunks = [stage.chunks[index] for index in sorted(expected)]
         found = [spec for chunk in chunks for spec in specs_of(chunk.module, chunk.tensors)]
         if tuple(found) != manifest.tensors:
-            raise WeightUpdateError(f"{where}: its chunks do not hold the tensors its manifest lists. Rejected whole.")
-        tensors = {(c.module, name): decode(wire) for c in chunks for name, wire in c.tensors.items()}
+            raise WeightUpdateError(
+                f"{where}: its chunks do not hold the tensors its manifest lists. Rejected whole."
+            )
+        tensors = [
+            (chunk.module, name, decode(wire)) for chunk in chunks for name, wire in chunk.tensors.items()
+        ]
         return self._verified(header.update_id, stage, tensors, allow_partial=manifest.is_partial)
 
     def abort(self, update_id: str) -> None:
@@ -130,31 +144,48 @@ class WeightStage:
         stage = self._open.get(update_id)
         if stage is None:
             raise WeightUpdateError(
-                f"{what} belongs to weight update {update_id}, which is not open here. It never began, was rejected, or "
-                "was evicted by newer updates. Send the update again from its start."
+                f"{what} belongs to weight update {update_id}, which is not open here. It never began, was "
+                "rejected, or was evicted by newer updates. Send the update again from its start."
             )
+        self._open.move_to_end(update_id)  # so that the stage of a dead sender is evicted before a live one
         return stage
 
     def _verified(
-        self, update_id: str, stage: _OpenStage, tensors: Mapping[tuple[str, str], Tensor], *, allow_partial: bool
+        self,
+        update_id: str,
+        stage: _OpenStage,
+        tensors: Iterable[tuple[str, str, Tensor]],  # module, name as sent, value
+        *,
+        allow_partial: bool,
     ) -> VerifiedUpdate:
         resolved: dict[tuple[str, str], Tensor] = {}
-        for (module, name), tensor in tensors.items():
+        for module, name, tensor in tensors:
             target = self._targets.get(module)
             if target is None:
                 raise WeightUpdateError(
                     f"weight update {update_id} from {stage.source} is for a module {module!r}; "
                     f"this maker has {', '.join(self._targets)}. Rejected whole."
                 )
-            resolved[module, target.own_name(name, tensor, stage.source)] = tensor
-        touched = {module for module, _ in resolved}
-        if not touched:
-            raise WeightUpdateError(f"weight update {update_id} from {stage.source} holds no tensors. Rejected.")
+            key = (module, target.own_name(name, tensor, stage.source))
+            if key in resolved:
+                raise WeightUpdateError(
+                    f"{stage.source} sent the {module} weight {key[1]!r} twice, the second time as {name!r}. "
+                    "Rejected whole; send each weight once."
+                )
+            resolved[key] = tensor
+        if not resolved:
+            raise WeightUpdateError(
+                f"weight update {update_id} from {stage.source} holds no tensors. Rejected."
+            )
+        missing = {
+            module: target.missing([name for owner, name in resolved if owner == module])
+            for module, target in self._targets.items()
+        }
         if not allow_partial:
-            for module in sorted(touched):
-                self._targets[module].check_complete([name for m, name in resolved if m == module], stage.source)
+            for module in sorted({module for module, _ in resolved}):
+                self._targets[module].check_complete(missing[module], stage.source)
         return VerifiedUpdate(
-            update_id, stage.version, stage.source, resolved, is_full=touched == set(self._targets)
+            update_id, stage.version, stage.source, resolved, is_full=not any(missing.values())
         )
 
 
@@ -163,11 +194,11 @@ class _Target:
 
     def __init__(self, label: str, module: nn.Module) -> None:
         self._label = label
-        self._specs: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self._alias_group: dict[str, int] = {}  # tied weights share one storage, and travel once
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            self._specs[name] = (tensor.shape, tensor.dtype)
-            self._alias_group[name] = tensor.data_ptr() if tensor.numel() else id(tensor)
+        state = module.state_dict(keep_vars=True)
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        self._specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        tied = tied_names(module)  # tied weights travel once, under any of their names
+        self._first_name = {name: tied.get(name, name) for name in tensors}
 
     def own_name(self, name: str, tensor: Tensor, source: str) -> str:
         """The receiver's name for a sent tensor: the same, or with `model.` more or less in front."""
@@ -177,31 +208,42 @@ class _Target:
                 return candidate
         raise WeightUpdateError(
             f"{source} sent {self._label} weight {name!r}, which this maker's {self._label} does not have "
-            f"(it has e.g. {next(iter(self._specs), 'nothing')!r}). Rejected whole; use the same model on both sides."
+            f"(it has e.g. {next(iter(self._specs), 'nothing')!r}). Rejected whole; use the same model on "
+            "both sides."
         )
 
     def _check_spec(self, name: str, tensor: Tensor, source: str) -> None:
         shape, dtype = self._specs[name]
         if tensor.shape != shape:
             raise WeightUpdateError(
-                f"{source} sent {self._label} weight {name!r} with shape {list(tensor.shape)}, but it is {list(shape)} "
-                "here. Rejected whole; use the same model on both sides."
+                f"{source} sent {self._label} weight {name!r} with shape {list(tensor.shape)}, but it is "
+                f"{list(shape)} here. Rejected whole; use the same model on both sides."
             )
-        if tensor.dtype.is_floating_point != dtype.is_floating_point:
+        # A float may be rounded to the width that the receiver computes in. Integers mean what they say.
+        are_floats = tensor.dtype.is_floating_point and dtype.is_floating_point
+        if tensor.dtype != dtype and not are_floats:
             raise WeightUpdateError(
-                f"{source} sent {self._label} weight {name!r} as {tensor.dtype}, but it is {dtype} here. Rejected whole."
+                f"{source} sent {self._label} weight {name!r} as {tensor.dtype}, but it is {dtype} here. "
+                "Rejected whole; use the same model on both sides."
             )
 
-    def check_complete(self, names: Iterable[str], source: str) -> None:
-        """Every weight must be there, or a weight that is tied to it."""
-        sent = {self._alias_group[name] for name in names}
-        missing = [name for name, group in self._alias_group.items() if group not in sent]
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Weights that were not sent, and no weight that is tied to them either."""
+        sent = {self._first_name[name] for name in names}
+        return [name for name, first_name in self._first_name.items() if first_name not in sent]
+
+    def check_complete(self, missing: Sequence[str], source: str) -> None:
+        """Raise WeightUpdateError if any weight is missing."""
         if missing:
             raise WeightUpdateError(
-                f"{source} sent a {self._label} that lacks {len(missing)} of {len(self._specs)} weights (first: "
-                f"{missing[0]!r}). Rejected whole, because half a model is a wrong model; send all weights, or use "
-                "update_lora_weights for adapters only."
+                f"{source} sent only part of the {self._label}, which lacks {len(missing)} of "
+                f"{len(self._specs)} weights (first: {missing[0]!r}). Rejected whole, because half a "
+                "model is a wrong model; send all weights, or use update_lora_weights for adapters only."
             )
+
+
+def _described(header: UpdateHeader) -> str:
+    return f"weight update {header.update_id} (version {header.version}) from {header.source}"
 
 
 def _as_wire(value: Any) -> WireTensor:

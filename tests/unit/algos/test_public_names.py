@@ -9,7 +9,20 @@ import pytest
 import coati.algos
 
 
-@pytest.mark.parametrize("name", ["advantages", "kl", "logprobs", "losses", "masked"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "advantages",
+        "groups",
+        "importance",
+        "kl",
+        "logprobs",
+        "losses",
+        "masked",
+        "off_policy",
+        "sequence_losses",
+    ],
+)
 def test_docstring_examples_run(name):
     result = doctest.testmod(importlib.import_module(f"coati.algos.{name}"))
     assert result.attempted > 0

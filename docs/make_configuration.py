@@ -1,0 +1,158 @@
+"""Fills in the parts of docs/configuration.md and docs/metrics.md that the code decides.
+
+    python docs/make_configuration.py            write the pages
+    python docs/make_configuration.py --check    only say whether they are up to date (exit code 1 if not)
+
+A page holds blocks between `<!-- made: NAME -->` and `<!-- end: NAME -->`. What stands between the two is
+replaced; everything else is written by hand. The output depends on nothing but the code, so
+tests/unit/config/test_docs.py can compare.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from coati.config import RewardTerm, RunConfig, load_config, make_plan
+from coati.config.setting import Section
+from coati.config.toml_writer import toml_value
+from coati.monitor import METRICS
+
+DOCS = Path(__file__).resolve().parent
+
+# The example of docs/configuration.md; model, prompts and reward do not matter to the sizes.
+EXAMPLE = (
+    "run.name=example",
+    "model.path=model",
+    "prompts.path=prompts.jsonl",
+    "reward.function=rewards:score",
+    "rollout.prompts_per_batch=16",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_new_tokens=256",
+    "train.total_steps=100",
+    "train.batch_size=32",
+    "train.micro_batch_size=8",
+    "train.update_steps=2",
+    "train.epochs=2",
+    "topology.makers=3",
+    "topology.trainers=2",
+    "topology.max_staleness=1",
+)
+
+
+def settings_tables() -> str:
+    """One heading and one table for each section of a run's settings."""
+    blocks = []
+    for name, field in RunConfig.model_fields.items():
+        section = field.annotation
+        assert isinstance(section, type)
+        assert issubclass(section, Section)
+        blocks.append(_section_block(f"[{name}]", section))
+        if section.model_fields.get("terms") is not None:
+            blocks.append(_section_block("reward.terms[…]", RewardTerm))
+    return "\n\n".join(blocks)
+
+
+def example_plan() -> str:
+    """The example's overrides as TOML would group them, and the plan that follows from them."""
+    sizes = [f"{key} = {value}" for key, value in (item.split("=", 1) for item in EXAMPLE[4:])]
+    plan = make_plan(load_config(None, EXAMPLE)).lines()
+    shown = [line for line in plan if not line.startswith(("Model:", "Prompts:", "Reward:", "Output:"))]
+    return "\n".join(["```toml", *sizes, "```", "", "```text", *shown, "```"])
+
+
+def metrics_tables() -> str:
+    """One table for each area of the metrics."""
+    areas: dict[str, list[str]] = {}
+    for name, meaning in METRICS.items():
+        areas.setdefault(name.partition("/")[0], []).append(f"| `{name}` | {_cell(meaning)} |")
+    return "\n\n".join(
+        "\n".join([f"### {area}", "", "| name | meaning |", "|---|---|", *rows])
+        for area, rows in areas.items()
+    )
+
+
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "configuration.md": {"settings": settings_tables, "plan": example_plan},
+    "metrics.md": {"metrics": metrics_tables},
+}
+
+
+def render(page: str, text: str) -> str:
+    """Return the page with its made blocks filled in anew."""
+    for name, make in PAGES[page].items():
+        block = re.compile(rf"(<!-- made: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
+        if len(block.findall(text)) != 1:
+            raise SystemExit(f"docs/{page} must have exactly one block 'made: {name}' … 'end: {name}'.")
+        content = make()
+        text = block.sub(lambda match, new=content: f"{match[1]}\n{new}\n\n{match[2]}", text)
+    return text
+
+
+def outdated() -> Iterator[tuple[Path, str]]:
+    """Yield each page that is not up to date, with the text it should have."""
+    for page in PAGES:
+        path = DOCS / page
+        text = path.read_text(encoding="utf-8")
+        fresh = render(page, text)
+        if fresh != text:
+            yield path, fresh
+
+
+def _section_block(title: str, section: type[Section]) -> str:
+    about = " ".join((section.__doc__ or "").split())
+    about = about.removeprefix(f"`{title}`: ")
+    rows = [
+        f"| `{name}` | {_default(field)} | {_cell(_rule(field))} | {_cell(_about(field))} |"
+        for name, field in section.model_fields.items()
+    ]
+    head = ["| key | default | must be | meaning |", "|---|---|---|---|"]
+    return "\n".join([f"### `{title}`", "", f"{about[0].upper()}{about[1:]}", "", *head, *rows])
+
+
+def _rule(field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict)
+    return str(extra["rule"])
+
+
+def _about(field: FieldInfo) -> str:
+    """The description without the rule that `setting` appended to it."""
+    return (field.description or "").removesuffix(f"Must be {_rule(field)}.").strip()
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value: Any = field.default
+    if value is PydanticUndefined:
+        assert field.default_factory is not None
+        value = field.default_factory()  # type: ignore[call-arg]
+    return f"`{toml_value(value)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<name>", "`<name>`")
+
+
+def main() -> int:
+    """Write the pages, or check them."""
+    stale = list(outdated())
+    is_check = "--check" in sys.argv[1:]
+    for path, fresh in stale:
+        if not is_check:
+            path.write_text(fresh, encoding="utf-8")
+        sys.stdout.write(f"{'out of date' if is_check else 'written'}: docs/{path.name}\n")
+    if is_check and stale:
+        sys.stdout.write("Run python docs/make_configuration.py\n")
+    return 1 if is_check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coati.demo.cache import ensure_base_model
+from coati.demo.grammar import PROMPTS
+
+
+@pytest.fixture(scope="session")
+def base_model():
+    return ensure_base_model(None)
+
+
+@pytest.fixture(scope="session")
+def coati_command():
+    """Runs the `coati` command as a person would, in a process of its own."""
+
+    def run(*arguments, cwd=None, timeout=240):
+        return subprocess.run(
+            [sys.executable, "-m", "coati.cli.main", *map(str, arguments)],
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, "COLUMNS": "200"},
+        )
+
+    return run
+
+
+@pytest.fixture
+def film_run(tmp_path, base_model):
+    """A folder with run.toml, prompts and rewards for a short run on the demo's model."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt, "topic": "film"}) + "\n" for prompt in PROMPTS))
+    (tmp_path / "film_rewards.py").write_text(FILM_REWARDS)
+    (tmp_path / "run.toml").write_text(
+        f"""
+        [run]
+        output = "{tmp_path / "out"}"
+        [model]
+        path = "{base_model}"
+        device = "cpu"
+        [prompts]
+        path = "{prompts}"
+        [reward]
+        function = "film_rewards:kind"
+        [rollout]
+        prompts_per_batch = 20
+        max_new_tokens = 16
+        [ppo]
+        kl_coef = 0.05
+        [train]
+        total_steps = 5
+        update_steps = 2
+        epochs = 2
+        batch_size = 24
+        actor_lr = 1e-3
+        critic_lr = 1e-3
+        [topology]
+        max_staleness = 0
+        threads_per_actor = 1
+        """
+    )
+    return tmp_path / "run.toml"
+
+
+FILM_REWARDS = '''
+from coati.demo.reward import film_sentiment
+
+
+def kind(prompts, completions, topic):
+    assert all(name == "film" for name in topic)
+    return film_sentiment(completions, prompts)
+
+
+def raises(prompts, completions):
+    raise KeyError("no such lexicon")
+
+
+def always_nan(prompts, completions):
+    return [float("nan")] * len(completions)
+
+
+def sometimes_nan(prompts, completions):
+    return [float("nan") if index % 5 == 0 else 1.0 for index, _ in enumerate(completions)]
+
+
+def too_few(prompts, completions):
+    return [1.0]
+'''
+
+
+def weights_of(folder: Path) -> bytes:
+    return (folder / "model" / "model.safetensors").read_bytes()

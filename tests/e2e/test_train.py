@@ -1,0 +1,154 @@
+"""`coati train`: asynchronous against synchronous, stopping, and every kind of bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from coati.config import load_config
+
+
+@pytest.mark.slow
+def test_async_at_staleness_zero_and_the_synchronous_loop_end_in_the_same_bits(film_run, coati_command, tmp_path):
+    weights = {}
+    for mode in ("--sync", "--overwrite"):  # --overwrite changes nothing here: it stands for "on Ray"
+        output = tmp_path / mode.strip("-")
+        finished = coati_command("train", film_run, mode, "--set", f"run.output={output}")
+        assert finished.returncode == 0, finished.stderr + finished.stdout
+        weights[mode] = (output / "model" / "model.safetensors").read_bytes()
+        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        steps = [line["step"] for line in lines if "policy/loss" in line]
+        # 5 fresh batches in episodes of 2, 2 and 1, each gone over twice.
+        assert steps == list(range(1, 11))
+    assert weights["--sync"] == weights["--overwrite"]
+    base = load_config(film_run).model.path
+    assert weights["--sync"] != open(f"{base}/model.safetensors", "rb").read()
+
+
+@pytest.mark.slow
+def test_the_synchronous_loop_learns(film_run, coati_command, tmp_path):
+    finished = coati_command(
+        "train", film_run, "--sync", "--set", "train.total_steps=40", "--set", "train.update_steps=1",
+        "--set", "train.epochs=1", "--set", "train.batch_size=64", "--set", "rollout.prompts_per_batch=64",
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+    assert sum(rewards[:3]) / 3 < 0.35
+    assert sum(rewards[-5:]) / 5 > 0.6
+
+
+@pytest.mark.slow
+def test_a_run_leaves_config_metrics_samples_and_a_model(film_run, coati_command, tmp_path):
+    arguments = ("train", film_run, "--sync", "--set", "train.total_steps=2")
+    finished = coati_command(*arguments)
+    assert finished.returncode == 0, finished.stderr
+    out = tmp_path / "out"
+    assert load_config(out / "config.toml").train.total_steps == 2
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert {"version", "prompt", "response", "reward", "sample_id"} <= samples[0].keys()
+    AutoModelForCausalLM.from_pretrained(out / "model")
+    AutoTokenizer.from_pretrained(out / "model")
+    assert list((out / "tensorboard").iterdir())
+    again = coati_command(*arguments)
+    assert again.returncode == 2
+    assert "holds an earlier run" in again.stderr
+    assert "--overwrite" in again.stderr
+
+
+@pytest.mark.slow
+def test_sigint_saves_the_model_and_stops(film_run, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "coati.cli.main", "train", str(film_run), "--set", "train.total_steps=100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert process.stdout is not None
+    deadline = time.monotonic() + 120
+    seen = []
+    for line in process.stdout:  # wait until it trains: a step above 0
+        seen.append(line)
+        if line.startswith("step ") and not line.startswith("step 0/"):
+            break
+        assert time.monotonic() < deadline, "".join(seen)
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, "".join(seen) + rest
+    assert "Stopping" in rest
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+
+
+BAD_INPUT = [
+    (["reward.function=film_rewards:raises"], ["'raises'", "no such lexicon"]),
+    (["reward.function=film_rewards:always_nan"], ["not a finite number", "in a row"]),
+    (["reward.function=film_rewards:too_few"], ["too_few", "20 scores", "got 1"]),
+    (["reward.function=film_rewards:missing"], ["film_rewards", "missing"]),
+    (["reward.function=no_such_module:reward"], ["no_such_module"]),
+    (["rollout.generate={nonsense=1}"], ["nonsense"]),
+    (["train.batch_sise=4"], ["train.batch_sise", "batch_size"]),
+    (["train.batch_size=0"], ["train.batch_size", "0"]),
+    (["model.path=no/such/model"], ["model.path", "no/such/model"]),
+    (["prompts.path=no/such/file.jsonl"], ["prompts.path", "no/such/file.jsonl"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("overrides", "expected"), BAD_INPUT, ids=[" ".join(case[0]) for case in BAD_INPUT])
+def test_bad_input_is_one_clear_message(film_run, coati_command, overrides, expected):
+    settings = [argument for override in overrides for argument in ("--set", override)]
+    finished = coati_command("train", film_run, "--sync", *settings, cwd=film_run.parent)
+    assert finished.returncode == 2, finished.stdout + finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert "error: " in finished.stderr
+    for part in expected:
+        assert part in finished.stderr
+
+
+@pytest.mark.slow
+def test_an_empty_dataset_is_one_clear_message(film_run, coati_command, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("")
+    finished = coati_command("train", film_run, "--sync")
+    assert finished.returncode == 2
+    assert "prompts.jsonl" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reward", ["raises", "always_nan"])
+def test_a_failing_reward_in_a_ray_actor_ends_the_run_with_its_message(film_run, coati_command, reward):
+    finished = coati_command("train", film_run, "--set", f"reward.function=film_rewards:{reward}")
+    assert finished.returncode == 2, finished.stdout + finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert ("no such lexicon" if reward == "raises" else "not a finite number") in finished.stderr
+    assert "maker-0" in finished.stderr
+
+
+@pytest.mark.slow
+def test_rewards_that_are_sometimes_nan_are_dropped_counted_and_do_not_stall(film_run, coati_command, tmp_path):
+    finished = coati_command("train", film_run, "--set", "reward.function=film_rewards:sometimes_nan")
+    assert finished.returncode == 0, finished.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line.get("maker/dropped", 0) for line in lines) > 0
+    assert len([line for line in lines if "policy/loss" in line]) == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("makers", "trainers"), [(2, 1), (1, 2)])
+def test_several_makers_or_trainers_finish_with_exact_shares(film_run, coati_command, tmp_path, makers, trainers):
+    finished = coati_command(
+        "train", film_run, "--set", f"topology.makers={makers}", "--set", f"topology.trainers={trainers}",
+        "--set", "topology.max_staleness=1",
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert len([line for line in lines if "policy/loss" in line]) == 10
+    assert max(line.get("train/age_max", 0) for line in lines) <= 1
+    made = sum(line.get("maker/samples", 0) for line in lines)
+    assert made == 5 * 24 * trainers

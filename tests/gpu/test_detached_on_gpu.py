@@ -1,0 +1,47 @@
+"""Maker and trainer in two Ray actors that share one card."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from coati.cli.run import prepare_output
+from coati.config import build_config
+from coati.demo.cache import ensure_base_model
+from coati.demo.grammar import PROMPTS
+from coati.monitor import JsonlTracker, read_jsonl
+from coati.monitor.run_log import RunLog
+
+
+@pytest.mark.timeout(500)
+def test_the_detached_pipeline_learns_on_half_a_card_each(tmp_path):
+    ray = pytest.importorskip("ray", reason="needs Ray")
+    pytest.importorskip("vaderSentiment", reason="the reward's lexicon")
+    from coati.ray.launcher import DetachedRun
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    config = build_config(
+        {
+            "run": {"name": "gpu", "output": str(tmp_path / "out")},
+            "model": {"path": str(ensure_base_model(tmp_path / "cache"))},
+            "prompts": {"path": str(prompts)},
+            "reward": {"function": "coati.demo.reward:film_sentiment"},
+            "rollout": {"prompts_per_batch": 64, "max_new_tokens": 16},
+            "ppo": {"kl_coef": 0.05},
+            "train": {"total_steps": 50, "batch_size": 64, "actor_lr": 1e-3, "critic_lr": 1e-3},
+            "topology": {"gpus_per_maker": 0.5, "gpus_per_trainer": 0.5},
+            "logging": {"tensorboard": False},
+        }
+    )
+    files = prepare_output(config, overwrite=False)
+    log = RunLog(JsonlTracker(files.metrics), samples_path=files.samples, total_steps=50)
+    DetachedRun(config, log).run(str(files.model))
+    log.close()
+    assert not ray.is_initialized()
+    rewards = [reward for _, reward in log.rewards]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.3
+    assert max(line.get("train/age_max", 0.0) for line in read_jsonl(files.metrics)) <= 1
+    AutoModelForCausalLM.from_pretrained(files.model)
+    assert torch.cuda.is_available()

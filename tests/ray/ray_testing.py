@@ -1,0 +1,255 @@
+"""Small models, samples and actors that the tests of coati.ray share."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import ray
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from coati.deadlines import Deadlines
+from coati.experience_buffer.utils import BufferItem, make_experience_batch
+from coati.models import Actor, Critic
+from coati.ray.detached_trainer_base import DetachedTrainer
+from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
+from coati.ray.experience_maker_holder import ExperienceMakerHolder
+from coati.trainer.ppo import PPOSettings
+from coati.trainer.strategies import DDPStrategy
+
+EOS, PAD, VOCAB = 1, 0, 20
+PATIENCE = 120.0  # seconds that a test waits for what should come at once, on however busy a machine
+# Short enough that a test of a deadline is quick, long enough for a loaded machine.
+QUICK = Deadlines(start=1.5, batch=60.0, update=60.0, grace=0.2, message_every=5.0)
+
+# The classes inside Ray's actor classes, to run in the test's own process.
+PlainMaker = ExperienceMakerHolder.__ray_metadata__.modified_class
+PlainPPOTrainer = DetachedPPOTrainer.__ray_metadata__.modified_class
+
+
+def tiny_llama(seed):
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+class TokenReward(nn.Module):
+    """Scores the share of one token among the first tokens of the sequence."""
+
+    def forward(self, sequences, attention_mask=None):
+        return (sequences == 7).float().mean(dim=1)
+
+
+def strategy():
+    return DDPStrategy(seed=0, device="cpu", timeout_seconds=60)
+
+
+def trainer_models(seed=0):
+    return Actor(tiny_llama(seed)), Critic(tiny_llama(seed + 1))
+
+
+def maker_models(seed=0, reward=None):
+    actor, critic = trainer_models(seed)
+    return actor, critic, reward or TokenReward(), Actor(tiny_llama(seed))
+
+
+def prompts(num_batches=1, batch_size=4, first=2):
+    """Batches of prompts of three tokens."""
+    return [
+        torch.arange(batch * batch_size, (batch + 1) * batch_size)[:, None].remainder(VOCAB - 4)
+        + torch.tensor([[first, first + 1, first]])
+        for batch in range(num_batches)
+    ]
+
+
+def numbered(first, count):
+    """One batch of prompts whose samples have given ids."""
+    return {
+        "input_ids": torch.full((count, 2), 3),
+        "attention_mask": torch.ones(count, 2, dtype=torch.long),
+        "sample_ids": torch.arange(first, first + count),
+    }
+
+
+def item(sample_id, *, num_prompt=2, num_actions=3):
+    """A sample whose every value tells which sample it is."""
+    generator = torch.Generator().manual_seed(sample_id)
+    floats = [torch.randn(num_actions, generator=generator) for _ in range(4)]
+    length = num_prompt + num_actions
+    return BufferItem(
+        sequences=torch.randint(2, VOCAB, (length,), generator=generator),
+        action_log_probs=floats[0],
+        values=floats[1],
+        reward=torch.tensor(float(sample_id)),
+        kl=floats[2],
+        advantages=floats[3],
+        attention_mask=torch.ones(length, dtype=torch.long),
+        action_mask=torch.ones(num_actions, dtype=torch.bool),
+        sample_ids=torch.tensor(sample_id),
+    )
+
+
+def items(first, count):
+    return [item(first + index) for index in range(count)]
+
+
+def parcels(first, count):
+    """What delivery needs of items, and no more: a process that takes them need not import torch."""
+    return [
+        SimpleNamespace(sample_ids=first + index, delivery_id=None, policy_versions=None)
+        for index in range(count)
+    ]
+
+
+def experience(first, count):
+    return make_experience_batch(items(first, count))
+
+
+def make_maker(trainer_names, *, reward=None, seed=0, **kwargs):
+    """A maker in this process."""
+    kwargs = {"deadlines": QUICK, "max_new_tokens": 4, "num_threads": 1} | kwargs
+    return PlainMaker(trainer_names, strategy, lambda: maker_models(seed, reward), **kwargs)
+
+
+def make_ppo_trainer(maker_names, *, seed=0, **kwargs):
+    """A PPO trainer in this process."""
+    kwargs = {
+        "deadlines": QUICK,
+        "num_threads": 1,
+        "train_batch_size": 4,
+        "settings": PPOSettings(actor_lr=1e-2, critic_lr=1e-2),
+    } | kwargs
+    return PlainPPOTrainer(maker_names, strategy, lambda: trainer_models(seed), **kwargs)
+
+
+class Background:
+    """Runs a function in a thread and hands over what came of it."""
+
+    def __init__(self, function, *args):
+        self._result = self._error = None
+        self._thread = threading.Thread(target=self._run, args=(function, *args), daemon=True)
+        self._thread.start()
+
+    def _run(self, function, *args):
+        try:
+            self._result = function(*args)
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def is_running(self):
+        return self._thread.is_alive()
+
+    def result(self):
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive(), "the background thread did not end"
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+@ray.remote(num_cpus=0)
+class Gate:
+    """Where actors and tests wait for each other, at named points."""
+
+    def __init__(self):
+        self._events = {}
+
+    def _event(self, point):
+        return self._events.setdefault(point, asyncio.Event())
+
+    async def open(self, point):
+        self._event(point).set()
+
+    async def wait(self, point):
+        await asyncio.wait_for(self._event(point).wait(), PATIENCE)
+
+    async def arrive(self, point):
+        """Say that somebody is here, and wait until the point is opened."""
+        await self.open(f"{point} reached")
+        await self.wait(point)
+
+
+def pass_gate(gate, call, point):
+    ray.get(getattr(gate, call).remote(point), timeout=PATIENCE)
+
+
+@ray.remote(num_cpus=0)
+class Sink:
+    """A trainer that implements only what makers call. It can hold, refuse or repeat."""
+
+    def __init__(self, gate=None, hold_from=None):
+        self.reset()
+        self._gate = gate
+        self._hold_from = hold_from  # calls from this number on wait at the gate
+
+    def buffer_extend(self, items):
+        if self._hold_from is not None and len(self._calls) >= self._hold_from:
+            pass_gate(self._gate, "arrive", "sink")
+        self._calls.append([(int(item.sample_ids), item.delivery_id) for item in items])
+        self._versions += [int(item.policy_versions[0]) for item in items if item.policy_versions is not None]
+
+    def reset(self):
+        self._calls, self._versions = [], []
+
+    def versions(self):
+        return self._versions
+
+    def sample_ids(self):
+        return [sample_id for call in self._calls for sample_id, _ in call]
+
+    def calls(self):
+        return self._calls
+
+
+@ray.remote(num_cpus=0)
+class FakeMaker:
+    """What a trainer asks of a maker, with answers that the test decides."""
+
+    def __init__(self, state="working"):
+        self._state = state
+
+    def set_state(self, state):
+        self._state = state
+
+    def progress(self):
+        return SimpleNamespace(state=self._state)
+
+
+class RecordingTrainer(DetachedTrainer):
+    """Learns nothing, remembers everything."""
+
+    def __init__(self, *args, gate=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.story = []
+        self.trained = []
+        self.in_step = None  # called inside each training step
+
+    def training_step(self, experience):
+        self.trained.append(experience.sample_ids.tolist())
+        self.story.append("train")
+        if self.in_step is not None:
+            self.in_step()
+        return {"loss": 0.0}
+
+    def _update_remote_makers(self, fully_update=False, **kwargs):
+        self.story.append(f"update {self.version}")
+
+    def close(self):
+        self._buffer.close()
+
+    def state(self):
+        return self.trained, self.story

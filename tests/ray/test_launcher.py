@@ -1,0 +1,275 @@
+"""Whole runs through the launcher: shares, groups, checkpoints, stops, failures, and what is left behind."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray_testing import PATIENCE
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from coati.config import build_config
+from coati.demo.cache import ensure_base_model
+from coati.errors import ConfigError, PeerDied, RewardError
+from coati.monitor import JsonlTracker
+from coati.monitor.run_log import RunLog
+from coati.ray import cluster as cluster_module
+from coati.ray import launcher
+from coati.ray.environment import apply_env_info
+from coati.ray.topology import makers_updated_by
+
+REWARDS = """
+def length(completions, **_):
+    return [float(len(text)) for text in completions]
+
+def broken(completions, **_):
+    raise KeyError("no such judge")
+"""
+
+
+@pytest.fixture(scope="session")
+def base_model(tmp_path_factory):
+    """The demo's model, hardly trained."""
+    return ensure_base_model(tmp_path_factory.mktemp("cache"), steps=2, batch_size=2)
+
+
+@pytest.fixture
+def make_config(tmp_path, base_model):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": "the film"}) + "\n" for _ in range(4))
+    )
+
+    def make(*, function="rewards:length", train=None, **topology):
+        return build_config(
+            {
+                "run": {"name": "test", "output": str(tmp_path / "out")},
+                "model": {"path": str(base_model)},
+                "prompts": {"path": str(tmp_path / "prompts.jsonl")},
+                "reward": {"function": function, "search_paths": [str(tmp_path)]},
+                "rollout": {"prompts_per_batch": 4, "max_new_tokens": 4},
+                "train": {"total_steps": 2, "batch_size": 2, "actor_lr": 1e-3, **(train or {})},
+                "topology": {"threads_per_actor": 1, **topology},
+                "deadlines": {"start_seconds": 120, "batch_seconds": 120, "update_seconds": 120},
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def run(cluster, tmp_path, monkeypatch):
+    """Run a config on the session's Ray; returns the trainers' and makers' progress at the end."""
+
+    @contextlib.contextmanager
+    def on_shared_cluster(config, **_):
+        yield cluster_module.ClusterInfo("tests", None)
+
+    monkeypatch.setattr(launcher, "connected", on_shared_cluster)
+
+    def go(config, *, should_stop=lambda: False):
+        log = RunLog(
+            JsonlTracker(tmp_path / "metrics.jsonl"), samples_path=tmp_path / "s.jsonl", total_steps=1
+        )
+        names = [f"maker-{n}" for n in range(config.topology.makers)]
+        names += [f"trainer-{n}" for n in range(config.topology.trainers)]
+        at_the_end = {}
+
+        def look(snapshot):
+            if snapshot.message == "saving the model":
+                at_the_end.update({n: ray.get(ray.get_actor(n).progress.remote()) for n in names})
+
+        detached = launcher.DetachedRun(config, log, on_progress=look, should_stop=should_stop)
+        try:
+            detached.run(str(tmp_path / "model"))
+        finally:
+            log.close()
+            for name in names:
+                with pytest.raises(ValueError, match="Failed to look up actor"):
+                    ray.get_actor(name)
+        return at_the_end
+
+    return go
+
+
+def test_one_maker_and_three_trainers_train_their_exact_shares(run, make_config, tmp_path):
+    progress = run(make_config(makers=1, trainers=3, max_staleness=0))
+    for trainer in (progress[f"trainer-{rank}"] for rank in range(3)):
+        # 2 batches of 2 samples each, one weight version after each.
+        assert (trainer.state, trainer.num_batches, trainer.num_samples, trainer.version) == (
+            "finished",
+            2,
+            4,
+            2,
+        )
+    assert progress["maker-0"].num_delivered == 12
+    assert progress["maker-0"].version == 2
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.generate(**tokenizer("the film", return_tensors="pt"), max_new_tokens=2).shape[0] == 1
+
+
+def test_three_makers_and_two_trainers_train_their_exact_shares_and_save_on_the_way(
+    run, make_config, tmp_path
+):
+    config = make_config(makers=3, trainers=2, train={"total_steps": 3, "save_every": 2})
+    progress = run(config)
+    for trainer in (progress[f"trainer-{rank}"] for rank in range(2)):
+        assert (trainer.state, trainer.num_batches, trainer.num_samples, trainer.version) == (
+            "finished",
+            3,
+            6,
+            3,
+        )
+    makers = [progress[f"maker-{index}"] for index in range(3)]
+    assert [maker.num_delivered for maker in makers] == [4, 4, 4]
+    assert {maker.version for maker in makers} == {3}, "each maker is updated by one of the trainers"
+    checkpoints = tmp_path / "out" / "checkpoints"
+    assert [folder.name for folder in checkpoints.iterdir()] == ["version-2"]
+    early = AutoModelForCausalLM.from_pretrained(checkpoints / "version-2").state_dict()
+    late = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert any(not torch.equal(early[name], late[name]) for name in early)
+    assert AutoTokenizer.from_pretrained(checkpoints / "version-2").vocab_size > 0
+
+
+def test_a_stop_saves_what_was_learnt_even_with_a_full_buffer(run, make_config, tmp_path):
+    # A maker without bound and a buffer of one batch: when the stop comes, it stands before a full buffer.
+    config = make_config(max_staleness=-1, buffer_limit=1, train={"total_steps": 100_000})
+
+    def after_some_steps():
+        trainer = ray.get_actor("trainer-0")
+        return ray.get(trainer.progress.remote(), timeout=PATIENCE).num_batches >= 2
+
+    progress = run(config, should_stop=after_some_steps)
+    assert 2 <= progress["trainer-0"].num_batches < 100_000
+    assert progress["trainer-0"].state == "finished"
+    assert progress["maker-0"].state == "finished"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model") is not None
+
+
+def test_a_constructor_that_raises_ends_the_run_with_its_reason(run, make_config):
+    with pytest.raises(PeerDied) as caught:
+        run(make_config(function="rewards:no_such_function"))
+    text = str(caught.value)
+    assert text.startswith("maker-0 died: ")
+    assert "no_such_function" in text
+    assert "\n" not in text
+    assert "Traceback" not in text
+    assert "File " not in text
+
+
+def test_a_reward_that_raises_ends_the_run_with_its_name_and_place(run, make_config):
+    with pytest.raises(RewardError, match="no such judge") as caught:
+        run(make_config(function="rewards:broken"))
+    assert "Traceback" not in str(caught.value)
+    assert "raised in maker-0" in caught.value.__notes__
+
+
+PRIVATE_RUN = """
+import sys, os, ray
+from pathlib import Path
+from coati.config import load_config
+from coati.monitor import JsonlTracker
+from coati.monitor.run_log import RunLog
+from coati.ray.launcher import DetachedRun
+
+out = Path(sys.argv[2])
+log = RunLog(JsonlTracker(out / "metrics.jsonl"), samples_path=out / "s.jsonl", total_steps=2)
+DetachedRun(load_config(Path(sys.argv[1]), []), log).run(str(out / "model"))
+log.close()
+assert not ray.is_initialized()
+"""
+
+
+def processes_that_mention(text):
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if text in command and int(folder.name) != os.getpid():
+                found.append(command)
+    return found
+
+
+def test_a_private_ray_is_gone_after_the_run(make_config, tmp_path):
+    from coati.config import dump_config
+
+    (tmp_path / "run.toml").write_text(dump_config(make_config()))
+    temporary = Path("/tmp") / f"ct{os.getpid()}"  # short: Ray's socket paths have a length limit
+    temporary.mkdir()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PRIVATE_RUN, tmp_path / "run.toml", tmp_path],
+            env={**os.environ, "TMPDIR": str(temporary)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "model") is not None
+        assert processes_that_mention(str(temporary)) == []
+        assert list(temporary.glob("coati-*")) == []
+    finally:
+        subprocess.run(["rm", "-rf", temporary], check=True)
+
+
+def test_a_run_that_does_not_fit_the_cluster_is_refused(cluster, make_config):
+    with pytest.raises(
+        ConfigError, match=r"needs 1000 CPUs \(999 makers, 1 trainers\), but the cluster has 6"
+    ):
+        cluster_module._check_resources(make_config(makers=999), num_cpus=1000)
+
+
+@settings(max_examples=50, deadline=None)
+@given(num_makers=st.integers(0, 12), num_trainers=st.integers(1, 12))
+def test_each_maker_is_updated_by_exactly_one_trainer_and_evenly(num_makers, num_trainers):
+    names = [f"maker-{index}" for index in range(num_makers)]
+    parts = [makers_updated_by(rank, names, num_trainers) for rank in range(num_trainers)]
+    assert sorted(name for part in parts for name in part) == sorted(names)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+# The environment.
+
+
+def test_env_info_touches_five_names_and_refuses_others(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "before")
+    before = dict(os.environ)
+    info = {"rank": 1, "local_rank": 0, "world_size": "2", "master_addr": "10.0.0.1", "master_port": 29500}
+    apply_env_info(info)
+    changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    assert changed == {
+        "RANK": "1",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    now = dict(os.environ)
+    with pytest.raises(ConfigError, match=r"env_info may hold local_rank, .* got 'aws_secret'"):
+        apply_env_info({"rank": "7", "aws_secret": "hush"})
+    assert dict(os.environ) == now, "nothing is set if anything is refused"
+    apply_env_info(None)
+
+
+@ray.remote(num_cpus=0)
+class Looker:
+    def environment(self):
+        return dict(os.environ)
+
+
+def test_secrets_reach_actors_only_by_rays_own_inheritance(keep, monkeypatch):
+    monkeypatch.setenv("COATI_TEST_SECRET", "hush")  # set after ray.init
+    environment = ray.get(keep(Looker.remote()).environment.remote())
+    assert "COATI_TEST_SECRET" not in environment
+    assert "hush" not in environment.values()
+    # A private local Ray is the driver's child and has what the driver had when it started.
+    assert environment["COATI_TEST_BEFORE_INIT"] == "inherited"

@@ -1,0 +1,126 @@
+"""When a trainer may conclude that no more experience will come. No Ray: asked makers and clock are fakes."""
+
+import pytest
+
+from coati.deadlines import Deadlines
+from coati.errors import ActorNotFound, PeerDied
+from coati.ray.maker_watch import MakerWatch
+
+DEADLINES = Deadlines(start=30.0, grace=5.0, message_every=10.0)
+
+
+class Story:
+    """A clock and the makers' answers, both moved by the test."""
+
+    def __init__(self, *names, existing=()):
+        self.now = 100.0
+        self.states = dict.fromkeys(names, "working")
+        self.num_asked = 0
+        self.watch = MakerWatch(
+            names, DEADLINES, ask=self._ask, exists=lambda name: name in existing, clock=lambda: self.now
+        )
+
+    def _ask(self, names):
+        self.num_asked += 1
+        return {name: self.states[name] for name in names}
+
+    def after(self, seconds, **states):
+        self.now += seconds
+        self.states |= states
+        return self.watch.all_finished()
+
+
+def test_finished_counts_only_after_the_time_of_grace():
+    story = Story("a", "b")
+    assert not story.after(0.0, a="finished")
+    assert not story.after(3.0, b="finished")
+    assert not story.after(4.0)
+    assert story.after(1.0)
+
+
+def test_a_maker_that_works_again_starts_the_grace_anew():
+    story = Story("a")
+    assert not story.after(0.0, a="finished")
+    assert not story.after(4.0, a="working")
+    assert not story.after(3.0, a="finished")
+    assert not story.after(4.9)
+    assert story.after(0.2)
+
+
+def test_makers_are_asked_now_and_then_only():
+    story = Story("a")
+    for _ in range(10):
+        story.after(0.5)
+    assert story.num_asked == 3  # at 0.5 s, 2.5 s and 4.5 s
+
+
+def test_all_gone_is_an_error_at_once():
+    story = Story("a", "b", existing=("a", "b"))
+    assert not story.after(1.0, a="missing")
+    with pytest.raises(PeerDied, match=r"every maker is gone \(a is gone, b is gone\)"):
+        story.after(3.0, b="gone")
+
+
+def test_one_that_was_seen_before_a_wait_is_gone_and_not_late():
+    # The bug this guards against: a watch for each batch forgot who had been there.
+    story = Story("a")
+    story.after(0.0)
+    story.watch.begin_wait()
+    with pytest.raises(PeerDied, match="a is gone"):
+        story.after(3.0, a="missing")
+
+
+def test_finished_and_gone_together_are_the_end():
+    story = Story("a", "b", existing=("a", "b"))
+    assert not story.after(0.0, a="finished", b="missing")
+    assert story.after(5.0)
+
+
+def test_makers_whose_loops_failed_are_an_error_after_the_grace():
+    story = Story("a", "b")
+    assert not story.after(0.0, a="failed", b="gone")
+    with pytest.raises(PeerDied, match=r"no maker is left at work \(a is failed, b is gone\)"):
+        story.after(5.0)
+
+
+def test_one_failed_maker_beside_a_finished_one_is_the_end_of_the_data():
+    story = Story("a", "b")
+    assert not story.after(0.0, a="failed", b="finished")
+    assert story.after(5.0)
+
+
+def test_a_name_that_never_appears_is_an_error_that_names_it():
+    story = Story("a", "b")
+    assert not story.after(0.0, a="finished", b="missing")
+    assert not story.after(29.0)
+    with pytest.raises(ActorNotFound, match="no maker actor named 'b' appeared within 30 s"):
+        story.after(2.0)
+
+
+def test_a_late_maker_is_waited_for_while_others_work():
+    story = Story("a", "b")
+    assert not story.after(0.0, b="missing")
+    assert not story.after(1000.0)
+    assert not story.after(3.0, b="busy")
+
+
+def test_time_in_which_batches_come_does_not_count_against_a_late_maker():
+    story = Story("a")
+    story.after(0.0, a="missing")
+    for _ in range(10):  # every 20 s a batch comes from somewhere else
+        assert not story.after(20.0)
+        story.watch.begin_wait()
+    assert not story.after(2.0)
+
+
+def test_without_names_nothing_is_ever_over():
+    story = Story()
+    assert not story.after(1e6)
+    assert story.watch.describe() == "none are named"
+
+
+@pytest.mark.parametrize("state", ["idle", "working", "busy", "unknown"])
+def test_any_other_state_means_more_may_come(state):
+    story = Story("a", "b")
+    story.after(0.0, a="finished", b=state)
+    assert not story.after(1e6)

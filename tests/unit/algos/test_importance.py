@@ -1,0 +1,248 @@
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coati.algos import WeightSums, effective_sample_size, importance_weights, ratio_tails, weight_sums
+from coati.errors import ConfigError, DataError
+
+NAN, INF = float("nan"), float("inf")
+GARBAGE = [NAN, INF, -INF, 1e308]
+LEVELS = ("token", "sequence")
+KINDS = ("truncate", "mask", "none")
+ALL = pytest.mark.parametrize(("level", "kind"), list(itertools.product(LEVELS, KINDS)))
+
+
+def random_batch(seed, *, batch=5, length=4, scale=0.7):
+    generator = torch.Generator().manual_seed(seed)
+    logprobs, behavior = torch.randn(2, batch, length, generator=generator, dtype=torch.float64) * scale
+    return logprobs, behavior, torch.rand(batch, length, generator=generator) < 0.7
+
+
+@pytest.mark.parametrize(
+    ("level", "kind", "expected"),
+    [
+        # ratios 4, 0.5 and 0.1, 3; padding behind the first row
+        # cap 2, floor 0.25
+        ("token", "truncate", [[2.0, 0.5, 0.0], [0.1, 2.0, 1.0]]),
+        ("token", "mask", [[0.0, 0.5, 0.0], [0.0, 0.0, 1.0]]),
+        # products 4 · 0.5 = 2 and 0.1 · 3 · 1 = 0.3
+        ("sequence", "truncate", [[1.9, 1.9, 0.0], [0.3, 0.3, 0.3]]),
+        ("sequence", "mask", [[0.0, 0.0, 0.0], [0.3, 0.3, 0.3]]),
+        ("token", "none", [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]),
+        ("sequence", "none", [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]),
+    ],
+)
+def test_weights_by_hand(level, kind, expected):
+    cap = 2.0 if level == "token" else 1.9  # between the two products and away from rounding
+    behavior = torch.tensor([[-1.0, -2.0, NAN], [-3.0, -0.5, -1.0]], dtype=torch.float64)
+    ratios = torch.tensor([[4.0, 0.5, 1.0], [0.1, 3.0, 1.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    weights = importance_weights(
+        behavior + ratios.log(), behavior, mask, level=level, kind=kind, cap=cap, floor=0.25
+    )
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    cap=st.floats(1, 10),
+    floor=st.floats(0, 1),
+    level=st.sampled_from(LEVELS),
+    kind=st.sampled_from(KINDS),
+)
+def test_weights_equal_their_definition(seed, cap, floor, level, kind):
+    logprobs, behavior, mask = random_batch(seed, batch=2)
+    weights = importance_weights(logprobs, behavior, mask, level=level, kind=kind, cap=cap, floor=floor)
+    for b, row in enumerate(mask.tolist()):
+        ratios = {t: math.exp(logprobs[b, t] - behavior[b, t]) for t, real in enumerate(row) if real}
+        product = math.prod(ratios.values())
+        expected = []
+        for t, real in enumerate(row):
+            w = (ratios[t] if level == "token" else product) if real else 0.0
+            cut = {"truncate": min(w, cap), "mask": w if floor <= w <= cap else 0.0, "none": 1.0}[kind]
+            expected.append(cut if real else 0.0)
+        assert weights[b].tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@ALL
+def test_on_policy_weights_are_exactly_one(level, kind):
+    logprobs, _, mask = random_batch(0)
+    # the tightest bounds there are
+    weights = importance_weights(logprobs, logprobs, mask, level=level, kind=kind, cap=1.0, floor=1.0)
+    assert torch.equal(weights, mask.double())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_average_to_one_under_the_behavior_policy(level):
+    # Two independent tokens from three words: Σ over all texts of behavior(text) · w(text) = 1.
+    policy, behavior = torch.randn(2, 3, generator=torch.Generator().manual_seed(4)).double().log_softmax(-1)
+    texts = torch.cartesian_prod(torch.arange(3), torch.arange(3))  # [9, 2]
+    weights = importance_weights(
+        policy[texts],
+        behavior[texts],
+        torch.ones(9, 2, dtype=torch.bool),
+        level=level,
+        kind="truncate",
+        cap=INF,
+    )
+    probability = behavior[texts].sum(-1).exp()  # [9]
+    assert (probability * weights[:, 0]).sum().item() == pytest.approx(1.0, rel=1e-12)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_weight_that_overflows_stays_finite(level, kind, dtype):
+    logprobs = torch.tensor([[0.0, 2000.0], [-2000.0, 0.0], [INF, 0.0]], dtype=dtype)
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    weights = importance_weights(logprobs, torch.zeros_like(logprobs), mask, level=level, kind=kind, cap=INF)
+    assert weights.isfinite().all()
+    if kind != "none":
+        assert weights[0, 1] > 1e37
+        assert weights[1, 0] == 0.0
+        assert ratio_tails(logprobs, mask, level=level, cap=2.0, num_samples=6).ratio_max > 1e37
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**31), garbage=st.sampled_from(GARBAGE), data=st.data())
+def test_padding_and_the_order_of_rows_never_matter(seed, garbage, data):
+    logprobs, behavior, mask = random_batch(seed)
+    order = torch.tensor(data.draw(st.permutations(range(len(mask)))))
+    dirty, dirty_behavior = (torch.where(mask, x, garbage)[order] for x in (logprobs, behavior))
+    for level, kind in itertools.product(LEVELS, KINDS):
+        clean = importance_weights(logprobs, behavior, mask, level=level, kind=kind, cap=1.5)
+        result = importance_weights(dirty, dirty_behavior, mask[order], level=level, kind=kind, cap=1.5)
+        assert torch.equal(result, clean[order])
+    for level in LEVELS:
+        clean = [
+            effective_sample_size(logprobs - behavior, mask, level=level),
+            *ratio_tails(logprobs - behavior, mask, level=level, cap=1.5, num_samples=7),
+        ]
+        result = [
+            effective_sample_size(dirty - dirty_behavior, mask[order], level=level),
+            *ratio_tails(dirty - dirty_behavior, mask[order], level=level, cap=1.5, num_samples=7),
+        ]
+        torch.testing.assert_close(result, clean, rtol=0, atol=1e-12)
+
+
+def test_effective_sample_size_by_hand():
+    # tokens 3, 1 and 2: (3 + 1 + 2)² / (3 · (9 + 1 + 4)) = 36 / 42
+    # responses 3 · 1 and 2: (3 + 2)² / (2 · (9 + 4)) = 25 / 26; the third row has no token
+    log_ratios = torch.tensor([[3.0, 1.0], [2.0, NAN], [NAN, NAN]], dtype=torch.float64).log()
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    assert effective_sample_size(log_ratios, mask, level="token").item() == pytest.approx(36 / 42)
+    assert effective_sample_size(log_ratios, mask, level="sequence").item() == pytest.approx(25 / 26)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_effective_sample_size_at_its_ends(level):
+    mask = torch.ones(8, 3, dtype=torch.bool)
+    assert effective_sample_size(torch.zeros(8, 3), mask, level=level).item() == 1.0
+    # one token e^500 times likelier: far past what a float32 weight could hold
+    lonely = torch.zeros(8, 3)
+    lonely[2, 0] = 500.0
+    share = effective_sample_size(lonely, mask, level=level).item()
+    assert share == pytest.approx(1 / 8 if level == "sequence" else 1 / 24, rel=1e-4)
+    # scaling all weights alike changes nothing, even past overflow
+    same = effective_sample_size(torch.full((8, 3), 400.0), mask, level=level).item()
+    assert same == pytest.approx(1.0, rel=1e-3)
+    # rounding never steps over 1
+    for n, log_ratio in itertools.product(range(1, 12), (0.1, 1.7, 5.5)):
+        real = torch.ones(n, 1, dtype=torch.bool)
+        assert 0.999 < effective_sample_size(torch.full((n, 1), log_ratio), real, level=level) <= 1
+    # cut weights: half of them 0
+    halved = torch.zeros(8, 3)
+    halved[:4] = -INF
+    assert effective_sample_size(halved, mask, level=level).item() == pytest.approx(0.5, rel=1e-6)
+    assert effective_sample_size(torch.full((8, 3), -INF), mask, level=level).item() == 0.0
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31), cuts=st.sets(st.integers(1, 4)), scale=st.floats(0.01, 30))
+def test_numbers_to_watch_combine_over_micro_batches(seed, cuts, scale):
+    logprobs, behavior, mask = random_batch(seed, scale=scale)
+    log_ratios = logprobs - behavior
+    pieces = [slice(a, b) for a, b in itertools.pairwise([0, *sorted(cuts), 5])]
+    for level in LEVELS:
+        count = mask.sum() if level == "token" else mask.any(-1).sum()
+        merged, *others = (weight_sums(log_ratios[at], mask[at], level=level) for at in pieces)
+        for other in others:
+            merged = merged.merge(other)
+        whole = effective_sample_size(log_ratios, mask, level=level)
+        torch.testing.assert_close(merged.effective_sample_size(), whole, rtol=1e-9, atol=0)
+        assert merged.num_samples == count
+        assert 0 < whole <= 1 or count == 0
+
+        tails = ratio_tails(log_ratios, mask, level=level, cap=1.5, num_samples=count)
+        parts = [ratio_tails(log_ratios[a], mask[a], level=level, cap=1.5, num_samples=count) for a in pieces]
+        assert max(part.ratio_max for part in parts) == tails.ratio_max
+        for which in (1, 2):
+            total = sum(part[which] for part in parts)
+            torch.testing.assert_close(total, tails[which], rtol=1e-12, atol=1e-12)
+
+
+def test_ratio_tails_by_hand():
+    # tokens 4, 0.5 and 2, cap 1.9: two of three above; |log| = 2 log 2, log 2, log 2
+    log_ratios = torch.tensor([[4.0, 0.5], [2.0, NAN], [NAN, NAN]], dtype=torch.float64).log()
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    tails = ratio_tails(log_ratios, mask, level="token", cap=1.9, num_samples=3)
+    assert [x.item() for x in tails] == pytest.approx([4.0, 2 / 3, 4 / 3 * math.log(2)])
+    # responses 2 and 2
+    tails = ratio_tails(log_ratios, mask, level="sequence", cap=2.1, num_samples=2)
+    assert [x.item() for x in tails] == pytest.approx([2.0, 0.0, math.log(2)])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("shape", [(2, 3), (2, 0), (0, 3)])
+def test_no_response_tokens_give_zero(level, shape):
+    garbage, mask = torch.full(shape, NAN), torch.zeros(shape, dtype=torch.bool)
+    for kind in KINDS:
+        weights = importance_weights(garbage, garbage, mask, level=level, kind=kind, cap=2.0)
+        assert torch.equal(weights, torch.zeros(shape))
+    assert effective_sample_size(garbage, mask, level=level).item() == 0.0
+    assert [x.item() for x in ratio_tails(garbage, mask, level=level, cap=2.0, num_samples=0)] == [0.0] * 3
+    # an empty micro-batch changes nothing
+    real = weight_sums(torch.tensor([[0.3, -0.2]]), torch.ones(1, 2, dtype=torch.bool), level=level)
+    assert isinstance(real, WeightSums)
+    assert real.merge(weight_sums(garbage, mask, level=level)) == real
+
+
+def test_nothing_is_differentiated_and_half_precision_is_widened():
+    logprobs, behavior, mask = random_batch(3)
+    logprobs, behavior = logprobs.bfloat16().requires_grad_(), behavior.bfloat16().requires_grad_()
+    for level, kind in itertools.product(LEVELS, KINDS):
+        weights = importance_weights(logprobs, behavior, mask, level=level, kind=kind, cap=2.0)
+        wide = importance_weights(logprobs.float(), behavior.float(), mask, level=level, kind=kind, cap=2.0)
+        assert weights.dtype == torch.float32
+        assert torch.equal(weights, wide)
+        assert not weights.requires_grad
+    log_ratios = logprobs - behavior
+    assert log_ratios.requires_grad
+    watched = [*weight_sums(log_ratios, mask, level="token")[:2]]
+    watched += [*ratio_tails(log_ratios, mask, level="sequence", cap=2.0, num_samples=5)]
+    assert [(x.dtype, x.requires_grad) for x in watched] == [(torch.float32, False)] * 5
+
+
+@pytest.mark.parametrize(("cap", "floor"), [(0.5, 0.0), (2.0, 1.5), (2.0, -0.1), (NAN, 0.0)])
+def test_bounds_that_would_cut_on_policy_data_are_refused(cap, floor):
+    one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(ConfigError, match=f"cap of importance weights must be 1 or more .* got cap {cap}"):
+        importance_weights(one, one, mask, level="token", kind="mask", cap=cap, floor=floor)
+
+
+def test_unknown_choices_and_wrong_shapes_are_refused_by_name():
+    one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(ConfigError, match=r"kind of importance weights .* truncate, mask, none, got 'clip'"):
+        importance_weights(one, one, mask, level="token", kind="clip", cap=2.0)
+    with pytest.raises(ConfigError, match="level of importance weights must be one of token, sequence, got"):
+        importance_weights(one, one, mask, level="batch", kind="none", cap=2.0)
+    with pytest.raises(ConfigError, match="level of importance weights"):
+        effective_sample_size(one, mask, level="batch")
+    with pytest.raises(DataError, match="behavior_logprobs must have the shape"):
+        importance_weights(one, torch.zeros(1), mask, level="token", kind="none", cap=2.0)
+    with pytest.raises(DataError, match="log_ratios must have the shape"):
+        ratio_tails(torch.zeros(1), mask, level="token", cap=2.0, num_samples=1)

@@ -1,0 +1,496 @@
+"""The reference maker against the definitions, and everything that can be wrong with a batch of prompts."""
+
+import inspect
+import logging
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForSequenceClassification
+
+from coati.errors import ConfigError, DataError, GenerateOptionError, RewardError
+from coati.experience_maker import AllSamplesDropped, NaiveExperienceMaker
+from coati.experience_maker.naive import (
+    DROPPED_PROMPT_TOO_LONG,
+    DROPPED_REWARD_NOT_FINITE,
+    action_values,
+)
+from coati.models import Actor, Critic, RewardModel
+from coati.rewards import RewardScorer
+from coati.rollout import ReferenceEngine
+
+PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10], [9, 10]]
+NAN, INF = float("nan"), float("inf")
+
+
+def padded(prompts, extra=0):
+    width = max(map(len, prompts)) + extra
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return ids, mask
+
+
+def randomise_head(model, seed=5):
+    nn.init.normal_(model.value_head.weight, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+class Scores(nn.Module):
+    """A hand-written reward model: the scores it was given, whatever the text."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.scores = scores
+
+    def forward(self, sequences, attention_mask):
+        return self.scores
+
+
+@pytest.fixture
+def make_maker(llama):
+    """A maker of four different tiny models; any of them can be replaced."""
+
+    def make(**changes):
+        settings = {
+            "actor": Actor(llama(seed=1, num_hidden_layers=2)),
+            "critic": randomise_head(Critic(llama(seed=2)), 5),
+            "reward_model": randomise_head(RewardModel(llama(seed=3)), 6),
+            "initial_model": llama(seed=4),
+        }
+        return NaiveExperienceMaker(**{**settings, **changes})
+
+    return make
+
+
+def make_experience(maker, prompts=PROMPTS, *, extra=0, **kwargs):
+    input_ids, attention_mask = padded(prompts, extra)
+    return maker.make_experience(input_ids, attention_mask, **{"max_new_tokens": 6, **kwargs})
+
+
+def texts(experience):
+    """Prompt and response of each row, without padding."""
+    first = experience.num_prompt_tokens
+    rows = []
+    for row in range(experience.num_samples):
+        ids, real = experience.sequences[row], experience.attention_mask[row].bool()
+        rows.append((ids[:first][real[:first]].tolist(), ids[first:][experience.action_mask[row]].tolist()))
+    return rows
+
+
+# Every field, against a slow computation from the definitions
+
+
+def log_prob(model, prefix, token, temperature):
+    logits = model(torch.tensor([prefix])).logits[0, -1].double() / temperature
+    return torch.log_softmax(logits, dim=-1)[token].item()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@torch.no_grad()
+def test_every_field_is_what_its_definition_says(make_maker, estimator, temperature):
+    kl_coef, gamma, lam = 0.3, 0.9, 0.8
+    maker = make_maker(kl_coef=kl_coef, gamma=gamma, lam=lam, kl_estimator=estimator)
+    maker.policy_version = 7
+    experience = make_experience(maker, temperature=temperature, eos_token_id=[2, 5, 8])
+    experience.validate()
+    lengths = []
+    for row, (prompt, response) in enumerate(texts(experience)):
+        assert prompt == PROMPTS[row]
+        # One token at a time, without padding, without a cache: log-probs, values and KL from each prefix.
+        prefixes = [prompt + response[:step] for step in range(len(response))]
+        pairs = list(zip(prefixes, response, strict=True))
+        policy = [log_prob(maker.actor.model, prefix, token, temperature) for prefix, token in pairs]
+        initial = [log_prob(maker.initial_model, prefix, token, temperature) for prefix, token in pairs]
+        differences = [one - other for one, other in zip(policy, initial, strict=True)]
+        kl = differences if estimator == "k1" else [math.exp(-d) - 1 + d for d in differences]
+        values = [maker.critic(torch.tensor([prefix]))[0, -1].item() for prefix in prefixes]
+        score = maker.reward_model(torch.tensor([prompt + response])).item()
+        # The penalty on every token, the score on the last; V = 0 after the end:
+        # delta_t = r_t + gamma V_{t+1} - V_t and A_t = sum over l of (gamma lam)^l delta_{t+l}.
+        steps = range(len(response))
+        rewards = [-kl_coef * kl[t] + (score if t == len(response) - 1 else 0.0) for t in steps]
+        deltas = [rewards[t] + gamma * [*values, 0.0][t + 1] - values[t] for t in steps]
+        advantages = [
+            sum((gamma * lam) ** (later - t) * deltas[later] for later in steps if later >= t) for t in steps
+        ]
+        expected = {
+            "action_log_probs": policy,
+            "rollout_log_probs": policy,
+            "values": values,
+            "kl": kl,
+            "advantages": advantages,
+        }
+        for name, numbers in expected.items():
+            got = getattr(experience, name)[row]
+            torch.testing.assert_close(
+                got[: len(response)].double(),
+                torch.tensor(numbers, dtype=torch.float64),
+                atol=1e-5,
+                rtol=1e-5,
+            )
+            assert not got[len(response) :].any()
+        assert experience.reward[row].item() == pytest.approx(score, abs=1e-5)  # without the penalty
+        lengths.append(len(response))
+    assert len(set(lengths)) > 1  # some padding was there to go wrong
+    assert experience.sample_ids.tolist() == [0, 1, 2, 3]
+    assert experience.temperatures.tolist() == pytest.approx([temperature] * 4)
+    assert experience.policy_versions.tolist() == [[7] * experience.num_actions] * 4
+    assert experience.group_ids is None
+    assert not any(tensor.requires_grad for _, tensor in experience.tensors())
+
+
+def test_defaults_are_those_of_the_contract():
+    parameters = inspect.signature(NaiveExperienceMaker).parameters
+    assert list(parameters)[:7] == [
+        "actor",
+        "critic",
+        "reward_model",
+        "initial_model",
+        "kl_coef",
+        "gamma",
+        "lam",
+    ]
+    assert [parameters[name].default for name in ("kl_coef", "gamma", "lam")] == [0.1, 1.0, 0.95]
+
+
+def test_extra_left_padding_changes_nothing(make_maker):
+    narrow, wide = make_experience(make_maker()), make_experience(make_maker(), extra=5)
+    assert texts(narrow) == texts(wide)
+    for name in ("action_log_probs", "values", "reward", "kl", "advantages", "rollout_log_probs"):
+        torch.testing.assert_close(getattr(narrow, name), getattr(wide, name), atol=1e-5, rtol=0)
+
+
+def test_the_order_of_a_batch_changes_nothing(make_maker):
+    order = [2, 0, 3, 1]
+    ids = torch.tensor([20, 21, 22, 23])
+    straight = make_experience(make_maker(), sample_ids=ids)
+    shuffled = make_experience(make_maker(), [PROMPTS[row] for row in order], sample_ids=ids[order])
+    assert texts(shuffled) == [texts(straight)[row] for row in order]
+    for name, tensor in straight.tensors():
+        torch.testing.assert_close(getattr(shuffled, name), tensor[order], atol=1e-5, rtol=0)
+
+
+def test_kl_is_zero_while_the_actor_is_the_initial_model(make_maker, llama):
+    actor = llama(seed=1)
+    experience = make_experience(make_maker(actor=actor, initial_model=llama(seed=1)))
+    assert not experience.kl.any()
+    assert make_experience(make_maker(actor=actor)).kl.abs().max() > 0.01
+
+
+def test_models_are_switched_to_evaluation_mode(make_maker, gpt2):
+    actor = gpt2(resid_pdrop=0.5, embd_pdrop=0.5).train()
+    maker = make_maker(actor=actor, initial_model=gpt2(resid_pdrop=0.5, embd_pdrop=0.5).train())
+    assert not any(
+        model.training for model in (maker.actor, maker.critic, maker.reward_model, maker.initial_model)
+    )
+    assert not make_experience(maker).kl.any()
+
+
+# Which models and modules will do
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_four_plain_transformers_models_will_do(request, family, llama_config):
+    make = request.getfixturevalue(family)
+    torch.manual_seed(3)
+    reward_model = LlamaForSequenceClassification(llama_config(num_labels=1)).eval()
+    maker = NaiveExperienceMaker(make(seed=1), make(seed=2), reward_model, make(seed=4))
+    assert isinstance(maker.critic, Critic)
+    # transformers scores at the last token that is not the padding token, so that one must not be drawn.
+    experience = make_experience(maker, suppress_tokens=[0])
+    assert not experience.values.any()  # a new head starts at zero
+    for (prompt, response), reward in zip(texts(experience), experience.reward.tolist(), strict=True):
+        expected = reward_model(torch.tensor([prompt + response])).logits.item()
+        assert reward == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_classification_model_with_two_labels_is_no_reward_model(make_maker, llama_config):
+    with pytest.raises(ConfigError, match="needs one label"):
+        make_maker(reward_model=LlamaForSequenceClassification(llama_config(num_labels=2)))
+
+
+def test_a_hand_written_critic_may_return_a_value_for_each_token_or_for_each_action(make_maker):
+    class PerToken(nn.Module):
+        def forward(self, sequences, attention_mask):
+            return sequences.float()
+
+    class PerAction(nn.Module):
+        def forward(self, sequences, attention_mask):
+            return sequences[:, 3:-1].float()  # prompts are padded to 4 tokens
+
+    for critic in (PerToken(), PerAction()):
+        experience = make_experience(make_maker(critic=critic))
+        # The value before a token is read at the token before it: here, its id.
+        before = experience.sequences[:, 3:-1].float().masked_fill(~experience.action_mask, 0.0)
+        assert torch.equal(experience.values, before)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [torch.zeros(4), torch.zeros(4, 3), torch.zeros(4, 8, 1), [0.0], None],
+    ids=["B", "B3", "BS1", "list", "none"],
+)
+def test_a_critic_that_returns_something_else_is_an_error_that_says_what(returned):
+    class Odd(nn.Module):
+        def forward(self, sequences, attention_mask):
+            return returned
+
+    with pytest.raises(DataError, match=r"the critic Odd must return \[4, 8\].* or \[4, 2\].*, got "):
+        action_values(Odd(), torch.zeros(4, 8, dtype=torch.long), None, 2)
+
+
+def test_values_of_no_actions_are_empty(llama):
+    assert action_values(Critic(llama()), torch.zeros(2, 3, dtype=torch.long), None, 0).shape == (2, 0)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+def test_a_hand_written_reward_model_returns_one_score_per_sample(make_maker, shape):
+    scores = torch.tensor([1.0, 2.0, -3.0, 0.5], dtype=torch.float64)
+    experience = make_experience(make_maker(reward_model=Scores(scores.reshape(shape))))
+    assert experience.reward.tolist() == [1.0, 2.0, -3.0, 0.5]
+    assert experience.reward.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("scores", "came"),
+    [
+        (torch.zeros(3), r"shape \[3\]"),
+        (torch.zeros(4, 9), r"shape \[4, 9\]"),
+        (torch.tensor(1.0), r"shape \[\]"),
+        ([0.0] * 4, "list"),
+        (None, "NoneType"),
+    ],
+)
+def test_the_wrong_number_of_scores_is_a_reward_error(make_maker, scores, came):
+    with pytest.raises(
+        RewardError, match=f"Scores must return one score for each of 4 sequences, got {came}"
+    ):
+        make_experience(make_maker(reward_model=Scores(scores)))
+
+
+def test_an_output_with_logits_is_a_score(make_maker):
+    experience = make_experience(make_maker(reward_model=Scores({"logits": torch.arange(4.0).unsqueeze(1)})))
+    assert experience.reward.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+class Letters:
+    """A tokenizer as far as a scorer needs one: token ids as text."""
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
+class Remembering:
+    """A reward that keeps what it was asked and pays by the length of the text."""
+
+    name = "remembering"
+
+    def __init__(self):
+        self.requests = []
+
+    def score(self, request):
+        self.requests.append(request)
+        return torch.tensor([float(len(text.split())) for text in request.completions])
+
+
+def test_columns_and_texts_reach_a_reward_scorer(make_maker):
+    reward = Remembering()
+    maker = make_maker(reward_model=RewardScorer(reward, Letters()))
+    columns = {"answer": ["a", "b", "c", "d"], "level": torch.arange(4)}
+    experience = make_experience(maker, columns=columns)
+    (request,) = reward.requests
+    assert request.columns == {"answer": ["a", "b", "c", "d"], "level": [0, 1, 2, 3]}
+    assert request.prompts == ["3 4 5", "6", "7 8 9 10", "9 10"]
+    responses = [response for _, response in texts(experience)]
+    assert request.completions == [" ".join(map(str, response)) for response in responses]
+    assert experience.reward.tolist() == [len(response) for response in responses]
+
+
+def test_columns_follow_their_prompts_when_some_are_dropped(make_maker):
+    reward = Remembering()
+    maker = make_maker(reward_model=RewardScorer(reward, Letters()))
+    experience = make_experience(
+        maker,
+        max_length=4,
+        max_new_tokens=None,
+        columns={"answer": ["a", "b", "c", "d"]},
+        sample_ids=torch.tensor([5, 6, 7, 8]),
+        group_ids=torch.tensor([1, 2, 3, 4]),
+    )
+    assert reward.requests[0].columns == {"answer": ["a", "b", "d"]}
+    assert experience.sample_ids.tolist() == [5, 6, 8]
+    assert experience.group_ids.tolist() == [1, 2, 4]
+
+
+# Ids
+
+
+def test_samples_without_ids_are_numbered_in_the_order_they_come(make_maker):
+    maker = make_maker()
+    assert make_experience(maker).sample_ids.tolist() == [0, 1, 2, 3]
+    assert make_experience(maker, PROMPTS[:2]).sample_ids.tolist() == [4, 5]
+
+
+def test_ids_key_the_text_and_the_seed_changes_it(make_maker):
+    same = [PROMPTS[0]] * 3
+    ids = torch.tensor([9, 9, 4])
+    first, second, third = (
+        response for _, response in texts(make_experience(make_maker(), same, sample_ids=ids))
+    )
+    assert first == second != third
+    other = texts(make_experience(make_maker(seed=1), same, sample_ids=ids))
+    assert other[0][1] != first
+
+
+@pytest.mark.parametrize("name", ["sample_ids", "group_ids"])
+def test_ids_must_be_one_for_each_prompt(make_maker, name):
+    with pytest.raises(DataError, match=rf"{name} must be \[4\], one for each prompt, got \[3\]"):
+        make_experience(make_maker(), **{name: torch.arange(3)})
+
+
+# Rewards that are no numbers
+
+
+def test_a_sample_without_a_finite_reward_is_dropped_and_counted(make_maker, caplog):
+    maker = make_maker(reward_model=Scores(torch.tensor([1.0, NAN, INF, 2.0])))
+    with caplog.at_level(logging.WARNING, logger="coati.experience_maker.naive"):
+        experience = make_experience(maker, sample_ids=torch.tensor([11, 12, 13, 14]))
+    assert experience.sample_ids.tolist() == [11, 14]
+    assert experience.reward.tolist() == [1.0, 2.0]
+    assert [prompt for prompt, _ in texts(experience)] == [PROMPTS[0], PROMPTS[3]]
+    assert all(tensor.isfinite().all() for _, tensor in experience.tensors())
+    assert maker.dropped == {DROPPED_REWARD_NOT_FINITE: 2}
+    assert "2 of 4 samples is not a finite number (sample ids [12, 13])" in caplog.text
+
+
+def test_a_batch_without_a_finite_reward_is_dropped_whole(make_maker):
+    maker = make_maker(reward_model=Scores(torch.full((4,), NAN)))
+    with pytest.raises(AllSamplesDropped, match=r"4 of 4 samples .*\[0, 1, 2, 3\].*finite numbers") as caught:
+        make_experience(maker)
+    assert maker.dropped == {DROPPED_REWARD_NOT_FINITE: 4}
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+# Prompts that do not fit, and limits
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_prompt_that_fills_the_context_is_dropped_and_its_neighbours_are_not_cut(
+    request, make_maker, family, caplog
+):
+    # A context of 8 tokens and at most 4 new ones: prompts of 8 (no room), 6 (room for 2), 5 (3), 2, 1 (4).
+    limit = "n_positions" if family == "gpt2" else "max_position_embeddings"
+    actor = request.getfixturevalue(family)(seed=1, **{limit: 8})
+    maker = make_maker(actor=actor)
+    prompts = [[3] * 8, [4] * 6, [5] * 5, [6, 7], [8]]
+    with caplog.at_level(logging.WARNING, logger="coati.experience_maker.naive"):
+        experience = make_experience(maker, prompts, max_new_tokens=4, eos_token_id=[])
+    assert maker.dropped == {DROPPED_PROMPT_TOO_LONG: 1}
+    assert "1 of 5 prompts leave no room for a response (longest 8 tokens; context 8" in caplog.text
+    assert [prompt for prompt, _ in texts(experience)] == prompts[1:]
+    assert [len(response) for _, response in texts(experience)] == [2, 3, 4, 4]
+    assert experience.sample_ids.tolist() == [1, 2, 3, 4]
+
+
+def test_when_no_prompt_fits_the_batch_is_dropped_whole(make_maker, gpt2):
+    maker = make_maker(actor=gpt2(n_positions=4))
+    with pytest.raises(AllSamplesDropped, match=r"2 of 2 prompts leave no room .*Shorten the prompts"):
+        make_experience(maker, [[3] * 4, [4] * 5])
+    assert maker.dropped == {DROPPED_PROMPT_TOO_LONG: 2}
+
+
+def test_max_length_counts_each_prompt_without_its_padding(make_maker):
+    # max_length 6: prompts of 3, 1, 4 and 2 tokens leave room for 3, 5, 2 and 4
+    experience = make_experience(make_maker(), max_length=6, max_new_tokens=None, eos_token_id=[])
+    assert [len(response) for _, response in texts(experience)] == [3, 5, 2, 4]
+    assert torch.equal(experience.attention_mask[:, 4:].bool(), experience.action_mask)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_text_and_numbers_do_not_depend_on_neighbours_with_another_room(request, make_maker, family):
+    actor = request.getfixturevalue(family)(seed=1)
+    options = {"max_length": 6, "max_new_tokens": None}
+    ids = torch.tensor([3, 4, 5, 6])
+    together = make_experience(make_maker(actor=actor), sample_ids=ids, **options)
+    for row, prompt in enumerate(PROMPTS):
+        alone = make_experience(make_maker(actor=actor), [prompt], sample_ids=ids[row : row + 1], **options)
+        assert texts(alone) == [texts(together)[row]]
+        count = alone.num_actions
+        for name in ("action_log_probs", "rollout_log_probs", "values", "kl", "advantages"):
+            torch.testing.assert_close(
+                getattr(alone, name)[0], getattr(together, name)[row, :count], atol=1e-5, rtol=0
+            )
+
+
+def test_prompts_with_one_limit_are_generated_in_one_call(make_maker):
+    class Counting(ReferenceEngine):
+        num_calls = 0
+
+        def generate(self, request):
+            self.num_calls += 1
+            return super().generate(request)
+
+    maker = make_maker()
+    maker.engine = Counting(maker.actor)
+    make_experience(maker)
+    make_experience(maker, max_length=6, max_new_tokens=None)
+    assert maker.engine.num_calls == 2
+
+
+def test_a_model_that_does_not_say_its_context_has_no_limit(make_maker, monkeypatch):
+    monkeypatch.setattr("coati.experience_maker.naive.context_length_of", lambda model: None)
+    experience = make_experience(make_maker(), max_new_tokens=3, eos_token_id=[])
+    assert experience.num_actions == 3
+
+
+def test_padding_equal_to_end_of_sequence_is_told_apart_by_position(make_maker):
+    plain = make_experience(make_maker(), max_new_tokens=12)
+    same_token = make_experience(make_maker(), max_new_tokens=12, pad_token_id=2, eos_token_id=2)
+    assert texts(plain) == texts(same_token)
+    assert torch.equal(plain.action_mask, same_token.action_mask)
+
+
+# Bad prompts and options
+
+
+def test_prompts_without_a_mask_are_taken_as_unpadded(make_maker):
+    ids = torch.tensor([[3, 4], [5, 6]])
+    bare = make_maker().make_experience(ids, max_new_tokens=3)
+    masked = make_maker().make_experience(ids, torch.ones_like(ids), max_new_tokens=3)
+    assert torch.equal(bare.sequences, masked.sequences)
+    assert torch.equal(bare.attention_mask, masked.attention_mask)
+
+
+def test_right_padded_prompts_are_refused_with_the_remedy(make_maker):
+    ids, mask = torch.tensor([[3, 4], [5, 0]]), torch.tensor([[1, 1], [1, 0]])
+    with pytest.raises(DataError, match=r"padded on the left.*padding_side = 'left'"):
+        make_maker().make_experience(ids, mask)
+
+
+@pytest.mark.parametrize("shape", [(3,), (0, 3), (3, 0), (1, 2, 3)])
+def test_prompts_of_the_wrong_shape_are_refused(make_maker, shape):
+    ids = torch.zeros(shape, dtype=torch.long)
+    with pytest.raises(DataError, match=r"input_ids must be \[B, P\].*got \["):
+        make_maker().make_experience(ids, torch.ones_like(ids))
+
+
+def test_a_mask_of_another_shape_is_refused(make_maker):
+    with pytest.raises(
+        DataError, match=r"attention_mask must have the shape of input_ids, \[1, 2\], got \[1, 3\]"
+    ):
+        make_maker().make_experience(torch.tensor([[3, 4]]), torch.ones(1, 3))
+
+
+def test_a_column_of_another_length_is_refused(make_maker):
+    with pytest.raises(DataError, match="column 'answer' must have one entry for each of 4 prompts, got 1"):
+        make_experience(make_maker(), columns={"answer": ["a"]})
+
+
+def test_an_unknown_generate_option_is_an_error_before_anything_runs(make_maker):
+    maker = make_maker(reward_model=Scores(None))
+    with pytest.raises(GenerateOptionError, match=r"temprature.*Did you mean temperature"):
+        make_experience(maker, temprature=0.5)
+    assert make_experience(make_maker()).sample_ids.tolist() == [0, 1, 2, 3]

@@ -1,0 +1,143 @@
+"""Rollout and score for a run: versions, ids, counts, and batches that come to nothing."""
+
+import pytest
+import torch
+
+from coati.errors import DataError, RewardError
+from coati.experience_maker import AllSamplesDropped
+from coati.experience_maker.pipeline import MAX_EMPTY_BATCHES, MIN_DROPPED_IN_A_ROW, ExperiencePipeline
+from coati.experience_maker.prompt_batch import PromptBatch
+from coati.ledger.admission import WorkShare
+from coati.weights import ServedModels
+from coati.weights.stage import VerifiedUpdate
+
+
+class FakeExperience:
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+
+
+class FakeMaker:
+    """Keeps `plan[i]` samples of its i-th batch, drops the rest, or raises what the plan says."""
+
+    def __init__(self, *plan):
+        self.plan = list(plan)
+        self.calls = []
+        self.policy_version = None
+        self.while_making = lambda: None
+
+    def make_experience(self, input_ids, attention_mask, **kwargs):
+        self.calls.append({"input_ids": input_ids, "version": self.policy_version, **kwargs})
+        self.while_making()
+        outcome = self.plan.pop(0) if self.plan else len(input_ids)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return FakeExperience(outcome)
+
+
+def batch_of(size, **fields):
+    return PromptBatch(torch.ones(size, 2, dtype=torch.long), torch.ones(size, 2, dtype=torch.long), **fields)
+
+
+def pipeline_of(*plan, **kwargs):
+    module = torch.nn.Linear(1, 1)
+    return ExperiencePipeline(FakeMaker(*plan), ServedModels({"actor": module}), **kwargs)
+
+
+def update(version):
+    tensors = {("actor", "weight"): torch.zeros(1, 1)}
+    return VerifiedUpdate(f"update-{version}", version, "trainer", tensors, False)
+
+
+def test_samples_are_numbered_on_from_the_first_id_and_options_reach_the_maker():
+    pipeline = pipeline_of(first_sample_id=100, generate_kwargs={"top_k": 5})
+    columns = {"answer": ["a", "b"]}
+    pipeline.make(batch_of(2, group_ids=torch.tensor([8, 9]), columns=columns))
+    pipeline.make(batch_of(3))
+    first, second = pipeline.maker.calls
+    assert (first["sample_ids"].tolist(), second["sample_ids"].tolist()) == ([100, 101], [102, 103, 104])
+    assert first["group_ids"].tolist() == [8, 9]
+    assert first["columns"] == columns
+    assert first["top_k"] == 5
+
+
+def test_ids_of_the_batch_are_kept():
+    pipeline = pipeline_of()
+    pipeline.make(batch_of(2, sample_ids=torch.tensor([40, 7])))
+    assert pipeline.maker.calls[0]["sample_ids"].tolist() == [40, 7]
+
+
+def test_experience_is_labelled_with_the_version_that_serves_even_if_a_newer_one_arrives_meanwhile():
+    pipeline = pipeline_of()
+    pipeline.served.offer(update(3))
+    pipeline.maker.while_making = lambda: pipeline.served.offer(update(4))
+    pipeline.make(batch_of(1))
+    assert pipeline.maker.policy_version == 3
+    assert pipeline.served.version == 4
+    pipeline.maker.while_making = lambda: None
+    pipeline.make(batch_of(1))
+    assert [call["version"] for call in pipeline.maker.calls] == [3, 4]
+
+
+def test_counts_add_up_and_dropped_samples_are_given_back_to_the_gate():
+    # 8 samples in all; batches of 4 keep 4, 1 and 0: 5 issued and not given back
+    share = WorkShare(rounds_per_version=8, total_rounds=8)
+    pipeline = pipeline_of(4, 1, AllSamplesDropped("all bad"), share=share)
+    assert pipeline.make(batch_of(4)).num_samples == 4
+    assert pipeline.make(batch_of(4)).num_samples == 1
+    assert pipeline.make(batch_of(4)) is None
+    assert (pipeline.counts.made, pipeline.counts.dropped) == (5, 7)
+    assert pipeline.gate.num_issued == 5
+    assert pipeline.admissible(9) == 3
+    assert not pipeline.is_done
+    pipeline.make(batch_of(3))
+    assert pipeline.is_done
+    assert pipeline.admissible(9) == 0
+
+
+def test_the_gate_waits_for_the_next_version():
+    pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=4, max_staleness=0))
+    assert pipeline.admissible(3) == 2
+    pipeline.make(batch_of(2))
+    assert pipeline.admissible(1) == 0
+    pipeline.served.offer(update(1))
+    assert pipeline.admissible(3) == 2
+
+
+def test_without_a_gate_everything_is_admitted_and_the_end_never_comes():
+    pipeline = pipeline_of()
+    assert pipeline.admissible(1000) == 1000
+    pipeline.make(batch_of(5))
+    assert not pipeline.is_done
+
+
+def test_batch_after_batch_dropped_is_an_error_that_tells_the_last_reason():
+    # Batches of 20: five in a row are 100 samples, which is above the minimum of 64.
+    pipeline = pipeline_of(*[AllSamplesDropped(f"reason {index}") for index in range(MAX_EMPTY_BATCHES)])
+    for _ in range(MAX_EMPTY_BATCHES - 1):
+        assert pipeline.make(batch_of(20)) is None
+    with pytest.raises(DataError, match=rf"100 samples in a row .* reason {MAX_EMPTY_BATCHES - 1}"):
+        pipeline.make(batch_of(20))
+
+
+def test_replacements_that_come_one_by_one_may_fail_in_a_row_by_chance():
+    pipeline = pipeline_of(*[AllSamplesDropped("bad")] * MIN_DROPPED_IN_A_ROW)
+    for _ in range(MIN_DROPPED_IN_A_ROW - 1):
+        assert pipeline.make(batch_of(1)) is None
+    with pytest.raises(DataError, match=f"{MIN_DROPPED_IN_A_ROW} samples in a row"):
+        pipeline.make(batch_of(1))
+
+
+def test_one_good_batch_ends_a_row_of_dropped_ones():
+    bad = [AllSamplesDropped("bad")] * (MIN_DROPPED_IN_A_ROW - 1)
+    pipeline = pipeline_of(*bad, 1, *bad)
+    made = [pipeline.make(batch_of(1)) is not None for _ in range(2 * MIN_DROPPED_IN_A_ROW - 1)]
+    assert made.count(True) == 1
+
+
+def test_after_an_error_of_the_reward_the_models_can_be_updated():
+    pipeline = pipeline_of(RewardError("the reward broke"))
+    with pytest.raises(RewardError, match="the reward broke"):
+        pipeline.make(batch_of(1))
+    assert pipeline.served.offer(update(1))  # committed at once: nobody holds the models
+    assert pipeline.served.version == 1

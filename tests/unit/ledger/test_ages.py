@@ -1,0 +1,43 @@
+"""The age of a batch, by hand."""
+
+import torch
+
+from coati.experience_maker import Experience
+from coati.ledger import ages_of
+
+
+def experience(versions, mask):
+    shape = (len(versions), len(versions[0]))
+    floats = torch.zeros(shape)
+    return Experience(
+        torch.zeros(shape[0], shape[1] + 1, dtype=torch.long),
+        floats,
+        floats,
+        torch.zeros(shape[0]),
+        floats,
+        floats,
+        None,
+        torch.tensor(mask),
+        policy_versions=torch.tensor(versions),
+    )
+
+
+def test_a_sample_is_as_old_as_its_oldest_token():
+    # Trainer at 5. Sample 0: tokens of versions 3 and 4, so 2 old. Sample 1: version 5 (its second token is
+    # padding that says 0), so 0 old. Mean (2 + 0) / 2 = 1.
+    batch = experience([[3, 4], [5, 0]], [[True, True], [True, False]])
+    assert ages_of(batch, 5) == (1.0, 2.0)
+
+
+def test_unknown_versions_do_not_count():
+    # Sample 1 does not say (-1): the mean is that of sample 0 alone, 5 - 2 = 3.
+    batch = experience([[2, 2], [-1, -1]], [[True, True], [True, True]])
+    assert ages_of(batch, 5) == (3.0, 3.0)
+    assert ages_of(experience([[-1]], [[True]]), 5) == (0.0, 0.0)
+
+
+def test_no_tokens_have_no_age():
+    assert ages_of(experience([[1]], [[False]]), 5) == (0.0, 0.0)
+    batch = experience([[1]], [[True]])
+    batch.policy_versions = None
+    assert ages_of(batch, 5) == (0.0, 0.0)

@@ -1,0 +1,49 @@
+"""Records wait for whoever fetches them; fetching twice is harmless."""
+
+from coati.monitor.records import RecordLog
+
+
+def log_of(count, **kwargs):
+    log = RecordLog(**kwargs)
+    for number in range(count):
+        log.append({"n": number})
+    return log
+
+
+def numbers(page):
+    return [record["n"] for record in page.records]
+
+
+def test_a_cursor_gives_what_came_after_it():
+    log = log_of(3)
+    page = log.since(0)
+    assert (numbers(page), page.cursor) == ([0, 1, 2], 3)
+    assert (numbers(log.since(3)), log.since(3).cursor) == ([], 3)
+    log.append({"n": 3})
+    assert (numbers(log.since(3)), log.since(3).cursor) == ([3], 4)
+
+
+def test_a_lost_answer_can_be_fetched_again():
+    log = log_of(3)
+    assert log.since(1) == log.since(1)
+    assert numbers(log.since(1)) == [1, 2]
+
+
+def test_a_full_log_forgets_the_oldest_and_repeats_nothing():
+    log = log_of(5, capacity=2)
+    assert (numbers(log.since(0)), log.since(0).cursor) == ([3, 4], 5)
+    assert numbers(log.since(4)) == [4]
+    assert numbers(log.since(5)) == []
+
+
+def test_a_cursor_of_an_earlier_log_gives_all_of_the_new_one():
+    # The actor was restarted: its log has 2 records, and the reader comes with the cursor 10 of the old one.
+    page = log_of(2).since(10)
+    assert (numbers(page), page.cursor) == ([0, 1], 2)
+
+
+def test_a_page_is_not_changed_by_what_comes_later():
+    log = log_of(1)
+    page = log.since(0)
+    log.append({"n": 1})
+    assert numbers(page) == [0]

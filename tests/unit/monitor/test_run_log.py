@@ -1,0 +1,187 @@
+"""The log of a run, by hand: what is written when, and what the person in front of it sees."""
+
+import json
+
+import pytest
+
+from coati.monitor.metrics import Mean, Sum
+from coati.monitor.run_log import RunLog
+
+
+class FakeTracker:
+    def __init__(self):
+        self.logged = []
+        self.texts = []
+        self.num_closed = 0
+
+    def log(self, step, metrics):
+        self.logged.append((step, dict(metrics)))
+
+    def text(self, step, tag, text):
+        self.texts.append((step, tag, text))
+
+    def close(self):
+        self.num_closed += 1
+
+
+class FakeClock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def made(version, reward, *, samples=4, kl=1.0, texts=()):
+    """What a maker reports of one batch."""
+    return {
+        "version": version,
+        "metrics": {
+            "reward/mean": Mean(reward, samples),
+            "kl/per_sample": Mean(kl, samples),
+            "maker/samples": Sum(samples),
+        },
+        "samples": list(texts),
+    }
+
+
+def sample(prompt="the film", response=" was good", reward=0.5):
+    return {"prompt": prompt, "response": response, "reward": reward, "sample_id": 7}
+
+
+def trained(batch, version, **metrics):
+    return {"batch": batch, "version": version, "metrics": {"actor_loss": 1.0, **metrics}}
+
+
+@pytest.fixture
+def tracker():
+    return FakeTracker()
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def make_log(tracker, clock, tmp_path):
+    def make(**kwargs):
+        return RunLog(tracker, samples_path=tmp_path / "samples.jsonl", total_steps=10, clock=clock, **kwargs)
+
+    return make
+
+
+def written(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_makers_are_gathered_by_version(make_log, tracker):
+    log = make_log()
+    # Version 0: 4 samples of mean 0.2 and 12 of mean 0.6: (4 · 0.2 + 12 · 0.6) / 16 = 0.5
+    log.maker_records([made(0, 0.2), made(0, 0.6, samples=12, kl=3.0)])
+    assert tracker.logged == []
+    log.maker_records([made(1, 0.9)])
+    step, values = tracker.logged[0]
+    assert step == 0
+    assert values["reward/mean"] == pytest.approx(0.5)
+    assert values["kl/per_sample"] == pytest.approx(2.5)  # (4 · 1 + 12 · 3) / 16
+    assert (values["maker/samples"], values["maker/version"]) == (16.0, 0.0)
+    log.close()
+    assert tracker.logged[1][1]["reward/mean"] == pytest.approx(0.9)
+    assert tracker.num_closed == 1
+    assert log.rewards == [(0.0, pytest.approx(0.5)), (1.0, pytest.approx(0.9))]
+    assert log.kls == [(0.0, pytest.approx(2.5)), (1.0, 1.0)]
+
+
+def test_a_late_record_of_an_older_version_is_counted_with_the_current_one(make_log, tracker):
+    log = make_log()
+    log.maker_records([made(2, 0.5), made(1, 0.7)])
+    log.close()
+    assert [values["maker/version"] for _, values in tracker.logged] == [2.0]
+    assert tracker.logged[0][1]["reward/mean"] == pytest.approx(0.6)
+
+
+def test_closing_without_records_logs_nothing(make_log, tracker):
+    make_log().close()
+    assert tracker.logged == []
+    assert tracker.num_closed == 1
+
+
+def test_trainer_records_are_logged_one_by_one_under_their_batch(make_log, tracker):
+    log = make_log()
+    log.trainer_records([trained(1, 0, **{"policy/loss": 0.25}), trained(2, 1, **{"policy/loss": 0.5})])
+    assert tracker.logged == [(1, {"policy/loss": 0.25}), (2, {"policy/loss": 0.5})]  # area/name only
+    log.trainer_records([trained(1, 0, **{"policy/loss": 0.125})])  # of another rank, late
+    snapshot = log.snapshot()
+    assert (snapshot.step, snapshot.version, snapshot.total_steps) == (2, 1, 10)
+    log.maker_records([made(0, 0.5)])
+    log.close()
+    assert tracker.logged[-1][0] == 2  # makers are logged at the step that training has reached
+
+
+def test_snapshot_by_hand(make_log, clock):
+    log = make_log()
+    empty = log.snapshot()
+    assert (empty.step, empty.version, empty.reward, empty.kl) == (0, 0, None, None)
+    assert (empty.elapsed, empty.samples_per_second) == (0.0, None)
+    log.message = "loading models"
+    log.buffer_batches = 3
+    log.maker_records([made(0, 0.25), made(1, 0.75, kl=2.0), made(2, 0.9)])
+    clock.now += 6.0
+    snapshot = log.snapshot()
+    assert (snapshot.reward, snapshot.kl) == (0.75, 2.0)  # of the newest version that is complete
+    assert snapshot.reward_history == (0.25, 0.75)
+    assert snapshot.samples_per_second == 2.0  # 12 samples in 6 s
+    assert (snapshot.elapsed, snapshot.buffer_batches, snapshot.message) == (6.0, 3, "loading models")
+    assert log.num_samples == 12
+
+
+def test_time_and_rate_count_from_begin(make_log, clock):
+    log = make_log()
+    log.maker_records([made(0, 0.5, samples=4)])
+    clock.now += 100.0  # loading libraries and models
+    log.begin()
+    assert log.snapshot().elapsed == 0.0
+    log.maker_records([made(0, 0.5, samples=6)])
+    clock.now += 3.0
+    snapshot = log.snapshot()
+    assert (snapshot.elapsed, snapshot.samples_per_second) == (3.0, 2.0)  # 6 samples in 3 s
+    assert log.num_samples == 10
+
+
+@pytest.mark.parametrize(
+    ("every", "seen", "expected"),
+    [
+        (1, [0, 0, 1, 2], [0, 1, 2]),  # the first batch of each version
+        (3, [0, 1, 2, 3, 4, 5, 6], [0, 3, 6]),
+        (3, [0, 2, 4, 5, 6], [0, 4, 6]),  # version 3 was never seen, so 4 stands in; 6 is due again
+        (0, [0, 1], []),
+    ],
+)
+def test_samples_are_written_every_so_many_versions(every, seen, expected, make_log, tmp_path):
+    log = make_log(samples_every_versions=every)
+    log.maker_records([made(version, 0.5, texts=[sample()]) for version in seen])
+    assert [line["version"] for line in written(tmp_path)] == expected
+
+
+def test_samples_are_written_as_text_and_the_first_is_shown(make_log, tracker, tmp_path):
+    log = make_log()
+    log.trainer_records([trained(5, 0)])
+    log.maker_records([made(0, 0.5, texts=[sample(response=" très bien \ud83c"), sample(reward=0.25)])])
+    first, second = written(tmp_path)
+    assert first == {
+        "version": 0,
+        "prompt": "the film",
+        "response": " très bien \ud83c",  # a lone surrogate, cut inside a pair
+        "reward": 0.5,
+        "sample_id": 7,
+    }
+    assert second["reward"] == 0.25
+    assert tracker.texts == [(5, "samples/first", "the film ** très bien \ud83c** (reward 0.500)")]
+
+
+def test_a_batch_without_samples_leaves_the_turn_to_the_next(make_log, tmp_path):
+    log = make_log()
+    log.maker_records([made(0, 0.5), made(0, 0.5, texts=[sample()])])
+    assert [line["version"] for line in written(tmp_path)] == [0]

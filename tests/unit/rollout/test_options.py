@@ -1,0 +1,166 @@
+"""Generate options are checked by name and range before anything runs."""
+
+import dataclasses
+import doctest
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from transformers import GenerationConfig
+
+import coati.rollout.options as options_module
+from coati.errors import GenerateOptionError
+from coati.rollout import GenerateOptions, known_options
+from coati.rollout.options import DEFAULT_MAX_NEW_TOKENS
+
+
+def test_docstring_examples_run():
+    result = doctest.testmod(options_module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_the_options_of_the_contract_are_known():
+    contract = (
+        "max_length max_new_tokens do_sample temperature top_k top_p eos_token_id pad_token_id "
+        "min_p typical_p repetition_penalty no_repeat_ngram_size min_new_tokens bad_words_ids "
+        "stop_strings tokenizer stopping_criteria logits_processor use_cache"
+    )
+    assert set(contract.split()) <= set(known_options())
+
+
+def test_sampling_is_on_and_nothing_is_cut_by_default():
+    options = GenerateOptions.parse()
+    assert options == GenerateOptions()
+    assert (options.do_sample, options.temperature, options.top_k, options.top_p) == (True, 1.0, 0, 1.0)
+
+
+def test_an_unknown_option_is_an_error_that_suggests_and_lists_the_known_ones():
+    with pytest.raises(GenerateOptionError) as caught:
+        GenerateOptions.parse(max_new_token=8)
+    message = str(caught.value)
+    assert "unknown generate option max_new_token=8. Did you mean max_new_tokens?" in message
+    assert all(name in message for name in known_options())
+    assert str(pickle.loads(pickle.dumps(caught.value))) == message
+
+
+def test_an_option_like_no_other_gets_no_suggestion():
+    with pytest.raises(GenerateOptionError, match=r"unknown generate option zzz=1\. Known options: "):
+        GenerateOptions.parse(zzz=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_beams", 4),
+        ("num_return_sequences", 2),
+        ("return_dict_in_generate", True),
+        ("output_scores", True),
+        ("generation_config", GenerationConfig()),
+        ("penalty_alpha", 0.6),
+        ("prompt_lookup_num_tokens", 3),
+        ("watermarking_config", {"bias": 2.0}),
+        ("top_h", 0.4),
+        ("force_words_ids", [[1]]),
+    ],
+)
+def test_options_that_would_not_sample_from_the_policy_are_refused_with_a_remedy(name, value):
+    assert name not in known_options()
+    with pytest.raises(GenerateOptionError, match=rf"(?s){name}=.*cannot be used here\. \w+.*\."):
+        GenerateOptions.parse(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_beams", 1), ("num_return_sequences", 1), ("output_scores", False), ("top_h", None)],
+)
+def test_a_refused_option_at_its_harmless_value_is_ignored(name, value):
+    assert GenerateOptions.parse(**{name: value}) == GenerateOptions()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0.0),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "hot"),
+        ("top_k", -1),
+        ("top_k", True),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("typical_p", 2.0),
+        ("epsilon_cutoff", -0.5),
+        ("eta_cutoff", 1.0),
+        ("max_new_tokens", 0),
+        ("max_length", 1),
+        ("max_length", [9]),
+    ],
+)
+def test_a_value_out_of_range_is_an_error_that_names_the_option_and_the_value(name, value):
+    with pytest.raises(GenerateOptionError, match=rf"generate option {name} must be .*got "):
+        GenerateOptions.parse(**{name: value})
+
+
+def test_stop_strings_need_a_tokenizer():
+    with pytest.raises(GenerateOptionError, match="stop_strings needs the option tokenizer"):
+        GenerateOptions.parse(stop_strings=["end"])
+
+
+def test_greedy_text_needs_no_temperature():
+    options = GenerateOptions.parse(do_sample=False, temperature=0.0)
+    assert options.sampling_temperature == 1.0
+    assert GenerateOptions.parse(temperature=0.5).sampling_temperature == 0.5
+
+
+def test_none_means_not_given_and_other_options_travel_along():
+    options = GenerateOptions.parse(temperature=None, top_k=None, repetition_penalty=1.3, eos_token_id=[2, 3])
+    assert options == GenerateOptions(eos_token_id=(2, 3), extra={"repetition_penalty": 1.3})
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt", "limit"),
+    [
+        ({}, 5, DEFAULT_MAX_NEW_TOKENS),
+        ({"max_new_tokens": 7}, 5, 7),
+        ({"max_length": 12}, 5, 7),
+        ({"max_length": 12, "max_new_tokens": 3}, 5, 3),
+        ({"max_length": 6, "max_new_tokens": 3}, 5, 1),
+        ({"max_length": 4}, 5, -1),
+    ],
+)
+def test_the_tighter_limit_on_new_tokens_wins(given, prompt, limit):
+    assert GenerateOptions.parse(**given).new_token_limit(prompt) == limit
+
+
+def model_with(*, saved=None, config=None):
+    """What options look at of a model: its generation config and its config."""
+    return SimpleNamespace(
+        generation_config=SimpleNamespace(**(saved or {})), config=SimpleNamespace(**(config or {}))
+    )
+
+
+def test_end_of_sequence_tokens_come_from_the_option_then_the_saved_defaults_then_the_config():
+    model = model_with(saved={"eos_token_id": [3, 4]}, config={"eos_token_id": 5})
+    assert GenerateOptions.parse(eos_token_id=2).eos_token_ids(model) == (2,)
+    assert GenerateOptions.parse(eos_token_id=[2, 6]).eos_token_ids(model) == (2, 6)
+    assert GenerateOptions.parse(eos_token_id=[]).eos_token_ids(model) == ()
+    assert GenerateOptions.parse().eos_token_ids(model) == (3, 4)
+    assert GenerateOptions.parse().eos_token_ids(model_with(config={"eos_token_id": 5})) == (5,)
+    assert GenerateOptions.parse().eos_token_ids(model_with()) == ()
+
+
+def test_the_padding_token_falls_back_to_end_of_sequence_and_then_to_zero():
+    model = model_with(saved={"pad_token_id": 6}, config={"pad_token_id": 7, "eos_token_id": 5})
+    assert GenerateOptions.parse(pad_token_id=1).pad_token(model) == 1
+    assert GenerateOptions.parse().pad_token(model) == 6
+    # -1 is how some configs say that there is none
+    assert GenerateOptions.parse().pad_token(model_with(config={"pad_token_id": -1, "eos_token_id": 5})) == 5
+    assert GenerateOptions.parse().pad_token(model_with()) == 0
+
+
+def test_options_cannot_be_changed_after_they_were_checked():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        GenerateOptions.parse().temperature = 2.0

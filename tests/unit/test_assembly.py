@@ -1,0 +1,228 @@
+"""From settings to objects: every setting arrives, and what cannot be loaded is named."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from coati import assembly
+from coati.config import build_config
+from coati.deadlines import Deadlines
+from coati.errors import ConfigError
+from coati.ledger import WorkShare
+from coati.trainer.ppo import PPOSettings
+
+
+def config_of(**sections):
+    settings = {
+        "model": {"path": "some/model"},
+        "prompts": {"path": "prompts.jsonl"},
+        "reward": {"function": "rewards:praise"},
+    }
+    for section, values in sections.items():
+        settings[section] = {**settings.get(section, {}), **values}
+    return build_config(settings)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("assembly")
+    tokens = ["<pad>", "<eos>", "<unk>", "a", "b"]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(tokens),
+        hidden_size=4,
+        intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=8,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_local_paths_become_absolute_and_hub_names_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "reward-model", "actor", "functions"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "prompts.jsonl").touch()
+    config = config_of(
+        model={"path": "model", "reference": "owner/name"},
+        reward={
+            "function": "",
+            "terms": [
+                {"model": "reward-model", "weight": 1.0},
+                {"model": "owner/judge", "weight": 0.5},
+                {"function": "rewards:praise", "weight": 2.0},
+            ],
+            "search_paths": ["functions"],
+        },
+    )
+    absolute = assembly.with_absolute_paths(config)
+    assert absolute.model.path == str(tmp_path / "model")
+    assert absolute.model.reference == "owner/name"
+    assert absolute.model.critic == "actor"  # the word, although a folder has that name
+    assert absolute.model.tokenizer == ""
+    assert absolute.prompts.path == str(tmp_path / "prompts.jsonl")
+    assert [term.model for term in absolute.reward.terms] == [
+        str(tmp_path / "reward-model"),
+        "owner/judge",
+        "",
+    ]
+    assert [term.label for term in absolute.reward.terms] == [term.label for term in config.reward.terms]
+    assert absolute.reward.search_paths == (str(tmp_path / "functions"), str(tmp_path))
+    single = assembly.with_absolute_paths(config_of(reward={"function": "", "model": "reward-model"}))
+    assert single.reward.model == str(tmp_path / "reward-model")
+
+
+def test_every_learner_setting_arrives():
+    config = config_of(
+        ppo={"eps_clip": 0.3, "value_clip": 0.5, "entropy_coef": 0.02, "whiten_advantages": False},
+        train={
+            "actor_lr": 1e-4,
+            "critic_lr": 2e-4,
+            "lr_schedule": "cosine",
+            "warmup_steps": 3,
+            "total_steps": 10,
+            "epochs": 2,
+            "batch_size": 8,
+            "micro_batch_size": 4,
+            "max_grad_norm": 0.5,
+        },
+    )
+    assert assembly.ppo_settings(config) == PPOSettings(
+        eps_clip=0.3,
+        value_clip=0.5,
+        entropy_coef=0.02,
+        whiten_advantages=False,
+        actor_lr=1e-4,
+        critic_lr=2e-4,
+        lr_schedule="cosine",
+        warmup_steps=3,
+        total_steps=20,  # 10 fresh batches, each trained on twice
+        max_grad_norm=0.5,
+        micro_batch_size=4,
+    )
+
+
+def test_the_work_of_a_maker():
+    config = config_of(
+        train={"total_steps": 10, "update_steps": 2, "batch_size": 8},
+        topology={"makers": 3, "trainers": 2, "max_staleness": 1},
+    )
+    share = WorkShare(
+        rounds_per_version=16,  # 2 batches of 8
+        total_rounds=80,
+        max_staleness=1,
+        maker_index=2,
+        num_makers=3,
+        num_trainers=2,
+    )
+    assert assembly.work_share(config, maker_index=2) == share
+    assert assembly.work_share(config, max_staleness=0).max_staleness == 0
+
+
+def test_deadlines_and_generate_options_arrive():
+    config = config_of(
+        deadlines={"start_seconds": 1.0, "batch_seconds": 2.0, "update_seconds": 3.0},
+        rollout={
+            "max_new_tokens": 5,
+            "temperature": 0.7,
+            "top_k": 9,
+            "top_p": 0.8,
+            "generate": {"min_new_tokens": 2},
+        },
+    )
+    assert assembly.deadlines_of(config) == Deadlines(start=1.0, batch=2.0, update=3.0)
+    assert assembly.generate_options(config) == {
+        "max_new_tokens": 5,
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 9,
+        "top_p": 0.8,
+        "min_new_tokens": 2,
+    }
+
+
+def test_lora_is_off_at_rank_zero():
+    assert assembly.lora_settings(config_of()) is None
+    settings = assembly.lora_settings(
+        config_of(lora={"rank": 4, "alpha": 8.0, "dropout": 0.1, "target_modules": ["q_proj"]})
+    )
+    assert settings is not None
+    assert (settings.rank, settings.alpha, settings.dropout) == (4, 8.0, 0.1)
+    assert settings.target_modules == ("q_proj",)
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "topology", "expected"),
+    [
+        (8, {"makers": 2, "trainers": 1}, 2),  # 8 cores among 3 actors
+        (2, {"makers": 2, "trainers": 1}, 1),
+        (None, {}, 1),
+        (8, {"threads_per_actor": 5}, 5),
+    ],
+)
+def test_threads_are_shared_out_unless_set(num_cores, topology, expected, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: num_cores)
+    assert assembly.threads_per_actor(config_of(topology=topology)) == expected
+
+
+def test_models_are_the_same_in_every_process_that_builds_them(model_folder):
+    config = config_of(model={"path": str(model_folder), "dtype": "bfloat16", "device": "cpu"})
+    torch.manual_seed(123)
+    first = assembly.trainer_models(config)
+    torch.manual_seed(456)
+    second = assembly.trainer_models(config)
+    for one, other in zip(first, second, strict=True):
+        assert one.state_dict().keys() == other.state_dict().keys()
+        assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+        assert next(one.parameters()).dtype == torch.bfloat16
+
+
+def test_prompts_keep_to_the_sections(model_folder, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in ("a", "b")))
+    config = config_of(
+        model={"path": str(model_folder)},
+        prompts={"path": str(path), "shuffle": False},
+        rollout={"prompts_per_batch": 2, "samples_per_prompt": 3, "max_new_tokens": 4},
+    )
+    batch = next(iter(assembly.make_prompts(config)))
+    assert batch["sample_ids"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert batch["group_ids"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch["input_ids"].tolist() == [[3]] * 3 + [[4]] * 3
+    second_of_two = next(iter(assembly.make_prompts(config, shard=1, num_shards=2)))
+    assert second_of_two["group_ids"].tolist()[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "model", "key"),
+    [
+        (assembly.trainer_models, {}, r"model\.path must be a folder or hub name"),
+        (assembly.load_tokenizer, {}, r"model\.tokenizer must be a folder or hub name with a tokenizer"),
+        (assembly.maker_models, {"reference": "missing"}, r"model\.reference must be a folder"),
+        (assembly.trainer_models, {"critic": "missing"}, r"model\.critic must be a folder"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(call, model, key, model_folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    path = str(model_folder) if model else str(tmp_path / "empty")
+    missing = {name: str(tmp_path / "empty") for name in model}
+    with pytest.raises(ConfigError, match=f"{key}.*got '.*empty'"):
+        call(config_of(model={"path": path, "device": "cpu", **missing}))
+
+
+def test_prompts_of_a_model_without_a_config_name_the_model(tmp_path):
+    (tmp_path / "empty").mkdir()
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "a"}) + "\n")
+    config = config_of(model={"path": str(tmp_path / "empty")}, prompts={"path": str(path)})
+    with pytest.raises(ConfigError, match=r"model\.path must be a folder or hub name"):
+        assembly.make_prompts(config)

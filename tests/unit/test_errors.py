@@ -1,0 +1,50 @@
+"""Errors cross process borders: they pickle, and stay what they are."""
+
+import inspect
+import pickle
+
+import pytest
+
+from coati import errors
+from coati.deadlines import Deadlines
+from coati.errors import CoatiError, ConfigError
+from coati.experience_maker.naive import AllSamplesDropped
+
+CLASSES = [value for _, value in inspect.getmembers(errors, inspect.isclass)] + [AllSamplesDropped]
+
+
+def test_all_errors_have_one_base():
+    assert len(CLASSES) > 8
+    assert all(issubclass(error_class, CoatiError) for error_class in CLASSES)
+
+
+@pytest.mark.parametrize("error_class", CLASSES, ids=lambda error_class: error_class.__name__)
+def test_an_error_survives_pickling_with_its_message_notes_and_type(error_class):
+    error = error_class("train.batch_size must be 1 or more, got 0. Use 16.")
+    error.add_note("raised in maker-0")
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is error_class
+    assert str(back) == "train.batch_size must be 1 or more, got 0. Use 16."
+    assert back.__notes__ == ["raised in maker-0"]
+
+
+@pytest.mark.parametrize(
+    ("error_class", "builtin"),
+    [
+        (errors.ConfigError, ValueError),
+        (errors.DataError, ValueError),
+        (errors.GenerateOptionError, TypeError),
+        (errors.DeadlineExceeded, TimeoutError),
+        (errors.ActorNotFound, LookupError),
+        (errors.RewardError, RuntimeError),
+    ],
+)
+def test_errors_are_also_what_python_calls_them(error_class, builtin):
+    assert issubclass(error_class, builtin)
+
+
+@pytest.mark.parametrize("name", ["start", "batch", "update", "grace", "message_every"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_no_deadline_may_be_zero_negative_or_nan(name, value):
+    with pytest.raises(ConfigError, match=rf"deadlines\.{name} must be above 0 seconds, got {value}"):
+        Deadlines(**{name: value})

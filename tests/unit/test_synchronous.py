@@ -1,0 +1,231 @@
+"""The whole system in one process, on a model of a few hundred weights."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from coati.config import build_config
+from coati.errors import DataError, RewardError
+from coati.monitor.run_log import RunLog
+from coati.synchronous import SynchronousRun
+
+REWARDS = """
+import itertools
+
+calls, samples = itertools.count(), itertools.count()
+
+
+def likes_c(completions):
+    return [text.split().count("c") / 4 for text in completions]
+
+
+def now_and_then_nan(completions):
+    if next(calls) % 3 == 1:
+        return [None] * len(completions)
+    return [float("nan") if next(samples) % 3 == 0 else 1.0 for _ in completions]
+
+
+def always_nan(completions):
+    return [float("nan")] * len(completions)
+
+
+def always_raises(completions):
+    raise KeyError("no such column")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, its tokenizer, prompts and rewards."""
+    folder = tmp_path_factory.mktemp("synchronous")
+    tokens = ["<pad>", "<bos>", "<eos>", "<unk>", *"abcdefgh"]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokens),
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    prompts = ["a b", "b", "d e f", "g h", "a"]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    (folder / "rewards_of_the_synchronous_tests.py").write_text(REWARDS)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def restored_threads(monkeypatch):
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+class FakeTracker:
+    def __init__(self):
+        self.logged = []
+
+    def log(self, step, metrics):
+        self.logged.append((step, dict(metrics)))
+
+    def text(self, step, tag, text):
+        pass
+
+    def close(self):
+        pass
+
+
+class Outcome:
+    """A finished run and what it logged."""
+
+    def __init__(self, folder, output, *, reward="likes_c", clock=None, should_stop=None, **sections):
+        settings = {
+            "run": {"seed": 1, "output": str(output)},
+            "model": {"path": str(folder / "model"), "device": "cpu"},
+            "prompts": {"path": str(folder / "prompts.jsonl")},
+            "reward": {
+                "function": f"rewards_of_the_synchronous_tests:{reward}",
+                "search_paths": [str(folder)],
+            },
+            "rollout": {"prompts_per_batch": 8, "max_new_tokens": 4},
+            "ppo": {"kl_coef": 0.0},
+            "train": {"total_steps": 2, "batch_size": 8, "actor_lr": 0.02, "critic_lr": 0.02},
+            "topology": {"threads_per_actor": 1},
+        }
+        for section, values in sections.items():
+            settings[section] = {**settings.get(section, {}), **values}
+        self.tracker = FakeTracker()
+        clock_setting = {} if clock is None else {"clock": clock}
+        self.log = RunLog(self.tracker, samples_path=output / "samples.jsonl", total_steps=0, **clock_setting)
+        self.snapshots = []
+        self._should_stop = should_stop or (lambda outcome: False)
+        run = SynchronousRun(
+            build_config(settings),
+            self.log,
+            on_progress=self.snapshots.append,
+            should_stop=lambda: self._should_stop(self),
+        )
+        run.run()
+        self.log.close()
+        run.save(str(output / "model"))
+        self.weights = (output / "model" / "model.safetensors").read_bytes()
+
+    def column(self, name):
+        return [metrics[name] for _, metrics in self.tracker.logged if name in metrics]
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    numbers = itertools.count()
+
+    def start(**kwargs):
+        output = tmp_path / str(next(numbers))
+        output.mkdir()
+        return Outcome(folder, output, **kwargs)
+
+    return start
+
+
+def test_a_run_repeats_to_the_bit_and_the_seed_matters(run):
+    first, again, other = run(), run(), run(run={"seed": 2})
+    assert first.weights == again.weights
+    assert first.column("reward/mean") == again.column("reward/mean")
+    assert first.column("policy/loss") == again.column("policy/loss")
+    assert first.weights != other.weights
+
+
+def test_it_learns_to_write_a_word(run):
+    outcome = run(
+        train={"total_steps": 12, "batch_size": 32, "actor_lr": 0.05, "critic_lr": 0.05},
+        rollout={"prompts_per_batch": 32},
+    )
+    rewards = outcome.column("reward/mean")
+    assert len(rewards) == 12
+    # A random model writes each of 12 tokens alike: 1/12 of the words, less where texts end early.
+    assert rewards[0] < 0.2
+    assert sum(rewards[-3:]) / 3 > 0.6
+
+
+def test_versions_ages_and_batches_of_a_run_with_a_remainder(run):
+    # 5 batches in episodes of 2, 2, 1, each trained twice: 4, 4 and 2 optimizer steps on versions 0, 1, 2.
+    outcome = run(train={"total_steps": 5, "update_steps": 2, "epochs": 2, "batch_size": 4})
+    assert outcome.column("train/version") == [0.0] * 4 + [1.0] * 4 + [2.0] * 2
+    assert outcome.column("train/age_max") == [0.0] * 10  # the newest weights wrote everything
+    assert outcome.column("train/samples") == [4.0] * 10
+    assert [step for step, metrics in outcome.tracker.logged if "policy/loss" in metrics] == list(
+        range(1, 11)
+    )
+    assert outcome.column("maker/version") == [0.0, 1.0, 2.0]
+    assert outcome.column("maker/samples") == [8.0, 8.0, 4.0]
+    assert outcome.log.num_samples == 20
+    assert [snapshot.step for snapshot in outcome.snapshots] == list(range(1, 11))
+
+
+def test_on_its_own_data_the_first_step_has_ratio_one(run):
+    outcome = run(train={"update_steps": 1})
+    assert outcome.column("policy/ratio_max") == [1.0, 1.0]
+    assert outcome.column("policy/approx_kl") == [0.0, 0.0]
+
+
+def test_how_prompts_are_grouped_does_not_change_what_is_written(run):
+    # Draws are keyed by sample id: the same weights write the same samples in one part or in 3, 3 and 2.
+    once = {"total_steps": 1}
+    whole = run(rollout={"prompts_per_batch": 8}, train=once)
+    parts = run(rollout={"prompts_per_batch": 3}, train=once)
+    assert whole.column("reward/mean") == pytest.approx(parts.column("reward/mean"))
+    assert whole.column("response/length") == parts.column("response/length")
+
+
+def test_the_topology_does_not_matter_here(run):
+    alone = run()
+    crowd = run(topology={"makers": 3, "trainers": 2, "max_staleness": 2})
+    assert crowd.weights == alone.weights
+    assert crowd.column("train/samples") == [8.0] * 2
+
+
+def test_nan_rewards_now_and_then_do_not_stall_it(run):
+    outcome = run(reward="now_and_then_nan")
+    assert outcome.column("train/samples") == [8.0] * 2  # others took the place of every dropped sample
+    assert outcome.column("maker/dropped")[-1] > 0
+    assert outcome.column("optim/skipped_batches")[-1] == 0.0
+
+
+def test_nothing_but_nan_ends_with_an_error(run):
+    with pytest.raises(DataError, match="5 batches in a row had to be dropped"):
+        run(reward="always_nan")
+
+
+def test_a_reward_that_always_raises_ends_with_a_reward_error(run):
+    with pytest.raises(RewardError, match=r"'always_raises' must not raise, got KeyError: 'no such column'"):
+        run(reward="always_raises")
+
+
+def test_a_stop_ends_it_with_what_was_trained(run):
+    outcome = run(train={"total_steps": 50}, should_stop=lambda outcome: len(outcome.snapshots) >= 2)
+    assert len(outcome.snapshots) == 2
+    assert outcome.log.trainer_version == 1  # what the second batch was trained on; the third never came
+
+
+def test_the_clock_starts_with_training(run):
+    # Looks at the clock: the log is made, 500 s later training begins, and then one for each of 2 batches.
+    ticks = iter([0.0, 500.0, 510.0, 520.0])
+    outcome = run(clock=lambda: next(ticks))
+    assert [snapshot.elapsed for snapshot in outcome.snapshots] == [10.0, 20.0]
+    assert outcome.snapshots[0].samples_per_second == 0.8  # 8 samples in 10 s

@@ -1,0 +1,181 @@
+"""The order in which training happens, call by call."""
+
+import logging
+
+import pytest
+import torch
+
+from coati.errors import ConfigError
+from coati.experience_maker import Experience
+from coati.trainer.fit_loop import FitLoop
+
+
+def batch(number):
+    floats = torch.full((1, 1), float(number))
+    return Experience(torch.zeros(1, 2), floats, floats, torch.zeros(1), floats, floats, None, None)
+
+
+class Recorder:
+    """Hands out numbered batches and writes down everything that happens."""
+
+    def __init__(self, *, num_available=1000, agree=bool, should_stop=lambda: False, seed=0):
+        self.events = []
+        self.trained = []
+        self._numbers = iter(range(num_available))
+        self.loop = FitLoop(
+            next_batch=self.next_batch,
+            train=self.train,
+            publish=lambda: self.events.append("publish"),
+            notify=self.notify,
+            agree=agree,
+            should_stop=should_stop,
+            seed=seed,
+        )
+
+    def next_batch(self):
+        number = next(self._numbers, None)
+        return None if number is None else batch(number)
+
+    def train(self, experience):
+        number = int(experience.values.item())
+        self.trained.append(number)
+        self.events.append(f"train {number}")
+        return {"loss": float(number)}
+
+    def notify(self, hook, *args):
+        if hook == "on_batch_end":
+            metrics, experience = args
+            assert metrics == {"loss": float(experience.values.item())}
+            args = (int(experience.values.item()),)
+        self.events.append(" ".join([hook.removeprefix("on_"), *map(str, args)]))
+
+
+def of_batch(number):
+    return ["batch_start", f"train {number}", f"batch_end {number}"]
+
+
+def test_the_exact_sequence_for_five_batches_in_episodes_of_two_with_three_epochs():
+    recorder = Recorder()
+    assert recorder.loop.run(5, 2, 3) == 5
+    trained = recorder.trained
+    expected = ["fit_start"]
+    position = 0
+    for episode, fresh in enumerate(([0, 1], [2, 3], [4])):  # the remainder is an episode of its own
+        expected.append(f"episode_start {episode}")
+        for epoch in range(3):
+            order = trained[position : position + len(fresh)]
+            assert sorted(order) == fresh
+            if epoch == 0:
+                assert order == fresh  # as they come
+            position += len(fresh)
+            expected.append(f"epoch_start {epoch}")
+            for number in order:
+                expected += of_batch(number)
+            expected.append(f"epoch_end {epoch}")
+        expected += ["update_start", "publish", "update_end", f"episode_end {episode}"]
+    expected.append("fit_end")
+    assert recorder.events == expected
+    assert position == len(trained) == 15
+    assert recorder.loop.num_episodes == 3
+
+
+def test_later_epochs_are_shuffled_differently_and_repeatably():
+    first, again, other = Recorder(seed=3), Recorder(seed=3), Recorder(seed=4)
+    for recorder in (first, again, other):
+        recorder.loop.run(16, 8, 3)
+    assert first.trained == again.trained
+    assert first.trained != other.trained
+    epochs = [first.trained[start : start + 8] for start in range(0, 48, 8)]
+    for episode, fresh in enumerate((list(range(8)), list(range(8, 16)))):
+        in_order, *shuffled = epochs[3 * episode : 3 * episode + 3]
+        assert in_order == fresh
+        assert all(sorted(order) == fresh and order != fresh for order in shuffled)
+    offsets = [tuple(number % 8 for number in epochs[index]) for index in (1, 2, 4, 5)]
+    assert len(set(offsets)) == 4  # no two epochs of a run share their order
+
+
+def test_episodes_are_numbered_on_over_two_calls():
+    recorder = Recorder()
+    recorder.loop.run(2, 2)
+    recorder.loop.run(2, 2)
+    assert [event for event in recorder.events if event.startswith("episode_start")] == [
+        "episode_start 0",
+        "episode_start 1",
+    ]
+
+
+def test_when_data_ends_early_the_part_of_an_episode_is_trained_and_published(caplog):
+    recorder = Recorder(num_available=3)
+    assert recorder.loop.run(6, 2, 2) == 3
+    assert recorder.trained[4:] == [2, 2]  # the one batch of the second episode, in both epochs
+    assert recorder.events.count("publish") == 2
+    assert recorder.events[-1] == "fit_end"
+    assert [record.getMessage() for record in caplog.records] == [
+        "training ends after 3 of 6 batches: no more data came"
+    ]
+
+
+def test_an_episode_without_any_batch_publishes_nothing(caplog):
+    recorder = Recorder(num_available=2)
+    assert recorder.loop.run(4, 2, 2) == 2
+    assert recorder.events.count("publish") == 1
+    assert "epoch_start 1" not in recorder.events[recorder.events.index("episode_start 1") :]
+    assert recorder.events[-2:] == ["episode_end 1", "fit_end"]
+    assert "2 of 4" in caplog.text
+
+
+def test_a_stop_ends_training_after_the_episode():
+    recorder = Recorder(should_stop=lambda: len(recorder.trained) >= 3)
+    assert recorder.loop.run(10, 2) == 4
+    assert recorder.events.count("publish") == 2
+    assert recorder.events[-1] == "fit_end"
+
+
+def test_a_stop_in_the_middle_of_an_episode_is_called_a_stop(caplog):
+    # A batch source that gives None once it is stopped, as those of both trainers do.
+    recorder = Recorder(num_available=3, should_stop=lambda: len(recorder.trained) >= 3)
+    assert recorder.loop.run(10, 2) == 3
+    assert recorder.events.count("publish") == 2
+    assert "training ends after 3 of 10 batches: it was stopped" in caplog.text
+
+
+def test_a_batch_that_the_other_ranks_do_not_match_is_dropped_with_a_warning(caplog):
+    # Asked before each episode and for each batch: episode, batch 0, batch 1, and there another rank says no.
+    answers = iter([True, True, False])
+    asked = []
+
+    def agree(mine):
+        asked.append(mine)
+        return next(answers)
+
+    recorder = Recorder(agree=agree)
+    with caplog.at_level(logging.WARNING):
+        assert recorder.loop.run(4, 4) == 1
+    assert recorder.trained == [0]
+    assert asked == [True, True, True]
+    assert "dropped a batch of 1 samples: another rank has no data left" in caplog.text
+    assert recorder.events.count("publish") == 1
+
+
+def test_ranks_agree_on_a_stop_so_that_none_goes_on_alone():
+    asked = []
+
+    def agree(mine):
+        asked.append(mine)
+        return len(asked) < 3  # another rank was told to stop; this one was not
+
+    recorder = Recorder(agree=agree)
+    assert recorder.loop.run(4, 1) == 1
+    assert asked == [True, True, True]
+    assert recorder.events[-1] == "fit_end"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [((0, 1, 1), "total_steps"), ((1, 0, 1), "update_steps"), ((1, 1, 0), "train_epochs")],
+)
+def test_zeros_are_refused_before_anything_happens(arguments, name):
+    recorder = Recorder()
+    with pytest.raises(ConfigError, match=f"fit's {name} must be 1 or more, got 0"):
+        recorder.loop.run(*arguments)
+    assert recorder.events == []

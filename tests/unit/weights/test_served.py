@@ -1,0 +1,287 @@
+"""Models change between two pieces of work, never during one."""
+
+import random
+import threading
+
+import pytest
+import torch
+
+from coati.errors import DeadlineExceeded, WeightUpdateError
+from coati.weights import ServedModels, VerifiedUpdate, WeightStage
+from coati.weights.checksum import checksum
+from coati.wire import WireTensor
+
+# A wait that ends by an event and not by time; long enough that a loaded machine cannot fail the test.
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def served_models(make_models):
+    models = make_models(0)
+    return models, ServedModels(models)
+
+
+def update_of(models, *, version, is_full=True):
+    tensors = {
+        (label, name): tensor.clone()
+        for label, model in models.items()
+        for name, tensor in model.state_dict().items()
+    }
+    return VerifiedUpdate(f"update {version}", version, "trainer", tensors, is_full)
+
+
+class Worker:
+    """A thread that works with the models and hashes them when told to, until it is told to end."""
+
+    def __init__(self, served, hash_models):
+        self._served, self._hash_models = served, hash_models
+        self.has_begun, self.may_look, self.has_looked, self.may_end = (threading.Event() for _ in range(4))
+        self.hashes: list[str] = []
+        self.version: int | None = None
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+        assert self.has_begun.wait(PATIENCE)
+
+    def _work(self):
+        with self._served.use() as version:
+            self.version = version
+            self.hashes.append(self._hash_models())
+            self.has_begun.set()
+            assert self.may_look.wait(PATIENCE)
+            self.hashes.append(self._hash_models())
+            self.has_looked.set()
+            assert self.may_end.wait(PATIENCE)
+
+    def look(self):
+        self.may_look.set()
+        assert self.has_looked.wait(PATIENCE)
+
+    def end(self):
+        self.may_look.set()
+        self.may_end.set()
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+
+def test_an_update_offered_while_nobody_works_is_committed_at_once(served_models, make_models, fingerprint):
+    models, served = served_models
+    newer = make_models(1)
+    assert served.offer(update_of(newer, version=4)) is True
+    assert (served.version, served.num_commits) == (4, 1)
+    assert fingerprint(models) == fingerprint(newer)
+    with served.use() as version:
+        assert version == 4
+
+
+def test_an_update_offered_during_work_is_committed_after_it(served_models, make_models, fingerprint):
+    models, served = served_models
+    before, newer = fingerprint(models), make_models(1)
+    worker = Worker(served, lambda: fingerprint(models))
+    assert served.offer(update_of(newer, version=1)) is False
+    assert served.version == 0
+    worker.look()
+    assert worker.hashes == [before, before]
+    worker.end()
+    assert served.version == 1
+    assert fingerprint(models) == fingerprint(newer)
+
+
+def test_with_two_workers_an_update_waits_for_both(served_models, make_models, fingerprint):
+    models, served = served_models
+    before, newer = fingerprint(models), make_models(1)
+    first = Worker(served, lambda: fingerprint(models))
+    served.offer(update_of(newer, version=1))
+    second = Worker(served, lambda: fingerprint(models))  # beginning must not commit under the first
+    first.end()
+    second.look()
+    assert first.hashes + second.hashes == [before] * 4
+    assert (first.version, second.version, served.version) == (0, 0, 0)
+    second.end()
+    assert served.version == 1
+    assert fingerprint(models) == fingerprint(newer)
+
+
+def test_work_that_raises_frees_the_models(served_models, make_models, fingerprint):
+    models, served = served_models
+    newer = make_models(1)
+
+    def work():
+        with served.use():
+            served.offer(update_of(newer, version=1))
+            raise RuntimeError("reward failed")
+
+    with pytest.raises(RuntimeError, match="reward failed"):
+        work()
+    assert fingerprint(models) == fingerprint(newer)
+
+
+def test_of_two_pending_updates_the_newer_wins_weight_by_weight(served_models, make_models):
+    models, served = served_models
+    first, second = make_models(1), make_models(2)
+    with served.use():
+        served.offer(update_of(first, version=1))
+        served.offer(update_of({"actor": second["actor"]}, version=2, is_full=False))
+    assert (served.version, served.num_commits) == (2, 1)
+    assert torch.equal(models["actor"].body.weight, second["actor"].body.weight)
+    assert torch.equal(models["critic"].weight, first["critic"].weight)
+    served.wait_for_full_update(deadline_seconds=0.0, what="the merged update")  # the first one was full
+
+
+def test_older_weights_never_replace_newer_ones(served_models, make_models, fingerprint):
+    models, served = served_models
+    newer = make_models(5)
+    served.offer(update_of(newer, version=5))
+    assert served.offer(update_of(make_models(3), version=3)) is False
+    with served.use():
+        served.offer(update_of(make_models(7), version=7))
+        assert served.offer(update_of(make_models(6), version=6)) is False
+    assert served.version == 7
+    assert fingerprint(models) == fingerprint(make_models(7))
+
+
+def test_the_same_version_again_is_taken_again(served_models, make_models, fingerprint):
+    models, served = served_models
+    served.offer(update_of(make_models(1), version=1))
+    assert served.offer(update_of(make_models(2), version=1)) is True
+    assert fingerprint(models) == fingerprint(make_models(2))
+
+
+def test_a_pending_update_without_a_version_opens_no_way_back(served_models, make_models, fingerprint):
+    models, served = served_models
+    served.offer(update_of(make_models(5), version=5))
+    with served.use():
+        served.offer(update_of(make_models(6), version=None))  # counts as version 6
+        assert served.offer(update_of(make_models(3), version=3)) is False
+        served.offer(update_of(make_models(8), version=None))  # and 7
+    assert served.version == 7
+    assert fingerprint(models) == fingerprint(make_models(8))
+
+
+def test_waiting_for_a_version_ends_when_it_is_pending(served_models, make_models):
+    _, served = served_models
+    assert served.wait_for_version(0, deadline_seconds=0.0) is True
+    assert served.wait_for_version(1, deadline_seconds=0.0) is False
+    results = []
+    waiter = threading.Thread(
+        target=lambda: results.append(served.wait_for_version(1, deadline_seconds=PATIENCE))
+    )
+    with served.use():
+        waiter.start()
+        served.offer(update_of(make_models(1), version=1))
+        waiter.join(PATIENCE)  # it must not take the end of the work to wake the waiter
+        assert results == [True]
+        assert served.version == 0
+
+
+def test_waiting_for_a_full_update_says_what_was_waited_for(served_models, make_models):
+    _, served = served_models
+    served.offer(update_of({"actor": make_models(1)["actor"]}, version=1, is_full=False))
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.01 s for weights of maker-0, and none came"):
+        served.wait_for_full_update(deadline_seconds=0.01, what="weights of maker-0")
+    waiter = threading.Thread(
+        target=lambda: served.wait_for_full_update(deadline_seconds=PATIENCE, what="weights")
+    )
+    waiter.start()
+    served.offer(update_of(make_models(2), version=2))
+    waiter.join(PATIENCE)
+    assert not waiter.is_alive()
+    assert served.last_commit_seconds > 0.0
+
+
+# Everything at once: a hostile network, two senders, and a reader that never stops looking.
+
+
+def damaged(chunk, dice):
+    """A chunk with a flipped bit or without its last tensor, under its old checksum."""
+    tensors = dict(chunk.tensors)
+    name = dice.choice([name for name, wire in tensors.items() if wire.nbytes])
+    if dice.random() < 0.5:
+        array = tensors[name].array.copy()
+        raw = array.reshape(-1).view("uint8")
+        raw[dice.randrange(raw.size)] ^= 1 << dice.randrange(8)
+        tensors[name] = WireTensor(array, tensors[name].dtype)
+    else:
+        del tensors[name]
+    assert checksum(tensors) != chunk.checksum
+    return type(chunk)(
+        header=chunk.header, index=chunk.index, module=chunk.module, tensors=tensors, checksum=chunk.checksum
+    )
+
+
+def delivered(sent, dice):
+    """The calls that reach the maker, after the network has had its way with them."""
+    calls = [("chunk", chunk) for chunk in sent.chunks]
+    dice.shuffle(calls)
+    if dice.random() < 0.3:
+        calls.insert(dice.randrange(len(calls)), dice.choice(calls))
+    fate = dice.random()
+    position = dice.randrange(len(calls))
+    if fate < 0.15:
+        calls[position] = ("chunk", damaged(calls[position][1], dice))
+    elif fate < 0.3:
+        lost = calls[position][1]
+        calls = [call for call in calls if call[1] is not lost]
+    elif fate < 0.4:
+        return [("begin", sent.header), *calls[:position]]  # the sender dies here
+    return [("begin", sent.header), *calls, ("manifest", sent.manifest)]
+
+
+def interleaved(first, second, dice):
+    """Two lists of calls merged at random, each in its own order."""
+    first, second, merged = list(first), list(second), []
+    while first or second:
+        source = dice.choice([part for part in (first, second) if part])
+        merged.append(source.pop(0))
+    return merged
+
+
+def test_whatever_the_network_does_only_published_weights_serve(make_models, publish, fingerprint):
+    dice = random.Random(20240)
+    models = make_models(0)
+    served, stage = ServedModels(models), WeightStage(models)
+    published = {(0, fingerprint(models))}
+    seen: set[tuple[int, str]] = set()
+    stop, looked = threading.Event(), threading.Semaphore(0)
+
+    def generate():
+        while not stop.is_set():
+            with served.use() as version:
+                first, second = fingerprint(models), fingerprint(models)
+            seen.update({(version, first), (version, second)})
+            looked.release()
+
+    reader = threading.Thread(target=generate, daemon=True)
+    reader.start()
+    assert looked.acquire(timeout=PATIENCE)  # it has seen version 0
+    num_rejected, accepted = 0, []
+    for version in range(1, 101):
+        pair = []
+        for source in ("trainer 0", "trainer 1"):  # two different models claim each version
+            sender = make_models(dice.randrange(2**30))
+            published.add((version, fingerprint(sender)))
+            pair.append(delivered(publish(sender, version=version, source=source), dice))
+        for kind, message in interleaved(*pair, dice):
+            try:
+                if kind == "begin":
+                    stage.begin(message.update_id, version=message.version, source=message.source)
+                elif kind == "chunk":
+                    stage.add_chunk(message)
+                else:
+                    served.offer(stage.finish(message))
+                    accepted.append(version)
+            except WeightUpdateError:
+                num_rejected += 1
+        # Two looks that end after this point: the second began after it too, so it has seen this version.
+        while looked.acquire(blocking=False):
+            pass
+        assert looked.acquire(timeout=PATIENCE)
+        assert looked.acquire(timeout=PATIENCE)
+    stop.set()
+    reader.join(PATIENCE)
+    assert not reader.is_alive()
+    assert seen <= published
+    assert {version for version, _ in seen} == {0, *accepted}
+    assert served.version == accepted[-1]
+    # The seed decides how many: of 200 updates most arrive, and far from all.
+    assert num_rejected > 20
+    assert len(accepted) > 100
