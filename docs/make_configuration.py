@@ -73,8 +73,7 @@ def metrics_tables() -> str:
     for name, meaning in METRICS.items():
         areas.setdefault(name.partition("/")[0], []).append(f"| `{name}` | {_cell(meaning)} |")
     return "\n\n".join(
-        "\n".join([f"### {area}", "", "| name | meaning |", "|---|---|", *rows])
-        for area, rows in areas.items()
+        "\n".join([f"### {area}", "", "| name | meaning |", "|---|---|", *rows]) for area, rows in areas.items()
     )
 
 

@@ -17,7 +17,8 @@ from coati.ledger import WorkShare
 from coati.models import Actor, Critic, LoRASettings, RewardModel
 from coati.models.positions import context_length_of
 from coati.prompts import PromptStream, load_prompts
-from coati.rewards import RewardScorer, build_reward
+from coati.rewards import RewardScorer, build_reward, load_reward_function
+from coati.rollout import GenerateOptions
 from coati.trainer.ppo import PPOSettings
 from coati.trainer.strategies import DDPStrategy
 
@@ -45,8 +46,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
                     "search_paths": tuple(str(path.resolve()) for path in config.reward_search_paths),
                     "model": absolute(config.reward.model),
                     "terms": tuple(
-                        term.model_copy(update={"model": absolute(term.model)})
-                        for term in config.reward.terms
+                        term.model_copy(update={"model": absolute(term.model)}) for term in config.reward.terms
                     ),
                 }
             ),
@@ -87,9 +87,7 @@ def make_scorer(config: RunConfig) -> RewardScorer:
         model: RewardModel = _loaded("reward.model", path, RewardModel)
         return model.to(device).eval()
 
-    reward = build_reward(
-        config.reward, search_paths=config.reward_search_paths, load_model=load_reward_model
-    )
+    reward = build_reward(config.reward, search_paths=config.reward_search_paths, load_model=load_reward_model)
     return RewardScorer(reward, load_tokenizer(config))
 
 
@@ -123,6 +121,16 @@ def make_prompts(config: RunConfig, *, shard: int = 0, num_shards: int = 1) -> P
         shard=shard,
         num_shards=num_shards,
     )
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Load what can be wrong and is cheap (prompts, tokenizer, reward functions, generate options) before anything
+    starts, so that a mistake is told at once and not by an actor."""
+    GenerateOptions.parse(**generate_options(config))
+    next(iter(make_prompts(config)))
+    for function in (config.reward.function, *(term.function for term in config.reward.terms)):
+        if function:
+            load_reward_function(function, config.reward_search_paths)
 
 
 def generate_options(config: RunConfig) -> dict[str, Any]:
@@ -182,9 +190,7 @@ def work_share(config: RunConfig, *, maker_index: int = 0, max_staleness: int | 
 def deadlines_of(config: RunConfig) -> Deadlines:
     """The deadlines of `[deadlines]`."""
     settings = config.deadlines
-    return Deadlines(
-        start=settings.start_seconds, batch=settings.batch_seconds, update=settings.update_seconds
-    )
+    return Deadlines(start=settings.start_seconds, batch=settings.batch_seconds, update=settings.update_seconds)
 
 
 def threads_per_actor(config: RunConfig) -> int:
@@ -199,8 +205,7 @@ def _loaded(setting: str, path: str, model_class: Any, **kwargs: Any) -> Any:
         return model_class.from_pretrained(path, **kwargs)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{setting} must be a folder or hub name with a transformers model, got {path!r}: "
-            f"{_first_line(error)}"
+            f"{setting} must be a folder or hub name with a transformers model, got {path!r}: {_first_line(error)}"
         ) from error
 
 

@@ -29,6 +29,10 @@ class WeightUpdateError(CoatiError, RuntimeError):
     """A weight update was rejected whole; the receiver still serves the version it had."""
 
 
+class StalenessExceeded(CoatiError, RuntimeError):
+    """Training data is older than the run's bound allows."""
+
+
 class DeadlineExceeded(CoatiError, TimeoutError):
     """A wait ran past its deadline; the message says what it waited for."""
 

@@ -5,7 +5,6 @@ other, with an on-policy gate. So it is what an asynchronous run is held against
 """
 
 import dataclasses
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -17,11 +16,9 @@ from coati.experience_buffer import BatchCollector, make_experience_batch, split
 from coati.experience_maker import Experience, NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.prompt_batch import PromptBatch
-from coati.experience_maker.statistics import maker_record
 from coati.ledger import ages_of
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
-from coati.rollout import GenerateOptions
 from coati.trainer.fit_loop import FitLoop
 from coati.trainer.ppo import PPOLearner
 from coati.weights import ServedModels, WeightChunk, WeightStage, new_header, weight_messages
@@ -92,9 +89,7 @@ class SynchronousRun:
             maker,
             ServedModels({"actor": actor, "critic": critic}),
             # Whatever the topology says: here one maker does all the work, for one trainer.
-            share=dataclasses.replace(
-                assembly.work_share(config, max_staleness=0), num_makers=1, num_trainers=1
-            ),
+            share=dataclasses.replace(assembly.work_share(config, max_staleness=0), num_makers=1, num_trainers=1),
             generate_kwargs=assembly.generate_options(config),
         )
 
@@ -120,22 +115,11 @@ class SynchronousRun:
         return self._ready.popleft() if self._ready else None
 
     def _make(self, part: PromptBatch) -> None:
-        started = time.perf_counter()
         experience = self._pipeline.make(part)
         if experience is None:
             return
         experience.to_device("cpu")
-        maker = self._pipeline.maker
-        options = GenerateOptions.parse(**assembly.generate_options(self._config))
-        record = maker_record(
-            experience,
-            version=maker.policy_version,
-            make_seconds=time.perf_counter() - started,
-            num_dropped=self._pipeline.counts.dropped,
-            eos_token_ids=options.eos_token_ids(maker.actor.model),
-            tokenizer=maker.reward_model.tokenizer,
-            samples_kept=self._config.logging.samples_kept,
-        )
+        record = self._pipeline.record(experience, samples_kept=self._config.logging.samples_kept)
         self._log.maker_records([record])
         for items in self._collector.add(split_experience_batch(experience)):
             self._ready.append(make_experience_batch(items))
@@ -150,9 +134,7 @@ class SynchronousRun:
             "train/age_mean": ages.mean,
             "train/age_max": ages.oldest,
         }
-        self._log.trainer_records(
-            [{"batch": self._num_batches, "version": self._version, "metrics": metrics}]
-        )
+        self._log.trainer_records([{"batch": self._num_batches, "version": self._version, "metrics": metrics}])
         self._on_progress(self._log.snapshot())
         return metrics
 

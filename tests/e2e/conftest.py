@@ -69,7 +69,7 @@ def film_run(tmp_path, base_model):
     return tmp_path / "run.toml"
 
 
-FILM_REWARDS = '''
+FILM_REWARDS = """
 from coati.demo.reward import film_sentiment
 
 
@@ -92,7 +92,7 @@ def sometimes_nan(prompts, completions):
 
 def too_few(prompts, completions):
     return [1.0]
-'''
+"""
 
 
 def weights_of(folder: Path) -> bytes:

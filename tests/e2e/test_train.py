@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,7 +28,7 @@ def test_async_at_staleness_zero_and_the_synchronous_loop_end_in_the_same_bits(f
         assert steps == list(range(1, 11))
     assert weights["--sync"] == weights["--overwrite"]
     base = load_config(film_run).model.path
-    assert weights["--sync"] != open(f"{base}/model.safetensors", "rb").read()
+    assert weights["--sync"] != (Path(base) / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow

@@ -108,10 +108,7 @@ def items(first, count):
 
 def parcels(first, count):
     """What delivery needs of items, and no more: a process that takes them need not import torch."""
-    return [
-        SimpleNamespace(sample_ids=first + index, delivery_id=None, policy_versions=None)
-        for index in range(count)
-    ]
+    return [SimpleNamespace(sample_ids=first + index, delivery_id=None, policy_versions=None) for index in range(count)]
 
 
 def experience(first, count):

@@ -112,9 +112,7 @@ def train_and_save(name, tie, out):
     seen["state"] = state_of(strategy, model)
     seen["num_states"] = len(optimizer.state)
     seen["wrapped"] = isinstance(model, DistributedDataParallel)
-    seen["local_numel"] = sum(
-        p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters()
-    )
+    seen["local_numel"] = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
     strategy.save_model(model, out / f"model-{name}-{tie}")
     strategy.save_optimizer(optimizer, out / f"optimizer-{name}-{tie}", only_rank0=True)
     return seen

@@ -9,7 +9,7 @@ from ray_testing import PATIENCE, QUICK, Background, Gate, Sink, items, parcels,
 
 from coati.deadlines import Deadlines
 from coati.errors import ActorNotFound, DataError, DeadlineExceeded, PeerDied
-from coati.ledger import DeliveryLog
+from coati.ledger import DeliveryLog, WorkShare
 from coati.ray.delivery import ItemSender
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -33,7 +33,10 @@ def test_items_go_round_one_at_a_time_and_on_across_batches(sinks):
 
 
 def test_a_maker_may_start_at_another_trainer(sinks):
-    sender = make_sender(sinks, first_trainer=2)
+    sender = make_sender(
+        sinks,
+        share=WorkShare(rounds_per_version=4, total_rounds=8, maker_index=2, num_makers=3, num_trainers=3),
+    )
     sender.send(parcels(0, 4))
     sender.flush()
     assert received(sinks) == [[1], [2], [0, 3]]
@@ -71,9 +74,7 @@ def test_with_every_trainer_dead_the_maker_is_told(unique):
 
 def test_a_trainer_name_that_does_not_exist_is_named(sinks):
     sender = make_sender([next(iter(sinks)), "no-such-trainer"])
-    with pytest.raises(
-        ActorNotFound, match=r"no trainer actor named 'no-such-trainer' appeared within 1\.5 s"
-    ):
+    with pytest.raises(ActorNotFound, match=r"no trainer actor named 'no-such-trainer' appeared within 1\.5 s"):
         sender.send(parcels(0, 2))
 
 

@@ -43,9 +43,7 @@ def base_model(tmp_path_factory):
 @pytest.fixture
 def make_config(tmp_path, base_model):
     (tmp_path / "rewards.py").write_text(REWARDS)
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": "the film"}) + "\n" for _ in range(4))
-    )
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "the film"}) + "\n" for _ in range(4)))
 
     def make(*, function="rewards:length", train=None, **topology):
         return build_config(
@@ -75,9 +73,7 @@ def run(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "connected", on_shared_cluster)
 
     def go(config, *, should_stop=lambda: False):
-        log = RunLog(
-            JsonlTracker(tmp_path / "metrics.jsonl"), samples_path=tmp_path / "s.jsonl", total_steps=1
-        )
+        log = RunLog(JsonlTracker(tmp_path / "metrics.jsonl"), samples_path=tmp_path / "s.jsonl", total_steps=1)
         names = [f"maker-{n}" for n in range(config.topology.makers)]
         names += [f"trainer-{n}" for n in range(config.topology.trainers)]
         at_the_end = {}
@@ -116,9 +112,7 @@ def test_one_maker_and_three_trainers_train_their_exact_shares(run, make_config,
     assert model.generate(**tokenizer("the film", return_tensors="pt"), max_new_tokens=2).shape[0] == 1
 
 
-def test_three_makers_and_two_trainers_train_their_exact_shares_and_save_on_the_way(
-    run, make_config, tmp_path
-):
+def test_three_makers_and_two_trainers_train_their_exact_shares_and_save_on_the_way(run, make_config, tmp_path):
     config = make_config(makers=3, trainers=2, train={"total_steps": 3, "save_every": 2})
     progress = run(config)
     for trainer in (progress[f"trainer-{rank}"] for rank in range(2)):
@@ -221,9 +215,7 @@ def test_a_private_ray_is_gone_after_the_run(make_config, tmp_path):
 
 
 def test_a_run_that_does_not_fit_the_cluster_is_refused(cluster, make_config):
-    with pytest.raises(
-        ConfigError, match=r"needs 1000 CPUs \(999 makers, 1 trainers\), but the cluster has 6"
-    ):
+    with pytest.raises(ConfigError, match=r"needs 1000 CPUs \(999 makers, 1 trainers\), but the cluster has 6"):
         cluster_module._check_resources(make_config(makers=999), num_cpus=1000)
 
 

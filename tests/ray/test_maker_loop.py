@@ -63,9 +63,7 @@ def test_batches_may_be_tensors_or_dicts_and_rewards_see_further_columns(sinks):
     progress = work(maker, [torch.tensor([[2, 3, 4]]), padded])
     assert progress.num_delivered == 3
     assert columns_seen == [[[2, 3, 4]], [[0, 3, 4], [5, 6, 7]]]
-    assert len({sample for ids in received(sinks) for sample in ids}) == 3, (
-        "samples without ids get their own"
-    )
+    assert len({sample for ids in received(sinks) for sample in ids}) == 3, "samples without ids get their own"
 
 
 @pytest.mark.parametrize(
@@ -144,9 +142,7 @@ def test_samples_without_a_finite_reward_are_dropped_and_counted(sinks):
 
 
 def test_an_unknown_generate_option_is_refused_before_any_model_is_loaded(sinks):
-    with pytest.raises(
-        GenerateOptionError, match=r"unknown generate option top_q=3\. Did you mean top_.\?.*Known"
-    ):
+    with pytest.raises(GenerateOptionError, match=r"unknown generate option top_q=3\. Did you mean top_.\?.*Known"):
         make_maker(list(sinks), top_q=3)
 
 
@@ -161,12 +157,8 @@ def test_a_trainer_that_does_not_exist_is_named():
 
 
 def test_without_the_first_weights_the_loop_ends_at_its_deadline(sinks):
-    maker = make_maker(
-        list(sinks), sync_models_from_trainers=True, deadlines=dataclasses.replace(QUICK, start=0.2)
-    )
-    with pytest.raises(
-        DeadlineExceeded, match=r"waited 0\.2 s for a full weight update of maker .*sync_models_to"
-    ):
+    maker = make_maker(list(sinks), sync_models_from_trainers=True, deadlines=dataclasses.replace(QUICK, start=0.2))
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.2 s for a full weight update of maker .*sync_models_to"):
         work(maker, prompts(1))
     assert maker.progress().num_made == 0
 
@@ -179,9 +171,7 @@ def test_the_loop_waits_for_the_first_weights_and_uses_them(sinks):
     actor, critic = trainer_models(seed=5)
     maker.update_experience_maker(new_actor_state_dict=actor.state_dict())  # half of what is needed
     assert loop.is_running
-    maker.update_experience_maker(
-        new_actor_state_dict=actor.state_dict(), new_critic_state_dict=critic.state_dict()
-    )
+    maker.update_experience_maker(new_actor_state_dict=actor.state_dict(), new_critic_state_dict=critic.state_dict())
     assert loop.result().num_delivered == 2
     versions = [ray.get(sink.versions.remote()) for sink in sinks.values()]
     assert versions == [[2], [2], []]  # two plain updates
@@ -222,9 +212,7 @@ def test_a_bounded_maker_waits_for_new_weights_before_it_goes_ahead(sinks):
     assert not made.acquire(blocking=False)
     assert maker.progress().num_made == 4
     actor, critic = trainer_models()
-    maker.update_experience_maker(
-        new_actor_state_dict=actor.state_dict(), new_critic_state_dict=critic.state_dict()
-    )
+    maker.update_experience_maker(new_actor_state_dict=actor.state_dict(), new_critic_state_dict=critic.state_dict())
     assert loop.result().num_made == 8
     versions = sorted(version for sink in sinks.values() for version in ray.get(sink.versions.remote()))
     assert versions == [0] * 4 + [1] * 4

@@ -132,9 +132,7 @@ def test_an_item_that_does_not_fit_is_refused_and_harms_nothing(make_buffer):
 def test_sample_says_what_it_waited_for(make_buffer):
     buffer = make_buffer(4)
     buffer.extend(items(0, 3))
-    with pytest.raises(
-        DeadlineExceeded, match=r"worker 2 waited 0\.05 s for a batch of 4 samples.*; 3 samples"
-    ):
+    with pytest.raises(DeadlineExceeded, match=r"worker 2 waited 0\.05 s for a batch of 4 samples.*; 3 samples"):
         buffer.sample(worker_rank=2, timeout_seconds=0.05)
     buffer.extend(items(3, 1))
     assert ids(buffer.sample()) == [0, 1, 2, 3]

@@ -85,9 +85,7 @@ def reference_run(tie):
 def assert_same(ours, theirs, tolerance):
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
-        torch.testing.assert_close(
-            ours[name], expected, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(ours[name], expected, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("name", worker.STRATEGIES)
@@ -110,9 +108,7 @@ def test_norms_are_global_and_clipping_bites(seen, reference, name):
     assert min(expected["norms"]) > worker.MAX_NORM  # or the test would not see a wrong scale
     for rank in range(2):
         ours = torch.stack(seen[rank][f"{name}-{tie}"]["norms"])
-        torch.testing.assert_close(
-            ours, torch.stack(expected["norms"][: worker.NUM_STEPS]), rtol=0, atol=1e-6
-        )
+        torch.testing.assert_close(ours, torch.stack(expected["norms"][: worker.NUM_STEPS]), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "tie"), CASES)

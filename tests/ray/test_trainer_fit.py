@@ -100,9 +100,7 @@ def test_the_buffer_takes_and_tells_while_fit_computes(make_trainer):
     )
 
 
-@ray.remote(
-    concurrency_groups={"buffer_length": 1, "buffer_append": 1, "buffer_sample": 1, "compute": 1}, num_cpus=0
-)
+@ray.remote(concurrency_groups={"buffer_length": 1, "buffer_append": 1, "buffer_sample": 1, "compute": 1}, num_cpus=0)
 class GatedTrainer(RecordingTrainer):
     def __init__(self, gate, **kwargs):
         super().__init__([], train_batch_size=2, deadlines=QUICK, **kwargs)
@@ -171,9 +169,7 @@ def test_waiting_too_long_for_a_batch_says_what_is_there(make_trainer, fake_make
     name, _ = fake_maker
     trainer = make_trainer([name], deadlines=dataclasses.replace(QUICK, batch=0.2))
     trainer.buffer_extend(items(0, 1))
-    with pytest.raises(
-        DeadlineExceeded, match=f"for a batch of 2 samples; 1 are there. Makers: {name} is working"
-    ):
+    with pytest.raises(DeadlineExceeded, match=f"for a batch of 2 samples; 1 are there. Makers: {name} is working"):
         trainer.fit(1, 1)
 
 

@@ -269,9 +269,7 @@ def test_a_maker_that_cannot_be_reached_misses_one_update_and_gets_the_next(keep
         return real_get(ref, **kwargs)
 
     monkeypatch.setattr(weight_channel.ray, "get", breaking_get)
-    monkeypatch.setattr(
-        weight_channel, "MAX_CHUNKS_IN_FLIGHT", 0
-    )  # the first answer is seen before the next call
+    monkeypatch.setattr(weight_channel, "MAX_CHUNKS_IN_FLIGHT", 0)  # the first answer is seen before the next call
     for version in (1, 2):
         header = new_header(version=version, source="test")
         channel.send(header, weight_messages(header, [("actor", {"w": torch.zeros(1)})]), fully_update=False)
@@ -342,9 +340,7 @@ def test_an_update_during_generation_is_not_seen_by_the_batch_in_work(sinks):
             batch.num_actions,
             temperatures=batch.temperatures,
         )
-        assert torch.allclose(
-            expected.masked_fill(~batch.action_mask, 0.0), batch.action_log_probs, atol=1e-6
-        )
+        assert torch.allclose(expected.masked_fill(~batch.action_mask, 0.0), batch.action_log_probs, atol=1e-6)
 
 
 def test_training_steps_change_weights_that_then_serve(shared_maker, keep):

@@ -169,9 +169,7 @@ def test_versions_ages_and_batches_of_a_run_with_a_remainder(run):
     assert outcome.column("train/version") == [0.0] * 4 + [1.0] * 4 + [2.0] * 2
     assert outcome.column("train/age_max") == [0.0] * 10  # the newest weights wrote everything
     assert outcome.column("train/samples") == [4.0] * 10
-    assert [step for step, metrics in outcome.tracker.logged if "policy/loss" in metrics] == list(
-        range(1, 11)
-    )
+    assert [step for step, metrics in outcome.tracker.logged if "policy/loss" in metrics] == list(range(1, 11))
     assert outcome.column("maker/version") == [0.0, 1.0, 2.0]
     assert outcome.column("maker/samples") == [8.0, 8.0, 4.0]
     assert outcome.log.num_samples == 20
@@ -208,7 +206,7 @@ def test_nan_rewards_now_and_then_do_not_stall_it(run):
 
 
 def test_nothing_but_nan_ends_with_an_error(run):
-    with pytest.raises(DataError, match="5 batches in a row had to be dropped"):
+    with pytest.raises(DataError, match="64 samples in a row had to be dropped"):
         run(reward="always_nan")
 
 

@@ -98,9 +98,7 @@ def logprobs_and_entropy(
     """
     _check_shapes(logits, tokens, mask)
     if chunk_tokens < 1:
-        raise ConfigError(
-            f"chunk_tokens must be 1 or more, got {chunk_tokens}. Use 4096, or less to save memory."
-        )
+        raise ConfigError(f"chunk_tokens must be 1 or more, got {chunk_tokens}. Use 4096, or less to save memory.")
     scale = _temperature_per_token(logits, temperature)
     # [N, T, ...]: chunks are cut as views along N and T, because flattening a slice of the logits, such as
     # logits[:, prompt:-1], into [N * T, V] would copy all of it.
@@ -269,8 +267,7 @@ def _temperature_rule(value: object) -> str:
 def _check_shapes(logits: Tensor, tokens: Tensor | None, mask: Tensor | None) -> None:
     if logits.dim() < 2:
         raise DataError(
-            f"logits must be [..., tokens, vocabulary], got shape {tuple(logits.shape)}. "
-            "Add a token dimension."
+            f"logits must be [..., tokens, vocabulary], got shape {tuple(logits.shape)}. Add a token dimension."
         )
     expected = tuple(logits.shape[:-1])
     for name, tensor in (("tokens", tokens), ("mask", mask)):

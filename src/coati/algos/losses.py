@@ -76,9 +76,7 @@ def clipped_policy_loss(
     >>> round(out.loss.item(), 4), out.clip_fraction.item()  # -(1.2 - 0.8) / 2
     (-0.2, 1.0)
     """
-    tokens = policy_tokens(
-        logprobs, behavior_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high
-    )
+    tokens = policy_tokens(logprobs, behavior_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high)
     return reduce_policy_tokens(tokens, num_tokens=num_tokens)
 
 
@@ -105,9 +103,7 @@ def weighted_policy_loss(
     >>> out.loss.item()  # -(0.5 · 1 + 0.25 · 2)
     -1.0
     """
-    tokens = policy_tokens(
-        logprobs, behavior_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high
-    )
+    tokens = policy_tokens(logprobs, behavior_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high)
     shares = zero_padding(weights.detach(), mask, name="weights")
     return reduce_policy_tokens(tokens, num_tokens=num_tokens, weights=shares)
 

@@ -108,7 +108,5 @@ def sequence_policy_loss(
 
 def _needed(name: str, value: Tensor | float | None, mode: str) -> Tensor | float:
     if value is None:
-        raise ConfigError(
-            f"the normalisation {mode!r} divides by {name}, got none. Pass {name} of the whole step."
-        )
+        raise ConfigError(f"the normalisation {mode!r} divides by {name}, got none. Pass {name} of the whole step.")
     return value

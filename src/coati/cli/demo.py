@@ -85,7 +85,12 @@ def demo_config(base: Path, *, seed: int, output: Path) -> RunConfig:
 def _base_model(console: Console) -> Path:
     from coati.demo.cache import ensure_base_model
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("loss {task.fields[loss]}"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("building the base model (once)", total=None, loss="-", visible=False)
 
@@ -141,7 +146,7 @@ def _close(console: Console, config: RunConfig, outcome: RunOutcome, *, seconds:
     console.print(f"Whole run:     {seconds:.0f} s", highlight=False)
     console.print(
         "\n[bold]Try next[/]\n"
-        f"  the model:      python -c \"from transformers import pipeline; "
+        f'  the model:      python -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', '{outcome.files.model}')('the film', max_new_tokens=16))\"\n"
         "  another reward: coati train examples/film/run.toml   (its rewards.py is yours to change)\n"
         f"  the same run:   coati train {outcome.files.config} --set run.output=runs/again --set train.total_steps=100",

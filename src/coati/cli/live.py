@@ -54,6 +54,7 @@ class StopSignal:
         self._previous: dict[int, Any] = {}
 
     def __call__(self) -> bool:
+        """Whether a stop was asked for."""
         return self._is_set
 
     def __enter__(self) -> Self:
@@ -65,7 +66,7 @@ class StopSignal:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
         if self._is_set:
             raise KeyboardInterrupt
         self._is_set = True

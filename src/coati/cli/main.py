@@ -31,8 +31,9 @@ def _show_version(value: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[  # noqa: ARG001
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     """Options of the command itself."""
@@ -57,16 +58,20 @@ def demo(
 def train(
     config: Annotated[Path, typer.Argument(help="The run's settings, a TOML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated."),
     ] = None,
     address: Annotated[
         str | None, typer.Option(help="Join this Ray cluster (e.g. auto) instead of starting a private one.")
     ] = None,
     sync: Annotated[
-        bool, typer.Option("--sync", help="In one process, without Ray: the reference, and a debugger's friend.")
+        bool,
+        typer.Option("--sync", help="In one process, without Ray: the reference, and a debugger's friend."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, and stop.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the output folder.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier run in the output folder.")
+    ] = False,
     verbose: Verbose = False,
 ) -> None:
     """Train as a TOML file says."""

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import shutil
 import time
-from pathlib import Path
 
 from rich.console import Console
 
@@ -28,9 +27,7 @@ class RunOutcome:
     was_stopped: bool
 
 
-def execute(
-    config: RunConfig, console: Console, *, sync: bool, address: str | None, verbose: bool
-) -> RunOutcome:
+def execute(config: RunConfig, console: Console, *, sync: bool, address: str | None, verbose: bool) -> RunOutcome:
     """Run to the end (or to a stop signal) in a folder made by `prepare_output`, and save the model."""
     files = output_files(config)
     quiet_libraries(verbose)
@@ -45,6 +42,9 @@ def execute(
         with StopSignal(console) as should_stop, LiveView(console) as view:
             log.message = "loading libraries"
             view.show(log.snapshot())
+            from coati import assembly
+
+            assembly.check_inputs(config)
             if sync:
                 _run_synchronously(config, log, view, should_stop, str(files.model))
             else:

@@ -24,6 +24,8 @@ def run_train(
     if problems := preflight(config):
         raise ConfigError("\n".join(problems))
     _check_sync(config, sync=sync, address=address)
+    if sync:  # one process takes turns, so every sample comes from the newest weights
+        config = config.model_copy(update={"topology": config.topology.model_copy(update={"max_staleness": 0})})
     console.print(make_plan(config).render(), highlight=False, markup=False, soft_wrap=True)
     if dry_run:
         console.print("[green]Everything is in order.[/] Leave out --dry-run to train.")
@@ -38,6 +40,11 @@ def run_train(
         f"{outcome.log.num_samples:,} samples."
         + (f" Mean reward {rewards[0][1]:.3f} → {rewards[-1][1]:.3f}." if rewards else "")
     )
+    if outcome.log.num_dropped:
+        console.print(
+            f"[yellow]{outcome.log.num_dropped:,} samples were dropped[/] (prompts that do not fit, or rewards that are "
+            "not finite numbers); run with --verbose to see why."
+        )
     console.print(f"Model:   {outcome.files.model}", highlight=False)
     console.print(f"Metrics: {outcome.files.metrics}", highlight=False)
     console.print(f"Samples: {outcome.files.samples}", highlight=False)

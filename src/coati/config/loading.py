@@ -75,8 +75,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"The settings file must be readable UTF-8 text, got {path}: {error}. Check its encoding and "
-            "permissions."
+            f"The settings file must be readable UTF-8 text, got {path}: {error}. Check its encoding and permissions."
         ) from None
     try:
         return tomllib.loads(text)

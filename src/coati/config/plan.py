@@ -190,8 +190,6 @@ def _staleness(versions: int) -> str:
 def _reward(config: RunConfig) -> str:
     reward = config.reward
     if reward.terms:
-        parts = (
-            f"{term.weight:g} {_TIMES} {term.label} ({term.function or term.model})" for term in reward.terms
-        )
+        parts = (f"{term.weight:g} {_TIMES} {term.label} ({term.function or term.model})" for term in reward.terms)
         return "the sum of " + ", ".join(parts)
     return f"function {reward.function}" if reward.function else f"model {reward.model}"

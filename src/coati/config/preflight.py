@@ -123,7 +123,6 @@ def _output_problems(config: RunConfig) -> list[str]:
     folder = config.output_folder
     blocking = [parent for parent in (folder, *folder.parents) if parent.exists() and not parent.is_dir()]
     return [
-        f"run.output must be a folder, got {str(folder)!r}, but {str(path)!r} is a file. Choose another "
-        "run.output."
+        f"run.output must be a folder, got {str(folder)!r}, but {str(path)!r} is a file. Choose another run.output."
         for path in blocking
     ]

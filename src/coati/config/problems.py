@@ -31,9 +31,7 @@ def find_problems(data: Mapping[str, Any]) -> list[str]:
         >>> len(problems)
         1
     """
-    messages = [
-        _unknown((name,), value) for name, value in data.items() if name not in RunConfig.model_fields
-    ]
+    messages = [_unknown((name,), value) for name, value in data.items() if name not in RunConfig.model_fields]
     sections: dict[str, Section] = {}
     unsound: set[str] = set()
     for name, field in RunConfig.model_fields.items():
@@ -62,11 +60,7 @@ def _judge_section(name: str, model: type[Section], values: Any) -> tuple[list[s
         return messages, {f"{name}."}, _stand_in(model)
     unsound = {f"{name}.{key}" for key in bad}
     rest = {key: value for key, value in values.items() if key not in bad}
-    rest |= {
-        key: _STAND_IN
-        for key in bad
-        if key in model.model_fields and model.model_fields[str(key)].is_required()
-    }
+    rest |= {key: _STAND_IN for key in bad if key in model.model_fields and model.model_fields[str(key)].is_required()}
     try:
         return messages, unsound, model.model_validate(rest)
     except ValidationError as error:

@@ -47,15 +47,8 @@ def find_reward_problem(key: str, function: str, search_paths: Sequence[Path]) -
         return ""
     close = difflib.get_close_matches(name, names, n=3)
     callables = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
-    hint = (
-        f"Did you mean {', '.join(close)}?"
-        if close
-        else f"It defines {', '.join(callables) or 'no function'}."
-    )
-    return (
-        f"{key} must name a function in its module, got {function!r}, but {spec.origin} has no {name!r}. "
-        f"{hint}"
-    )
+    hint = f"Did you mean {', '.join(close)}?" if close else f"It defines {', '.join(callables) or 'no function'}."
+    return f"{key} must name a function in its module, got {function!r}, but {spec.origin} has no {name!r}. {hint}"
 
 
 def find_module(module: str, search_paths: Sequence[Path]) -> ModuleSpec | None:
@@ -89,9 +82,7 @@ def _defined_names(body: Sequence[ast.stmt]) -> Iterator[str]:
             yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
         else:
             yield from (
-                inner.id
-                for inner in ast.walk(node)
-                if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+                inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
             )
             for block in ("body", "orelse", "finalbody"):
                 yield from _defined_names(getattr(node, block, []))

@@ -43,9 +43,7 @@ class RunSection(Section):
         ge=0,
         lt=2**63,
     )
-    output: str = setting(
-        "", "Folder for everything the run writes; empty = runs/<name>.", rule="a path in quotes"
-    )
+    output: str = setting("", "Folder for everything the run writes; empty = runs/<name>.", rule="a path in quotes")
 
 
 class ModelSection(Section):
@@ -113,9 +111,7 @@ class PromptsSection(Section):
 class RewardTerm(Section):
     """One term of a weighted sum in `reward.terms`."""
 
-    function: str = setting(
-        "", 'A function over text, as "module:function".', rule='"module:function", or empty'
-    )
+    function: str = setting("", 'A function over text, as "module:function".', rule='"module:function", or empty')
     model: str = setting("", "A reward model.", rule="a path or hub name in quotes, or empty")
     weight: float = setting(1.0, "Factor of this term; a negative one is a penalty.", rule="a finite number")
     name: str = setting(
@@ -194,10 +190,7 @@ def reward_label(function: str, model: str) -> str:
 def _function_problems(key: str, function: str) -> list[str]:
     if not function or _FUNCTION.fullmatch(function):
         return []
-    return [
-        f'{key} must be "module:function", got "{function}". For praise() in rewards.py write '
-        '"rewards:praise".'
-    ]
+    return [f'{key} must be "module:function", got "{function}". For praise() in rewards.py write "rewards:praise".']
 
 
 class RolloutSection(Section):
@@ -206,9 +199,7 @@ class RolloutSection(Section):
     prompts_per_batch: int = setting(
         16, "Prompts that a maker takes at a time.", rule="a whole number, 1 or more", ge=1
     )
-    samples_per_prompt: int = setting(
-        1, "Responses sampled for each prompt.", rule="a whole number, 1 or more", ge=1
-    )
+    samples_per_prompt: int = setting(1, "Responses sampled for each prompt.", rule="a whole number, 1 or more", ge=1)
     max_new_tokens: int = setting(128, "Longest response, in tokens.", rule="a whole number, 1 or more", ge=1)
     temperature: float = setting(
         1.0,
@@ -216,9 +207,7 @@ class RolloutSection(Section):
         rule="a number, 0 or more (and above 0 while rollout.do_sample is true)",
         ge=0,
     )
-    top_k: int = setting(
-        0, "Sample among the k likeliest tokens; 0 = off.", rule="a whole number, 0 or more", ge=0
-    )
+    top_k: int = setting(0, "Sample among the k likeliest tokens; 0 = off.", rule="a whole number, 0 or more", ge=0)
     top_p: float = setting(
         1.0,
         "Sample among the likeliest tokens that hold this much probability.",

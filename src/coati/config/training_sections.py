@@ -13,9 +13,7 @@ from coati.config.setting import Section, setting
 class PPOSection(Section):
     """`[ppo]`: the maths of the update."""
 
-    kl_coef: float = setting(
-        0.1, "Weight of the KL penalty against the reference.", rule="a number, 0 or more", ge=0
-    )
+    kl_coef: float = setting(0.1, "Weight of the KL penalty against the reference.", rule="a number, 0 or more", ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
         "k1",
         "Per-token KL estimate.",
@@ -26,12 +24,8 @@ class PPOSection(Section):
     eps_clip: float = setting(
         0.2, "Clips the policy ratio to 1 ± this.", rule="a number above 0 and below 1", gt=0, lt=1
     )
-    value_clip: float = setting(
-        0.4, "Clips how far new values move from old ones.", rule="a number above 0", gt=0
-    )
-    entropy_coef: float = setting(
-        0.0, "Weight of the entropy bonus; 0 = off.", rule="a number, 0 or more", ge=0
-    )
+    value_clip: float = setting(0.4, "Clips how far new values move from old ones.", rule="a number above 0", gt=0)
+    entropy_coef: float = setting(0.0, "Weight of the entropy bonus; 0 = off.", rule="a number, 0 or more", ge=0)
     whiten_advantages: bool = setting(
         True, "Give the advantages of a batch mean 0 and deviation 1.", rule="true or false"
     )
@@ -49,12 +43,8 @@ class TrainSection(Section):
         rule="a whole number, 1 or more, and at most train.total_steps",
         ge=1,
     )
-    epochs: int = setting(
-        1, "Passes over the fresh batches of an update.", rule="a whole number, 1 or more", ge=1
-    )
-    batch_size: int = setting(
-        16, "Samples per optimizer step and trainer.", rule="a whole number, 1 or more", ge=1
-    )
+    epochs: int = setting(1, "Passes over the fresh batches of an update.", rule="a whole number, 1 or more", ge=1)
+    batch_size: int = setting(16, "Samples per optimizer step and trainer.", rule="a whole number, 1 or more", ge=1)
     micro_batch_size: int = setting(
         0,
         "Samples per forward and backward pass; 0 = the whole batch. Smaller needs less memory, same result.",
@@ -108,9 +98,7 @@ class TopologySection(Section):
     """`[topology]`: how many makers and trainers, and how far apart they may run."""
 
     makers: int = setting(1, "Experience makers.", rule="a whole number, 1 or more", ge=1)
-    trainers: int = setting(
-        1, "Trainers; they share every optimizer step.", rule="a whole number, 1 or more", ge=1
-    )
+    trainers: int = setting(1, "Trainers; they share every optimizer step.", rule="a whole number, 1 or more", ge=1)
     buffer_limit: int = setting(
         0, "Batches that may wait at a trainer; 0 = no limit.", rule="a whole number, 0 or more", ge=0
     )
@@ -122,8 +110,7 @@ class TopologySection(Section):
     )
     threads_per_actor: int = setting(
         0,
-        "torch threads in each actor; 0 = let torch choose. On a small machine 1 avoids actors fighting for "
-        "cores.",
+        "torch threads in each actor; 0 = the machine's cores divided among the actors.",
         rule="a whole number, 0 or more",
         ge=0,
     )
@@ -157,9 +144,7 @@ class LoraSection(Section):
 
     rank: int = setting(0, "Rank of the adapters; 0 = off.", rule="a whole number, 0 or more", ge=0)
     alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", rule="a number above 0", gt=0)
-    dropout: float = setting(
-        0.0, "Dropout on the adapters' input.", rule="a number from 0 to below 1", ge=0, lt=1
-    )
+    dropout: float = setting(0.0, "Dropout on the adapters' input.", rule="a number from 0 to below 1", ge=0, lt=1)
     target_modules: tuple[str, ...] = setting(
         (),
         "Names of the layers that get adapters; empty = all linear layers.",

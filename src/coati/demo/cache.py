@@ -127,8 +127,7 @@ def _open_workshop(root: Path) -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix=".building-", dir=root)
     except OSError as error:
         raise ConfigError(
-            f"The cache folder must be a folder we can write to, got {root} ({error}). "
-            "Set COATI_CACHE to one that is."
+            f"The cache folder must be a folder we can write to, got {root} ({error}). Set COATI_CACHE to one that is."
         ) from error
 
 
@@ -147,10 +146,7 @@ def _recipe_key(*, seed: int, steps: int, batch_size: int) -> str:
 
 
 def _write_manifest(folder: Path) -> None:
-    files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.iterdir())
-    }
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
     text = json.dumps({"recipe_version": RECIPE_VERSION, "files": files}, indent=2)
     (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
 

@@ -38,9 +38,7 @@ _START = "SENTENCE"
 GRAMMAR: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
         _START: _rules((0.46, "CLAUSE ."), (0.30, "CLAUSE and CLAUSE ."), (0.24, "CLAUSE but CLAUSE .")),
-        "CLAUSE": _rules(
-            (0.52, "STATEMENT"), (0.22, "PERSON thought STATEMENT"), (0.26, "PERSON VERB OBJECT")
-        ),
+        "CLAUSE": _rules((0.52, "STATEMENT"), (0.22, "PERSON thought STATEMENT"), (0.26, "PERSON VERB OBJECT")),
         "STATEMENT": _rules(
             (0.50, "THING was PREDICATE"),
             (0.16, "THING seemed PREDICATE"),
@@ -104,9 +102,7 @@ def _expand(symbol: str, rng: random.Random) -> list[str]:
 
 @cache
 def _vocabulary() -> tuple[str, ...]:
-    words = {
-        part for rules in GRAMMAR.values() for rule in rules for part in rule.symbols if part not in GRAMMAR
-    }
+    words = {part for rules in GRAMMAR.values() for rule in rules for part in rule.symbols if part not in GRAMMAR}
     return tuple(sorted(words))
 
 

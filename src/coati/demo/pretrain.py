@@ -102,16 +102,12 @@ def pretrain(
     if steps < 1:
         raise ConfigError(f"steps must be 1 or more, got {steps}. The demo uses {DEFAULT_STEPS}.")
     if batch_size < 1:
-        raise ConfigError(
-            f"batch_size must be 1 or more, got {batch_size}. The demo uses {DEFAULT_BATCH_SIZE}."
-        )
+        raise ConfigError(f"batch_size must be 1 or more, got {batch_size}. The demo uses {DEFAULT_BATCH_SIZE}.")
     started = time.monotonic()
     tokenizer = build_tokenizer()
     with _one_quiet_thread(seed):
         model = LlamaForCausalLM(build_model_config(tokenizer))
-        losses = _train(
-            model, tokenizer, seed=seed, steps=steps, batch_size=batch_size, on_progress=on_progress
-        )
+        losses = _train(model, tokenizer, seed=seed, steps=steps, batch_size=batch_size, on_progress=on_progress)
     with _no_progress_bar():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

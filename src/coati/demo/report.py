@@ -80,13 +80,9 @@ def plot_rewards(
     """
     rewards, kl = _finite(rewards), _finite(kl)
     if not rewards:
-        raise DataError(
-            "rewards must hold at least one finite point to plot, got none. Train for a step first."
-        )
+        raise DataError("rewards must hold at least one finite point to plot, got none. Train for a step first.")
     # A Figure of our own, not pyplot: no display is looked for and no global state is touched.
-    figure = import_extra("matplotlib.figure").Figure(
-        figsize=(8.0, 5.4 if kl else 4.2), dpi=150, layout="constrained"
-    )
+    figure = import_extra("matplotlib.figure").Figure(figsize=(8.0, 5.4 if kl else 4.2), dpi=150, layout="constrained")
     if kl:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
         _draw(bottom, kl, colour=_KL_COLOUR, label="KL to start\n(nats per sample)")

@@ -28,9 +28,7 @@ class BatchCollector:
         """Take the items and return the batches that are now full."""
         for item in items:
             if not isinstance(item, BufferItem):
-                raise DataError(
-                    f"a buffer takes BufferItems, got {type(item).__name__}. Use split_experience_batch."
-                )
+                raise DataError(f"a buffer takes BufferItems, got {type(item).__name__}. Use split_experience_batch.")
             item.validate()
         self._waiting.extend(items)
         full = []

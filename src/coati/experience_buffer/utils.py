@@ -82,9 +82,7 @@ class BufferItem:
                 continue
             if name in PER_SAMPLE_FIELDS:
                 if tensor.numel() != 1:
-                    raise DataError(
-                        f"buffer item.{name} must hold one number, got shape {list(tensor.shape)}."
-                    )
+                    raise DataError(f"buffer item.{name} must hold one number, got shape {list(tensor.shape)}.")
                 continue
             expected = self.sequences.shape if name in PER_TOKEN_FIELDS else self.action_log_probs.shape
             if tensor.shape != expected:
@@ -101,15 +99,11 @@ class BufferItem:
             )
 
     def __reduce__(self) -> tuple[Callable[..., "BufferItem"], tuple[Any, ...]]:
-        packed = {
-            name: encode(value) for name in EXPERIENCE_FIELDS if (value := getattr(self, name)) is not None
-        }
+        packed = {name: encode(value) for name in EXPERIENCE_FIELDS if (value := getattr(self, name)) is not None}
         return _unpack_item, (packed, self.delivery_id, self.round_index)
 
 
-def _unpack_item(
-    packed: dict[str, Any], delivery_id: tuple[str, int] | None, round_index: int | None
-) -> BufferItem:
+def _unpack_item(packed: dict[str, Any], delivery_id: tuple[str, int] | None, round_index: int | None) -> BufferItem:
     # Copies, because arrays from the object store are read-only; a sample is a few kilobytes.
     fields: dict[str, Any] = dict.fromkeys(EXPERIENCE_FIELDS)
     fields.update({name: decode(wire, copy=True) for name, wire in packed.items()})
@@ -153,9 +147,7 @@ def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
         item.validate()
     width_prompt = max(item.num_prompt_tokens for item in items)
     width_response = max(item.num_actions for item in items)
-    is_ragged = any(
-        (item.num_prompt_tokens, item.num_actions) != (width_prompt, width_response) for item in items
-    )
+    is_ragged = any((item.num_prompt_tokens, item.num_actions) != (width_prompt, width_response) for item in items)
     fields: dict[str, Tensor | None] = {}
     for name in EXPERIENCE_FIELDS:
         parts = [getattr(item, name) for item in items]
@@ -165,9 +157,7 @@ def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
             fields[name] = None
             continue
         # Samples of a hand-written maker may mix with ours: what they do not say is filled in as unknown.
-        parts = [
-            _unknown(item, name) if part is None else part for item, part in zip(items, parts, strict=True)
-        ]
+        parts = [_unknown(item, name) if part is None else part for item, part in zip(items, parts, strict=True)]
         if name in PER_SAMPLE_FIELDS:
             fields[name] = torch.stack([part.reshape(()) for part in parts])
             continue

@@ -91,9 +91,7 @@ class Experience:
     def to_device(self, device: torch.device | str) -> None:
         """Move every tensor in place, leaving None alone."""
         for name, tensor in list(self.tensors()):
-            setattr(
-                self, name, tensor.to(device, non_blocking=tensor.device.type == "cpu" and tensor.is_pinned())
-            )
+            setattr(self, name, tensor.to(device, non_blocking=tensor.device.type == "cpu" and tensor.is_pinned()))
 
     def pin_memory(self) -> Self:
         """Pin every tensor for fast copies to the GPU; without CUDA a no-op that says so once, at debug."""
@@ -164,16 +162,12 @@ class ExperienceMaker(ABC):
     module that maps (sequences, attention_mask) to one score per sample, or a `RewardScorer`.
     """
 
-    def __init__(
-        self, actor: nn.Module, critic: nn.Module, reward_model: Any, initial_model: nn.Module
-    ) -> None:
+    def __init__(self, actor: nn.Module, critic: nn.Module, reward_model: Any, initial_model: nn.Module) -> None:
         self.actor = actor
         self.critic = critic
         self.reward_model = reward_model
         self.initial_model = initial_model
 
     @abstractmethod
-    def make_experience(
-        self, input_ids: Tensor, attention_mask: Tensor, **generate_kwargs: Any
-    ) -> Experience:
+    def make_experience(self, input_ids: Tensor, attention_mask: Tensor, **generate_kwargs: Any) -> Experience:
         """Generate a response to each prompt and score it."""

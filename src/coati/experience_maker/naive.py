@@ -124,14 +124,11 @@ class NaiveExperienceMaker(ExperienceMaker):
             self._next_anonymous_id += num_prompts
         for name, ids in (("sample_ids", sample_ids), ("group_ids", group_ids)):
             if ids is not None and tuple(ids.shape) != (num_prompts,):
-                raise DataError(
-                    f"{name} must be [{num_prompts}], one for each prompt, got {list(ids.shape)}."
-                )
+                raise DataError(f"{name} must be [{num_prompts}], one for each prompt, got {list(ids.shape)}.")
         for name, column in columns.items():
             if len(column) != num_prompts:
                 raise DataError(
-                    f"column {name!r} must have one entry for each of {num_prompts} prompts, "
-                    f"got {len(column)}."
+                    f"column {name!r} must have one entry for each of {num_prompts} prompts, got {len(column)}."
                 )
         device = next(self.actor.parameters()).device
         return _Prompts(
@@ -162,9 +159,7 @@ class NaiveExperienceMaker(ExperienceMaker):
     def _room(self, prompts: "_Prompts", options: GenerateOptions) -> Tensor:
         """How many new tokens each prompt may get, [B]: options and the model's context."""
         lengths = prompts.attention_mask.sum(dim=1)
-        limits = torch.tensor(
-            [options.new_token_limit(int(length)) for length in lengths], device=lengths.device
-        )
+        limits = torch.tensor([options.new_token_limit(int(length)) for length in lengths], device=lengths.device)
         return torch.minimum(limits, self._context_room(prompts))
 
     def _context_room(self, prompts: "_Prompts") -> Tensor:
@@ -197,11 +192,7 @@ class NaiveExperienceMaker(ExperienceMaker):
                     )
                 )
             )
-        whole = (
-            rollouts[0]
-            if len(rollouts) == 1
-            else _merge_rollouts(rollouts, parts, prompts.input_ids.shape[1])
-        )
+        whole = rollouts[0] if len(rollouts) == 1 else _merge_rollouts(rollouts, parts, prompts.input_ids.shape[1])
         return whole.shortened(room)
 
     def _score(self, prompts: "_Prompts", rollout: Rollout, temperatures: Tensor) -> Experience:
@@ -263,10 +254,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             return experience
         self.dropped[DROPPED_REWARD_NOT_FINITE] += num_dropped
         ids = experience.sample_ids[~is_good].tolist() if experience.sample_ids is not None else []
-        message = (
-            f"the reward of {num_dropped} of {len(is_good)} samples is not a finite number "
-            f"(sample ids {ids[:8]})"
-        )
+        message = f"the reward of {num_dropped} of {len(is_good)} samples is not a finite number (sample ids {ids[:8]})"
         if not bool(is_good.any()):
             raise AllSamplesDropped(f"{message}. Make the reward return finite numbers for these samples.")
         logger.warning("%s; dropped", message)
@@ -302,9 +290,7 @@ class _Prompts:
         )
 
 
-def action_values(
-    critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int
-) -> Tensor:
+def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int) -> Tensor:
     """V(state before each response token), [B, A]: the critic's output one position earlier.
 
     A critic that already returns [B, A] (a hand-written module) is taken at its word.

@@ -2,6 +2,9 @@
 
 import dataclasses
 import logging
+import re
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +13,11 @@ from coati.errors import DataError
 from coati.experience_maker.base import Experience
 from coati.experience_maker.naive import AllSamplesDropped, NaiveExperienceMaker
 from coati.experience_maker.prompt_batch import PromptBatch
+from coati.experience_maker.statistics import maker_record
 from coati.ledger.admission import AdmissionGate, WorkShare
+from coati.models.actor import unwrap
+from coati.monitor.metrics import Max, Mean, Metric
+from coati.rollout import GenerateOptions
 from coati.weights import ServedModels
 
 logger = logging.getLogger(__name__)
@@ -51,6 +58,10 @@ class ExperiencePipeline:
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
         self._num_dropped_in_a_row = 0
+        self._num_dropped_reported = 0
+        self._last_make_seconds = 0.0
+        options = GenerateOptions.parse(**self._generate_kwargs)
+        self._eos_token_ids = options.eos_token_ids(unwrap(maker.actor))
         self._largest_batch = 0
 
     @property
@@ -75,6 +86,7 @@ class ExperiencePipeline:
         if sample_ids is None:
             sample_ids = torch.arange(len(batch)) + self._next_sample_id
             self._next_sample_id += len(batch)
+        started = time.perf_counter()
         with self.served.use() as version:
             self.maker.policy_version = version
             try:
@@ -91,12 +103,35 @@ class ExperiencePipeline:
                 self._tolerate(error, len(batch))
             else:
                 self._num_dropped_in_a_row = 0
+        self._last_make_seconds = time.perf_counter() - started
         num_made = 0 if experience is None else experience.num_samples
         self.counts.made += num_made
         self.counts.dropped += len(batch) - num_made
         if self.gate is not None:
             self.gate.give_back(len(batch) - num_made)
         return experience
+
+    def record(
+        self, experience: Experience, *, samples_kept: int, extra: Mapping[str, Metric] | None = None
+    ) -> dict[str, Any]:
+        """What there is to report of the batch just made: version, typed metrics, and a few samples as text."""
+        reward = getattr(self.maker.reward_model, "reward", None)
+        terms = {
+            f"reward/term_{re.sub('[^a-z0-9_]', '_', name.lower())}": Mean(mean, float(experience.num_samples))
+            for name, mean in getattr(reward, "last_terms", {}).items()
+        }
+        num_dropped = self.counts.dropped - self._num_dropped_reported
+        self._num_dropped_reported = self.counts.dropped
+        return maker_record(
+            experience,
+            version=self.maker.policy_version,
+            make_seconds=self._last_make_seconds,
+            num_dropped=num_dropped,
+            eos_token_ids=self._eos_token_ids,
+            tokenizer=getattr(self.maker.reward_model, "tokenizer", None),
+            samples_kept=samples_kept,
+            extra={**terms, "weights/commit_seconds": Max(self.served.last_commit_seconds), **(extra or {})},
+        )
 
     def _tolerate(self, error: AllSamplesDropped, num_samples: int) -> None:
         self._num_dropped_in_a_row += num_samples

@@ -79,8 +79,7 @@ def _as_matrix(name: str, value: Any) -> Tensor:
             ) from error
     if value.ndim != 2 or value.numel() == 0:
         raise DataError(
-            f"{name} of a batch must be [B, P] with at least one prompt and one token, "
-            f"got {list(value.shape)}."
+            f"{name} of a batch must be [B, P] with at least one prompt and one token, got {list(value.shape)}."
         )
     matrix: Tensor = value.long()
     return matrix

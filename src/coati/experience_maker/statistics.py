@@ -1,9 +1,10 @@
 """Numbers that describe a batch of experience."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from coati.experience_maker.base import Experience
-from coati.monitor.metrics import Last, Max, Mean, Metric, Min, Sum
+from coati.monitor.metrics import Max, Mean, Metric, Min, Sum
 
 
 def describe(experience: Experience, eos_token_ids: tuple[int, ...] = ()) -> dict[str, Metric]:
@@ -39,8 +40,7 @@ def _ends_by_itself(experience: Experience, eos_token_ids: tuple[int, ...]) -> l
     lengths = experience.full_action_mask().sum(dim=1).tolist()
     first = experience.num_prompt_tokens
     last_tokens = [
-        int(experience.sequences[row, first + length - 1]) if length else None
-        for row, length in enumerate(lengths)
+        int(experience.sequences[row, first + length - 1]) if length else None for row, length in enumerate(lengths)
     ]
     return [token in eos_token_ids for token in last_tokens]
 
@@ -54,12 +54,14 @@ def maker_record(
     eos_token_ids: tuple[int, ...],
     tokenizer: Any,
     samples_kept: int,
+    extra: Mapping[str, Metric] | None = None,
 ) -> dict[str, Any]:
     """What a maker reports of one batch: its version, typed metrics, and a few samples as text."""
     metrics = describe(experience, eos_token_ids)
     num_samples = experience.num_samples
     metrics["maker/samples_per_second"] = Mean(num_samples / max(make_seconds, 1e-9), float(num_samples))
-    metrics["maker/dropped"] = Last(float(num_dropped))
+    metrics["maker/dropped"] = Sum(float(num_dropped))
+    metrics.update(extra or {})
     return {
         "version": version,
         "metrics": metrics,

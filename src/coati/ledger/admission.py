@@ -61,9 +61,7 @@ class WorkShare:
         """How many samples this maker may have issued in all while `version` serves."""
         if self.max_staleness == UNBOUNDED:
             return self.total
-        return self._share_of(
-            min(self.total_rounds, (self.max_staleness + version + 1) * self.rounds_per_version)
-        )
+        return self._share_of(min(self.total_rounds, (self.max_staleness + version + 1) * self.rounds_per_version))
 
     def version_needed(self, num_issued: int) -> int | None:
         """The lowest version at which one more sample may be issued; None if all are."""

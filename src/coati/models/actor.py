@@ -103,9 +103,7 @@ def action_logprobs(
     # The logits at position t score the token at t + 1.
     logits = logits[:, -num_actions - 1 : -1]
     temperature: float | Tensor = 1.0 if temperatures is None else temperatures
-    return logprobs_and_entropy(
-        logits, sequences[:, -num_actions:], temperature=temperature, with_entropy=with_entropy
-    )
+    return logprobs_and_entropy(logits, sequences[:, -num_actions:], temperature=temperature, with_entropy=with_entropy)
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ updates come.
 import copy
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ def add_lora(model: PreTrainedModel | nn.Module, settings: LoRASettings, *, task
 
 def copy_without_adapters(model: nn.Module) -> Any:
     """A copy of the transformers model as it was before `add_lora`."""
-    duplicate = copy.deepcopy(model)
+    duplicate: Any = copy.deepcopy(model)
     return duplicate.unload() if hasattr(duplicate, "unload") else duplicate
 
 
@@ -79,9 +79,37 @@ def plain_name(name: str) -> str:
     return name.replace("base_model.model.", "", 1).replace(".base_layer.", ".")
 
 
-def has_adapters(names: Any) -> bool:
+def has_adapters(names: Iterable[str]) -> bool:
     """Whether any of these weight names belongs to an adapter."""
     return any(_ADAPTER_NAME.match(name) for name in names)
+
+
+def as_layer_lora(value: Any) -> LayerLoRA:
+    """Settings as they come in plain calls: ours, a mapping, or an object with peft's names (r, lora_alpha, …).
+
+    >>> as_layer_lora({"r": 2, "lora_alpha": 8}).scale
+    4.0
+    """
+    if isinstance(value, LayerLoRA):
+        return value
+
+    def get(*names: str, default: Any = None) -> Any:
+        for name in names:
+            found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+            if found is not None:
+                return found
+        return default
+
+    rank, alpha = get("rank", "r"), get("alpha", "lora_alpha", default=1.0)
+    if not isinstance(rank, int) or rank < 1:
+        raise WeightUpdateError(f"LoRA settings of a layer need a rank (or r) of 1 or more, got {value!r}.")
+    return LayerLoRA(
+        rank=rank,
+        alpha=float(alpha),
+        dropout=float(get("dropout", "lora_dropout", default=0.0)),
+        scale=float(get("scale", "scaling", default=float(alpha) / rank)),
+        is_transposed=bool(get("is_transposed", "fan_in_fan_out", default=False)),
+    )
 
 
 class LoRAConstructor:
@@ -98,6 +126,7 @@ class LoRAConstructor:
         """`base_weights` are the receiver's own, looked at (and copied) when a layer's first adapter comes."""
         self._live = base_weights
         self._base: dict[str, Tensor] = {}
+        self._staged: dict[str, Tensor] = {}
 
     @staticmethod
     def extract_lora_config(model: nn.Module) -> dict[str, LayerLoRA]:
@@ -111,9 +140,9 @@ class LoRAConstructor:
             if adapter is None or adapter not in module.lora_A:
                 continue
             found[plain_name(f"{name}.").removesuffix(".")] = LayerLoRA(
-                rank=int(module.r[adapter]),  # type: ignore[index, arg-type]
-                alpha=float(module.lora_alpha[adapter]),  # type: ignore[index, arg-type]
-                dropout=float(getattr(module.lora_dropout[adapter], "p", 0.0)),  # type: ignore[index]
+                rank=int(module.r[adapter]),
+                alpha=float(module.lora_alpha[adapter]),
+                dropout=float(getattr(module.lora_dropout[adapter], "p", 0.0)),
                 scale=float(scaling[adapter]),
                 is_transposed=bool(getattr(module, "fan_in_fan_out", False)),
             )
@@ -130,8 +159,9 @@ class LoRAConstructor:
     ) -> dict[str, Tensor]:
         """Weights under plain names: adapted layers as W₀ + scale·B·A, everything else as it came.
 
-        A base weight that travels along (a full update) becomes the new W₀.
+        A base weight that travels along (a full update) becomes the new W₀ when `adopt` says so.
         """
+        self._staged = {}
         halves: dict[str, dict[str, Tensor]] = {}
         weights: dict[str, Tensor] = {}
         for name, tensor in state_dict.items():
@@ -149,19 +179,24 @@ class LoRAConstructor:
                     f"{', '.join(sorted(pair))} {'without' if settings is None else 'with'} settings. Rejected whole."
                 )
             if weight_name in weights:
-                self._base[weight_name] = weights[weight_name].detach().clone()
+                self._staged[weight_name] = weights[weight_name].detach().clone()
             weights[weight_name] = self._adapted(weight_name, pair["A"], pair["B"], settings)
         return weights
 
+    def adopt(self) -> None:
+        """The update was accepted: base weights that came with it are W₀ from now on."""
+        self._base.update(self._staged)
+        self._staged = {}
+
     def _adapted(self, weight_name: str, a: Tensor, b: Tensor, settings: LayerLoRA) -> Tensor:
-        if weight_name not in self._base:
+        if weight_name not in self._staged and weight_name not in self._base:
             if weight_name not in self._live:
                 raise WeightUpdateError(
                     f"an adapter came for {weight_name!r}, which this maker's model does not have. Rejected whole; "
                     "use the same model on both sides."
                 )
             self._base[weight_name] = self._live[weight_name].detach().clone()
-        base = self._base[weight_name]
+        base = self._staged[weight_name] if weight_name in self._staged else self._base[weight_name]
         delta = settings.scale * (b.float() @ a.float())
         if settings.is_transposed:
             delta = delta.T

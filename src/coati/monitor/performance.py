@@ -34,20 +34,14 @@ def transformer_flops(num_params: int, tokens: int, *, backward: bool, recompute
     60000.0
     """
     if num_params < 0 or tokens < 0:
-        raise ConfigError(
-            f"num_params and tokens must be 0 or more, got {num_params} and {tokens}. Pass counts."
-        )
+        raise ConfigError(f"num_params and tokens must be 0 or more, got {num_params} and {tokens}. Pass counts.")
     if recompute and not backward:
-        raise ConfigError(
-            "recompute=True needs backward=True: only a backward pass recomputes. Drop one of them."
-        )
+        raise ConfigError("recompute=True needs backward=True: only a backward pass recomputes. Drop one of them.")
     per_weight = 2 + (4 if backward else 0) + (2 if recompute else 0)
     return float(per_weight) * num_params * tokens
 
 
-def generation_flops(
-    num_params: int, *, prompt_tokens: int, response_tokens: int, num_sequences: int
-) -> float:
+def generation_flops(num_params: int, *, prompt_tokens: int, response_tokens: int, num_sequences: int) -> float:
     """Estimate the FLOPs of sampling responses with a key-value cache.
 
     Each prompt token and each response token but the last of its sequence goes through the model once::
@@ -235,9 +229,7 @@ class WorkMeter:
         self._response_tokens += response_tokens
         self._flops += flops
 
-    def summary(
-        self, title: str, *, phases: Sequence[str], compute_phase: str, rest: str
-    ) -> PerformanceSummary:
+    def summary(self, title: str, *, phases: Sequence[str], compute_phase: str, rest: str) -> PerformanceSummary:
         """Sum up; time outside `phases` is booked under the name `rest`."""
         seconds = 0.0 if self._began is None else self._latest - self._began
         phase_seconds = {phase: self._timer.seconds.get(phase, 0.0) for phase in phases}

@@ -149,9 +149,7 @@ def _bar_row(snapshot: RunSnapshot, inner: int) -> Table:
     row = Table.grid(padding=(0, 2, 0, 0))
     row.add_row(
         f"{steps:<{room}}",
-        ProgressBar(
-            total=1.0, completed=snapshot.fraction or 0.0, width=max(inner - max(room, len(steps)) - 2, 1)
-        ),
+        ProgressBar(total=1.0, completed=snapshot.fraction or 0.0, width=max(inner - max(room, len(steps)) - 2, 1)),
     )
     return row
 

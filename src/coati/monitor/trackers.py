@@ -74,10 +74,7 @@ class JsonlTracker:
     def _append(self, record: Mapping[str, Any]) -> None:
         # A lone surrogate (text cut inside a byte pair) cannot be UTF-8; backslashreplace writes \udcxx,
         # which is how JSON spells it anyway.
-        line = (
-            json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace")
-            + b"\n"
-        )
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
         start = os.fstat(self._file.fileno()).st_size
         try:
             written = 0

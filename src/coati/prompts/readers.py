@@ -95,9 +95,7 @@ def read_parquet(path: Path) -> list[Row]:
     try:
         rows: list[Row] = parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-        raise DataError(
-            f"{path} must be a Parquet file, got: {error}. Write it again, or check the path."
-        ) from None
+        raise DataError(f"{path} must be a Parquet file, got: {error}. Write it again, or check the path.") from None
     return rows
 
 
@@ -154,9 +152,7 @@ def _lines(path: Path, file: Any) -> Any:
 
 
 def _not_text(path: Path, error: UnicodeDecodeError) -> DataError:
-    return DataError(
-        f"{path} must be UTF-8 text, got {error.reason} at byte {error.start}. Save it as UTF-8."
-    )
+    return DataError(f"{path} must be UTF-8 text, got {error.reason} at byte {error.start}. Save it as UTF-8.")
 
 
 def _check_object(row: Any, where: str) -> Row:

@@ -90,8 +90,7 @@ class PromptStream:
             )
         if not 0 <= shard < num_shards:
             raise ConfigError(
-                f"shard must be from 0 to num_shards - 1, got shard {shard} of {num_shards}. "
-                "Number the makers from 0."
+                f"shard must be from 0 to num_shards - 1, got shard {shard} of {num_shards}. Number the makers from 0."
             )
         if column != table.column:  # the table only vouches for its own column
             check_rows(table.rows, column=column, source=table.source)
@@ -143,9 +142,7 @@ class PromptStream:
     def _encode(self, row: int) -> EncodedPrompt:
         if row not in self._encoded:
             where = f"{self._table.source}, row {row}: {self._column!r}"
-            self._encoded[row] = encode_prompt(
-                self._table.rows[row][self._column], self._tokenizer, where=where
-            )
+            self._encoded[row] = encode_prompt(self._table.rows[row][self._column], self._tokenizer, where=where)
         return self._encoded[row]
 
     def _skip_reason(self, row: int) -> str:
@@ -200,9 +197,7 @@ class PromptStream:
         if not all(reasons) and not nothing_comes:
             return
         lengths = [len(self._encode(row).ids) for row in range(len(self._table))]
-        counts = ", ".join(
-            f"{count} with {reason}" for reason, count in Counter(filter(None, reasons)).items()
-        )
+        counts = ", ".join(f"{count} with {reason}" for reason, count in Counter(filter(None, reasons)).items())
         whose = "" if all(reasons) else f" that shard {self._shard} of {self._num_shards} meets"
         raise DataError(
             f"{self._table.source} must have prompts that fit, got none{whose}: of {len(lengths)} prompts, "
@@ -230,10 +225,7 @@ class PromptStream:
             "sample_ids": torch.tensor(ids, dtype=torch.long),  # [B]
             "group_ids": torch.tensor([position for position, _, _ in samples], dtype=torch.long),  # [B]
             "prompt": [prompt.text for prompt in encoded],
-            **{
-                name: [self._table.rows[row].get(name) for _, row, _ in samples]
-                for name in self._other_columns
-            },
+            **{name: [self._table.rows[row].get(name) for _, row, _ in samples] for name in self._other_columns},
         }
 
 

@@ -73,9 +73,7 @@ def check_rows(rows: Sequence[Row], *, column: str, source: str) -> None:
         DataError: naming the first row that is wrong.
     """
     if not rows:
-        raise DataError(
-            f"{source} must have at least one row, got none. Add prompts, or check prompts.split."
-        )
+        raise DataError(f"{source} must have at least one row, got none. Add prompts, or check prompts.split.")
     for index, row in enumerate(rows):
         if column not in row:
             raise DataError(

@@ -165,9 +165,7 @@ class ExperienceMakerPerformanceEvaluator(MakerCallback):
     @property
     def summary(self) -> PerformanceSummary:
         """What has been measured since the loop started, up to the latest hook."""
-        return self._work.summary(
-            "Experience maker", phases=(_MAKE, _SEND), compute_phase=_MAKE, rest="other"
-        )
+        return self._work.summary("Experience maker", phases=(_MAKE, _SEND), compute_phase=_MAKE, rest="other")
 
     def on_loop_start(self) -> None:
         """Begin to measure; what an earlier loop left is forgotten."""
@@ -277,9 +275,7 @@ class TrainerPerformanceEvaluator(TrainerCallback):
     def on_batch_end(self, metrics: dict[str, float], experience: Experience) -> None:  # noqa: ARG002
         """Count the batch and stop the clock."""
         samples, tokens, response_tokens = _count(experience)
-        flops = transformer_flops(
-            self._num_params, tokens, backward=True, recompute=self._enable_grad_checkpoint
-        )
+        flops = transformer_flops(self._num_params, tokens, backward=True, recompute=self._enable_grad_checkpoint)
         self._work.stop(_LEARN)
         self._work.add(samples=samples, tokens=tokens, response_tokens=response_tokens, flops=flops)
 
@@ -306,6 +302,4 @@ def _count(experience: Experience) -> tuple[int, int, int]:
 def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if count < 0:
-            raise ConfigError(
-                f"{name} must be 0 or more, got {count}. Pass 0 for what the run does not have."
-            )
+            raise ConfigError(f"{name} must be 0 or more, got {count}. Pass 0 for what the run does not have.")

@@ -17,6 +17,8 @@ from coati.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_KNOCK_SECONDS = 10.0
+
 
 class ClusterInfo(NamedTuple):
     """Where a run runs."""
@@ -26,12 +28,11 @@ class ClusterInfo(NamedTuple):
 
 
 @contextlib.contextmanager
-def connected(
-    config: RunConfig, *, address: str | None, namespace: str, log_to_driver: bool
-) -> Iterator[ClusterInfo]:
+def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_driver: bool) -> Iterator[ClusterInfo]:
     """Connect for the length of a run. A private Ray ends with it, and its folder too if all went well."""
     num_actors = config.topology.makers + config.topology.trainers
     if address is not None:
+        _check_address(address)
         try:
             ray.init(
                 address=address,
@@ -51,6 +52,8 @@ def connected(
             ray.shutdown()
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing leaves this machine
+    # Ray tells of its token authentication on every start. It stays on; the hint is not for our users.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     folder = Path(tempfile.mkdtemp(prefix="coati-"))  # short: Ray's socket paths have a length limit
     try:
@@ -71,6 +74,20 @@ def connected(
         raise
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_address(address: str) -> None:
+    """Ray itself retries an address where nobody answers for many minutes, so knock first."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto" and the like: Ray finds out at once
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(
+            f"--address must be that of a Ray cluster that can be reached, got {address!r}: {error}. Start one "
+            "with 'ray start --head', or leave --address out to start a private Ray."
+        ) from error
 
 
 def _check_resources(config: RunConfig, *, num_cpus: int) -> None:

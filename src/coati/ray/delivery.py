@@ -14,6 +14,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from coati.deadlines import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied
 from coati.experience_buffer.utils import BufferItem
+from coati.ledger import WorkShare
 from coati.ray.peers import NamedPeers, death_reason, is_alive, original_error, wait_in_slices
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,8 @@ class ItemSender:
     At most `max_in_flight` sends wait for their acknowledgement at each trainer: a trainer whose buffer is
     full holds its makers back instead of filling memory. A trainer that died is skipped from then on, and
     what it had not acknowledged goes to the others. A retry carries the same delivery ids, so it cannot be
-    trained on twice. After a stop, trainers have the time of grace to acknowledge what is on its way; the
+    trained on twice. With a `share`, items carry their round, so that trainers consume them in the run's
+    order. After a stop, trainers have the time of grace to acknowledge what is on its way; the
     rest is counted and left.
     """
 
@@ -50,7 +52,7 @@ class ItemSender:
         *,
         sender: str,
         deadlines: Deadlines,
-        first_trainer: int = 0,
+        share: WorkShare | None = None,
         max_in_flight: int = 2,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -62,7 +64,8 @@ class ItemSender:
         self._max_in_flight = max_in_flight
         self._should_stop = should_stop
         self._alive = list(trainer_names)
-        self._turn = first_trainer
+        self._share = share
+        self._turn = share.maker_index if share is not None else 0
         self._next_number = dict.fromkeys(trainer_names, 0)
         self._in_flight: deque[_InFlight] = deque()
         self.num_delivered = 0
@@ -104,7 +107,9 @@ class ItemSender:
             self.send(items)
             return
         for item in items:
-            item.delivery_id = (f"{self._stream}>{trainer}", self._next_number[trainer])
+            number = self._next_number[trainer]
+            item.delivery_id = (f"{self._stream}>{trainer}", number)
+            item.round_index = self._share.round_of(number) if self._share is not None else None
             self._next_number[trainer] += 1
         self._call(trainer, items, time.monotonic())
 

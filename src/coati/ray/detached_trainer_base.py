@@ -22,7 +22,7 @@ from coati.deadlines import Deadlines
 from coati.errors import DeadlineExceeded
 from coati.experience_buffer.utils import BufferItem, split_experience_batch
 from coati.experience_maker.base import Experience
-from coati.ledger import DeliveryLog
+from coati.ledger import DeliveryLog, RoundOrder
 from coati.monitor.records import RecordLog, RecordPage
 from coati.ray.callbacks import TrainerCallback, dispatch
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer
@@ -70,6 +70,7 @@ class DetachedTrainer(ABC):
         self.maker_names = tuple(experience_maker_holder_name_list)
         self._buffer = DetachedReplayBuffer(train_batch_size, limit=buffer_limit)
         self._deliveries = DeliveryLog()
+        self._rounds = RoundOrder()
         self._delivery_lock = threading.Lock()
         self._records = RecordLog()
         self._stop = threading.Event()
@@ -171,8 +172,8 @@ class DetachedTrainer(ABC):
         for item in items:
             item.validate()  # before it is noted as delivered: a refused item was not
         with self._delivery_lock:
-            fresh = self._deliveries.fresh(items)
-        self._buffer.extend(fresh, timeout_seconds=self.deadlines.batch)
+            ready = self._rounds.add(self._deliveries.fresh(items))
+        self._buffer.extend(ready, timeout_seconds=self.deadlines.batch)
 
     def _notify(self, hook: str, *args: Any) -> None:
         dispatch(self.callbacks, hook, *args)
@@ -185,9 +186,7 @@ class DetachedTrainer(ABC):
         metrics = self.training_step(experience)
         self._num_batches += 1
         self._num_samples += experience.num_samples
-        self._records.append(
-            {"batch": self._num_batches, "version": self.version, "metrics": dict(metrics or {})}
-        )
+        self._records.append({"batch": self._num_batches, "version": self.version, "metrics": dict(metrics or {})})
         return metrics
 
     def _publish_next_version(self) -> None:
@@ -205,7 +204,7 @@ class DetachedTrainer(ABC):
                     return batch.pin_memory() if self.dataloader_pin_memory else batch
                 if self._watch.all_finished():
                     # Finished makers have been acknowledged, so whatever they made is here by now.
-                    return self._buffer.try_sample(0.0) or self._buffer.flush()
+                    return self._last_batch()
                 waited = time.monotonic() - started
                 if waited >= self.deadlines.batch:
                     raise DeadlineExceeded(
@@ -216,3 +215,14 @@ class DetachedTrainer(ABC):
             return None
         finally:
             self._wait_seconds += time.monotonic() - started
+
+    def _last_batch(self) -> Experience | None:
+        """What finished makers have left behind; items whose earlier rounds never came are trained on too."""
+        batch = self._buffer.try_sample(0.0)
+        if batch is not None:
+            return batch
+        with self._delivery_lock:
+            late = self._rounds.flush()
+        if late:
+            self._buffer.extend(late, timeout_seconds=self.deadlines.batch)
+        return self._buffer.try_sample(0.0) or self._buffer.flush()

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from coati.deadlines import Deadlines
-from coati.errors import CheckpointError, DeadlineExceeded
+from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded
 from coati.experience_maker.base import Experience
 from coati.ledger import ages_of
 from coati.models.critic import as_critic
+from coati.models.lora import LayerLoRA, LoRAConstructor
 from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator
 from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.environment import apply_env_info
@@ -46,8 +47,8 @@ class DetachedPPOTrainer(DetachedTrainer):
     micro-batches and the rest are in `settings`; `eps_clip` and `value_clip` win over those of `settings`.
 
     The ranks of a group hold the same weights, so each may send them to some of the makers only:
-    `updated_makers`. With `save_every`, all ranks save the actor together after every so many versions, to
-    `save_folder`.
+    `updated_makers`. With `max_staleness`, a batch older than that many versions is refused. With
+    `save_every`, all ranks save the actor together after every so many versions, to `save_folder`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         deadlines: Deadlines | None = None,
         seed: int = 0,
         num_threads: int = 0,
+        max_staleness: int | None = None,
         updated_makers: Sequence[str] | None = None,
         save_every: int = 0,
         save_folder: str | Path = "checkpoints",
@@ -103,6 +105,7 @@ class DetachedPPOTrainer(DetachedTrainer):
             optimizer_class=HybridAdam if is_sharded else torch.optim.Adam,
         )
         self._update_lora_weights = update_lora_weights
+        self._max_staleness = max_staleness
         self._save_every = save_every
         self._save_folder = Path(save_folder)
         self._channel = WeightChannel(
@@ -116,11 +119,18 @@ class DetachedPPOTrainer(DetachedTrainer):
     @ray.method(concurrency_group="compute")
     def training_step(self, experience: Experience) -> dict[str, float]:
         """One PPO step of actor and critic; metrics include `actor_loss` and `critic_loss`."""
+        ages = ages_of(experience, self.version)
+        if self._max_staleness is not None and ages.oldest > self._max_staleness:
+            raise StalenessExceeded(
+                f"a batch holds samples {ages.oldest:g} versions old, but max_staleness is {self._max_staleness}. "
+                "Give every maker a share (share=WorkShare(…)) with the same bound, or leave max_staleness out."
+            )
+        started = time.perf_counter()
         with self._weights():
             metrics = self._learner.step(experience)
-        ages = ages_of(experience, self.version)
         return {
             **metrics,
+            "trainer/samples_per_second": experience.num_samples / (time.perf_counter() - started),
             "train/version": float(self.version),
             "train/samples": float(experience.num_samples),
             "train/age_mean": ages.mean,
@@ -139,15 +149,15 @@ class DetachedPPOTrainer(DetachedTrainer):
         started = time.perf_counter()
         with self._weights():
             header = new_header(version=self.version, source=self._source)
-            messages = weight_messages(header, self._shards(is_partial, **config), is_partial=is_partial)
-            self._channel.send(header, messages, fully_update=fully_update)
-        self._records.append(
-            {
-                "batch": self._num_batches,
-                "version": self.version,
-                "metrics": {"weights/publish_seconds": time.perf_counter() - started},
-            }
-        )
+            messages = weight_messages(
+                header, self._shards(is_partial, **config), is_partial=is_partial, lora=self._lora_settings()
+            )
+            num_bytes = self._channel.send(header, messages, fully_update=fully_update)
+        metrics = {
+            "weights/publish_seconds": time.perf_counter() - started,
+            "weights/bytes": float(num_bytes),
+        }
+        self._records.append({"batch": self._num_batches, "version": self.version, "metrics": metrics})
 
     @ray.method(concurrency_group="model_io")
     def strategy_save_actor(self, path: str, only_rank0: bool = False) -> None:
@@ -186,10 +196,16 @@ class DetachedPPOTrainer(DetachedTrainer):
             for shard in self.strategy.get_model_state_dict_shard(model, shard_size=shard_size):
                 yield label, {name: tensor for name, tensor in shard.items() if kept is None or name in kept}
 
+    def _lora_settings(self) -> dict[str, dict[str, LayerLoRA]]:
+        """Adapter settings of actor and critic, for makers whose models have no adapters."""
+        models = {"actor": self._learner.actor, "critic": self._learner.critic}
+        return {
+            label: LoRAConstructor.extract_lora_config(self.strategy.unwrap_model(model))
+            for label, model in models.items()
+        }
+
     def _weights(self) -> "_TimedLock":
-        return _TimedLock(
-            self._weights_lock, self.deadlines.update, "the trainer's weights, which another call holds"
-        )
+        return _TimedLock(self._weights_lock, self.deadlines.update, "the trainer's weights, which another call holds")
 
     def _agree(self, has_batch: bool) -> bool:
         """All ranks train on a batch, or none: a rank that went alone would wait for the others for ever."""

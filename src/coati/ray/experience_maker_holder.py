@@ -1,10 +1,11 @@
 """The experience maker in a Ray actor: prompts in, experience out to the trainers, new weights in between.
 
-workingloop (compute)        waits for admission and weights ► makes experience ► sends items, acknowledged
-update_experience_maker      stages chunks, verifies, offers the whole update to the models
-  (model_io)                 ► committed between two batches, or at once if nobody generates
+* `workingloop` (compute) waits for admission and weights ► makes experience ► sends items, acknowledged.
+* `update_experience_maker` (model_io) stages chunks ► verifies ► offers the whole update to the models, which
+  commit it between two batches, or at once if nobody generates.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -26,9 +27,8 @@ from coati.experience_maker.base import Experience
 from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.prompt_batch import PromptBatch
-from coati.experience_maker.statistics import maker_record
 from coati.ledger import WorkShare
-from coati.models.actor import unwrap
+from coati.monitor.metrics import Sum
 from coati.monitor.records import RecordLog, RecordPage
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, dispatch
 from coati.ray.delivery import ItemSender
@@ -36,7 +36,7 @@ from coati.ray.environment import apply_env_info
 from coati.ray.peers import wait_in_slices
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy
-from coati.weights import PLAIN_UPDATE, ServedModels, UpdateHeader, WeightChunk, WeightManifest, WeightStage
+from coati.weights import PlainUpdates, ServedModels, UpdateHeader, WeightChunk, WeightManifest, WeightStage
 
 logger = logging.getLogger(__name__)
 
@@ -98,12 +98,12 @@ class ExperienceMakerHolder:
         self._deadlines = deadlines or Deadlines()
         self._sync_models_from_trainers = sync_models_from_trainers
         self._buffer_cpu_offload = buffer_cpu_offload
-        self._update_lora_weights = update_lora_weights
         self._samples_kept = samples_kept
         self._callbacks = list(callbacks)
         self._name = _own_name()
         self._stop = threading.Event()
         self._state = "idle"
+        self._waits = {"weights": 0.0, "room": 0.0}
         self._records = RecordLog()
 
         strategy = strategy_fn()
@@ -123,7 +123,7 @@ class ExperienceMakerHolder:
         )
         updated: dict[str, nn.Module] = {"actor": actor, "critic": maker.critic}
         self._stage = WeightStage(updated)
-        self._is_in_plain_update = False  # between the `chunk_start` and `chunk_end` of plain calls
+        self._plain_updates = PlainUpdates(self._stage, allow_partial=update_lora_weights)
         self._served = ServedModels(updated)
         self._pipeline = ExperiencePipeline(
             maker,
@@ -136,10 +136,9 @@ class ExperienceMakerHolder:
             detached_trainer_name_list,
             sender=self._name,
             deadlines=self._deadlines,
-            first_trainer=share.maker_index if share is not None else 0,
+            share=share,
             should_stop=self._stop.is_set,
         )
-        self._eos_token_ids = GenerateOptions.parse(**generate_kwargs).eos_token_ids(unwrap(actor))
         if eval_performance:
             counts = [_num_parameters(model) for model in (actor, maker.critic, initial_model, reward_model)]
             self._callbacks.append(ExperienceMakerPerformanceEvaluator(*counts))
@@ -147,9 +146,7 @@ class ExperienceMakerHolder:
     # Work.
 
     @ray.method(concurrency_group="compute")
-    def workingloop(
-        self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int = 1, num_steps: int = 0
-    ) -> None:
+    def workingloop(self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int = 1, num_steps: int = 0) -> None:
         """Make experience from `num_steps` batches of `dataloader_fn()`, or else from `num_epochs` passes.
 
         Returns when every item made has been acknowledged by a trainer.
@@ -206,34 +203,15 @@ class ExperienceMakerHolder:
         elif manifest is not None:
             self._served.offer(self._stage.finish(manifest))
         else:
-            plain = {"actor": new_actor_state_dict, "critic": new_critic_state_dict}
-            is_lora = bool(new_actor_lora_config_dict or new_critic_lora_config_dict)
-            self._plain_update(plain, fully_update, is_lora, chunk_start, chunk_end)
-
-    def _plain_update(
-        self,
-        state_dicts: Mapping[str, Mapping[str, Any] | None],
-        fully_update: bool,
-        is_lora: bool,
-        chunk_start: bool | None,
-        chunk_end: bool | None,
-    ) -> None:
-        # A call that follows a rejected one of the same update is no update of its own: half a model is a
-        # wrong model.
-        is_whole = not chunk_start and not chunk_end and not self._is_in_plain_update
-        self._is_in_plain_update = bool(chunk_start or self._is_in_plain_update) and not chunk_end
-        if chunk_start or is_whole:
-            self._stage.begin(PLAIN_UPDATE, version=None, source="a plain call")
-        try:
-            for module, state_dict in state_dicts.items():
-                if state_dict:
-                    self._stage.add_plain(module, state_dict)
-            if chunk_end or is_whole:
-                is_partial = (self._update_lora_weights or is_lora) and not fully_update
-                self._served.offer(self._stage.finish_plain(allow_partial=is_partial))
-        except BaseException:
-            self._stage.abort(PLAIN_UPDATE)
-            raise
+            verified = self._plain_updates.take(
+                {"actor": new_actor_state_dict, "critic": new_critic_state_dict},
+                {"actor": new_actor_lora_config_dict, "critic": new_critic_lora_config_dict},
+                fully_update=fully_update,
+                chunk_start=chunk_start,
+                chunk_end=chunk_end,
+            )
+            if verified is not None:
+                self._served.offer(verified)
 
     # What the outside may ask at any time.
 
@@ -264,8 +242,7 @@ class ExperienceMakerHolder:
                 lambda seconds: self._stop.is_set() or self._has_full_update(seconds),
                 deadline_seconds=self._deadlines.start,
                 what=lambda: (
-                    f"a full weight update of maker {self._name} "
-                    "(call sync_models_to_remote_makers on its trainer)"
+                    f"a full weight update of maker {self._name} (call sync_models_to_remote_makers on its trainer)"
                 ),
                 message_every=self._deadlines.message_every,
             )
@@ -277,9 +254,7 @@ class ExperienceMakerHolder:
             return False
         return True
 
-    def _batches(
-        self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int, num_steps: int
-    ) -> Iterator[Any]:
+    def _batches(self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int, num_steps: int) -> Iterator[Any]:
         passes = itertools.count() if num_steps > 0 else range(num_epochs)
         endless = (batch for _ in passes for batch in self._one_pass(dataloader_fn))
         return itertools.islice(endless, num_steps) if num_steps > 0 else endless
@@ -302,18 +277,17 @@ class ExperienceMakerHolder:
         """Make and send all of a batch, in as many parts as admission asks for."""
         start = 0
         while start < len(batch) and not self._is_over():
-            num_rows = self._await_admission(len(batch) - start)
+            with self._waiting("weights"):
+                num_rows = self._await_admission(len(batch) - start)
             if num_rows == 0:
                 return
             part = batch.rows(start, start + num_rows)
             start += num_rows
             dispatch(self._callbacks, "on_make_experience_start")
-            started = time.perf_counter()
             experience = self._pipeline.make(part)
-            seconds = time.perf_counter() - started
             if experience is not None:
                 dispatch(self._callbacks, "on_make_experience_end", experience)
-                self._send(experience, seconds)
+                self._send(experience)
 
     def _await_admission(self, wanted: int) -> int:
         """Wait until at least one sample may be issued; 0 if a stop came instead."""
@@ -322,35 +296,33 @@ class ExperienceMakerHolder:
         needed = self._pipeline.gate.version_needed()
         if needed is not None:
             wait_in_slices(
-                lambda seconds: (
-                    self._served.wait_for_version(needed, deadline_seconds=seconds) or self._stop.is_set()
-                ),
+                lambda seconds: self._served.wait_for_version(needed, deadline_seconds=seconds) or self._stop.is_set(),
                 deadline_seconds=self._deadlines.batch,
-                what=lambda: (
-                    f"weights of version {needed} at maker {self._name} (it serves {self._served.version})"
-                ),
+                what=lambda: f"weights of version {needed} at maker {self._name} (it serves {self._served.version})",
                 message_every=self._deadlines.message_every,
                 between=self._sender.check_trainers,
             )
         return 0 if self._stop.is_set() else self._pipeline.admissible(wanted)
 
-    def _send(self, experience: Experience, make_seconds: float) -> None:
+    def _send(self, experience: Experience) -> None:
         if self._buffer_cpu_offload:
             experience.to_device("cpu")
-        self._records.append(
-            maker_record(
-                experience,
-                version=self._pipeline.maker.policy_version,
-                make_seconds=make_seconds,
-                num_dropped=self._pipeline.counts.dropped,
-                eos_token_ids=self._eos_token_ids,
-                tokenizer=getattr(self._pipeline.maker.reward_model, "tokenizer", None),
-                samples_kept=self._samples_kept,
-            )
-        )
+        waits = {f"wait/{what}_seconds": Sum(seconds) for what, seconds in self._waits.items()}
+        self._waits = dict.fromkeys(self._waits, 0.0)
+        self._records.append(self._pipeline.record(experience, samples_kept=self._samples_kept, extra=waits))
         dispatch(self._callbacks, "on_send_start")
-        self._sender.send(split_experience_batch(experience))
+        with self._waiting("room"):
+            self._sender.send(split_experience_batch(experience))
         dispatch(self._callbacks, "on_send_end")
+
+    @contextlib.contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """Count the time inside as waiting for `what`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waits[what] += time.perf_counter() - started
 
 
 def _placed(model: Any, strategy: Strategy) -> Any:

@@ -71,9 +71,7 @@ class DetachedRun:
         """Train, and save the actor to `model_path`."""
         namespace = f"coati-{self._config.run.name}-{uuid.uuid4().hex[:8]}"
         self._say("starting Ray")
-        with connected(
-            self._config, address=self._address, namespace=namespace, log_to_driver=self._log_to_driver
-        ):
+        with connected(self._config, address=self._address, namespace=namespace, log_to_driver=self._log_to_driver):
             try:
                 self._create_actors()
                 self._say("loading models")
@@ -84,6 +82,9 @@ class DetachedRun:
                 self._train()
                 self._say("saving the model")
                 self._save(model_path)
+            except Exception as error:
+                self._rescue(f"{model_path}-at-failure", error)
+                raise
             finally:
                 self._kill_actors()
 
@@ -106,6 +107,7 @@ class DetachedRun:
                 deadlines=self._deadlines,
                 seed=config.run.seed,
                 num_threads=assembly.threads_per_actor(config),
+                max_staleness=topology.max_staleness if topology.max_staleness >= 0 else None,
                 updated_makers=makers_updated_by(rank, maker_names, topology.trainers),
                 save_every=config.train.save_every,
                 save_folder=self._checkpoints,
@@ -137,11 +139,7 @@ class DetachedRun:
         node_id, address, port = self._get(rendezvous.remote(), "a node for the trainers to meet at")
         places: list[tuple[str, dict[str, Any], dict[str, str] | None]] = []
         for rank, name in enumerate(names):
-            more = (
-                {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
-                if rank == 0
-                else {}
-            )
+            more = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)} if rank == 0 else {}
             env_info = {
                 "rank": str(rank),
                 "local_rank": "0",  # each actor sees only its own GPU
@@ -154,16 +152,12 @@ class DetachedRun:
 
     def _await_actors(self) -> None:
         """Wait until every actor is made; one whose constructor raises ends the run with what it raised."""
-        waiting = {
-            actor.progress.remote(): name for name, actor in (*self._makers.items(), *self._trainers.items())
-        }
+        waiting = {actor.progress.remote(): name for name, actor in (*self._makers.items(), *self._trainers.items())}
         deadline = time.monotonic() + self._deadlines.start
         while waiting:
             if time.monotonic() >= deadline:
                 late = ", ".join(sorted(waiting.values()))
-                raise DeadlineExceeded(
-                    f"waited {self._deadlines.start:g} s for {late} to start and load their models."
-                )
+                raise DeadlineExceeded(f"waited {self._deadlines.start:g} s for {late} to start and load their models.")
             self._finish_some(waiting, timeout=_POLL_SECONDS)
 
     def _sync_first_weights(self) -> None:
@@ -175,9 +169,7 @@ class DetachedRun:
         config, train = self._config, self._config.train
         waiting: dict[Any, str] = {}
         for index, (name, maker) in enumerate(self._makers.items()):
-            prompts = functools.partial(
-                assembly.make_prompts, config, shard=index, num_shards=config.topology.makers
-            )
+            prompts = functools.partial(assembly.make_prompts, config, shard=index, num_shards=config.topology.makers)
             waiting[maker.workingloop.remote(prompts)] = name
         for name, trainer in self._trainers.items():
             waiting[trainer.fit.remote(train.total_steps, train.update_steps, train.epochs)] = name
@@ -214,9 +206,7 @@ class DetachedRun:
         """Fetch what the actors have recorded and show it. A busy actor is asked again next time."""
         for name, actor in (*self._makers.items(), *self._trainers.items()):
             try:
-                page = ray.get(
-                    actor.records_since.remote(self._cursors.get(name, 0)), timeout=_POLL_SECONDS * 10
-                )
+                page = ray.get(actor.records_since.remote(self._cursors.get(name, 0)), timeout=_POLL_SECONDS * 10)
                 self._cursors[name] = page.cursor
                 if name in self._makers:
                     self._log.maker_records(page.records)
@@ -236,11 +226,22 @@ class DetachedRun:
                 assembly.load_tokenizer(self._config).save_pretrained(folder)
 
     def _save(self, path: str) -> None:
-        saves = [
-            trainer.strategy_save_actor.remote(path, only_rank0=True) for trainer in self._trainers.values()
-        ]
+        saves = [trainer.strategy_save_actor.remote(path, only_rank0=True) for trainer in self._trainers.values()]
         self._get(saves, f"the model to be saved to {path}")
         assembly.load_tokenizer(self._config).save_pretrained(path)
+
+    def _rescue(self, path: str, error: Exception) -> None:
+        """A run failed: save what a lone trainer has learned, if it still answers. A group can only save together."""
+        if self._log.trainer_version == 0 or len(self._trainers) != 1:
+            return
+        (trainer,) = self._trainers.values()
+        try:
+            ray.get(trainer.strategy_save_actor.remote(path, only_rank0=True), timeout=_STOP_SECONDS)
+            assembly.load_tokenizer(self._config).save_pretrained(path)
+        except (RayError, GetTimeoutError, OSError) as failure:
+            logger.debug("nothing could be saved: %s", failure)
+        else:
+            error.add_note(f"the model as of version {self._log.trainer_version} was saved to {path}")
 
     def _stop_all(self) -> None:
         if not self._is_stopping:

@@ -86,9 +86,7 @@ class MakerWatch:
         if self._over_since is None or now - self._over_since < self._deadlines.grace:
             return False
         if "finished" not in self._states.values():
-            raise PeerDied(
-                f"no maker is left at work ({self.describe()}), so no experience will come. See their logs."
-            )
+            raise PeerDied(f"no maker is left at work ({self.describe()}), so no experience will come. See their logs.")
         return True
 
     def describe(self) -> str:
@@ -110,9 +108,7 @@ class MakerWatch:
         self._seen |= {name for name, state in self._states.items() if state != "missing"}
         states = set(self._states.values())
         if states == {"gone"}:
-            raise PeerDied(
-                f"every maker is gone ({self.describe()}), so no experience will come. See their logs."
-            )
+            raise PeerDied(f"every maker is gone ({self.describe()}), so no experience will come. See their logs.")
         is_over = bool(states) and states <= _OVER
         self._over_since = _since(self._over_since, now) if is_over else None
         is_incomplete = "missing" in states and states <= _OVER | {"missing"}

@@ -35,9 +35,7 @@ def find_actor(name: str, *, role: str, deadline_seconds: float) -> Any:
                     "correct the name list."
                 ) from None
             if now >= next_message:
-                logger.info(
-                    "waiting for the %s actor %r to appear (%.0f s so far)", role, name, now - started
-                )
+                logger.info("waiting for the %s actor %r to appear (%.0f s so far)", role, name, now - started)
                 next_message = now + 10.0
             time.sleep(_POLL_SECONDS)
 

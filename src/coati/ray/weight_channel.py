@@ -29,8 +29,8 @@ class WeightChannel:
 
     def send(
         self, header: UpdateHeader, messages: Iterable[WeightChunk | WeightManifest], *, fully_update: bool
-    ) -> None:
-        """Send header, chunks and manifest; returns when every maker has verified the update.
+    ) -> int:
+        """Send header, chunks and manifest; returns the bytes when every maker has verified the update.
 
         A maker that died is reported and left out from then on; one that cannot be reached now misses this
         update and is sent the next. An update that any living maker rejects, or that no maker is left to
@@ -40,9 +40,11 @@ class WeightChannel:
         targets = {name: self._peers.handle(name) for name in self._peers.names if name not in self._lost}
         attempt = _Attempt(targets, deadline=time.monotonic() + self._deadlines.update)
         attempt.call(update=header, fully_update=fully_update, chunk_start=True)
+        num_bytes = 0
         for message in messages:
             if not targets:
                 continue
+            num_bytes += message.nbytes if isinstance(message, WeightChunk) else 0
             # Wrapped, so that Ray resolves it in the maker and the sender never copies it again.
             ref = ray.put(message)
             if isinstance(message, WeightChunk):
@@ -52,6 +54,7 @@ class WeightChannel:
             attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(targets))
         attempt.wait(until_in_flight=0)
         self._judge(header, attempt)
+        return num_bytes
 
     def _judge(self, header: UpdateHeader, attempt: "_Attempt") -> None:
         for name, reason in attempt.dead.items():

@@ -71,8 +71,7 @@ class WeightedSum:
         """Return the weighted sum, [B] float32."""
         scores = [reward.score(request).float() for reward, _ in self._terms]  # each [B]
         self.last_terms = {
-            reward.name: score.nanmean().item()
-            for (reward, _), score in zip(self._terms, scores, strict=True)
+            reward.name: score.nanmean().item() for (reward, _), score in zip(self._terms, scores, strict=True)
         }
         total = torch.zeros(len(request), dtype=torch.float32, device=scores[0].device)
         for (_, weight), score in zip(self._terms, scores, strict=True):

@@ -38,9 +38,7 @@ class FunctionReward:
         'brevity'
     """
 
-    def __init__(
-        self, function: Callable[..., Any], *, name: str = "", timeout_seconds: float = 120.0
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], *, name: str = "", timeout_seconds: float = 120.0) -> None:
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self._function = function
         self._timeout_seconds = timeout_seconds
@@ -127,8 +125,7 @@ class FunctionReward:
             except OverflowError:  # an int too large for any float is as good as infinite
                 return math.inf
         raise self._error(
-            f"must return numbers (or None), got {_excerpt(repr(value))} ({type(value).__name__}) as score "
-            f"{index}",
+            f"must return numbers (or None), got {_excerpt(repr(value))} ({type(value).__name__}) as score {index}",
             "Convert the scores to float",
             request,
         )

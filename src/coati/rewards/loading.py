@@ -41,9 +41,7 @@ def build_reward(
         return FunctionReward(loaded, name=name, timeout_seconds=settings.timeout_seconds)
 
     if settings.terms:
-        return WeightedSum(
-            [(build(term.function, term.model, term.label), term.weight) for term in settings.terms]
-        )
+        return WeightedSum([(build(term.function, term.model, term.label), term.weight) for term in settings.terms])
     return build(settings.function, settings.model, reward_label(settings.function, settings.model))
 
 

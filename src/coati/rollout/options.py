@@ -86,15 +86,12 @@ class GenerateOptions:
             if name in _REFUSED:
                 if value is None or value == _HARMLESS_VALUES.get(name, False):
                     continue
-                raise GenerateOptionError(
-                    f"generate option {name}={value!r} cannot be used here. {_REFUSED[name]}"
-                )
+                raise GenerateOptionError(f"generate option {name}={value!r} cannot be used here. {_REFUSED[name]}")
             if name not in known_options():
                 near = difflib.get_close_matches(name, known_options(), n=1)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise GenerateOptionError(
-                    f"unknown generate option {name}={value!r}.{hint} "
-                    f"Known options: {', '.join(known_options())}."
+                    f"unknown generate option {name}={value!r}.{hint} Known options: {', '.join(known_options())}."
                 )
             if value is None:
                 continue
@@ -133,9 +130,7 @@ class GenerateOptions:
         )
         for name, holds, rule in rules:
             if not holds:
-                raise GenerateOptionError(
-                    f"generate option {name} must be {rule}, got {getattr(self, name)!r}."
-                )
+                raise GenerateOptionError(f"generate option {name} must be {rule}, got {getattr(self, name)!r}.")
 
     @property
     def sampling_temperature(self) -> float:

@@ -70,18 +70,14 @@ class ReferenceEngine:
         action_mask &= stops.mask(responses.shape[1])
         return Rollout(
             sequences=sequences,
-            attention_mask=torch.cat(
-                [request.attention_mask, action_mask.to(request.attention_mask.dtype)], dim=1
-            ),
+            attention_mask=torch.cat([request.attention_mask, action_mask.to(request.attention_mask.dtype)], dim=1),
             action_mask=action_mask,
             rollout_log_probs=dice.log_probs(responses.shape[1]).masked_fill(~action_mask, 0.0),
             is_cut=~has_ended & ~stops.has_stopped,
         )
 
 
-def _greedy_config(
-    model: PreTrainedModel, request: RolloutRequest, eos_token_ids: tuple[int, ...]
-) -> GenerationConfig:
+def _greedy_config(model: PreTrainedModel, request: RolloutRequest, eos_token_ids: tuple[int, ...]) -> GenerationConfig:
     """A config of our own: greedy, with the user's options."""
     options = request.options
     extra = {name: value for name, value in options.extra.items() if name not in CALL_ARGUMENTS}

@@ -1,0 +1,1 @@
+"""Learning: the PPO step, the fit loop, optimizers, schedules and strategies."""

@@ -97,9 +97,7 @@ class FitLoop:
             batch = self._next_batch()
             if not self._agree(batch is not None):
                 if batch is not None:
-                    logger.warning(
-                        "dropped a batch of %d samples: another rank has no data left", batch.num_samples
-                    )
+                    logger.warning("dropped a batch of %d samples: another rank has no data left", batch.num_samples)
                 break
             assert batch is not None
             self._train_on(batch)

@@ -58,9 +58,7 @@ class PPOSettings:
 
     def __post_init__(self) -> None:
         if self.micro_batch_size < 0:
-            raise ConfigError(
-                f"micro_batch_size must be 0 (whole batch) or more, got {self.micro_batch_size}."
-            )
+            raise ConfigError(f"micro_batch_size must be 0 (whole batch) or more, got {self.micro_batch_size}.")
         if self.lr_schedule != "constant" and self.total_steps < 1:
             raise ConfigError(
                 f"total_steps must be 1 or more for lr_schedule={self.lr_schedule!r}, got {self.total_steps}."
@@ -173,9 +171,7 @@ class PPOLearner:
             clip_high=settings.eps_clip,
             num_tokens=num_tokens,
         )
-        bonus = entropy_bonus(
-            entropy if needs_entropy_gradient else entropy.detach(), mask, num_tokens=num_tokens
-        )
+        bonus = entropy_bonus(entropy if needs_entropy_gradient else entropy.detach(), mask, num_tokens=num_tokens)
         loss = policy.loss - settings.entropy_coef * bonus
         self.strategy.backward(loss, self.actor, self.actor_optimizer)
         sums.add("policy/loss", policy.loss)
@@ -248,9 +244,7 @@ class _Sums(dict[str, float]):
 def _make_optimizer(optimizer_class: type[Optimizer], model: nn.Module, lr: float) -> Optimizer:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
-        raise ConfigError(
-            f"{type(model).__name__} has no trainable parameters, so there is nothing to learn."
-        )
+        raise ConfigError(f"{type(model).__name__} has no trainable parameters, so there is nothing to learn.")
     return optimizer_class(trainable, lr=lr)  # type: ignore[call-arg]
 
 
@@ -273,9 +267,7 @@ def _with_some_column(experience: Experience) -> Experience:
     mask = experience.attention_mask
     wider = {name: F.pad(t, (0, 1)) for name, t in experience.tensors() if t.ndim == 2}
     wider["attention_mask"] = F.pad(torch.ones_like(experience.sequences) if mask is None else mask, (0, 1))
-    wider["action_mask"] = torch.zeros(
-        experience.num_samples, 1, dtype=torch.bool, device=experience.sequences.device
-    )
+    wider["action_mask"] = torch.zeros(experience.num_samples, 1, dtype=torch.bool, device=experience.sequences.device)
     return dataclasses.replace(experience, **wider)
 
 

@@ -40,9 +40,7 @@ def lr_factor(step: int, *, kind: ScheduleKind, warmup_steps: int, total_steps: 
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def make_schedule(
-    optimizer: Optimizer, *, kind: ScheduleKind, warmup_steps: int, total_steps: int
-) -> LambdaLR:
+def make_schedule(optimizer: Optimizer, *, kind: ScheduleKind, warmup_steps: int, total_steps: int) -> LambdaLR:
     """A torch scheduler over `lr_factor`; call its `step()` after each optimizer step.
 
     `total_steps` counts optimizer steps, warm-up included.
@@ -65,6 +63,4 @@ def make_schedule(
             f"warmup_steps must be at most total_steps ({total_steps}), got {warmup_steps}. "
             "Warm up for a tenth of the run or less."
         )
-    return LambdaLR(
-        optimizer, partial(lr_factor, kind=kind, warmup_steps=warmup_steps, total_steps=total_steps)
-    )
+    return LambdaLR(optimizer, partial(lr_factor, kind=kind, warmup_steps=warmup_steps, total_steps=total_steps))

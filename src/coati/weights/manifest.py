@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from coati.models.lora import LayerLoRA
 from coati.weights.checksum import checksum
 from coati.wire import WireTensor
 
@@ -56,6 +57,8 @@ class WeightManifest:
     chunk_checksums: tuple[int, ...]
     is_partial: bool = False
     """Only some of the model's weights travel (LoRA adapters and other trainable weights)."""
+    lora: Mapping[str, Mapping[str, LayerLoRA]] = dataclasses.field(default_factory=dict)
+    """Module to layer to adapter settings, for a receiver whose model has no adapters of its own."""
 
     @property
     def nbytes(self) -> int:
@@ -71,9 +74,7 @@ def specs_of(module: str, tensors: Mapping[str, WireTensor]) -> list[TensorSpec]
     ]
 
 
-def make_chunk(
-    header: UpdateHeader, index: int, module: str, tensors: Mapping[str, WireTensor]
-) -> WeightChunk:
+def make_chunk(header: UpdateHeader, index: int, module: str, tensors: Mapping[str, WireTensor]) -> WeightChunk:
     """A chunk with its fingerprint."""
     return WeightChunk(header=header, index=index, module=module, tensors=tensors, checksum=checksum(tensors))
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
 
+from coati.models.lora import LayerLoRA
 from coati.weights.manifest import (
     TensorSpec,
     UpdateHeader,
@@ -30,6 +31,7 @@ def weight_messages(
     shards: Iterable[tuple[str, Mapping[str, Tensor]]],
     *,
     is_partial: bool = False,
+    lora: Mapping[str, Mapping[str, LayerLoRA]] | None = None,
 ) -> Iterator[WeightChunk | WeightManifest]:
     """Chunks in order, then the manifest. `shards` are (module, state-dict chunk) pairs."""
     specs: list[TensorSpec] = []
@@ -37,12 +39,14 @@ def weight_messages(
     for module, tensors in shards:
         if not tensors:
             continue
-        chunk = make_chunk(
-            header, len(checksums), module, {name: encode(tensor) for name, tensor in tensors.items()}
-        )
+        chunk = make_chunk(header, len(checksums), module, {name: encode(tensor) for name, tensor in tensors.items()})
         specs.extend(specs_of(module, chunk.tensors))
         checksums.append(chunk.checksum)
         yield chunk
     yield WeightManifest(
-        header=header, tensors=tuple(specs), chunk_checksums=tuple(checksums), is_partial=is_partial
+        header=header,
+        tensors=tuple(specs),
+        chunk_checksums=tuple(checksums),
+        is_partial=is_partial,
+        lora=lora or {},
     )

@@ -86,9 +86,7 @@ class ServedModels:
             newest = self._newest()
             version = newest + 1 if update.version is None else update.version
             if version < newest:
-                logger.info(
-                    "weights of version %d from %s come too late: have %d", version, update.source, newest
-                )
+                logger.info("weights of version %d from %s come too late: have %d", version, update.source, newest)
                 return False
             self._pending = _merged(self._pending, update, version)
             self._changed.notify_all()  # some wait for a version to be pending, others for it to serve

@@ -10,7 +10,7 @@ ones need the room.
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from coati.errors import WeightUpdateError
+from coati.models.lora import LayerLoRA, LoRAConstructor, has_adapters
 from coati.trainer.strategies.state_chunks import tied_names
 from coati.weights.checksum import checksum
 from coati.weights.manifest import UpdateHeader, WeightChunk, WeightManifest, specs_of
@@ -69,9 +70,7 @@ class WeightStage:
     def begin(self, update_id: str, *, version: int | None, source: str) -> None:
         """Open a stage; an unfinished one with the same id is discarded."""
         if self._open.pop(update_id, None) is not None:
-            logger.warning(
-                "weight update %s from %s began again; what it had staged is discarded", update_id, source
-            )
+            logger.warning("weight update %s from %s began again; what it had staged is discarded", update_id, source)
         self._open[update_id] = _OpenStage(version, source)
         while len(self._open) > MAX_OPEN_STAGES:
             old_id, old = self._open.popitem(last=False)
@@ -84,8 +83,8 @@ class WeightStage:
         if found != chunk.checksum:
             self.abort(chunk.header.update_id)
             raise WeightUpdateError(
-                f"chunk {chunk.index} of {_described(chunk.header)} is corrupt: checksum {found:#010x}, "
-                f"sent as {chunk.checksum:#010x}. Rejected whole; the old weights go on serving."
+                f"chunk {chunk.index} of {_described(chunk.header)} is corrupt: checksum {found:#018x}, "
+                f"sent as {chunk.checksum:#018x}. Rejected whole; the old weights go on serving."
             )
         stage.chunks[chunk.index] = chunk
 
@@ -95,12 +94,14 @@ class WeightStage:
         for name, value in state_dict.items():
             stage.plain[module, name] = _as_wire(value)
 
-    def finish_plain(self, *, allow_partial: bool) -> VerifiedUpdate:
+    def finish_plain(
+        self, *, allow_partial: bool, lora: Mapping[str, Mapping[str, LayerLoRA]] | None = None
+    ) -> VerifiedUpdate:
         """Verify a plain update: it has no manifest, so it must cover the modules it touches."""
         stage = self._stage(PLAIN_UPDATE, "the end of a plain update")
         self.abort(PLAIN_UPDATE)
         tensors = [(module, name, decode(wire)) for (module, name), wire in stage.plain.items()]
-        return self._verified(PLAIN_UPDATE, stage, tensors, allow_partial=allow_partial)
+        return self._verified(PLAIN_UPDATE, stage, tensors, lora or {}, allow_partial=allow_partial)
 
     def finish(self, manifest: WeightManifest) -> VerifiedUpdate:
         """Verify an update against its manifest."""
@@ -113,28 +114,19 @@ class WeightStage:
         expected = set(range(len(manifest.chunk_checksums)))
         if missing := expected - stage.chunks.keys():
             raise WeightUpdateError(
-                f"{where} is missing {len(missing)} of {len(expected)} chunks (first: {min(missing)}). "
-                "Rejected whole."
+                f"{where} is missing {len(missing)} of {len(expected)} chunks (first: {min(missing)}). Rejected whole."
             )
         if extra := stage.chunks.keys() - expected:
-            raise WeightUpdateError(
-                f"{where} has {len(extra)} chunks that its manifest does not list. Rejected whole."
-            )
+            raise WeightUpdateError(f"{where} has {len(extra)} chunks that its manifest does not list. Rejected whole.")
         for index, sent in enumerate(manifest.chunk_checksums):
             if stage.chunks[index].checksum != sent:
-                raise WeightUpdateError(
-                    f"{where}: chunk {index} is not the one the manifest lists. Rejected whole."
-                )
+                raise WeightUpdateError(f"{where}: chunk {index} is not the one the manifest lists. Rejected whole.")
         chunks = [stage.chunks[index] for index in sorted(expected)]
         found = [spec for chunk in chunks for spec in specs_of(chunk.module, chunk.tensors)]
         if tuple(found) != manifest.tensors:
-            raise WeightUpdateError(
-                f"{where}: its chunks do not hold the tensors its manifest lists. Rejected whole."
-            )
-        tensors = [
-            (chunk.module, name, decode(wire)) for chunk in chunks for name, wire in chunk.tensors.items()
-        ]
-        return self._verified(header.update_id, stage, tensors, allow_partial=manifest.is_partial)
+            raise WeightUpdateError(f"{where}: its chunks do not hold the tensors its manifest lists. Rejected whole.")
+        tensors = [(chunk.module, name, decode(wire)) for chunk in chunks for name, wire in chunk.tensors.items()]
+        return self._verified(header.update_id, stage, tensors, manifest.lora, allow_partial=manifest.is_partial)
 
     def abort(self, update_id: str) -> None:
         """Forget an update."""
@@ -155,17 +147,13 @@ class WeightStage:
         update_id: str,
         stage: _OpenStage,
         tensors: Iterable[tuple[str, str, Tensor]],  # module, name as sent, value
+        lora: Mapping[str, Mapping[str, LayerLoRA]],
         *,
         allow_partial: bool,
     ) -> VerifiedUpdate:
         resolved: dict[tuple[str, str], Tensor] = {}
-        for module, name, tensor in tensors:
-            target = self._targets.get(module)
-            if target is None:
-                raise WeightUpdateError(
-                    f"weight update {update_id} from {stage.source} is for a module {module!r}; "
-                    f"this maker has {', '.join(self._targets)}. Rejected whole."
-                )
+        for module, name, tensor in self._without_foreign_adapters(update_id, stage, tensors, lora):
+            target = self._targets[module]
             key = (module, target.own_name(name, tensor, stage.source))
             if key in resolved:
                 raise WeightUpdateError(
@@ -174,9 +162,7 @@ class WeightStage:
                 )
             resolved[key] = tensor
         if not resolved:
-            raise WeightUpdateError(
-                f"weight update {update_id} from {stage.source} holds no tensors. Rejected."
-            )
+            raise WeightUpdateError(f"weight update {update_id} from {stage.source} holds no tensors. Rejected.")
         missing = {
             module: target.missing([name for owner, name in resolved if owner == module])
             for module, target in self._targets.items()
@@ -184,9 +170,32 @@ class WeightStage:
         if not allow_partial:
             for module in sorted({module for module, _ in resolved}):
                 self._targets[module].check_complete(missing[module], stage.source)
-        return VerifiedUpdate(
-            update_id, stage.version, stage.source, resolved, is_full=not any(missing.values())
-        )
+        for module in {module for module, _ in resolved}:
+            self._targets[module].constructor.adopt()
+        return VerifiedUpdate(update_id, stage.version, stage.source, resolved, is_full=not any(missing.values()))
+
+    def _without_foreign_adapters(
+        self,
+        update_id: str,
+        stage: _OpenStage,
+        tensors: Iterable[tuple[str, str, Tensor]],
+        lora: Mapping[str, Mapping[str, LayerLoRA]],
+    ) -> Iterator[tuple[str, str, Tensor]]:
+        """Adapters for a module that has none become weights of it: W₀ + scale·B·A, from the same W₀ each time."""
+        by_module: dict[str, dict[str, Tensor]] = {}
+        for module, name, tensor in tensors:
+            if module not in self._targets:
+                raise WeightUpdateError(
+                    f"weight update {update_id} from {stage.source} is for a module {module!r}; "
+                    f"this maker has {', '.join(self._targets)}. Rejected whole."
+                )
+            by_module.setdefault(module, {})[name] = tensor
+        for module, sent in by_module.items():
+            target = self._targets[module]
+            if has_adapters(sent) and not target.has_adapters:
+                sent = target.constructor.reconstruct(sent, lora.get(module, {}))
+            for name, tensor in sent.items():
+                yield module, name, tensor
 
 
 class _Target:
@@ -199,10 +208,14 @@ class _Target:
         self._specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         tied = tied_names(module)  # tied weights travel once, under any of their names
         self._first_name = {name: tied.get(name, name) for name in tensors}
+        self.has_adapters = has_adapters(tensors)
+        self.constructor = LoRAConstructor(
+            {alias: tensor for name, tensor in tensors.items() for alias in _aliases(name)}
+        )
 
     def own_name(self, name: str, tensor: Tensor, source: str) -> str:
         """The receiver's name for a sent tensor: the same, or with `model.` more or less in front."""
-        for candidate in (name, f"model.{name}", name.removeprefix("model."), name.removeprefix("module.")):
+        for candidate in _aliases(name):
             if candidate in self._specs:
                 self._check_spec(candidate, tensor, source)
                 return candidate
@@ -240,6 +253,11 @@ class _Target:
                 f"{len(self._specs)} weights (first: {missing[0]!r}). Rejected whole, because half a "
                 "model is a wrong model; send all weights, or use update_lora_weights for adapters only."
             )
+
+
+def _aliases(name: str) -> tuple[str, ...]:
+    """Names that a weight may have on the other side, which may or may not have wrapped its model."""
+    return (name, f"model.{name}", name.removeprefix("model."), name.removeprefix("module."))
 
 
 def _described(header: UpdateHeader) -> str:

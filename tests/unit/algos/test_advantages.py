@@ -107,9 +107,7 @@ def test_padding_and_the_order_of_rows_never_matter(episode, garbage, data):
     returns = discounted_returns(rewards, mask, gamma=0.9)
     assert torch.equal(discounted_returns(dirty_rewards, mask[order], gamma=0.9), returns[order])
     shaped = shaped_rewards(values.sum(-1).nan_to_num(), rewards, mask, kl_coef=0.3)
-    assert torch.equal(
-        shaped_rewards(values.sum(-1)[order], dirty_rewards, mask[order], kl_coef=0.3), shaped[order]
-    )
+    assert torch.equal(shaped_rewards(values.sum(-1)[order], dirty_rewards, mask[order], kl_coef=0.3), shaped[order])
 
 
 def test_no_tokens_at_all():

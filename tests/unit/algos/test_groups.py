@@ -32,9 +32,7 @@ ALL = pytest.mark.parametrize("estimator", ESTIMATORS)
 def grouped_scores(draw):
     """Scores [B], of which some are equal, and ids [B] of groups of any size, mixed, one at least."""
     ids = draw(st.lists(st.sampled_from([-5, 0, 3, 10**12]), min_size=1, max_size=10))
-    scores = draw(
-        st.lists(st.sampled_from([0.0, 1.0]) | st.floats(-10, 10), min_size=len(ids), max_size=len(ids))
-    )
+    scores = draw(st.lists(st.sampled_from([0.0, 1.0]) | st.floats(-10, 10), min_size=len(ids), max_size=len(ids)))
     return torch.tensor(scores, dtype=torch.float64), torch.tensor(ids)
 
 
@@ -213,8 +211,6 @@ def test_reinforce_plus_plus_refuses_what_it_cannot_group():
     with pytest.raises(DataError, match=r"group_ids must be \[2\]"):
         reinforce_plus_plus_advantages(torch.zeros(2, 3), mask, gamma=1.0, group_ids=torch.zeros(3).long())
     with pytest.raises(DataError, match="returns must be finite to be compared, got nan"):
-        reinforce_plus_plus_advantages(
-            torch.full((2, 3), NAN), mask, gamma=1.0, group_ids=torch.tensor([0, 0])
-        )
+        reinforce_plus_plus_advantages(torch.full((2, 3), NAN), mask, gamma=1.0, group_ids=torch.tensor([0, 0]))
     with pytest.raises(DataError, match="True on a prefix of each row"):
         reinforce_plus_plus_advantages(torch.zeros(1, 2), torch.tensor([[False, True]]), gamma=1.0)

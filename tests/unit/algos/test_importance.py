@@ -41,9 +41,7 @@ def test_weights_by_hand(level, kind, expected):
     behavior = torch.tensor([[-1.0, -2.0, NAN], [-3.0, -0.5, -1.0]], dtype=torch.float64)
     ratios = torch.tensor([[4.0, 0.5, 1.0], [0.1, 3.0, 1.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, False], [True, True, True]])
-    weights = importance_weights(
-        behavior + ratios.log(), behavior, mask, level=level, kind=kind, cap=cap, floor=0.25
-    )
+    weights = importance_weights(behavior + ratios.log(), behavior, mask, level=level, kind=kind, cap=cap, floor=0.25)
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
 
 

@@ -123,9 +123,7 @@ def test_gradients_match_finite_differences():
     options = {"temperature": temperature, "mask": mask}
     assert torch.autograd.gradcheck(lambda z: logprobs_of(z, tokens, **options), logits)
     assert torch.autograd.gradcheck(lambda z: entropy_of(z, **options), logits)
-    assert torch.autograd.gradcheck(
-        lambda z: logprobs_and_entropy(z, tokens, chunk_tokens=3, **options), logits
-    )
+    assert torch.autograd.gradcheck(lambda z: logprobs_and_entropy(z, tokens, chunk_tokens=3, **options), logits)
 
 
 @settings(max_examples=30, deadline=None)

@@ -173,8 +173,6 @@ def test_weighted_loss_differentiates_only_the_policy_and_exactly():
     assert not any(x.requires_grad for x in out[1:])
     _, behavior, advantages = (x.detach() for x in tensors)
     assert torch.autograd.gradcheck(
-        lambda x: (
-            weighted_policy_loss(x, behavior, advantages, mask, **CLIP, weights=weights, num_tokens=9).loss
-        ),
+        lambda x: weighted_policy_loss(x, behavior, advantages, mask, **CLIP, weights=weights, num_tokens=9).loss,
         tensors[0].detach().requires_grad_(),
     )

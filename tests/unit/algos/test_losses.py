@@ -14,9 +14,7 @@ GARBAGE = [NAN, INF, -INF, 1e308]
 
 
 def policy_loss(logprobs, behavior, advantages, mask, num_tokens):
-    return clipped_policy_loss(
-        logprobs, behavior, advantages, mask, clip_low=0.2, clip_high=0.3, num_tokens=num_tokens
-    )
+    return clipped_policy_loss(logprobs, behavior, advantages, mask, clip_low=0.2, clip_high=0.3, num_tokens=num_tokens)
 
 
 def value_loss(values, old_values, returns, mask, num_tokens):
@@ -57,9 +55,7 @@ def test_policy_loss_by_hand():
     logprobs = behavior + ratios.log()
     advantages = torch.tensor([[1.0, -1.0, -1.0, 1.0, 2.0, INF]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True, True, True, False]])
-    out = clipped_policy_loss(
-        logprobs, behavior, advantages, mask, clip_low=0.2, clip_high=0.2, num_tokens=mask.sum()
-    )
+    out = clipped_policy_loss(logprobs, behavior, advantages, mask, clip_low=0.2, clip_high=0.2, num_tokens=mask.sum())
     assert out.loss.item() == pytest.approx(-0.32, abs=1e-12)
     assert out.clip_fraction.item() == pytest.approx(0.4)
     assert out.ratio_max.item() == pytest.approx(1.5)
@@ -162,8 +158,7 @@ def test_micro_batches_add_up(loss_of, seed, cuts):
     whole, whole_grad = with_gradient(loss_of, *tensors, mask, num_tokens)
     bounds = [0, *sorted(cuts), 5]
     pieces = [
-        with_gradient(loss_of, *(x[a:b] for x in tensors), mask[a:b], num_tokens)
-        for a, b in itertools.pairwise(bounds)
+        with_gradient(loss_of, *(x[a:b] for x in tensors), mask[a:b], num_tokens) for a, b in itertools.pairwise(bounds)
     ]
     for which, full in enumerate(whole):
         parts = torch.stack([piece[0][which] for piece in pieces])

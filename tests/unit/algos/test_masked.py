@@ -109,9 +109,7 @@ def test_half_precision_is_computed_in_float32_and_float64_stays():
     # 256 + 1 is not a bfloat16; in bfloat16 the sum would be 256 or 258
     assert masked_sum(torch.tensor([256.0, 1.0, 0.0], dtype=torch.bfloat16), mask).item() == 257.0
     assert masked_sum(torch.ones(3, dtype=torch.float64), mask).dtype == torch.float64
-    assert (
-        masked_mean(torch.ones(3), mask, count=torch.tensor(3.0, dtype=torch.float64)).dtype == torch.float32
-    )
+    assert masked_mean(torch.ones(3), mask, count=torch.tensor(3.0, dtype=torch.float64)).dtype == torch.float32
 
 
 def test_divide_by_count_takes_numbers_and_tensors():

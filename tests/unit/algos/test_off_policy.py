@@ -75,9 +75,7 @@ def test_decoupled_loss_by_hand():
 def test_on_policy_it_is_the_clipped_loss_bit_for_bit(dtype, seed):
     (current, proximal, _, advantages, _), mask = random_batch(seed, dtype=dtype)
     weights = importance_weights(proximal, proximal, mask, level="sequence", kind="truncate", cap=2.0)
-    out, grad = with_gradient(
-        decoupled, current, proximal, proximal, advantages, weights, mask, num_tokens=mask.sum()
-    )
+    out, grad = with_gradient(decoupled, current, proximal, proximal, advantages, weights, mask, num_tokens=mask.sum())
     plain, plain_grad = with_gradient(
         clipped_policy_loss, current, proximal, advantages, mask, **CLIP, num_tokens=mask.sum()
     )
@@ -141,9 +139,7 @@ def test_padding_never_matters_and_micro_batches_add_up(is_reduced, seed, garbag
 
     def loss_at(inputs, rows):
         *others, reduction = (x[rows] for x in inputs)
-        return with_gradient(
-            decoupled, *others, mask[rows], count, reduction=reduction if is_reduced else None
-        )
+        return with_gradient(decoupled, *others, mask[rows], count, reduction=reduction if is_reduced else None)
 
     whole, whole_grad = loss_at(tensors, slice(None))
     dirty = [torch.where(mask, x, fill) for x, fill in zip(tensors, garbage, strict=True)]

@@ -38,7 +38,5 @@ def test_all_names_exist_and_are_documented():
 
 def test_importing_algos_imports_neither_ray_nor_transformers():
     code = "import sys, coati.algos; print(sorted({'ray', 'transformers'} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"

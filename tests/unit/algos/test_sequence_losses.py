@@ -99,9 +99,7 @@ def test_responses_of_one_token_make_it_the_clipped_loss():
     logprobs, behavior, advantages, _ = random_batch(6, length=1)
     mask = torch.tensor([[True], [True], [False], [True], [True]])
     out, grad = with_gradient(sequence_loss, logprobs, behavior, advantages, mask, 4)
-    plain, plain_grad = with_gradient(
-        clipped_policy_loss, logprobs, behavior, advantages, mask, **CLIP, num_tokens=4
-    )
+    plain, plain_grad = with_gradient(clipped_policy_loss, logprobs, behavior, advantages, mask, **CLIP, num_tokens=4)
     torch.testing.assert_close(out, plain, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grad, plain_grad, rtol=1e-12, atol=1e-12)
 

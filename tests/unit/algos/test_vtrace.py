@@ -132,9 +132,7 @@ def test_vtrace_gradients_match_finite_differences_and_skip_the_ratios():
 def test_vtrace_refuses_bars_out_of_order_and_a_hole_in_the_mask():
     zero, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
     for rho_bar, c_bar in ((1.0, 2.0), (1.0, -1.0), (NAN, 1.0)):
-        with pytest.raises(
-            ConfigError, match=f"rho_bar ≥ c_bar ≥ 0, got rho_bar {rho_bar} and c_bar {c_bar}"
-        ):
+        with pytest.raises(ConfigError, match=f"rho_bar ≥ c_bar ≥ 0, got rho_bar {rho_bar} and c_bar {c_bar}"):
             vtrace(zero, zero, zero, mask, gamma=1.0, lam=1.0, rho_bar=rho_bar, c_bar=c_bar)
     hole = torch.tensor([[True, False, True]])
     with pytest.raises(DataError, match="True on a prefix of each row"):

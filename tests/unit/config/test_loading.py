@@ -37,9 +37,7 @@ def test_importing_config_is_light():
         "print([name for name in heavy if name in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": ""}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert result.stdout.strip() == "[]", result.stderr
 
 
@@ -162,9 +160,7 @@ def test_greedy_decoding_at_temperature_zero_needs_do_sample_off():
     assert load_config(None, [*MINIMAL_OVERRIDES, "rollout.temperature=0", "rollout.do_sample=false"])
 
 
-@pytest.mark.parametrize(
-    "option", ["top_k", "max_new_tokens", "max_length", "num_return_sequences", "do_sample"]
-)
+@pytest.mark.parametrize("option", ["top_k", "max_new_tokens", "max_length", "num_return_sequences", "do_sample"])
 def test_generate_may_not_repeat_a_setting(option):
     message = error_of(f"rollout.generate.{option}=4")
     assert f"rollout.generate.{option} must not be set" in message
@@ -209,9 +205,7 @@ def test_an_unknown_key_in_a_term_is_found_where_it_is():
 
 
 def test_a_section_that_is_no_table(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"train must be a table of settings, got 5\. Write its keys under \[train\]"
-    ):
+    with pytest.raises(ConfigError, match=r"train must be a table of settings, got 5\. Write its keys under \[train\]"):
         load_config(write(tmp_path, "train = 5\n" + MINIMAL))
 
 
@@ -290,10 +284,7 @@ def test_dump_then_load_is_the_identity(tmp_path):
 
 
 values = st.recursive(
-    st.booleans()
-    | st.integers(-(2**62), 2**62)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
+    st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=6,
 )

@@ -59,9 +59,7 @@ def test_a_remainder_and_a_surplus_by_hand():
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    total=st.integers(1, 50), update=st.integers(1, 50), epochs=st.integers(1, 4), trainers=st.integers(1, 4)
-)
+@given(total=st.integers(1, 50), update=st.integers(1, 50), epochs=st.integers(1, 4), trainers=st.integers(1, 4))
 def test_episodes_add_up_to_the_whole(total, update, epochs, trainers):
     update = min(update, total)
     plan = plan_of(

@@ -20,9 +20,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the film"}\n')
-    (tmp_path / "scoring.py").write_text(
-        "raise SystemExit('must not be imported')\ndef praise(completions): ...\n"
-    )
+    (tmp_path / "scoring.py").write_text("raise SystemExit('must not be imported')\ndef praise(completions): ...\n")
     return tmp_path
 
 
@@ -156,7 +154,5 @@ def test_the_example_is_sound_but_for_the_demo_model():
         "print(preflight(config)); "
         "print('torch' in sys.modules)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.stdout.split("\n")[:2] == ["[]", "False"], result.stderr

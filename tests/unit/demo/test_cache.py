@@ -28,9 +28,7 @@ def test_built_once_then_found(tmp_path: Path):
     entry = _ensure(tmp_path, builds)
     assert _ensure(tmp_path, builds) == entry
     assert builds.count == 1
-    assert {"config.json", "model.safetensors", "tokenizer.json", MANIFEST_NAME} <= {
-        p.name for p in entry.iterdir()
-    }
+    assert {"config.json", "model.safetensors", "tokenizer.json", MANIFEST_NAME} <= {p.name for p in entry.iterdir()}
     assert not list(tmp_path.glob(".building-*"))
 
 

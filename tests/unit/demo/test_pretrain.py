@@ -46,9 +46,7 @@ def test_probable_next_words_are_the_grammars(trained, opening: str, followers: 
     tokenizer = build_tokenizer()
     model = AutoModelForCausalLM.from_pretrained(report.folder)
     with torch.no_grad():
-        logits = model(
-            **tokenizer(opening, return_tensors="pt", return_token_type_ids=False)
-        ).logits  # [1, S, V]
+        logits = model(**tokenizer(opening, return_tensors="pt", return_token_type_ids=False)).logits  # [1, S, V]
     probabilities = logits[0, -1].softmax(-1)  # [V]
     assert probabilities[tokenizer.convert_tokens_to_ids(followers)].sum() > 0.5
 
@@ -58,9 +56,7 @@ def test_padding_has_no_part_in_the_loss():
     model = LlamaForCausalLM(build_model_config(tokenizer))
     ids = tokenizer("the film was good .<eos>", return_tensors="pt").input_ids  # [1, S]
     padded = torch.nn.functional.pad(ids, (0, 5), value=tokenizer.pad_token_id)
-    plain_loss, padded_loss = (
-        _next_word_loss(model, x, pad_id=tokenizer.pad_token_id) for x in (ids, padded)
-    )
+    plain_loss, padded_loss = (_next_word_loss(model, x, pad_id=tokenizer.pad_token_id) for x in (ids, padded))
     torch.testing.assert_close(padded_loss, plain_loss)
 
 
@@ -92,9 +88,7 @@ def test_folder_is_an_ordinary_transformers_folder(trained):
 
 def test_same_seed_same_bits_other_seed_other_bits(tmp_path: Path):
     def weights(name: str, seed: int) -> bytes:
-        return (
-            pretrain(tmp_path / name, seed=seed, steps=4, batch_size=4).folder / "model.safetensors"
-        ).read_bytes()
+        return (pretrain(tmp_path / name, seed=seed, steps=4, batch_size=4).folder / "model.safetensors").read_bytes()
 
     first = weights("first", seed=0)
     # Draws between the runs must not matter.

@@ -22,11 +22,7 @@ def test_prompt_and_completion_are_one_sentence():
     # The lexicon's great is 3.1, and compound = x / sqrt(x² + 15): 3.1 / 4.9609 = 0.6249.
     assert film_sentiment(["great ."], ["the film was"]) == [0.6249]
     # The prompt's negation turns the completion's word round, and the prompt's own words count.
-    assert (
-        film_sentiment(["bad ."], ["the film was not"])[0]
-        > 0
-        > film_sentiment(["bad ."], ["the film was"])[0]
-    )
+    assert film_sentiment(["bad ."], ["the film was not"])[0] > 0 > film_sentiment(["bad ."], ["the film was"])[0]
     assert film_sentiment(["."], ["i loved the film"])[0] > 0.5
 
 
@@ -46,9 +42,7 @@ def test_a_missing_package_names_the_extra(monkeypatch, package: str):
         monkeypatch.delitem(sys.modules, name)
     # An empty search path is what a machine without the package looks like.
     monkeypatch.setattr(sys, "path", [])
-    monkeypatch.setattr(
-        sys, "meta_path", [finder for finder in sys.meta_path if "editable" not in repr(finder)]
-    )
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if "editable" not in repr(finder)])
     with pytest.raises(ConfigError, match=rf"{package}.*pip install 'coati\[demo\]'"):
         import_extra(f"{package}.submodule")
 

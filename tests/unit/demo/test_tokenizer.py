@@ -27,9 +27,7 @@ def test_a_response_decoded_alone_carries_the_space_before_it():
     for sentence in (sample_sentence(rng) for _ in range(20)):
         ids = tokenizer(sentence).input_ids
         for cut in range(2, len(ids)):
-            prompt, response = (
-                tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:cut], ids[cut:])
-            )
+            prompt, response = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:cut], ids[cut:]))
             assert response.startswith(" ")
             assert prompt + response == sentence
             assert tokenizer(response, add_special_tokens=False).input_ids == ids[cut:]
@@ -55,9 +53,7 @@ def test_typed_text_is_understood_and_unknown_words_are_marked():
 def test_prompts_are_padded_on_the_left():
     tokenizer = build_tokenizer()
     batch = tokenizer(list(PROMPTS), padding=True, return_tensors="pt")
-    for prompt, ids, mask in zip(
-        PROMPTS, batch.input_ids.tolist(), batch.attention_mask.tolist(), strict=True
-    ):
+    for prompt, ids, mask in zip(PROMPTS, batch.input_ids.tolist(), batch.attention_mask.tolist(), strict=True):
         plain = tokenizer(prompt).input_ids
         padding = len(ids) - len(plain)
         assert ids == [tokenizer.pad_token_id] * padding + plain

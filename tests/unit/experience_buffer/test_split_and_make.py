@@ -50,9 +50,7 @@ def samples(draw):
     }
     inside = draw(st.lists(st.booleans(), min_size=max(0, actions - 1), max_size=max(0, actions - 1)))
     return BufferItem(
-        sequences=torch.tensor(
-            draw(st.lists(st.integers(0, 9), min_size=prompt + actions, max_size=prompt + actions))
-        ),
+        sequences=torch.tensor(draw(st.lists(st.integers(0, 9), min_size=prompt + actions, max_size=prompt + actions))),
         reward=torch.tensor(draw(finite), dtype=torch.float32),
         attention_mask=torch.ones(prompt + actions, dtype=torch.long),
         # Interior tokens may be masked (a tool's output); the last one of a response is always True.

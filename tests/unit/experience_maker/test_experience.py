@@ -130,9 +130,7 @@ def test_pin_memory_without_cuda_changes_nothing_and_says_so_once(monkeypatch, c
     with caplog.at_level(logging.DEBUG, logger="coati.experience_maker.base"):
         assert experience.pin_memory() is experience
         experience.pin_memory()
-    assert all(
-        getattr(experience, name) is value for name, value in zip(CONTRACT_FIELDS, values, strict=True)
-    )
+    assert all(getattr(experience, name) is value for name, value in zip(CONTRACT_FIELDS, values, strict=True))
     assert [record.levelname for record in caplog.records] == ["DEBUG"]
     assert "pin_memory" in caplog.text
 
@@ -180,9 +178,7 @@ def test_validate_names_the_field_that_does_not_fit(name):
     fields = {**dict(zip(CONTRACT_FIELDS, tensors(), strict=True)), **extras()}
     Experience(**fields).validate()
     fields[name] = torch.zeros(3, 7)
-    with pytest.raises(
-        DataError, match=rf"experience\.{name} must be \[2.*got \[3, 7\].*make_experience_batch"
-    ):
+    with pytest.raises(DataError, match=rf"experience\.{name} must be \[2.*got \[3, 7\].*make_experience_batch"):
         Experience(**fields).validate()
 
 

@@ -113,9 +113,7 @@ def test_every_field_is_what_its_definition_says(make_maker, estimator, temperat
         steps = range(len(response))
         rewards = [-kl_coef * kl[t] + (score if t == len(response) - 1 else 0.0) for t in steps]
         deltas = [rewards[t] + gamma * [*values, 0.0][t + 1] - values[t] for t in steps]
-        advantages = [
-            sum((gamma * lam) ** (later - t) * deltas[later] for later in steps if later >= t) for t in steps
-        ]
+        advantages = [sum((gamma * lam) ** (later - t) * deltas[later] for later in steps if later >= t) for t in steps]
         expected = {
             "action_log_probs": policy,
             "rollout_log_probs": policy,
@@ -183,9 +181,7 @@ def test_kl_is_zero_while_the_actor_is_the_initial_model(make_maker, llama):
 def test_models_are_switched_to_evaluation_mode(make_maker, gpt2):
     actor = gpt2(resid_pdrop=0.5, embd_pdrop=0.5).train()
     maker = make_maker(actor=actor, initial_model=gpt2(resid_pdrop=0.5, embd_pdrop=0.5).train())
-    assert not any(
-        model.training for model in (maker.actor, maker.critic, maker.reward_model, maker.initial_model)
-    )
+    assert not any(model.training for model in (maker.actor, maker.critic, maker.reward_model, maker.initial_model))
     assert not make_experience(maker).kl.any()
 
 
@@ -265,9 +261,7 @@ def test_a_hand_written_reward_model_returns_one_score_per_sample(make_maker, sh
     ],
 )
 def test_the_wrong_number_of_scores_is_a_reward_error(make_maker, scores, came):
-    with pytest.raises(
-        RewardError, match=f"Scores must return one score for each of 4 sequences, got {came}"
-    ):
+    with pytest.raises(RewardError, match=f"Scores must return one score for each of 4 sequences, got {came}"):
         make_experience(make_maker(reward_model=Scores(scores)))
 
 
@@ -337,9 +331,7 @@ def test_samples_without_ids_are_numbered_in_the_order_they_come(make_maker):
 def test_ids_key_the_text_and_the_seed_changes_it(make_maker):
     same = [PROMPTS[0]] * 3
     ids = torch.tensor([9, 9, 4])
-    first, second, third = (
-        response for _, response in texts(make_experience(make_maker(), same, sample_ids=ids))
-    )
+    first, second, third = (response for _, response in texts(make_experience(make_maker(), same, sample_ids=ids)))
     assert first == second != third
     other = texts(make_experience(make_maker(seed=1), same, sample_ids=ids))
     assert other[0][1] != first
@@ -378,9 +370,7 @@ def test_a_batch_without_a_finite_reward_is_dropped_whole(make_maker):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_prompt_that_fills_the_context_is_dropped_and_its_neighbours_are_not_cut(
-    request, make_maker, family, caplog
-):
+def test_a_prompt_that_fills_the_context_is_dropped_and_its_neighbours_are_not_cut(request, make_maker, family, caplog):
     # A context of 8 tokens and at most 4 new ones: prompts of 8 (no room), 6 (room for 2), 5 (3), 2, 1 (4).
     limit = "n_positions" if family == "gpt2" else "max_position_embeddings"
     actor = request.getfixturevalue(family)(seed=1, **{limit: 8})
@@ -420,9 +410,7 @@ def test_text_and_numbers_do_not_depend_on_neighbours_with_another_room(request,
         assert texts(alone) == [texts(together)[row]]
         count = alone.num_actions
         for name in ("action_log_probs", "rollout_log_probs", "values", "kl", "advantages"):
-            torch.testing.assert_close(
-                getattr(alone, name)[0], getattr(together, name)[row, :count], atol=1e-5, rtol=0
-            )
+            torch.testing.assert_close(getattr(alone, name)[0], getattr(together, name)[row, :count], atol=1e-5, rtol=0)
 
 
 def test_prompts_with_one_limit_are_generated_in_one_call(make_maker):
@@ -478,9 +466,7 @@ def test_prompts_of_the_wrong_shape_are_refused(make_maker, shape):
 
 
 def test_a_mask_of_another_shape_is_refused(make_maker):
-    with pytest.raises(
-        DataError, match=r"attention_mask must have the shape of input_ids, \[1, 2\], got \[1, 3\]"
-    ):
+    with pytest.raises(DataError, match=r"attention_mask must have the shape of input_ids, \[1, 2\], got \[1, 3\]"):
         make_maker().make_experience(torch.tensor([[3, 4]]), torch.ones(1, 3))
 
 

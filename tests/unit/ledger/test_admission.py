@@ -83,9 +83,7 @@ def test_no_trainer_starves_and_no_sample_is_too_old(max_staleness):
     """Makers issue whatever they may, one after the other; trainers train when all of them can."""
     per_version, total = 4, 10
     for makers, trainers in SIZES:
-        shares = shares_of(
-            makers, trainers, per_version=per_version, total=total, max_staleness=max_staleness
-        )
+        shares = shares_of(makers, trainers, per_version=per_version, total=total, max_staleness=max_staleness)
         gates = [AdmissionGate(share) for share in shares]
         turns = [share.maker_index for share in shares]
         queues: list[list[int]] = [[] for _ in range(trainers)]  # versions that wrote what waits there

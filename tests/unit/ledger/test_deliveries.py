@@ -10,9 +10,7 @@ from coati.ledger import DeliveryLog
 
 def item(delivery_id):
     one = torch.zeros(1)
-    return BufferItem(
-        torch.zeros(2), one, one, torch.zeros(()), one, one, None, None, delivery_id=delivery_id
-    )
+    return BufferItem(torch.zeros(2), one, one, torch.zeros(()), one, one, None, None, delivery_id=delivery_id)
 
 
 def fresh_ids(log, *ids):

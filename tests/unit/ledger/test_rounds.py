@@ -8,9 +8,7 @@ from coati.ledger import RoundOrder, WorkShare
 
 def item(round_index):
     one = torch.zeros(1)
-    return BufferItem(
-        torch.tensor([1, 2]), one, one, torch.tensor(0.0), one, one, None, None, round_index=round_index
-    )
+    return BufferItem(torch.tensor([1, 2]), one, one, torch.tensor(0.0), one, one, None, None, round_index=round_index)
 
 
 def rounds(items):
@@ -57,7 +55,7 @@ def test_any_interleaving_of_makers_comes_out_in_one_order():
 
 
 def test_age_in_training_never_exceeds_the_bound_however_uneven_the_makers():
-    # Makers issue at random speeds, delivery is in rounds: the sample of round r is trained at version r // 4.
+    # Makers issue at random speeds and deliver in rounds: round r is trained at version r // 4.
     eta, per_version, total, num_makers = 1, 4, 60, 3
     for seed in range(50):
         dice = random.Random(seed)

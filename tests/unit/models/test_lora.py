@@ -69,6 +69,10 @@ def test_a_base_weight_that_travels_along_becomes_the_new_base():
     ones = {"layer.lora_A.default.weight": torch.ones(1, 2), "layer.lora_B.default.weight": torch.ones(2, 1)}
     full = {"layer.base_layer.weight": torch.full((2, 2), 5.0), **ones}
     assert constructor.reconstruct(full, settings)["layer.weight"].eq(6.0).all()
+    # Not adopted (the update was rejected): the base is still 0.
+    assert constructor.reconstruct(ones, settings)["layer.weight"].eq(1.0).all()
+    constructor.reconstruct(full, settings)
+    constructor.adopt()
     # The next update brings adapters only: 5 + 1, not 0 + 1 and not 6 + 1.
     assert constructor.reconstruct(ones, settings)["layer.weight"].eq(6.0).all()
 
@@ -91,11 +95,17 @@ def test_rank_alpha_dropout_and_scale_are_read_off_the_model():
     [
         ({"layer.lora_A.default.weight": torch.ones(1, 2)}, "incomplete"),
         (
-            {"other.lora_A.default.weight": torch.ones(1, 2), "other.lora_B.default.weight": torch.ones(2, 1)},
+            {
+                "other.lora_A.default.weight": torch.ones(1, 2),
+                "other.lora_B.default.weight": torch.ones(2, 1),
+            },
             "does not have",
         ),
         (
-            {"layer.lora_A.default.weight": torch.ones(1, 3), "layer.lora_B.default.weight": torch.ones(2, 1)},
+            {
+                "layer.lora_A.default.weight": torch.ones(1, 3),
+                "layer.lora_B.default.weight": torch.ones(2, 1),
+            },
             r"gives \[2, 3\], but the weight is \[2, 2\]",
         ),
     ],

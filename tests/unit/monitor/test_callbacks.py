@@ -42,9 +42,7 @@ def two_samples() -> SimpleNamespace:
 
 def hooks_of(cls) -> dict[str, list[str]]:
     return {
-        name: list(inspect.signature(hook).parameters)[1:]
-        for name, hook in vars(cls).items()
-        if name.startswith("on_")
+        name: list(inspect.signature(hook).parameters)[1:] for name, hook in vars(cls).items() if name.startswith("on_")
     }
 
 

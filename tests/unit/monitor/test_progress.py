@@ -119,9 +119,7 @@ def test_sparkline_by_hand():
     assert sparkline([], 8) == sparkline([math.nan], 8) == sparkline([1.0], 0) == ""
 
 
-@given(
-    st.lists(st.floats(-1e9, 1e9) | st.sampled_from([math.nan, math.inf]), max_size=60), st.integers(0, 30)
-)
+@given(st.lists(st.floats(-1e9, 1e9) | st.sampled_from([math.nan, math.inf]), max_size=60), st.integers(0, 30))
 @settings(max_examples=50, deadline=None)
 def test_sparkline_always_fits(values, width):
     line = sparkline(values, width)
@@ -131,8 +129,6 @@ def test_sparkline_always_fits(values, width):
         assert line.count(" ") == sum(not math.isfinite(value) for value in values)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (3_725, "1:02:05")]
-)
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (3_725, "1:02:05")])
 def test_clock(seconds, text):
     assert format_clock(seconds) == text

@@ -36,9 +36,7 @@ def make_tokenizer(*, adds_eos=False, **special):
         "unk_token": "<unk>",
         **special,
     }
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, **{name: token for name, token in names.items() if token}
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **{name: token for name, token in names.items() if token})
 
 
 TOKENIZER = make_tokenizer()
@@ -61,9 +59,7 @@ def all_samples(stream):
     return [
         sample
         for batch in stream
-        for sample in zip(
-            batch["sample_ids"].tolist(), batch["group_ids"].tolist(), batch["prompt"], strict=True
-        )
+        for sample in zip(batch["sample_ids"].tolist(), batch["group_ids"].tolist(), batch["prompt"], strict=True)
     ]
 
 
@@ -78,9 +74,7 @@ def test_ragged_prompts_are_left_padded_by_hand():
     assert batch["prompt"] == ["a b c", "d"]
     assert batch["topic"] == ["x", "y"]
     assert batch["sample_ids"].tolist() == batch["group_ids"].tolist() == [0, 1]
-    assert {batch[key].dtype for key in ("input_ids", "attention_mask", "sample_ids", "group_ids")} == {
-        torch.long
-    }
+    assert {batch[key].dtype for key in ("input_ids", "attention_mask", "sample_ids", "group_ids")} == {torch.long}
 
 
 def test_samples_of_a_prompt_stand_side_by_side():
@@ -135,9 +129,7 @@ def test_ids_do_not_depend_on_sharding(size, num_shards, samples_per_prompt, epo
     }
     whole = stream_of(table_of(*prompts), **options)
     expected = all_samples(whole)
-    shards = [
-        stream_of(table_of(*prompts), shard=n, num_shards=num_shards, **options) for n in range(num_shards)
-    ]
+    shards = [stream_of(table_of(*prompts), shard=n, num_shards=num_shards, **options) for n in range(num_shards)]
     found = []
     for number, shard in enumerate(shards):
         samples = all_samples(shard)

@@ -32,9 +32,7 @@ def test_a_function_from_a_file_and_from_a_package(folder):
     assert load_reward_function("plainly:praise", [folder])(["x"]) == [2.0]
 
 
-@pytest.mark.parametrize(
-    "name", ["praise", "rewards:", ":praise", "rewards:a.b", "rewards/film:praise", "a:b:c"]
-)
+@pytest.mark.parametrize("name", ["praise", "rewards:", ":praise", "rewards:a.b", "rewards/film:praise", "a:b:c"])
 def test_bad_syntax(name):
     with pytest.raises(ConfigError) as caught:
         load_reward_function(name)
@@ -100,9 +98,7 @@ def test_the_example_rewards_by_hand(folder):
         # (good - bad) / (good + bad + 1), `not` turns a word around, nothing written has no score
         texts = ["was good .", "was not good .", "was good but dull .", "was old .", ""]
         assert praise(completions=texts) == [1 / 2, -1 / 2, 0.0, 0.0, None]
-        scores = on_topic(
-            prompts=["the film", "i thought"], completions=["was", "it"], topic=["film", "plot"]
-        )
+        scores = on_topic(prompts=["the film", "i thought"], completions=["was", "it"], topic=["film", "plot"])
         assert scores == [1.0, 0.0]
     finally:
         del sys.modules["rewards"]

@@ -39,9 +39,7 @@ def request_of(*completions, **columns):
 
 
 def score_with(function, request=None, **options):
-    return FunctionReward(function, **{"timeout_seconds": 5, **options}).score(
-        request or request_of("a", "b b")
-    )
+    return FunctionReward(function, **{"timeout_seconds": 5, **options}).score(request or request_of("a", "b b"))
 
 
 def test_scores_come_back_as_float32():
@@ -223,9 +221,7 @@ def test_a_model_scores_tokens_without_gradients_or_dropout():
 
 
 def test_a_model_with_the_wrong_shape_or_a_bad_score():
-    with pytest.raises(
-        RewardError, match=r"'rm' must return one score per sequence, shape \(2,\), got shape \(2, 1\)"
-    ):
+    with pytest.raises(RewardError, match=r"'rm' must return one score per sequence, shape \(2,\), got shape \(2, 1\)"):
         ModelReward(LastToken((2, 1)), "rm").score(request_of("a", "b"))
     model = LastToken()
     model.weight.data.fill_(math.inf)
@@ -261,9 +257,7 @@ WORDS = ["<eos>", "<bos>", "<unk>", "a", "b", "c"]
 
 
 def make_tokenizer():
-    backend = Tokenizer(
-        models.WordLevel(vocab={word: index for index, word in enumerate(WORDS)}, unk_token="<unk>")
-    )
+    backend = Tokenizer(models.WordLevel(vocab={word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # pad = eos, as many real models have it: only the masks can tell padding from text
     return PreTrainedTokenizerFast(
@@ -271,9 +265,7 @@ def make_tokenizer():
     )
 
 
-SEQUENCES = torch.tensor(
-    [[0, 1, 3, 4, 5, 0], [1, 5, 4, 0, 3, 3]]
-)  # P = 3, A = 3; garbage `a a` after the end
+SEQUENCES = torch.tensor([[0, 1, 3, 4, 5, 0], [1, 5, 4, 0, 3, 3]])  # P = 3, A = 3; garbage `a a` after the end
 ATTENTION_MASK = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
 ACTION_MASK = torch.tensor([[True, True, True], [True, False, False]])
 
@@ -288,9 +280,7 @@ class Recorder:
 
 def test_the_scorer_decodes_what_the_masks_keep():
     recorder = Recorder()
-    scores = RewardScorer(recorder, make_tokenizer())(
-        SEQUENCES, ATTENTION_MASK, ACTION_MASK, {"topic": ["x", "y"]}
-    )
+    scores = RewardScorer(recorder, make_tokenizer())(SEQUENCES, ATTENTION_MASK, ACTION_MASK, {"topic": ["x", "y"]})
     assert scores.tolist() == [0.0, 1.0]
     assert recorder.request.prompts == ["a", "c b"]
     assert recorder.request.completions == ["b c", ""]

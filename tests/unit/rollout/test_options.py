@@ -137,9 +137,7 @@ def test_the_tighter_limit_on_new_tokens_wins(given, prompt, limit):
 
 def model_with(*, saved=None, config=None):
     """What options look at of a model: its generation config and its config."""
-    return SimpleNamespace(
-        generation_config=SimpleNamespace(**(saved or {})), config=SimpleNamespace(**(config or {}))
-    )
+    return SimpleNamespace(generation_config=SimpleNamespace(**(saved or {})), config=SimpleNamespace(**(config or {})))
 
 
 def test_end_of_sequence_tokens_come_from_the_option_then_the_saved_defaults_then_the_config():

@@ -46,8 +46,7 @@ def responses(rollout: Rollout):
     """The real response tokens of each row."""
     num_actions = rollout.action_mask.shape[1]
     return [
-        row[mask].tolist()
-        for row, mask in zip(rollout.sequences[:, -num_actions:], rollout.action_mask, strict=True)
+        row[mask].tolist() for row, mask in zip(rollout.sequences[:, -num_actions:], rollout.action_mask, strict=True)
     ]
 
 
@@ -212,9 +211,7 @@ def test_log_probs_are_those_before_the_cut(llama):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.6}, {"temperature": 1.5, "top_k": 4}, {"do_sample": False}]
-)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.6}, {"temperature": 1.5, "top_k": 4}, {"do_sample": False}])
 def test_rollout_log_probs_are_those_of_scoring(request, family, options):
     model = request.getfixturevalue(family)(num_hidden_layers=2)
     rollout = generate(model, **options)

@@ -87,9 +87,7 @@ def test_without_bias_correction_by_hand():
 
 def test_one_group_may_hold_several_dtypes_and_an_unfusable_one_says_so_once(caplog):
     optim._unfused_said.clear()
-    params = [
-        nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.complex64)
-    ]
+    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.complex64)]
     optimizer = HybridAdam(params, lr=0.1)
     with caplog.at_level(logging.DEBUG, logger=optim.__name__):
         for _ in range(3):

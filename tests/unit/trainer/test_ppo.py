@@ -84,9 +84,7 @@ def _batch(seed, prompt_lengths, response_lengths):
     sequences = torch.randint(1, VOCAB, (num_samples, width + actions), generator=generator)
     temperatures = torch.full((num_samples,), 1.5, dtype=torch.float64)
     with torch.no_grad():
-        own, _ = action_logprobs(
-            _template()[0], sequences, attention_mask, actions, temperatures=temperatures
-        )
+        own, _ = action_logprobs(_template()[0], sequences, attention_mask, actions, temperatures=temperatures)
     return Experience(
         sequences=sequences * attention_mask,
         action_log_probs=(own + noise(0.3)).masked_fill(~action_mask, 0.0),
@@ -407,9 +405,7 @@ def test_dropout_is_off_so_the_ratio_is_exactly_one_on_its_own_data():
     actor.train()
     learner = make_learner(models=(actor, Critic.from_actor(actor)))
     batch = make_batch()
-    batch = dataclasses.replace(
-        batch, **{name: t.float() for name, t in batch.tensors() if t.is_floating_point()}
-    )
+    batch = dataclasses.replace(batch, **{name: t.float() for name, t in batch.tensors() if t.is_floating_point()})
     with torch.no_grad():
         own, _ = action_logprobs(
             learner.actor,

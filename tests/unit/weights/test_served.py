@@ -23,9 +23,7 @@ def served_models(make_models):
 
 def update_of(models, *, version, is_full=True):
     tensors = {
-        (label, name): tensor.clone()
-        for label, model in models.items()
-        for name, tensor in model.state_dict().items()
+        (label, name): tensor.clone() for label, model in models.items() for name, tensor in model.state_dict().items()
     }
     return VerifiedUpdate(f"update {version}", version, "trainer", tensors, is_full)
 
@@ -162,9 +160,7 @@ def test_waiting_for_a_version_ends_when_it_is_pending(served_models, make_model
     assert served.wait_for_version(0, deadline_seconds=0.0) is True
     assert served.wait_for_version(1, deadline_seconds=0.0) is False
     results = []
-    waiter = threading.Thread(
-        target=lambda: results.append(served.wait_for_version(1, deadline_seconds=PATIENCE))
-    )
+    waiter = threading.Thread(target=lambda: results.append(served.wait_for_version(1, deadline_seconds=PATIENCE)))
     with served.use():
         waiter.start()
         served.offer(update_of(make_models(1), version=1))
@@ -178,9 +174,7 @@ def test_waiting_for_a_full_update_says_what_was_waited_for(served_models, make_
     served.offer(update_of({"actor": make_models(1)["actor"]}, version=1, is_full=False))
     with pytest.raises(DeadlineExceeded, match=r"waited 0\.01 s for weights of maker-0, and none came"):
         served.wait_for_full_update(deadline_seconds=0.01, what="weights of maker-0")
-    waiter = threading.Thread(
-        target=lambda: served.wait_for_full_update(deadline_seconds=PATIENCE, what="weights")
-    )
+    waiter = threading.Thread(target=lambda: served.wait_for_full_update(deadline_seconds=PATIENCE, what="weights"))
     waiter.start()
     served.offer(update_of(make_models(2), version=2))
     waiter.join(PATIENCE)

@@ -161,9 +161,7 @@ def truncate_a_chunk(sent):
 def shorten_an_array(sent):
     chunk = sent.chunks[-1]
     name, wire = next(iter(chunk.tensors.items()))
-    short = dataclasses.replace(
-        chunk, tensors={**chunk.tensors, name: WireTensor(wire.array[..., :-1], wire.dtype)}
-    )
+    short = dataclasses.replace(chunk, tensors={**chunk.tensors, name: WireTensor(wire.array[..., :-1], wire.dtype)})
     return sent._replace(chunks=[*sent.chunks[:-1], short])
 
 
@@ -376,9 +374,7 @@ def test_a_dead_sender_locks_nothing_and_is_evicted_before_a_live_one(
 # Partial updates.
 
 
-def test_a_partial_manifest_changes_what_it_names_and_is_not_a_full_update(
-    make_models, publish, receive, receiver
-):
+def test_a_partial_manifest_changes_what_it_names_and_is_not_a_full_update(make_models, publish, receive, receiver):
     models, stage, served = receiver
     sender = make_models(7)
     sent = publish({"critic": sender["critic"]}, is_partial=True)
@@ -469,9 +465,7 @@ def test_names_with_and_without_the_wrappers_prefix():
 def test_one_weight_under_two_names_is_refused(receiver):
     _, stage, _ = receiver
     with pytest.raises(WeightUpdateError, match="twice"):
-        plain(
-            stage, critic={"weight": torch.ones(1, 4), "model.weight": torch.zeros(1, 4)}, allow_partial=True
-        )
+        plain(stage, critic={"weight": torch.ones(1, 4), "model.weight": torch.zeros(1, 4)}, allow_partial=True)
 
 
 def test_a_partial_plain_update_is_refused_unless_allowed(fingerprint, receiver):

@@ -183,9 +183,7 @@ class Strategy(ABC):
         `max_norm` 0 or infinity only measures. A norm that is not finite scales nothing: check what is
         returned.
         """
-        return clip_grads(
-            list(model.parameters()), max_norm, device=self.device, all_reduce_sum=self.all_reduce_sum
-        )
+        return clip_grads(list(model.parameters()), max_norm, device=self.device, all_reduce_sum=self.all_reduce_sum)
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """Step the optimizer. Gradients stay; call `optimizer.zero_grad()` before the next `backward`."""
@@ -208,9 +206,7 @@ class Strategy(ABC):
         timeout = timedelta(seconds=deadline_seconds)
         try:
             if dist.get_backend() == "gloo":
-                dist.monitored_barrier(
-                    timeout=timeout, wait_all_ranks=True
-                )  # names the ranks that are missing
+                dist.monitored_barrier(timeout=timeout, wait_all_ranks=True)  # names the ranks that are missing
             else:
                 dist.barrier(async_op=True).wait(timeout)
         except RuntimeError as error:
@@ -257,9 +253,7 @@ class Strategy(ABC):
             if is_writer:
                 state.update((name, tensor.cpu()) for name, tensor in chunk.items())
         module = self.unwrap_model(model)
-        self._save_folder(
-            Path(path), lambda folder: write_model(module, state, folder), MODEL_MARKERS, only_rank0
-        )
+        self._save_folder(Path(path), lambda folder: write_model(module, state, folder), MODEL_MARKERS, only_rank0)
 
     def load_model(self, model: nn.Module, path: _PathLike) -> None:
         """Load what any strategy saved; names and shapes must match, or nothing is loaded."""
@@ -298,9 +292,7 @@ class Strategy(ABC):
         """Whether this rank keeps (its part of) the state of parameter `index`."""
         return True
 
-    def _save_folder(
-        self, path: Path, write: Callable[[Path], None], markers: Iterable[str], only_rank0: bool
-    ) -> None:
+    def _save_folder(self, path: Path, write: Callable[[Path], None], markers: Iterable[str], only_rank0: bool) -> None:
         markers = frozenset(markers)
 
         def write_on_rank0() -> None:

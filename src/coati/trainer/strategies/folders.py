@@ -40,8 +40,7 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
             raise
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"could not write {path}: {error}. Check free space and permissions there; "
-            "what was saved before is intact."
+            f"could not write {path}: {error}. Check free space and permissions there; what was saved before is intact."
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -100,11 +99,7 @@ def _stream_files(path: Path, target: Path | None, *, is_source: bool, device: t
     for name, size in listing[0]:
         for start in range(0, size, _PIECE_BYTES):
             length = min(_PIECE_BYTES, size - start)
-            piece = (
-                _read_piece(path / name, start, length)
-                if is_source
-                else torch.empty(length, dtype=torch.uint8)
-            )
+            piece = _read_piece(path / name, start, length) if is_source else torch.empty(length, dtype=torch.uint8)
             piece = piece.to(device)
             dist.broadcast(piece, src=0)
             # After a failed write this rank still takes part in the broadcasts, or the others would hang.

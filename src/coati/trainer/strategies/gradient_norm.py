@@ -26,9 +26,7 @@ def clip_grads(
     whether to skip the step is the caller's decision, and scaling by nan would destroy the evidence.
     """
     if not max_norm >= 0:
-        raise ConfigError(
-            f"max_grad_norm must be 0 or more, got {max_norm}. Use 0 to measure without clipping."
-        )
+        raise ConfigError(f"max_grad_norm must be 0 or more, got {max_norm}. Use 0 to measure without clipping.")
     norm = _global_norm(params, device=device, all_reduce_sum=all_reduce_sum)
     if max_norm == 0 or math.isinf(max_norm):
         return norm

@@ -108,8 +108,7 @@ class LowLevelZeroStrategy(DDPStrategy):
             return
         # Each rank says what it has, tensors by shape and dtype; then owners send them one at a time.
         mine: list[tuple[int, str, Any]] = [
-            (entry.index, entry.key, _describe(entry.value))
-            for entry in super()._iter_optimizer_state(optimizer)
+            (entry.index, entry.key, _describe(entry.value)) for entry in super()._iter_optimizer_state(optimizer)
         ]
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, mine)

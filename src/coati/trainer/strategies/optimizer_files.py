@@ -85,9 +85,7 @@ def read_optimizer(optimizer: Optimizer, path: Path) -> tuple[list[dict[str, Any
             names = list(file.keys())
             entries += [_entry(name, file.get_tensor(name)) for name in names]
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{path / _STATE_FILE} is missing or torn: {error}. Use another checkpoint."
-        ) from error
+        raise CheckpointError(f"{path / _STATE_FILE} is missing or torn: {error}. Use another checkpoint.") from error
     return settings["groups"], entries
 
 

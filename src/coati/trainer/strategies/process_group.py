@@ -79,9 +79,7 @@ def _int_from(environ: Mapping[str, str], key: str) -> int:
     try:
         return int(environ[key])
     except ValueError:
-        raise ConfigError(
-            f"environment variable {key} must be a whole number, got {environ[key]!r}."
-        ) from None
+        raise ConfigError(f"environment variable {key} must be a whole number, got {environ[key]!r}.") from None
 
 
 def choose_device(requested: str | torch.device | None, local_rank: int) -> torch.device:
@@ -92,9 +90,7 @@ def choose_device(requested: str | torch.device | None, local_rank: int) -> torc
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     device = torch.device(requested)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"device {str(device)!r} needs CUDA, and torch sees none on this machine. Use device='cpu'."
-        )
+        raise ConfigError(f"device {str(device)!r} needs CUDA, and torch sees none on this machine. Use device='cpu'.")
     is_some_gpu = str(device) == "cuda"
     return torch.device("cuda", local_rank % torch.cuda.device_count()) if is_some_gpu else device
 
@@ -106,9 +102,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def join_process_group(
-    info: RankInfo, device: torch.device, *, backend: str | None, timeout_seconds: float
-) -> bool:
+def join_process_group(info: RankInfo, device: torch.device, *, backend: str | None, timeout_seconds: float) -> bool:
     """Join torch's default process group, and say whether this call made it.
 
     A group that exists already is used if rank and world size agree. One rank meets nobody: its store lives
