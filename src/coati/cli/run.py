@@ -82,12 +82,13 @@ def prepare_output(config: RunConfig, *, overwrite: bool) -> OutputFiles:
     if folder.exists() and any(folder.iterdir()):
         if not files.config.exists():
             raise ConfigError(
-                f"run.output must be a new folder or one of an earlier run, got {str(folder)!r}, which holds other files. "
-                "Choose another folder."
+                f"run.output must be a new folder or one of an earlier run, got {str(folder)!r}, which holds other "
+                "files. Choose another folder."
             )
         if not overwrite:
             raise ConfigError(
-                f"run.output {str(folder)!r} holds an earlier run. Give --overwrite to replace it, or --set run.output=…"
+                f"run.output {str(folder)!r} holds an earlier run. Give --overwrite to replace it, or "
+                "--set run.output=…"
             )
         shutil.rmtree(folder)
     try:

@@ -42,8 +42,8 @@ def run_train(
     )
     if outcome.log.num_dropped:
         console.print(
-            f"[yellow]{outcome.log.num_dropped:,} samples were dropped[/] (prompts that do not fit, or rewards that are "
-            "not finite numbers); run with --verbose to see why."
+            f"[yellow]{outcome.log.num_dropped:,} samples were dropped[/] (prompts that do not fit, or rewards "
+            "that are not finite numbers); run with --verbose to see why."
         )
     console.print(f"Model:   {outcome.files.model}", highlight=False)
     console.print(f"Metrics: {outcome.files.metrics}", highlight=False)

@@ -60,8 +60,6 @@ class ExperiencePipeline:
         self._num_dropped_in_a_row = 0
         self._num_dropped_reported = 0
         self._last_make_seconds = 0.0
-        options = GenerateOptions.parse(**self._generate_kwargs)
-        self._eos_token_ids = options.eos_token_ids(unwrap(maker.actor))
         self._largest_batch = 0
 
     @property
@@ -120,6 +118,7 @@ class ExperiencePipeline:
             f"reward/term_{re.sub('[^a-z0-9_]', '_', name.lower())}": Mean(mean, float(experience.num_samples))
             for name, mean in getattr(reward, "last_terms", {}).items()
         }
+        options = GenerateOptions.parse(**self._generate_kwargs)
         num_dropped = self.counts.dropped - self._num_dropped_reported
         self._num_dropped_reported = self.counts.dropped
         return maker_record(
@@ -127,7 +126,7 @@ class ExperiencePipeline:
             version=self.maker.policy_version,
             make_seconds=self._last_make_seconds,
             num_dropped=num_dropped,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=options.eos_token_ids(unwrap(self.maker.actor)),
             tokenizer=getattr(self.maker.reward_model, "tokenizer", None),
             samples_kept=samples_kept,
             extra={**terms, "weights/commit_seconds": Max(self.served.last_commit_seconds), **(extra or {})},

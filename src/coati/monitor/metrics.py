@@ -24,7 +24,6 @@ METRICS: Final[Mapping[str, str]] = MappingProxyType(
         "reward/std": "Standard deviation of the scores.",
         "reward/min": "Lowest score.",
         "reward/max": "Highest score.",
-        "reward/term_*": "Mean score of one term of a weighted sum, before weighting; * is the term's name.",
         "kl/per_sample": "KL estimate against the initial model, summed over each response (nats).",
         "kl/per_token": "KL estimate against the initial model, mean over response tokens (nats).",
         "response/length": "Mean number of response tokens, the end-of-sequence token included.",

@@ -189,7 +189,12 @@ class WeightStage:
                     f"weight update {update_id} from {stage.source} is for a module {module!r}; "
                     f"this maker has {', '.join(self._targets)}. Rejected whole."
                 )
-            by_module.setdefault(module, {})[name] = tensor
+            sent = by_module.setdefault(module, {})
+            if name in sent:
+                raise WeightUpdateError(
+                    f"{stage.source} sent the {module} weight {name!r} twice. Rejected whole; send each weight once."
+                )
+            sent[name] = tensor
         for module, sent in by_module.items():
             target = self._targets[module]
             if has_adapters(sent) and not target.has_adapters:
