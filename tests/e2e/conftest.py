@@ -2,10 +2,10 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from coati.cli.main import main
 from coati.demo.cache import ensure_base_model
 from coati.demo.grammar import PROMPTS
 
@@ -28,6 +28,29 @@ def coati_command():
             timeout=timeout,
             env={**os.environ, "COLUMNS": "200"},
         )
+
+    return run
+
+
+@pytest.fixture
+def coati_here(monkeypatch, capsys):
+    """Runs the `coati` command in this process, which saves its imports; gives exit code, stdout and stderr."""
+
+    def run(*arguments, cwd=None):
+        monkeypatch.setattr(sys, "argv", ["coati", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        if cwd is not None:
+            monkeypatch.chdir(cwd)
+        capsys.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        finally:
+            sys.modules.pop("film_rewards", None)  # the next test writes its own
+        captured = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, code, captured.out, captured.err)
 
     return run
 
@@ -87,13 +110,9 @@ def always_nan(prompts, completions):
 
 
 def sometimes_nan(prompts, completions):
-    return [float("nan") if index % 5 == 0 else 1.0 for index, _ in enumerate(completions)]
+    return [float("nan") if len(text.split()) % 4 == 0 else 1.0 for text in completions]
 
 
 def too_few(prompts, completions):
     return [1.0]
 """
-
-
-def weights_of(folder: Path) -> bytes:
-    return (folder / "model" / "model.safetensors").read_bytes()

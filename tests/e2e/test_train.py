@@ -32,8 +32,8 @@ def test_async_at_staleness_zero_and_the_synchronous_loop_end_in_the_same_bits(f
 
 
 @pytest.mark.slow
-def test_the_synchronous_loop_learns(film_run, coati_command, tmp_path):
-    finished = coati_command(
+def test_the_synchronous_loop_learns(film_run, coati_here, tmp_path):
+    finished = coati_here(
         "train", film_run, "--sync", "--set", "train.total_steps=40", "--set", "train.update_steps=1",
         "--set", "train.epochs=1", "--set", "train.batch_size=64", "--set", "rollout.prompts_per_batch=64",
     )  # fmt: skip
@@ -45,9 +45,9 @@ def test_the_synchronous_loop_learns(film_run, coati_command, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_leaves_config_metrics_samples_and_a_model(film_run, coati_command, tmp_path):
+def test_a_run_leaves_config_metrics_samples_and_a_model(film_run, coati_here, tmp_path):
     arguments = ("train", film_run, "--sync", "--set", "train.total_steps=2")
-    finished = coati_command(*arguments)
+    finished = coati_here(*arguments)
     assert finished.returncode == 0, finished.stderr
     out = tmp_path / "out"
     assert load_config(out / "config.toml").train.total_steps == 2
@@ -56,7 +56,7 @@ def test_a_run_leaves_config_metrics_samples_and_a_model(film_run, coati_command
     AutoModelForCausalLM.from_pretrained(out / "model")
     AutoTokenizer.from_pretrained(out / "model")
     assert list((out / "tensorboard").iterdir())
-    again = coati_command(*arguments)
+    again = coati_here(*arguments)
     assert again.returncode == 2
     assert "holds an earlier run" in again.stderr
     assert "--overwrite" in again.stderr
@@ -102,9 +102,9 @@ BAD_INPUT = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "expected"), BAD_INPUT, ids=[" ".join(case[0]) for case in BAD_INPUT])
-def test_bad_input_is_one_clear_message(film_run, coati_command, overrides, expected):
+def test_bad_input_is_one_clear_message(film_run, coati_here, overrides, expected):
     settings = [argument for override in overrides for argument in ("--set", override)]
-    finished = coati_command("train", film_run, "--sync", *settings, cwd=film_run.parent)
+    finished = coati_here("train", film_run, "--sync", *settings, cwd=film_run.parent)
     assert finished.returncode == 2, finished.stdout + finished.stderr
     assert "Traceback" not in finished.stderr
     assert "error: " in finished.stderr
@@ -113,21 +113,20 @@ def test_bad_input_is_one_clear_message(film_run, coati_command, overrides, expe
 
 
 @pytest.mark.slow
-def test_an_empty_dataset_is_one_clear_message(film_run, coati_command, tmp_path):
+def test_an_empty_dataset_is_one_clear_message(film_run, coati_here, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("")
-    finished = coati_command("train", film_run, "--sync")
+    finished = coati_here("train", film_run, "--sync")
     assert finished.returncode == 2
     assert "prompts.jsonl" in finished.stderr
     assert "Traceback" not in finished.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reward", ["raises", "always_nan"])
-def test_a_failing_reward_in_a_ray_actor_ends_the_run_with_its_message(film_run, coati_command, reward):
-    finished = coati_command("train", film_run, "--set", f"reward.function=film_rewards:{reward}")
+def test_a_failing_reward_in_a_ray_actor_ends_the_run_with_its_message(film_run, coati_command):
+    finished = coati_command("train", film_run, "--set", "reward.function=film_rewards:raises")
     assert finished.returncode == 2, finished.stdout + finished.stderr
     assert "Traceback" not in finished.stderr
-    assert ("no such lexicon" if reward == "raises" else "not a finite number") in finished.stderr
+    assert "no such lexicon" in finished.stderr
     assert "maker-0" in finished.stderr
 
 
@@ -141,15 +140,14 @@ def test_rewards_that_are_sometimes_nan_are_dropped_counted_and_do_not_stall(fil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("makers", "trainers"), [(2, 1), (1, 2)])
-def test_several_makers_or_trainers_finish_with_exact_shares(film_run, coati_command, tmp_path, makers, trainers):
+def test_several_makers_and_trainers_finish_with_exact_shares(film_run, coati_command, tmp_path):
     finished = coati_command(
-        "train", film_run, "--set", f"topology.makers={makers}", "--set", f"topology.trainers={trainers}",
+        "train", film_run, "--set", "topology.makers=2", "--set", "topology.trainers=2",
         "--set", "topology.max_staleness=1",
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert len([line for line in lines if "policy/loss" in line]) == 10
     assert max(line.get("train/age_max", 0) for line in lines) <= 1
-    made = sum(line.get("maker/samples", 0) for line in lines)
-    assert made == 5 * 24 * trainers
+    # 5 batches of 24 for each of 2 trainers, and not one sample more.
+    assert sum(line.get("maker/samples", 0) for line in lines) == 5 * 24 * 2

@@ -1,6 +1,9 @@
 """`coati demo`: a small language model learns to write kind film reviews, through the whole system."""
 
 import json
+import os
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,12 +39,14 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
         "-1 to 1.\n",
         highlight=False,
     )
-    base = _base_model(console)
+    cached = _base_model(console)
+    base = output / "base"
     config = demo_config(base, seed=seed, output=output)
 
     from coati.evaluation import evaluate
 
     prepare_output(config, overwrite=True)
+    shutil.copytree(cached, base)  # a copy, so that the run's folder and its config stand on their own
     Path(config.prompts.path).write_text(_prompts_jsonl(), encoding="utf-8")
     with console.status("sampling the untrained model"):
         before = evaluate(config, str(base), num_samples=NUM_EVALUATED)
@@ -80,6 +85,14 @@ def demo_config(base: Path, *, seed: int, output: Path) -> RunConfig:
             "topology": {"makers": 1, "trainers": 1, "max_staleness": 1, "buffer_limit": 4},
         }
     )
+
+
+def _command(name: str) -> str:
+    """How to call a program of this environment: by name if it is on the PATH, else by its place."""
+    beside = Path(sys.executable).with_name(name)
+    if shutil.which(name) == str(beside) or not beside.exists():
+        return name
+    return os.path.relpath(beside)
 
 
 def _base_model(console: Console) -> Path:
@@ -144,12 +157,13 @@ def _close(console: Console, config: RunConfig, outcome: RunOutcome, *, seconds:
     console.print(f"Model:         {outcome.files.model}", highlight=False)
     console.print(f"Metrics:       {outcome.files.metrics}", highlight=False)
     console.print(f"Whole run:     {seconds:.0f} s", highlight=False)
+    python, coati = _command("python"), _command("coati")
     console.print(
         "\n[bold]Try next[/]\n"
-        f'  the model:      python -c "from transformers import pipeline; '
+        f'  the model:      {python} -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', '{outcome.files.model}')('the film', max_new_tokens=16))\"\n"
-        "  another reward: coati train examples/film/run.toml   (its rewards.py is yours to change)\n"
-        f"  the same run:   coati train {outcome.files.config} --set run.output=runs/again --set train.total_steps=100",
+        f"  another reward: {coati} train examples/film/run.toml   (its rewards.py is yours to change)\n"
+        f"  the same run:   {coati} train {outcome.files.config} --set run.output=runs/again --set train.total_steps=100",
         highlight=False,
         soft_wrap=True,
     )

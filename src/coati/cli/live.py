@@ -21,6 +21,7 @@ class LiveView:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._last_line = 0.0
         self._last_message = ""
+        self._has_ended = False
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -39,7 +40,11 @@ class LiveView:
             self._live.update(render_progress(snapshot, self._console.width), refresh=True)
             return
         now = time.monotonic()
-        is_news = snapshot.message != self._last_message or snapshot.step == snapshot.total_steps
+        is_end = snapshot.step == snapshot.total_steps and not self._has_ended
+        self._has_ended = self._has_ended or is_end
+        if self._has_ended and not is_end and not snapshot.message:
+            return
+        is_news = snapshot.message != self._last_message or is_end
         if is_news or now - self._last_line >= _PLAIN_EVERY_SECONDS:
             self._last_line, self._last_message = now, snapshot.message
             self._console.print(plain_line(snapshot), highlight=False, markup=False, soft_wrap=True)

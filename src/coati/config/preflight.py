@@ -58,7 +58,7 @@ def _model_problems(config: RunConfig) -> list[str]:
             continue
         needed = "tokenizer_config.json" if key == "model.tokenizer" else "config.json"
         if not Path(path).is_dir():
-            hint = " `coati demo` makes runs/demo/model." if path == "runs/demo/model" else ""
+            hint = f" `coati demo` makes {path}." if path in ("runs/demo/base", "runs/demo/model") else ""
             problems.append(
                 f"{key} must be a folder that transformers can load, got {path!r}, which is not a folder. "
                 f"Check the path; relative ones count from {Path.cwd()}.{hint}"

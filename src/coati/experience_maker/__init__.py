@@ -1,6 +1,22 @@
-"""Experience and the makers of it."""
+"""Experience and the makers of it.
+
+`NaiveExperienceMaker` brings transformers along, so it is imported when it is first asked for: a trainer of one's own
+that only reads experience starts without it.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from coati.experience_maker.base import Experience, ExperienceMaker
-from coati.experience_maker.naive import AllSamplesDropped, NaiveExperienceMaker
+
+if TYPE_CHECKING:
+    from coati.experience_maker.naive import AllSamplesDropped, NaiveExperienceMaker
 
 __all__ = ["AllSamplesDropped", "Experience", "ExperienceMaker", "NaiveExperienceMaker"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("AllSamplesDropped", "NaiveExperienceMaker"):
+        from coati.experience_maker import naive
+
+        return getattr(naive, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
