@@ -5,7 +5,7 @@ The synchronous loop and the Ray launcher both build from here, so they train th
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, AutoTokenizer
@@ -19,6 +19,7 @@ from coati.models.positions import context_length_of
 from coati.prompts import PromptStream, load_prompts
 from coati.rewards import RewardScorer, build_reward, load_reward_function
 from coati.rollout import GenerateOptions
+from coati.trainer.off_policy import CorrectionSettings
 from coati.trainer.ppo import PPOSettings
 from coati.trainer.strategies import DDPStrategy
 
@@ -161,6 +162,24 @@ def ppo_settings(config: RunConfig) -> PPOSettings:
         total_steps=train.total_steps * train.epochs,
         max_grad_norm=train.max_grad_norm,
         micro_batch_size=train.micro_batch_size,
+        correction=correction_settings(config),
+    )
+
+
+def correction_settings(config: RunConfig) -> CorrectionSettings:
+    """What the learner does about old data; on-policy runs need no correction."""
+    ppo = config.ppo
+    is_off_policy = config.topology.max_staleness != 0
+    automatic: Literal["none", "decoupled"] = "decoupled" if is_off_policy else "none"
+    return CorrectionSettings(
+        policy=automatic if ppo.correction == "auto" else ppo.correction,
+        importance=ppo.importance,
+        level=ppo.importance_level,
+        cap=ppo.importance_cap,
+        estimator=ppo.estimator,
+        kl_coef=ppo.kl_coef,
+        gamma=ppo.gamma,
+        lam=ppo.lam,
     )
 
 

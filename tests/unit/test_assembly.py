@@ -12,6 +12,7 @@ from coati.config import build_config
 from coati.deadlines import Deadlines
 from coati.errors import ConfigError
 from coati.ledger import WorkShare
+from coati.trainer.off_policy import CorrectionSettings
 from coati.trainer.ppo import PPOSettings
 
 
@@ -108,7 +109,26 @@ def test_every_learner_setting_arrives():
         total_steps=20,  # 10 fresh batches, each trained on twice
         max_grad_norm=0.5,
         micro_batch_size=4,
+        # max_staleness is 1 unless told otherwise, and old data is corrected for unless told otherwise.
+        correction=CorrectionSettings(policy="decoupled"),
     )
+
+
+@pytest.mark.parametrize(
+    ("ppo", "max_staleness", "expected"),
+    [
+        ({}, 0, CorrectionSettings()),
+        ({}, -1, CorrectionSettings(policy="decoupled")),
+        ({"correction": "none"}, 4, CorrectionSettings()),
+        ({"correction": "decoupled", "kl_coef": 0.3, "lam": 0.9, "gamma": 0.8}, 0,
+         CorrectionSettings(policy="decoupled", kl_coef=0.3, lam=0.9, gamma=0.8)),
+        ({"estimator": "vtrace", "importance": "mask", "importance_level": "sequence", "importance_cap": 5.0}, 2,
+         CorrectionSettings(policy="decoupled", importance="mask", level="sequence", cap=5.0, estimator="vtrace")),
+    ],
+)  # fmt: skip
+def test_old_data_is_corrected_for_as_the_settings_say(ppo, max_staleness, expected):
+    config = config_of(ppo=ppo, topology={"max_staleness": max_staleness})
+    assert assembly.correction_settings(config) == expected
 
 
 def test_the_work_of_a_maker():

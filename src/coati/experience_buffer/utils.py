@@ -48,6 +48,8 @@ class BufferItem:
     policy_versions: Tensor | None = None  # [A]
     rollout_log_probs: Tensor | None = None  # [A]
     temperatures: Tensor | None = None  # []
+    proximal_log_probs: Tensor | None = None  # [A]
+    returns: Tensor | None = None  # [A]
 
     # Set by the sender: (sender, sequence number). A retried delivery carries the same one and is dropped.
     delivery_id: tuple[str, int] | None = None
@@ -179,8 +181,10 @@ def _mask_of(item: BufferItem, name: str) -> Tensor:
 
 
 def _unknown(item: BufferItem, name: str) -> Tensor:
-    if name == "rollout_log_probs":
+    if name in ("rollout_log_probs", "proximal_log_probs"):
         return item.action_log_probs
+    if name == "returns":
+        return item.advantages + item.values
     if name == "temperatures":
         return torch.ones((), device=item.sequences.device)
     if name == "policy_versions":

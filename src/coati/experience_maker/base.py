@@ -58,6 +58,10 @@ class Experience:
     rollout_log_probs: Tensor | None = None
     # Sampling temperature; log-probs above and in training are those of softmax(logits / temperature), [B].
     temperatures: Tensor | None = None
+    # log-probs under the weights with which the learner first saw the batch, [B, A]; written by the learner.
+    proximal_log_probs: Tensor | None = None
+    # The critic's target where it is not advantages + values (V-trace), [B, A]; written by the learner.
+    returns: Tensor | None = None
 
     @property
     def num_samples(self) -> int:

@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from coati.algos import (
+    PolicyLossOutput,
     clipped_policy_loss,
     clipped_value_loss,
+    decoupled_policy_loss,
     entropy_bonus,
     masked_moments,
     masked_whiten,
@@ -23,6 +25,7 @@ from coati.errors import ConfigError
 from coati.experience_maker.base import Experience
 from coati.experience_maker.naive import action_values
 from coati.models import action_logprobs
+from coati.trainer.off_policy import CorrectionSettings, off_policy_metrics, prepare, token_weights
 from coati.trainer.schedule import make_schedule
 from coati.trainer.strategies import Strategy
 
@@ -55,6 +58,9 @@ class PPOSettings:
 
     micro_batch_size: int = 0
     """Samples in one forward and backward pass; 0 for the whole batch. The gradient is the same."""
+
+    correction: CorrectionSettings = dataclasses.field(default_factory=CorrectionSettings)
+    """What to do about data that an older policy wrote."""
 
     def __post_init__(self) -> None:
         if self.micro_batch_size < 0:
@@ -115,6 +121,9 @@ class PPOLearner:
         experience.validate()
         experience.to_device(self.device)
         experience = _with_some_column(experience)
+        parts = self._micro_batches(experience.num_samples)
+        if self.settings.correction.is_active and experience.proximal_log_probs is None:
+            self._prepare(experience, parts)
         mask = experience.full_action_mask()
         num_tokens = self.strategy.all_reduce_sum(mask.sum())
         advantages = experience.advantages
@@ -125,7 +134,6 @@ class PPOLearner:
             "optim/actor_lr": float(self.actor_optimizer.param_groups[0]["lr"]),
             "optim/critic_lr": float(self.critic_optimizer.param_groups[0]["lr"]),
         }
-        parts = self._micro_batches(experience.num_samples)
         try:
             for index, rows in enumerate(parts):
                 with self._gradients_stay_local(is_last=index == len(parts) - 1):
@@ -145,9 +153,49 @@ class PPOLearner:
             "value/grad_norm": critic_norm,
             "value/explained_variance": _explained_variance(experience, mask),
             **rates,
+            **off_policy_metrics(experience, self.settings.correction),
             "optim/skipped_batches": float(self.num_skipped),
             "train/tokens": float(mask.sum()),
         }
+
+    @torch.no_grad()
+    def _prepare(self, experience: Experience, parts: list[slice]) -> None:
+        """First sight of a batch: note what the weights that we start from think of it."""
+        logprobs, values = [], []
+        for rows in parts:
+            part = experience.select(rows)
+            forward = (part.sequences, part.attention_mask, part.num_actions)
+            logprobs.append(action_logprobs(self.actor, *forward, temperatures=part.temperatures)[0])
+            needs_values = self.settings.correction.estimator == "vtrace"
+            values.append(action_values(self.critic, *forward) if needs_values else part.values)
+        prepare(experience, self.settings.correction, proximal_log_probs=torch.cat(logprobs), values=torch.cat(values))
+
+    def _policy_loss(
+        self, logprobs: Tensor, part: Experience, advantages: Tensor, num_tokens: Tensor
+    ) -> PolicyLossOutput:
+        clip, mask = self.settings.eps_clip, part.full_action_mask()
+        if self.settings.correction.policy == "none":
+            return clipped_policy_loss(
+                logprobs,
+                part.action_log_probs,
+                advantages,
+                mask,
+                clip_low=clip,
+                clip_high=clip,
+                num_tokens=num_tokens,
+            )
+        assert part.proximal_log_probs is not None
+        return decoupled_policy_loss(
+            logprobs,
+            part.proximal_log_probs,
+            part.action_log_probs,
+            advantages,
+            mask,
+            clip_low=clip,
+            clip_high=clip,
+            weights=token_weights(part, self.settings.correction),
+            num_tokens=num_tokens,
+        )
 
     def _actor_pass(self, part: Experience, advantages: Tensor, num_tokens: Tensor, sums: "_Sums") -> None:
         settings = self.settings
@@ -162,15 +210,7 @@ class PPOLearner:
             with_entropy=True,
         )
         assert entropy is not None
-        policy = clipped_policy_loss(
-            logprobs,
-            part.action_log_probs,
-            advantages,
-            mask,
-            clip_low=settings.eps_clip,
-            clip_high=settings.eps_clip,
-            num_tokens=num_tokens,
-        )
+        policy = self._policy_loss(logprobs, part, advantages, num_tokens)
         bonus = entropy_bonus(entropy if needs_entropy_gradient else entropy.detach(), mask, num_tokens=num_tokens)
         loss = policy.loss - settings.entropy_coef * bonus
         self.strategy.backward(loss, self.actor, self.actor_optimizer)
@@ -185,7 +225,7 @@ class PPOLearner:
         value = clipped_value_loss(
             values,
             part.values,
-            part.advantages + part.values,
+            part.advantages + part.values if part.returns is None else part.returns,
             part.full_action_mask(),
             clip=self.settings.value_clip,
             num_tokens=num_tokens,

@@ -59,6 +59,8 @@ def samples(draw):
         group_ids=torch.tensor(draw(st.integers(0, 99))),
         policy_versions=torch.full((actions,), draw(st.integers(0, 9))),
         temperatures=torch.tensor(draw(st.floats(0.5, 2, width=32))),
+        proximal_log_probs=torch.arange(actions) - 0.25,
+        returns=torch.arange(actions) + 0.75,
         **floats,
     )
 

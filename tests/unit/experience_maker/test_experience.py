@@ -22,7 +22,15 @@ CONTRACT_FIELDS = (
     "attention_mask",
     "action_mask",
 )
-EXTRA_FIELDS = ("sample_ids", "group_ids", "policy_versions", "rollout_log_probs", "temperatures")
+EXTRA_FIELDS = (
+    "sample_ids",
+    "group_ids",
+    "policy_versions",
+    "rollout_log_probs",
+    "temperatures",
+    "proximal_log_probs",
+    "returns",
+)
 
 
 def tensors(batch=2, prompt=3, actions=2):

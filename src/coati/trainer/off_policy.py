@@ -1,0 +1,113 @@
+"""Correcting for the age of training data, in the policy loss and in the critic's targets.
+
+A batch is prepared once, when the learner first sees it: the log-probs of the weights it starts from are the
+*proximal* policy, and the ratio proximal / behavior says how far the policy has moved since the tokens were sampled.
+The prepared fields stay on the batch, so that later epochs are held to the same proximal policy.
+"""
+
+import dataclasses
+from typing import Literal
+
+from torch import Tensor
+
+from coati.algos import (
+    ImportanceKind,
+    ImportanceLevel,
+    importance_weights,
+    ratio_tails,
+    shaped_rewards,
+    vtrace,
+    weight_sums,
+)
+from coati.errors import ConfigError
+from coati.experience_maker.base import Experience
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorrectionSettings:
+    """What to correct, and how strongly. The defaults correct nothing: plain PPO with GAE."""
+
+    policy: Literal["none", "decoupled"] = "none"
+    """"none": the ratio of current to behavior policy is clipped. "decoupled": the clip is around the proximal policy,
+    and importance weights correct from behavior to proximal."""
+
+    importance: ImportanceKind = "truncate"
+    """Weights above the cap are cut down to it ("truncate"), drop their tokens ("mask"), or there are none ("none")."""
+
+    level: ImportanceLevel = "token"
+    cap: float = 2.0
+
+    estimator: Literal["gae", "vtrace"] = "gae"
+    """"gae": the maker's advantages as they are. "vtrace": targets and advantages anew, corrected for the ratio."""
+
+    rho_bar: float = 1.0
+    c_bar: float = 1.0
+    kl_coef: float = 0.1
+    gamma: float = 1.0
+    lam: float = 0.95
+    """The last three are the maker's own: V-trace rebuilds the rewards that the maker's GAE saw."""
+
+    def __post_init__(self) -> None:
+        if self.cap < 1:
+            raise ConfigError(f"importance_cap must be 1 or more, got {self.cap}: on-policy data has weight 1.")
+
+    @property
+    def is_active(self) -> bool:
+        """Whether batches have to be prepared."""
+        return self.policy != "none" or self.estimator != "gae"
+
+
+def prepare(
+    experience: Experience,
+    settings: CorrectionSettings,
+    *,
+    proximal_log_probs: Tensor,  # [B, A] under the weights that the step starts from
+    values: Tensor,  # [B, A] by the critic that the step starts from
+) -> None:
+    """Write the proximal log-probs onto the batch and, for V-trace, advantages, values and targets anew."""
+    mask = experience.full_action_mask()
+    proximal = proximal_log_probs.masked_fill(~mask, 0.0)
+    experience.proximal_log_probs = proximal
+    if settings.estimator == "vtrace":
+        rewards = shaped_rewards(experience.reward, experience.kl, mask, kl_coef=settings.kl_coef)
+        corrected = vtrace(
+            rewards,
+            values,
+            proximal - experience.action_log_probs,
+            mask,
+            gamma=settings.gamma,
+            lam=settings.lam,
+            rho_bar=settings.rho_bar,
+            c_bar=settings.c_bar,
+        )
+        experience.values = values.masked_fill(~mask, 0.0)
+        experience.advantages = corrected.advantages
+        experience.returns = corrected.targets
+
+
+def token_weights(part: Experience, settings: CorrectionSettings) -> Tensor:
+    """Importance weight of each response token of a prepared batch, [B, A]."""
+    assert part.proximal_log_probs is not None
+    return importance_weights(
+        part.proximal_log_probs,
+        part.action_log_probs,
+        part.full_action_mask(),
+        level=settings.level,
+        kind=settings.importance,
+        cap=settings.cap,
+    )
+
+
+def off_policy_metrics(experience: Experience, settings: CorrectionSettings) -> dict[str, float]:
+    """How far the data is from the policy that learns from it."""
+    if experience.proximal_log_probs is None:
+        return {}
+    mask = experience.full_action_mask()
+    log_ratios = experience.proximal_log_probs - experience.action_log_probs
+    tails = ratio_tails(log_ratios, mask, level="token", cap=settings.cap, num_samples=mask.sum())
+    return {
+        "off_policy/effective_samples": float(weight_sums(log_ratios, mask, level="sequence").effective_sample_size()),
+        "off_policy/ratio_max": float(tails.ratio_max),
+        "off_policy/above_cap": float(tails.fraction_above_cap),
+        "off_policy/log_ratio": float(tails.mean_abs_log_ratio),
+    }
