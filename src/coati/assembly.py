@@ -58,7 +58,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 def make_strategy(config: RunConfig) -> DDPStrategy:
     """The strategy of a maker or a trainer."""
     device = None if config.model.device == "auto" else config.model.device
-    return DDPStrategy(seed=config.run.seed, device=device, timeout_seconds=config.deadlines.update_seconds)
+    # Ranks meet after each has waited for its data, so one may wait for the other as long as that one for a batch.
+    timeout = max(config.deadlines.batch_seconds, config.deadlines.update_seconds)
+    return DDPStrategy(seed=config.run.seed, device=device, timeout_seconds=timeout)
 
 
 def trainer_models(config: RunConfig) -> tuple[Actor, Critic]:

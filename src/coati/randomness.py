@@ -13,7 +13,8 @@ _MASK_64 = (1 << 64) - 1
 
 # Streams keep independent uses of one sample's key apart.
 STREAM_TOKENS = 0
-STREAM_SHUFFLE = 1
+STREAM_PROMPTS = 1
+STREAM_EPOCHS = 2
 
 
 def keyed_generator(seed: int, key: int, *, stream: int = STREAM_TOKENS) -> np.random.Generator:

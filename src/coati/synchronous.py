@@ -49,6 +49,7 @@ class SynchronousRun:
         self._stage = WeightStage(modules)
         self._collector = BatchCollector(config.train.batch_size)
         self._ready: deque[Experience] = deque()
+        self._stream = assembly.make_prompts(config)
         self._prompts = self._admitted_prompts()
 
     def run(self) -> None:
@@ -95,7 +96,7 @@ class SynchronousRun:
 
     def _admitted_prompts(self) -> Iterator[PromptBatch]:
         """Prompts in the parts that the gate admits, exactly as the Ray maker takes them."""
-        for raw in assembly.make_prompts(self._config):
+        for raw in self._stream:
             batch = PromptBatch.parse(raw)
             start = 0
             while start < len(batch):
@@ -119,7 +120,7 @@ class SynchronousRun:
         if experience is None:
             return
         experience.to_device("cpu")
-        record = self._pipeline.record(experience, samples_kept=self._config.logging.samples_kept)
+        record = self._pipeline.record(experience, samples_kept=self._config.logging.samples_kept, prompts=self._stream)
         self._log.maker_records([record])
         for items in self._collector.add(split_experience_batch(experience)):
             self._ready.append(make_experience_batch(items))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import coati.randomness
-from coati.randomness import STREAM_SHUFFLE, STREAM_TOKENS, keyed_generator, keyed_uniforms
+from coati.randomness import STREAM_PROMPTS, STREAM_TOKENS, keyed_generator, keyed_uniforms
 
 # Python has no unsigned numbers; anything a user may call a seed or an id must do.
 anything = st.integers(-(1 << 63), (1 << 64) - 1)
@@ -39,7 +39,7 @@ def test_other_seeds_keys_and_streams_give_other_draws():
         keyed_generator(seed, key, stream=stream).random()
         for seed in (0, 1)
         for key in (0, 1, 1 << 40)
-        for stream in (STREAM_TOKENS, STREAM_SHUFFLE)
+        for stream in (STREAM_TOKENS, STREAM_PROMPTS)
     ]
     assert len(set(first)) == 12
     assert keyed_generator(3, 5).random() != keyed_generator(5, 3).random()

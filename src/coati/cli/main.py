@@ -93,6 +93,9 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()
+    except KeyboardInterrupt:
+        typer.echo("Stopped before there was anything to save.", err=True)
+        sys.exit(130)
     except CoatiError as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)

@@ -45,6 +45,8 @@ def run_train(
             f"[yellow]{outcome.log.num_dropped:,} samples were dropped[/] (prompts that do not fit, or rewards "
             "that are not finite numbers); run with --verbose to see why."
         )
+    if outcome.log.num_skipped_prompts:
+        console.print(f"[yellow]{outcome.log.num_skipped_prompts:,} times a prompt was skipped[/]: it does not fit.")
     console.print(f"Model:   {outcome.files.model}", highlight=False)
     console.print(f"Metrics: {outcome.files.metrics}", highlight=False)
     console.print(f"Samples: {outcome.files.samples}", highlight=False)

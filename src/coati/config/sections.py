@@ -217,6 +217,12 @@ class RolloutSection(Section):
         le=1,
     )
     do_sample: bool = setting(True, "Sample; false = always the likeliest token.", rule="true or false")
+    in_flight: bool = setting(
+        False,
+        "Take new weights between two tokens of a generation, and not only between two batches; every token says which "
+        "version wrote it.",
+        rule="true or false",
+    )
     generate: dict[str, JsonValue] = setting(
         about="Further options of transformers' generate, as a table.",
         rule="a table of options that have no setting of their own",

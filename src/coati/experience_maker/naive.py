@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -62,6 +62,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.seed = seed
         self.engine: RolloutEngine = engine if engine is not None else ReferenceEngine(actor)
         self.policy_version = 0
+        # Set to pick new weights up between tokens: commits what is pending and returns the version that serves.
+        self.commit_point: Callable[[], int] | None = None
         self.dropped: Counter[str] = Counter()
         self._next_anonymous_id = 0
         for model in (actor, critic, reward_model, initial_model):
@@ -189,11 +191,19 @@ class NaiveExperienceMaker(ExperienceMaker):
                         seed=self.seed,
                         options=options,
                         max_new_tokens=int(room[rows].max()),
+                        version=self.policy_version,
+                        commit_point=self._take_new_weights if self.commit_point is not None else None,
                     )
                 )
             )
         whole = rollouts[0] if len(rollouts) == 1 else _merge_rollouts(rollouts, parts, prompts.input_ids.shape[1])
         return whole.shortened(room)
+
+    def _take_new_weights(self) -> int:
+        """Between two tokens: whatever the commit point brings is what this maker serves from here on."""
+        assert self.commit_point is not None
+        self.policy_version = self.commit_point()
+        return self.policy_version
 
     def _score(self, prompts: "_Prompts", rollout: Rollout, temperatures: Tensor) -> Experience:
         """All the forward passes, and the arithmetic on top."""
@@ -212,7 +222,10 @@ class NaiveExperienceMaker(ExperienceMaker):
         rewards = shaped_rewards(scores, kl, action_mask, kl_coef=self.kl_coef)
         return Experience(
             sequences=sequences,
-            action_log_probs=logprobs.masked_fill(~action_mask, 0.0),
+            # With weights that changed in flight only the engine knows the log-probs under which tokens were drawn.
+            action_log_probs=(rollout.rollout_log_probs if self.commit_point is not None else logprobs).masked_fill(
+                ~action_mask, 0.0
+            ),
             values=values,
             reward=scores,
             kl=kl,
@@ -221,7 +234,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             action_mask=action_mask,
             sample_ids=prompts.sample_ids,
             group_ids=prompts.group_ids,
-            policy_versions=torch.full_like(action_mask, self.policy_version, dtype=torch.long),
+            policy_versions=rollout.token_versions.clone(),
             rollout_log_probs=rollout.rollout_log_probs,
             temperatures=temperatures,
         )
@@ -332,5 +345,6 @@ def _merge_rollouts(rollouts: Sequence[Rollout], parts: Sequence[Tensor], num_pr
         attention_mask=joined("attention_mask", num_prompt_tokens + num_actions),
         action_mask=joined("action_mask", num_actions),
         rollout_log_probs=joined("rollout_log_probs", num_actions),
+        token_versions=joined("token_versions", num_actions),
         is_cut=is_cut,
     )

@@ -16,7 +16,7 @@ from coati.experience_maker.prompt_batch import PromptBatch
 from coati.experience_maker.statistics import maker_record
 from coati.ledger.admission import AdmissionGate, WorkShare
 from coati.models.actor import unwrap
-from coati.monitor.metrics import Max, Mean, Metric
+from coati.monitor.metrics import Max, Mean, Metric, Sum
 from coati.rollout import GenerateOptions
 from coati.weights import ServedModels
 
@@ -50,15 +50,19 @@ class ExperiencePipeline:
         share: WorkShare | None = None,
         generate_kwargs: dict[str, Any] | None = None,
         first_sample_id: int = 0,
+        in_flight: bool = False,
     ) -> None:
         self.maker = maker
         self.served = served
+        if in_flight:  # new weights are taken between two tokens, and not only between two batches
+            maker.commit_point = served.commit_point
         self.gate = AdmissionGate(share) if share is not None else None
         self.counts = MakerCounts()
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
         self._num_dropped_in_a_row = 0
         self._num_dropped_reported = 0
+        self._num_skipped_reported = 0
         self._last_make_seconds = 0.0
         self._largest_batch = 0
 
@@ -110,14 +114,24 @@ class ExperiencePipeline:
         return experience
 
     def record(
-        self, experience: Experience, *, samples_kept: int, extra: Mapping[str, Metric] | None = None
+        self,
+        experience: Experience,
+        *,
+        samples_kept: int,
+        prompts: Any = None,
+        extra: Mapping[str, Metric] | None = None,
     ) -> dict[str, Any]:
-        """What there is to report of the batch just made: version, typed metrics, and a few samples as text."""
+        """What there is to report of the batch just made: version, typed metrics, and a few samples as text.
+
+        `prompts` is where they come from; if it counts what it skipped (as `PromptStream` does), that is reported.
+        """
         reward = getattr(self.maker.reward_model, "reward", None)
         terms = {
             f"reward/term_{re.sub('[^a-z0-9_]', '_', name.lower())}": Mean(mean, float(experience.num_samples))
             for name, mean in getattr(reward, "last_terms", {}).items()
         }
+        num_skipped = sum(getattr(prompts, "skipped", {}).values()) - self._num_skipped_reported
+        self._num_skipped_reported += num_skipped
         options = GenerateOptions.parse(**self._generate_kwargs)
         num_dropped = self.counts.dropped - self._num_dropped_reported
         self._num_dropped_reported = self.counts.dropped
@@ -129,7 +143,12 @@ class ExperiencePipeline:
             eos_token_ids=options.eos_token_ids(unwrap(self.maker.actor)),
             tokenizer=getattr(self.maker.reward_model, "tokenizer", None),
             samples_kept=samples_kept,
-            extra={**terms, "weights/commit_seconds": Max(self.served.last_commit_seconds), **(extra or {})},
+            extra={
+                **terms,
+                "weights/commit_seconds": Max(self.served.last_commit_seconds),
+                "maker/skipped_prompts": Sum(num_skipped),
+                **(extra or {}),
+            },
         )
 
     def _tolerate(self, error: AllSamplesDropped, num_samples: int) -> None:

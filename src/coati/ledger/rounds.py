@@ -20,6 +20,7 @@ class RoundOrder:
     def __init__(self) -> None:
         self._next_round = 0
         self._waiting: dict[int, BufferItem] = {}
+        self.num_out_of_turn = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -28,10 +29,14 @@ class RoundOrder:
         """Take items in and return those whose turn it is."""
         ready = []
         for item in items:
-            if item.round_index is None:
-                ready.append(item)
+            index = item.round_index
+            if index is not None and index >= self._next_round and index not in self._waiting:
+                self._waiting[index] = item
             else:
-                self._waiting[item.round_index] = item
+                # No round, or one that is taken: a maker made anew counts from 0 again. Nothing is ever held back
+                # for a turn that has passed, and nothing is lost.
+                self.num_out_of_turn += index is not None
+                ready.append(item)
         while (item_in_turn := self._waiting.pop(self._next_round, None)) is not None:
             ready.append(item_in_turn)
             self._next_round += 1

@@ -162,14 +162,18 @@ class LoRAConstructor:
         A base weight that travels along (a full update) becomes the new W₀ when `adopt` says so.
         """
         self._staged = {}
+        is_adapted = has_adapters(state_dict)
         halves: dict[str, dict[str, Tensor]] = {}
         weights: dict[str, Tensor] = {}
         for name, tensor in state_dict.items():
             match = _ADAPTER_NAME.match(name)
             if match is None:
-                weights[plain_name(name)] = tensor
+                weights[plain_name(name) if is_adapted else name] = tensor
             else:
                 halves.setdefault(plain_name(f"{match['layer']}."), {})[match["matrix"]] = tensor
+        for name, tensor in weights.items():
+            if name in self._base:  # a layer that had an adapter gets a weight of its own: that is W₀ from now on
+                self._staged[name] = tensor.detach().clone()
         for dotted, pair in halves.items():
             layer, weight_name = dotted.removesuffix("."), f"{dotted}weight"
             settings = lora_config_dict.get(layer)

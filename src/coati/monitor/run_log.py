@@ -40,6 +40,7 @@ class RunLog:
         self.rewards: list[tuple[float, float]] = []  # (version, mean reward)
         self.kls: list[tuple[float, float]] = []  # (version, KL per sample)
         self.num_dropped = 0
+        self.num_skipped_prompts = 0
         self.trainer_version = 0
         self.buffer_batches = 0
         self.message = ""
@@ -79,6 +80,7 @@ class RunLog:
         self.rewards.append((float(self._bag_version), values["reward/mean"]))
         self.kls.append((float(self._bag_version), values["kl/per_sample"]))
         self.num_dropped += int(values.get("maker/dropped", 0.0))
+        self.num_skipped_prompts += int(values.get("maker/skipped_prompts", 0.0))
         extra = {"maker/version": float(self._bag_version), "buffer/batches": float(self.buffer_batches)}
         self._tracker.log(self._step, values | extra)
 

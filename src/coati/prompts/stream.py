@@ -19,7 +19,7 @@ import torch
 from coati.errors import ConfigError, DataError
 from coati.prompts.encoding import EncodedPrompt, encode_prompt
 from coati.prompts.table import PromptTable, check_rows
-from coati.randomness import STREAM_SHUFFLE, keyed_generator
+from coati.randomness import STREAM_PROMPTS, keyed_generator
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class PromptStream:
         """Yield (position, row) of this shard's part of one pass, usable or not."""
         size = len(self._table)
         if self._shuffle:
-            order = keyed_generator(self._seed, epoch, stream=STREAM_SHUFFLE).permutation(size).tolist()
+            order = keyed_generator(self._seed, epoch, stream=STREAM_PROMPTS).permutation(size).tolist()
         else:
             order = list(range(size))
         first = (self._shard - epoch * size) % self._num_shards  # the shard's first place in this pass

@@ -14,7 +14,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from coati.deadlines import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied
 from coati.experience_buffer.utils import BufferItem
-from coati.ledger import WorkShare
+from coati.ledger import UNBOUNDED, WorkShare
 from coati.ray.peers import NamedPeers, death_reason, is_alive, original_error, wait_in_slices
 
 logger = logging.getLogger(__name__)
@@ -109,9 +109,15 @@ class ItemSender:
         for item in items:
             number = self._next_number[trainer]
             item.delivery_id = (f"{self._stream}>{trainer}", number)
-            item.round_index = self._share.round_of(number) if self._share is not None else None
+            item.round_index = self._round_of(number)
             self._next_number[trainer] += 1
         self._call(trainer, items, time.monotonic())
+
+    def _round_of(self, number: int) -> int | None:
+        """The round of an item. Without a bound there is none to keep, and nobody waits for a slower maker."""
+        if self._share is None or self._share.max_staleness == UNBOUNDED:
+            return None
+        return self._share.round_of(number)
 
     def _call(self, trainer: str, items: list[BufferItem], since: float) -> None:
         ref = self._peers.handle(trainer).buffer_extend.remote(items)

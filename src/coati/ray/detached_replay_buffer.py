@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from ray.util.queue import Empty, Queue
 
 from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience_buffer.collector import BatchCollector
 from coati.experience_buffer.utils import BufferItem, make_experience_batch, split_experience_batch
 from coati.experience_maker.base import Experience
+from coati.ray.batch_queue import BatchQueue
 from coati.wire import WireTensor, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class DetachedReplayBuffer:
         self._outbox: deque[_Packed] = deque()
         self._lock = threading.RLock()  # guards collector and outbox; never held while waiting for room
         self._num_clears = 0
-        self._queue = Queue(maxsize=limit, actor_options={"num_cpus": 0})
+        self._queue = BatchQueue(limit)
 
     def append(self, experience: Experience) -> None:
         """Split a batch into items and take them in; blocks while the buffer is full."""
@@ -91,12 +91,11 @@ class DetachedReplayBuffer:
         while True:
             self._move_outbox()
             wait = min(_SLICE_SECONDS, deadline - time.monotonic())
-            try:
-                packed = self._queue.get(timeout=wait) if wait > 0 else self._queue.get_nowait()
+            packed = self._queue.get(wait)
+            if packed is not None:
                 return _unpack(packed)
-            except Empty:
-                if time.monotonic() >= deadline:
-                    return None
+            if time.monotonic() >= deadline:
+                return None
 
     def flush(self) -> Experience | None:
         """The samples that do not fill a batch, as a smaller one: they are trained on when no more come."""
@@ -110,15 +109,11 @@ class DetachedReplayBuffer:
             self._num_clears += 1
             self._collector.clear()
             self._outbox.clear()
-            while (size := self._queue.qsize()) > 0:
-                try:
-                    self._queue.get_nowait_batch(size)
-                except Empty:  # a consumer was quicker
-                    continue
+            self._queue.drop_all()
 
     def get_length(self) -> int:
         """Whole batches waiting."""
-        return int(self._queue.qsize())
+        return self._queue.size()
 
     @property
     def num_items_waiting(self) -> int:
@@ -128,18 +123,18 @@ class DetachedReplayBuffer:
 
     def close(self) -> None:
         """End the queue actor."""
-        self._queue.shutdown(force=True)
+        self._queue.close()
 
     def _move_outbox(self) -> bool:
         """Move full batches into the queue as far as there is room; True if none is left."""
         with self._lock:
             if not self._outbox:
                 return True
-            room = len(self._outbox) if self.limit == 0 else self.limit - self._queue.qsize()
+            room = len(self._outbox) if self.limit == 0 else self.limit - self._queue.size()
             num_moved = min(room, len(self._outbox))
             if num_moved > 0:
                 # We are the only producer (the lock is ours), so the room is still there.
-                self._queue.put_nowait_batch([self._outbox[index] for index in range(num_moved)])
+                self._queue.put_all([self._outbox[index] for index in range(num_moved)])
                 for _ in range(num_moved):
                     self._outbox.popleft()
             return not self._outbox

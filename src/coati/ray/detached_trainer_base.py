@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from coati.deadlines import Deadlines
-from coati.errors import DeadlineExceeded
+from coati.errors import DataError, DeadlineExceeded, PeerDied
 from coati.experience_buffer.utils import BufferItem, split_experience_batch
 from coati.experience_maker.base import Experience
 from coati.ledger import DeliveryLog, RoundOrder
@@ -170,6 +170,8 @@ class DetachedTrainer(ABC):
 
     def _take_in(self, items: Sequence[BufferItem]) -> None:
         for item in items:
+            if not isinstance(item, BufferItem):
+                raise DataError(f"buffer_extend takes a list of BufferItem, got a {type(item).__name__} in it.")
             item.validate()  # before it is noted as delivered: a refused item was not
         with self._delivery_lock:
             ready = self._rounds.add(self._deliveries.fresh(items))
@@ -202,6 +204,7 @@ class DetachedTrainer(ABC):
                 batch = self._buffer.try_sample(_SLICE_SECONDS)
                 if batch is not None:
                     return batch.pin_memory() if self.dataloader_pin_memory else batch
+                self._fail_if_rounds_are_lost()
                 if self._watch.all_finished():
                     # Finished makers have been acknowledged, so whatever they made is here by now.
                     return self._last_batch()
@@ -209,12 +212,21 @@ class DetachedTrainer(ABC):
                 if waited >= self.deadlines.batch:
                     raise DeadlineExceeded(
                         f"fit waited {waited:.0f} s for a batch of {self._buffer.sample_batch_size} samples; "
-                        f"{self._buffer.num_items_waiting} are there. Makers: {self._watch.describe()}."
+                        f"{self._buffer.num_items_waiting + len(self._rounds)} are there. "
+                        f"Makers: {self._watch.describe()}."
                     )
                 self._watch.speak(waited)
             return None
         finally:
             self._wait_seconds += time.monotonic() - started
+
+    def _fail_if_rounds_are_lost(self) -> None:
+        """Items wait for rounds of a maker that is gone: those will not come, and the others wait for weights."""
+        if len(self._rounds) > 0 and (gone := self._watch.gone()):
+            raise PeerDied(
+                f"maker {', '.join(gone)} is gone, and {len(self._rounds)} samples wait for rounds that it had to "
+                "make. See its log."
+            )
 
     def _last_batch(self) -> Experience | None:
         """What finished makers have left behind; items whose earlier rounds never came are trained on too."""

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from coati.deadlines import Deadlines
-from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded
+from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
 from coati.experience_maker.base import Experience
 from coati.ledger import ages_of
 from coati.models.critic import as_critic
@@ -22,6 +23,7 @@ from coati.models.lora import LayerLoRA, LoRAConstructor
 from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator
 from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.environment import apply_env_info
+from coati.ray.peers import wait_in_slices
 from coati.ray.weight_channel import WeightChannel
 from coati.trainer.optim import HybridAdam
 from coati.trainer.ppo import PPOLearner, PPOSettings
@@ -106,6 +108,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         )
         self._update_lora_weights = update_lora_weights
         self._max_staleness = max_staleness
+        self._num_steps_unpublished = 0
         self._save_every = save_every
         self._save_folder = Path(save_folder)
         self._channel = WeightChannel(
@@ -114,7 +117,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         # Held while weights change and while they are read for publishing, so that no update is torn at its
         # source.
         self._weights_lock = threading.Lock()
-        self._source = f"trainer {os.environ.get('RANK', '0')} (pid {os.getpid()})"
+        self._source = f"trainer {os.environ.get('RANK', '0')} ({socket.gethostname()}, pid {os.getpid()})"
 
     @ray.method(concurrency_group="compute")
     def training_step(self, experience: Experience) -> dict[str, float]:
@@ -128,6 +131,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         started = time.perf_counter()
         with self._weights():
             metrics = self._learner.step(experience)
+            self._num_steps_unpublished += 1
         return {
             **metrics,
             "trainer/samples_per_second": experience.num_samples / (time.perf_counter() - started),
@@ -140,8 +144,28 @@ class DetachedPPOTrainer(DetachedTrainer):
 
     @ray.method(concurrency_group="model_io")
     def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
-        """Send all weights to the makers now; may run while `fit` trains."""
+        """Send all weights to the makers. May be called while `fit` trains.
+
+        A version names one set of weights. In the middle of an episode the weights have no version yet, so the call
+        waits for the end of the episode, when `fit` publishes them anyway.
+        """
+        if self._state == "fitting" and self.strategy.world_size > 1:
+            raise WeightUpdateError(
+                "one of several trainers was asked to sync its makers while they train together, which could block "
+                "them all. fit sends new weights after every episode; sync before or after it."
+            )
+        wait_in_slices(
+            lambda seconds: not self._is_between_versions() or self._stop.wait(min(seconds, 0.2)),
+            deadline_seconds=self.deadlines.batch,
+            what=lambda: "the end of fit's episode, to sync whole versions to the makers",
+            message_every=self.deadlines.message_every,
+        )
+        if self._num_steps_unpublished and self._state != "fitting":
+            self.version += 1  # trained by hand since the last version
         super().sync_models_to_remote_makers(**kwargs)
+
+    def _is_between_versions(self) -> bool:
+        return self._state == "fitting" and self._num_steps_unpublished > 0
 
     def _update_remote_makers(self, fully_update: bool = False, **config: Any) -> None:
         """Publish the weights as version `self.version`; `config` may hold `shard_size` in MiB."""
@@ -153,6 +177,7 @@ class DetachedPPOTrainer(DetachedTrainer):
                 header, self._shards(is_partial, **config), is_partial=is_partial, lora=self._lora_settings()
             )
             num_bytes = self._channel.send(header, messages, fully_update=fully_update)
+            self._num_steps_unpublished = 0
         metrics = {
             "weights/publish_seconds": time.perf_counter() - started,
             "weights/bytes": float(num_bytes),

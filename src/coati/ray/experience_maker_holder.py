@@ -60,7 +60,7 @@ class ExperienceMakerHolder:
 
     `model_fn()` returns (actor, critic, reward_model, initial_model); the reward model may be a
     `RewardScorer` over text. With `share`, prompts are admitted so that training data is never older than
-    the share's bound.
+    the share's bound. With `in_flight`, new weights are taken between two tokens of a generation.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class ExperienceMakerHolder:
         deadlines: Deadlines | None = None,
         num_threads: int = 0,
         samples_kept: int = 4,
+        in_flight: bool = False,
         **generate_kwargs: Any,
     ) -> None:
         if not detached_trainer_name_list:
@@ -104,6 +105,7 @@ class ExperienceMakerHolder:
         self._stop = threading.Event()
         self._state = "idle"
         self._waits = {"weights": 0.0, "room": 0.0}
+        self._prompts: Iterable[Any] = ()
         self._records = RecordLog()
 
         strategy = strategy_fn()
@@ -122,15 +124,16 @@ class ExperienceMakerHolder:
             seed=seed,
         )
         updated: dict[str, nn.Module] = {"actor": actor, "critic": maker.critic}
-        self._stage = WeightStage(updated)
-        self._plain_updates = PlainUpdates(self._stage, allow_partial=update_lora_weights)
         self._served = ServedModels(updated)
+        self._stage = WeightStage(updated, newest_weight=self._served.newest_weight)
+        self._plain_updates = PlainUpdates(self._stage, allow_partial=update_lora_weights)
         self._pipeline = ExperiencePipeline(
             maker,
             self._served,
             share=share,
             generate_kwargs=generate_kwargs,
             first_sample_id=_first_sample_id(self._name),
+            in_flight=in_flight,
         )
         self._sender = ItemSender(
             detached_trainer_name_list,
@@ -261,7 +264,8 @@ class ExperienceMakerHolder:
 
     def _one_pass(self, dataloader_fn: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         is_empty = True
-        for batch in dataloader_fn():
+        self._prompts = dataloader_fn()
+        for batch in self._prompts:
             is_empty = False
             yield batch
         if is_empty:
@@ -309,7 +313,9 @@ class ExperienceMakerHolder:
             experience.to_device("cpu")
         waits = {f"wait/{what}_seconds": Sum(seconds) for what, seconds in self._waits.items()}
         self._waits = dict.fromkeys(self._waits, 0.0)
-        self._records.append(self._pipeline.record(experience, samples_kept=self._samples_kept, extra=waits))
+        self._records.append(
+            self._pipeline.record(experience, samples_kept=self._samples_kept, prompts=self._prompts, extra=waits)
+        )
         dispatch(self._callbacks, "on_send_start")
         with self._waiting("room"):
             self._sender.send(split_experience_batch(experience))

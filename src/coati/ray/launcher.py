@@ -128,6 +128,7 @@ class DetachedRun:
                 deadlines=self._deadlines,
                 num_threads=assembly.threads_per_actor(config),
                 samples_kept=config.logging.samples_kept,
+                in_flight=config.rollout.in_flight,
                 **assembly.generate_options(config),
             )
 
@@ -155,6 +156,8 @@ class DetachedRun:
         waiting = {actor.progress.remote(): name for name, actor in (*self._makers.items(), *self._trainers.items())}
         deadline = time.monotonic() + self._deadlines.start
         while waiting:
+            if self._should_stop():
+                raise KeyboardInterrupt  # nothing is trained yet, so there is nothing to save
             if time.monotonic() >= deadline:
                 late = ", ".join(sorted(waiting.values()))
                 raise DeadlineExceeded(f"waited {self._deadlines.start:g} s for {late} to start and load their models.")
@@ -183,10 +186,8 @@ class DetachedRun:
         while waiting and time.monotonic() < deadline:
             self._finish_some(waiting, timeout=_POLL_SECONDS)
         self._look()
-        if waiting:
-            raise DeadlineExceeded(
-                f"{', '.join(waiting.values())} did not stop within {_STOP_SECONDS:g} s after training ended."
-            )
+        if waiting:  # training is done and complete; a generation that nobody needs must not spoil it
+            logger.warning("%s did not stop within %g s and will be ended", ", ".join(waiting.values()), _STOP_SECONDS)
 
     def _finish_some(self, waiting: dict[Any, str], *, timeout: float) -> None:
         """Take note of loops that have ended; a failed one raises its error here."""
@@ -227,7 +228,7 @@ class DetachedRun:
 
     def _save(self, path: str) -> None:
         saves = [trainer.strategy_save_actor.remote(path, only_rank0=True) for trainer in self._trainers.values()]
-        self._get(saves, f"the model to be saved to {path}")
+        self._get(saves, f"the model to be saved to {path}", seconds=self._deadlines.update)
         assembly.load_tokenizer(self._config).save_pretrained(path)
 
     def _rescue(self, path: str, error: Exception) -> None:
@@ -256,12 +257,13 @@ class DetachedRun:
             except RayError as error:
                 logger.debug("could not kill an actor: %s", error)
 
-    def _get(self, refs: Any, what: str) -> Any:
-        """`ray.get` with the start deadline, and errors that a person can read."""
+    def _get(self, refs: Any, what: str, *, seconds: float | None = None) -> Any:
+        """`ray.get` with a deadline (that for the start, by default), and errors that a person can read."""
+        seconds = self._deadlines.start if seconds is None else seconds
         try:
-            return ray.get(refs, timeout=self._deadlines.start)
+            return ray.get(refs, timeout=seconds)
         except GetTimeoutError:
-            raise DeadlineExceeded(f"waited {self._deadlines.start:g} s for {what}.") from None
+            raise DeadlineExceeded(f"waited {seconds:g} s for {what}.") from None
         except RayTaskError as error:
             raise original_error(error) from None
         except RayActorError as error:

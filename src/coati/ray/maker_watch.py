@@ -89,6 +89,10 @@ class MakerWatch:
             raise PeerDied(f"no maker is left at work ({self.describe()}), so no experience will come. See their logs.")
         return True
 
+    def gone(self) -> list[str]:
+        """Makers that died or failed, as of the last look."""
+        return [name for name, state in self._states.items() if state in ("gone", "failed")]
+
     def describe(self) -> str:
         """One phrase for each maker."""
         return ", ".join(f"{name} is {state}" for name, state in self._states.items()) or "none are named"

@@ -1,6 +1,7 @@
 """What every rollout engine does: prompts in, sampled responses with their log-probs out."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -19,6 +20,10 @@ class RolloutRequest:
     seed: int
     options: GenerateOptions
     max_new_tokens: int
+    version: int = 0
+    """Version of the weights that generation starts with."""
+    commit_point: Callable[[], int] | None = None
+    """Called after each token: the model may take new weights here, and the next token is by the version returned."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,7 @@ class Rollout:
     action_mask: Tensor  # [B, A] bool
     rollout_log_probs: Tensor  # [B, A] log-probs at the sampling temperature, before top-k/top-p cut anything
     is_cut: Tensor  # [B] bool: the response reached the length limit without an end-of-sequence token
+    token_versions: Tensor  # [B, A] int64: version of the weights that wrote each token
 
     def shortened(self, limits: Tensor) -> "Rollout":
         """Cut each response to its own limit [B], and the batch to the longest that is left."""
@@ -44,6 +50,7 @@ class Rollout:
             action_mask=self.action_mask[:, :width] & fits,
             rollout_log_probs=self.rollout_log_probs[:, :width].masked_fill(~fits, 0.0),
             is_cut=self.is_cut | (self.action_mask.sum(dim=1) > limits),
+            token_versions=self.token_versions[:, :width],
         )
 
 

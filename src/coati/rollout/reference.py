@@ -74,6 +74,7 @@ class ReferenceEngine:
             action_mask=action_mask,
             rollout_log_probs=dice.log_probs(responses.shape[1]).masked_fill(~action_mask, 0.0),
             is_cut=~has_ended & ~stops.has_stopped,
+            token_versions=dice.versions(responses),
         )
 
 
@@ -148,6 +149,9 @@ class _KeyedDice(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, request: RolloutRequest, *, device: torch.device) -> None:
         self._do_sample = request.options.do_sample
         self._log_probs: list[Tensor] = []
+        self._version = request.version
+        self._versions: list[int] = []
+        self._commit_point = request.commit_point
         draws = keyed_uniforms(request.seed, request.sample_ids.tolist(), request.max_new_tokens)
         self._uniforms = torch.from_numpy(draws).to(device)  # [B, max_new_tokens]
 
@@ -156,6 +160,10 @@ class _KeyedDice(LogitsProcessor):  # type: ignore[misc]
         tokens = inverse_cdf(scores, self._uniforms[:, step]) if self._do_sample else scores.argmax(dim=-1)
         rows = torch.arange(scores.shape[0], device=scores.device)
         self._log_probs.append(scores[rows, tokens])
+        self._versions.append(self._version)
+        if self._commit_point is not None:
+            # The scores at hand are used up; the next ones may come from other weights, over the same cache.
+            self._version = self._commit_point()
         decided = torch.full_like(scores, float("-inf"))
         decided[rows, tokens] = 0.0
         return decided
@@ -163,6 +171,11 @@ class _KeyedDice(LogitsProcessor):  # type: ignore[misc]
     def log_probs(self, num_actions: int) -> Tensor:
         """log-probs of what was drawn, [B, num_actions]."""
         return torch.stack(self._log_probs, dim=1)[:, :num_actions]
+
+    def versions(self, responses: Tensor) -> Tensor:
+        """Version that wrote each token of the responses, [B, A]."""
+        row = torch.tensor(self._versions[: responses.shape[1]], dtype=torch.long, device=responses.device)
+        return row.expand(responses.shape[0], -1)
 
 
 class _Stops(StoppingCriteria):  # type: ignore[misc]

@@ -10,7 +10,7 @@ from typing import Any
 
 from coati.errors import ConfigError
 from coati.experience_maker.base import Experience
-from coati.randomness import STREAM_SHUFFLE, keyed_generator
+from coati.randomness import STREAM_EPOCHS, keyed_generator
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class FitLoop:
         for epoch in range(1, train_epochs):
             if batches:
                 self._notify("on_epoch_start", epoch)
-                order = keyed_generator(self._seed, episode * train_epochs + epoch, stream=STREAM_SHUFFLE)
+                order = keyed_generator(self._seed, episode * train_epochs + epoch, stream=STREAM_EPOCHS)
                 for index in order.permutation(len(batches)):
                     self._train_on(batches[index])
                 self._notify("on_epoch_end", epoch)

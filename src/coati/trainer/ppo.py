@@ -162,12 +162,14 @@ class PPOLearner:
     def _prepare(self, experience: Experience, parts: list[slice]) -> None:
         """First sight of a batch: note what the weights that we start from think of it."""
         logprobs, values = [], []
+        self.actor.eval()  # LoRA's dropout too: the proximal policy is one policy, not a random one
         for rows in parts:
             part = experience.select(rows)
             forward = (part.sequences, part.attention_mask, part.num_actions)
             logprobs.append(action_logprobs(self.actor, *forward, temperatures=part.temperatures)[0])
             needs_values = self.settings.correction.estimator == "vtrace"
             values.append(action_values(self.critic, *forward) if needs_values else part.values)
+        _turn_dropout_off(self.actor)
         prepare(experience, self.settings.correction, proximal_log_probs=torch.cat(logprobs), values=torch.cat(values))
 
     def _policy_loss(
@@ -313,6 +315,7 @@ def _with_some_column(experience: Experience) -> Experience:
 
 def _explained_variance(experience: Experience, mask: Tensor) -> float:
     """1 - Var(target - value) / Var(target): 1 is a perfect critic, 0 one that knows only the mean."""
-    target = masked_moments(experience.advantages + experience.values, mask).variance
-    residual = masked_moments(experience.advantages, mask).variance
+    returns = experience.advantages + experience.values if experience.returns is None else experience.returns
+    target = masked_moments(returns, mask).variance
+    residual = masked_moments(returns - experience.values, mask).variance
     return float(1.0 - residual / target) if float(target) > 0.0 else 0.0

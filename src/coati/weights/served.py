@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from coati.errors import DeadlineExceeded
+from coati.errors import DeadlineExceeded, WeightUpdateError
 from coati.weights.stage import VerifiedUpdate
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class ServedModels:
         self._modules = dict(modules)
         self._changed = threading.Condition()
         self._num_users = 0
+        self._fault = ""  # not empty: the models are torn and must not serve
         self._pending: _Pending | None = None
         self._version = 0
         self._num_commits = 0
@@ -68,6 +69,10 @@ class ServedModels:
         """Work with the models; yields the version that serves throughout."""
         with self._changed:
             self._commit_if_free()
+            if self._fault:
+                raise WeightUpdateError(
+                    f"{self._fault}. The models are torn; send a full update before they serve again."
+                )
             self._num_users += 1
             version = self._version
         try:
@@ -76,6 +81,29 @@ class ServedModels:
             with self._changed:
                 self._num_users -= 1
                 self._commit_if_free()
+
+    def newest_weight(self, module: str, name: str) -> Tensor:
+        """A copy of one weight as it is, or as the pending update will make it."""
+        with self._changed:
+            if self._pending is not None and (module, name) in self._pending.tensors:
+                return self._pending.tensors[module, name].detach().clone()
+            live: Tensor = self._modules[module].state_dict()[name]
+            return live.detach().clone()
+
+    def commit_point(self) -> int:
+        """For the one who works with the models: take a pending update now, between two steps of the work.
+
+        Returns the version that serves from here on. With several users at work nothing is taken: the others have
+        not said that they can bear it.
+        """
+        with self._changed:
+            if self._num_users == 1:
+                self._num_users = 0
+                try:
+                    self._commit_if_free()
+                finally:
+                    self._num_users = 1
+            return self._version
 
     def offer(self, update: VerifiedUpdate) -> bool:
         """Commit now if nobody works with the models, else as soon as they are free. True: committed now.
@@ -86,7 +114,7 @@ class ServedModels:
             newest = self._newest()
             version = newest + 1 if update.version is None else update.version
             if version < newest:
-                logger.info("weights of version %d from %s come too late: have %d", version, update.source, newest)
+                logger.warning("weights of version %d from %s come too late: have %d", version, update.source, newest)
                 return False
             self._pending = _merged(self._pending, update, version)
             self._changed.notify_all()  # some wait for a version to be pending, others for it to serve
@@ -118,8 +146,15 @@ class ServedModels:
             for label, module in self._modules.items()
             for name, tensor in module.state_dict().items()
         }
-        for key, tensor in update.tensors.items():
-            targets[key].copy_(tensor)
+        try:
+            for key, tensor in update.tensors.items():
+                targets[key].copy_(tensor)
+        except BaseException as error:
+            # Verified weights do not fail to copy, devices do. Half a model must never serve.
+            self._fault = f"a commit of version {update.version} failed half way: {error}"
+            raise
+        if update.is_full:
+            self._fault = ""
         self._version = update.version
         self._num_commits += 1
         self._full_commits += update.is_full

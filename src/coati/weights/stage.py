@@ -8,9 +8,10 @@ ones need the room.
 """
 
 import dataclasses
+import functools
 import logging
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from coati.wire import WireTensor, decode, encode
 
 logger = logging.getLogger(__name__)
 
-MAX_OPEN_STAGES = 4
+# A stage that nobody has touched for so long belongs to a sender that died.
+MAX_IDLE_SECONDS = 600.0
 # The seed's plain calls carry no id; they share this one, and a new start discards what came before it.
 PLAIN_UPDATE = "plain"
 
@@ -51,6 +53,7 @@ class VerifiedUpdate:
 class _OpenStage:
     version: int | None
     source: str
+    last_seen: float
     chunks: dict[int, WeightChunk] = dataclasses.field(default_factory=dict)
     plain: dict[tuple[str, str], WireTensor] = dataclasses.field(default_factory=dict)
 
@@ -58,9 +61,23 @@ class _OpenStage:
 class WeightStage:
     """Collects the chunks of updates for the modules it is given, e.g. {"actor": actor, "critic": critic}."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._targets = {name: _Target(name, module) for name, module in modules.items()}
-        self._open: OrderedDict[str, _OpenStage] = OrderedDict()
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        *,
+        newest_weight: Callable[[str, str], Tensor] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`newest_weight(module, name)` gives a copy of a weight as it is after all accepted updates.
+
+        It is asked for the base of a LoRA adapter; `ServedModels.newest_weight` answers it safely while others work.
+        """
+        self._targets = {
+            label: _Target(label, module, None if newest_weight is None else functools.partial(newest_weight, label))
+            for label, module in modules.items()
+        }
+        self._clock = clock
+        self._open: dict[str, _OpenStage] = {}
 
     @property
     def open_updates(self) -> tuple[str, ...]:
@@ -71,10 +88,13 @@ class WeightStage:
         """Open a stage; an unfinished one with the same id is discarded."""
         if self._open.pop(update_id, None) is not None:
             logger.warning("weight update %s from %s began again; what it had staged is discarded", update_id, source)
-        self._open[update_id] = _OpenStage(version, source)
-        while len(self._open) > MAX_OPEN_STAGES:
-            old_id, old = self._open.popitem(last=False)
-            logger.warning("weight update %s from %s was never finished; evicted", old_id, old.source)
+        now = self._clock()
+        for old_id, old in list(self._open.items()):
+            # A sender sends one update at a time, so its unfinished one is dead; others may just be slow.
+            if old.source == source or now - old.last_seen > MAX_IDLE_SECONDS:
+                del self._open[old_id]
+                logger.warning("weight update %s from %s was never finished; evicted", old_id, old.source)
+        self._open[update_id] = _OpenStage(version, source, last_seen=now)
 
     def add_chunk(self, chunk: WeightChunk) -> None:
         """Stage one chunk after checking its bytes. The same chunk twice is the same chunk."""
@@ -139,7 +159,7 @@ class WeightStage:
                 f"{what} belongs to weight update {update_id}, which is not open here. It never began, was "
                 "rejected, or was evicted by newer updates. Send the update again from its start."
             )
-        self._open.move_to_end(update_id)  # so that the stage of a dead sender is evicted before a live one
+        stage.last_seen = self._clock()
         return stage
 
     def _verified(
@@ -197,7 +217,7 @@ class WeightStage:
             sent[name] = tensor
         for module, sent in by_module.items():
             target = self._targets[module]
-            if has_adapters(sent) and not target.has_adapters:
+            if not target.has_adapters:
                 sent = target.constructor.reconstruct(sent, lora.get(module, {}))
             for name, tensor in sent.items():
                 yield module, name, tensor
@@ -206,7 +226,7 @@ class WeightStage:
 class _Target:
     """Names, shapes and dtypes that a receiving module has."""
 
-    def __init__(self, label: str, module: nn.Module) -> None:
+    def __init__(self, label: str, module: nn.Module, newest_weight: Callable[[str], Tensor] | None) -> None:
         self._label = label
         state = module.state_dict(keep_vars=True)
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -214,9 +234,7 @@ class _Target:
         tied = tied_names(module)  # tied weights travel once, under any of their names
         self._first_name = {name: tied.get(name, name) for name in tensors}
         self.has_adapters = has_adapters(tensors)
-        self.constructor = LoRAConstructor(
-            {alias: tensor for name, tensor in tensors.items() for alias in _aliases(name)}
-        )
+        self.constructor = LoRAConstructor(_BaseWeights(tensors, newest_weight))
 
     def own_name(self, name: str, tensor: Tensor, source: str) -> str:
         """The receiver's name for a sent tensor: the same, or with `model.` more or less in front."""
@@ -258,6 +276,28 @@ class _Target:
                 f"{len(self._specs)} weights (first: {missing[0]!r}). Rejected whole, because half a "
                 "model is a wrong model; send all weights, or use update_lora_weights for adapters only."
             )
+
+
+class _BaseWeights(Mapping[str, Tensor]):
+    """The receiver's weights under all names that a sender may call them by, copied when asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], newest_weight: Callable[[str], Tensor] | None) -> None:
+        self._tensors = tensors
+        self._newest_weight = newest_weight
+        self._own_name = {alias: name for name in reversed(list(tensors)) for alias in reversed(_aliases(name))}
+
+    def __getitem__(self, name: str) -> Tensor:
+        own = self._own_name[name]
+        return self._tensors[own].detach().clone() if self._newest_weight is None else self._newest_weight(own)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._own_name
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own_name)
+
+    def __len__(self) -> int:
+        return len(self._own_name)
 
 
 def _aliases(name: str) -> tuple[str, ...]:

@@ -28,6 +28,16 @@ def test_items_without_a_round_pass_at_once():
     assert rounds(order.add([item(1), item(None)])) == [None]
 
 
+def test_a_round_that_is_taken_or_past_passes_at_once_and_is_counted():
+    order = RoundOrder()
+    assert rounds(order.add([item(0), item(2)])) == [0]
+    assert rounds(order.add([item(2)])) == [2]  # taken: another maker of the same index
+    assert rounds(order.add([item(0)])) == [0]  # past: a maker made anew
+    assert order.num_out_of_turn == 2
+    assert rounds(order.add([item(1)])) == [1, 2]
+    assert len(order) == 0
+
+
 def test_flush_hands_out_what_waits_in_order_and_goes_on_after_it():
     order = RoundOrder()
     order.add([item(5), item(2)])

@@ -338,11 +338,13 @@ def test_shortened_cuts_each_response_at_its_own_limit():
         action_mask=action_mask,
         rollout_log_probs=-torch.ones(3, 3).masked_fill(~action_mask, 0.0),
         is_cut=torch.tensor([False, False, True]),
+        token_versions=torch.tensor([[1, 1, 2]] * 3),
     )
     short = rollout.shortened(torch.tensor([1, 3, 2]))
     assert short.action_mask.long().tolist() == [[1, 0], [1, 1], [1, 1]]
     assert short.attention_mask.tolist() == [[1, 1, 0], [1, 1, 1], [1, 1, 1]]
     assert short.sequences.tolist() == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
+    assert short.token_versions.tolist() == [[1, 1]] * 3
     assert short.rollout_log_probs.tolist() == [[-1, 0], [-1, -1], [-1, -1]]
     assert short.is_cut.tolist() == [True, False, True]
     assert rollout.attention_mask[0].tolist() == [1, 1, 1, 1]  # the original is untouched

@@ -14,7 +14,7 @@ from coati.errors import WeightUpdateError
 from coati.models import Actor, Critic
 from coati.weights import PLAIN_UPDATE, ServedModels, WeightStage, new_header, weight_messages
 from coati.weights.manifest import make_chunk, specs_of
-from coati.weights.stage import MAX_OPEN_STAGES
+from coati.weights.stage import MAX_IDLE_SECONDS
 from coati.wire import WireTensor, encode
 
 
@@ -345,30 +345,40 @@ def test_an_update_that_begins_again_forgets_what_it_had(make_models, publish, r
         stage.finish(sent.manifest)
 
 
-def test_a_dead_sender_locks_nothing_and_is_evicted_before_a_live_one(
-    make_models, publish, receive, fingerprint, receiver
-):
-    models, stage, served = receiver
+def test_a_dead_sender_locks_nothing_and_is_evicted_and_a_slow_one_is_not(make_models, publish, receive, fingerprint):
+    now = [0.0]
+    models = make_models(1)
+    stage, served = WeightStage(models, clock=lambda: now[0]), ServedModels(models)
     slow_sender, dead = make_models(7), publish(make_models(8), source="dead")
     slow = publish(slow_sender, version=1, source="slow")
     stage.begin(slow.header.update_id, version=1, source="slow")
     stage.begin(dead.header.update_id, version=1, source="dead")
     stage.add_chunk(dead.chunks[0])  # and then it is killed
+    for seed in range(8):  # many others at the same time evict nobody
+        other = publish(make_models(20 + seed), source=f"other {seed}")
+        stage.begin(other.header.update_id, version=1, source=f"other {seed}")
+    assert {slow.header.update_id, dead.header.update_id} < set(stage.open_updates)
+    now[0] = MAX_IDLE_SECONDS
     stage.add_chunk(slow.chunks[0])
-    for seed in range(MAX_OPEN_STAGES):  # others come and go while its stage lies there
-        receive(stage, publish(make_models(20 + seed)))
-    assert dead.header.update_id in stage.open_updates
-    others = [publish(make_models(30 + seed)) for seed in range(MAX_OPEN_STAGES - 1)]
-    for other in others:
-        stage.begin(other.header.update_id, version=1, source="other")
-    assert dead.header.update_id not in stage.open_updates
-    assert len(stage.open_updates) == MAX_OPEN_STAGES
+    now[0] = MAX_IDLE_SECONDS + 1
+    receive(stage, publish(make_models(40), source="late"))
+    assert stage.open_updates == (slow.header.update_id,)
     for chunk in slow.chunks[1:]:
         stage.add_chunk(chunk)
     served.offer(stage.finish(slow.manifest))
     assert fingerprint(models) == fingerprint(slow_sender)
     with pytest.raises(WeightUpdateError, match="Send the update again"):
         stage.add_chunk(dead.chunks[1])
+
+
+def test_a_sender_that_begins_again_discards_only_its_own_unfinished_update(make_models, publish, receiver):
+    _, stage, _ = receiver
+    ids = {}
+    for source in ("a", "b", "a"):
+        sent = publish(make_models(3), source=source)
+        stage.begin(sent.header.update_id, version=1, source=source)
+        ids.setdefault(source, []).append(sent.header.update_id)
+    assert set(stage.open_updates) == {ids["b"][0], ids["a"][1]}
 
 
 # Partial updates.

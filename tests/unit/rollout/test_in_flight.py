@@ -1,0 +1,135 @@
+"""Weights that change between two tokens: finished tokens stay, and every token says who wrote it."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from coati.experience_maker import NaiveExperienceMaker
+from coati.experience_maker.pipeline import ExperiencePipeline
+from coati.experience_maker.prompt_batch import PromptBatch
+from coati.models import Actor, Critic, RewardModel
+from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
+from coati.weights import ServedModels
+from coati.weights.stage import VerifiedUpdate
+
+CONFIG = LlamaConfig(
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    vocab_size=20,
+    max_position_embeddings=32,
+    eos_token_id=None,
+    bos_token_id=None,
+    pad_token_id=0,
+)
+PROMPTS = torch.randint(1, 20, (3, 4), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def actors():
+    torch.manual_seed(0)
+    old = Actor.from_config(CONFIG).eval()
+    torch.manual_seed(1)
+    return old, Actor.from_config(CONFIG).eval()
+
+
+def generate(actor, **kwargs):
+    request = RolloutRequest(
+        input_ids=PROMPTS,
+        attention_mask=torch.ones_like(PROMPTS),
+        sample_ids=torch.arange(3),
+        seed=0,
+        options=GenerateOptions.parse(max_new_tokens=8),
+        max_new_tokens=8,
+        **kwargs,
+    )
+    return ReferenceEngine(actor).generate(request)
+
+
+def switch_after(actor, new, num_tokens, version):
+    """A commit point that loads the new weights after so many tokens."""
+    state = {"tokens": 0}
+
+    def commit_point():
+        state["tokens"] += 1
+        if state["tokens"] == num_tokens:
+            actor.load_state_dict(new.state_dict())
+        return version + (state["tokens"] >= num_tokens)
+
+    return commit_point
+
+
+def test_tokens_before_the_switch_are_the_old_models_and_versions_say_so(actors):
+    old, new = actors
+    of_old = generate(copy.deepcopy(old))
+    actor = copy.deepcopy(old)
+    mixed = generate(actor, version=6, commit_point=switch_after(actor, new, 3, 6))
+    assert torch.equal(mixed.sequences[:, :7], of_old.sequences[:, :7])
+    assert torch.equal(mixed.rollout_log_probs[:, :3], of_old.rollout_log_probs[:, :3])
+    assert mixed.token_versions.tolist() == [[6, 6, 6, 7, 7, 7, 7, 7]] * 3
+    assert not torch.equal(mixed.rollout_log_probs[:, 3:], of_old.rollout_log_probs[:, 3:])
+
+
+def test_without_a_commit_point_one_version_wrote_everything(actors):
+    assert generate(actors[0], version=4).token_versions.eq(4).all()
+
+
+def update_to(actor, version):
+    tensors = {("actor", name): tensor for name, tensor in actor.state_dict().items()}
+    return VerifiedUpdate(f"update {version}", version, "test", tensors, is_full=False)
+
+
+@pytest.fixture
+def pipeline(actors):
+    def build(in_flight, offer_after=3):
+        old, new = actors
+        actor = copy.deepcopy(old)
+        served = ServedModels({"actor": actor})
+        maker = NaiveExperienceMaker(actor, Critic.from_config(CONFIG), RewardModel.from_config(CONFIG), old)
+        pipeline = ExperiencePipeline(maker, served, generate_kwargs={"max_new_tokens": 8}, in_flight=in_flight)
+        # Offered while the third token is drawn, from inside the generation: the interleaving we fear.
+        real, count = maker.engine.generate, {"steps": 0}
+
+        def forward(*args, **kwargs):
+            count["steps"] += 1
+            if count["steps"] == offer_after:
+                served.offer(update_to(new, 1))
+            return original(*args, **kwargs)
+
+        original = actor.model.forward
+        actor.model.forward = forward
+        assert real is not None
+        return pipeline
+
+    return build
+
+
+BATCH = PromptBatch(PROMPTS, torch.ones_like(PROMPTS))
+
+
+def test_in_flight_an_update_that_comes_during_a_generation_is_taken_by_the_next_token(pipeline):
+    made = pipeline(in_flight=True).make(BATCH)
+    # The update is offered during the forward of the third token; that token is drawn, then the weights change.
+    assert made.policy_versions.tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]] * 3
+    assert torch.equal(made.action_log_probs, made.rollout_log_probs)
+
+
+def test_between_batches_the_same_update_waits_for_the_batch(pipeline):
+    running = pipeline(in_flight=False)
+    made = running.make(BATCH)
+    assert made.policy_versions.eq(0).all()
+    assert running.served.version == 1
+    torch.testing.assert_close(made.action_log_probs, made.rollout_log_probs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_commit_point_takes_nothing_while_somebody_else_works_with_the_models(actors):
+    old, new = actors
+    served = ServedModels({"actor": copy.deepcopy(old)})
+    with served.use(), served.use():
+        served.offer(update_to(new, 1))
+        assert served.commit_point() == 0
+    assert served.version == 1
