@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test unit check format install clean
+.PHONY: demo test unit coverage check format install clean
 
 install: $(STAMP)
 
@@ -25,6 +25,10 @@ test: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest tests/unit
+
+coverage: $(STAMP)
+	$(BIN)/python -m pytest tests/unit -q --cov=coati.algos --cov=coati.experience_maker --cov=coati.experience_buffer \
+		--cov-report=term --cov-fail-under=95
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -37,6 +37,7 @@ def execute(config: RunConfig, console: Console, *, sync: bool, address: str | N
         samples_path=files.samples,
         total_steps=config.train.total_steps * config.train.epochs,
         samples_every_versions=config.logging.samples_every_versions,
+        steps_per_version=config.train.update_steps * config.train.epochs,
     )
     try:
         with StopSignal(console) as should_stop, LiveView(console) as view:
@@ -70,13 +71,25 @@ def _run_synchronously(config: RunConfig, log: RunLog, view: LiveView, should_st
 
     run = SynchronousRun(config, log, on_progress=view.show, should_stop=should_stop)
     log.message = ""
-    run.run()
+    try:
+        run.run()
+    except Exception as error:
+        if log.trainer_version:
+            path += "-at-failure"
+            error.add_note(f"the model as of version {log.trainer_version} was saved to {path}")
+            run.save(path)
+        raise
+    log.flush()
+    view.show(log.snapshot())
     run.save(path)
     assembly.load_tokenizer(config).save_pretrained(path)
 
 
-def prepare_output(config: RunConfig, *, overwrite: bool) -> OutputFiles:
-    """Make the output folder; an earlier run there is an error, or replaced if asked for."""
+def check_output(config: RunConfig, *, overwrite: bool) -> None:
+    """Raise ConfigError if the output folder holds something that must not be lost.
+
+    What a run left that ended before it made a sample is nothing, and may be replaced.
+    """
     files = output_files(config)
     folder = config.output_folder
     if folder.exists() and any(folder.iterdir()):
@@ -85,11 +98,20 @@ def prepare_output(config: RunConfig, *, overwrite: bool) -> OutputFiles:
                 f"run.output must be a new folder or one of an earlier run, got {str(folder)!r}, which holds other "
                 "files. Choose another folder."
             )
-        if not overwrite:
+        results = (files.model, files.samples, folder / "checkpoints")
+        if not overwrite and any(path.exists() for path in results):
             raise ConfigError(
                 f"run.output {str(folder)!r} holds an earlier run. Give --overwrite to replace it, or "
                 "--set run.output=…"
             )
+
+
+def prepare_output(config: RunConfig, *, overwrite: bool) -> OutputFiles:
+    """Make the output folder; an earlier run there is an error, or replaced if asked for."""
+    check_output(config, overwrite=overwrite)
+    files = output_files(config)
+    folder = config.output_folder
+    if folder.exists():
         shutil.rmtree(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

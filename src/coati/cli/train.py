@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from coati.cli.run import EXIT_STOPPED, check_output, execute, prepare_output
 from coati.config import RunConfig, load_config, make_plan, preflight
 from coati.errors import ConfigError
 
@@ -27,11 +28,10 @@ def run_train(
     if sync:  # one process takes turns, so every sample comes from the newest weights
         config = config.model_copy(update={"topology": config.topology.model_copy(update={"max_staleness": 0})})
     console.print(make_plan(config).render(), highlight=False, markup=False, soft_wrap=True)
+    check_output(config, overwrite=overwrite)
     if dry_run:
         console.print("[green]Everything is in order.[/] Leave out --dry-run to train.")
         return
-    from coati.cli.run import EXIT_STOPPED, execute, prepare_output
-
     prepare_output(config, overwrite=overwrite)
     outcome = execute(config, console, sync=sync, address=address, verbose=verbose)
     rewards = outcome.log.rewards

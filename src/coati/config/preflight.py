@@ -111,12 +111,26 @@ def _reward_problems(config: RunConfig) -> list[str]:
     functions = {"reward.function": config.reward.function} | {
         f"reward.terms[{index}].function": term.function for index, term in enumerate(config.reward.terms)
     }
+    columns = _peeked_columns(config)
     found = (
-        find_reward_problem(key, function, config.reward_search_paths)
+        find_reward_problem(key, function, config.reward_search_paths, columns)
         for key, function in functions.items()
         if function
     )
     return [problem for problem in found if problem]
+
+
+def _peeked_columns(config: RunConfig) -> list[str] | None:
+    """The dataset's columns but the prompt's, where a look at its first rows tells them."""
+    path = Path(config.prompts.path)
+    if path.suffix not in PEEKING_READERS or not path.is_file():
+        return None
+    options = {"split": config.prompts.split} if path.suffix == ".json" else {}
+    try:
+        rows = PEEKING_READERS[path.suffix](path, limit=_PEEKED_ROWS, **options)
+    except DataError:
+        return None  # told already
+    return sorted({name for row in rows for name in row} - {config.prompts.column})
 
 
 def _output_problems(config: RunConfig) -> list[str]:

@@ -12,13 +12,16 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 
-def find_reward_problem(key: str, function: str, search_paths: Sequence[Path]) -> str:
+def find_reward_problem(
+    key: str, function: str, search_paths: Sequence[Path], columns: Sequence[str] | None = None
+) -> str:
     """Say what is wrong with a reward function given as "module:function"; empty when nothing is known to be.
 
     Args:
         key: the setting that named it.
         function: "module:function".
         search_paths: folders that are searched before `sys.path`.
+        columns: the dataset's columns, where they are known: a parameter without a default must be one of them.
     """
     module, _, name = function.partition(":")
     spec = find_module(module, search_paths)
@@ -41,6 +44,8 @@ def find_reward_problem(key: str, function: str, search_paths: Sequence[Path]) -
         )
     except (OSError, UnicodeDecodeError, ValueError):
         return ""  # odd source encodings and the like: only the import can tell
+    if problem := _signature_problem(key, function, tree, columns):
+        return problem
     names = set(_defined_names(tree.body))
     # A star import or a module-level __getattr__ can supply any name.
     if name in names or "*" in names or "__getattr__" in names:
@@ -49,6 +54,30 @@ def find_reward_problem(key: str, function: str, search_paths: Sequence[Path]) -
     callables = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
     hint = f"Did you mean {', '.join(close)}?" if close else f"It defines {', '.join(callables) or 'no function'}."
     return f"{key} must name a function in its module, got {function!r}, but {spec.origin} has no {name!r}. {hint}"
+
+
+def _signature_problem(key: str, function: str, tree: ast.Module, columns: Sequence[str] | None) -> str:
+    """A parameter that nothing will be passed for, as far as the source tells."""
+    name = function.partition(":")[2]
+    definitions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if columns is None or len(definitions) != 1 or definitions[0].decorator_list:
+        return ""
+    arguments = definitions[0].args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    required = [argument.arg for argument in positional[: len(positional) - len(arguments.defaults)]]
+    required += [
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is None
+    ]
+    known = {"prompts", "completions", *columns}
+    if unknown := [argument for argument in required if argument not in known]:
+        return (
+            f"{key} {function!r} has a parameter {unknown[0]!r}, but a reward gets prompts, completions and the "
+            f"dataset's columns ({', '.join(sorted(columns)) or 'none'}). Rename it, give it a default, or add "
+            "the column."
+        )
+    return ""
 
 
 def find_module(module: str, search_paths: Sequence[Path]) -> ModuleSpec | None:

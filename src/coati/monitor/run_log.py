@@ -15,7 +15,7 @@ class RunLog:
     """Takes the records of makers and trainers, hands them to trackers, and keeps what the live view shows.
 
     A maker's records are gathered by version and logged when the next version begins; a trainer's are logged
-    one by one. `step` counts the trainer's batches.
+    one by one. `step` counts the trainer's batches; a maker's numbers stand at the step where their version began.
     """
 
     def __init__(
@@ -25,11 +25,13 @@ class RunLog:
         samples_path: Path,
         total_steps: int,
         samples_every_versions: int = 1,
+        steps_per_version: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tracker = tracker
         self._samples_path = samples_path
         self._samples_every = samples_every_versions
+        self._steps_per_version = steps_per_version
         self._clock = clock
         self._bag = MetricBag()
         self._bag_version = 0
@@ -82,7 +84,7 @@ class RunLog:
         self.num_dropped += int(values.get("maker/dropped", 0.0))
         self.num_skipped_prompts += int(values.get("maker/skipped_prompts", 0.0))
         extra = {"maker/version": float(self._bag_version), "buffer/batches": float(self.buffer_batches)}
-        self._tracker.log(self._step, values | extra)
+        self._tracker.log(self._bag_version * self._steps_per_version, values | extra)
 
     def snapshot(self) -> RunSnapshot:
         """Where the run stands."""

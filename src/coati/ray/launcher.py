@@ -186,6 +186,8 @@ class DetachedRun:
         while waiting and time.monotonic() < deadline:
             self._finish_some(waiting, timeout=_POLL_SECONDS)
         self._look()
+        self._log.flush()
+        self._say("")
         if waiting:  # training is done and complete; a generation that nobody needs must not spoil it
             logger.warning("%s did not stop within %g s and will be ended", ", ".join(waiting.values()), _STOP_SECONDS)
 

@@ -156,3 +156,16 @@ def test_the_example_is_sound_but_for_the_demo_model():
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.stdout.split("\n")[:2] == ["[]", "False"], result.stderr
+
+
+def test_a_reward_parameter_that_nothing_is_passed_for(folder):
+    (folder / "odd_rewards.py").write_text(
+        "def wants(completions, solution): ...\n"
+        "def defaults(completions, solution=None): ...\n"
+        "def anything(completions, **columns): ...\n"
+    )
+    (problem,) = problems("reward.function=odd_rewards:wants")
+    assert "'solution'" in problem
+    assert "prompts, completions and the dataset's columns" in problem
+    assert problems("reward.function=odd_rewards:defaults") == []
+    assert problems("reward.function=odd_rewards:anything") == []

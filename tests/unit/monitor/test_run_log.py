@@ -115,9 +115,14 @@ def test_trainer_records_are_logged_one_by_one_under_their_batch(make_log, track
     log.trainer_records([trained(1, 0, **{"policy/loss": 0.125})])  # of another rank, late
     snapshot = log.snapshot()
     assert (snapshot.step, snapshot.version, snapshot.total_steps) == (2, 1, 10)
-    log.maker_records([made(0, 0.5)])
+
+
+def test_makers_are_logged_at_the_step_where_their_version_began(make_log, tracker):
+    log = make_log(steps_per_version=4)
+    log.trainer_records([trained(9, 2, **{"policy/loss": 0.25})])  # training may be anywhere
+    log.maker_records([made(0, 0.5), made(1, 0.5), made(3, 0.5)])
     log.close()
-    assert tracker.logged[-1][0] == 2  # makers are logged at the step that training has reached
+    assert [step for step, values in tracker.logged if "reward/mean" in values] == [0, 4, 12]
 
 
 def test_snapshot_by_hand(make_log, clock):

@@ -1,0 +1,96 @@
+"""Adapters-only updates between real actors, and the trainer's last word on old data."""
+
+import pytest
+import ray
+import torch
+from ray_testing import QUICK, experience, make_ppo_trainer, maker_models, strategy, tiny_llama, trainer_models
+
+from coati.config import build_config
+from coati.errors import ConfigError, StalenessExceeded
+from coati.models import Actor, Critic, LoRASettings
+from coati.ray.cluster import connected
+from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
+from coati.ray.experience_maker_holder import ExperienceMakerHolder
+
+pytestmark = pytest.mark.usefixtures("cluster")
+LORA = LoRASettings(rank=2, alpha=4.0)
+
+
+def lora_models():
+    """The models of `trainer_models`, with adapters on top."""
+    actor, critic = trainer_models(0)
+    return Actor(actor.model, lora=LORA), Critic(critic.body, lora=LORA)
+
+
+def logits_of(actor_handle, find_actor):
+    def look(self):
+        with torch.no_grad():
+            return find_actor(self)(torch.tensor([[1, 2, 3]])).logits
+
+    return ray.get(actor_handle.__ray_call__.remote(look))
+
+
+def test_a_plain_maker_follows_a_lora_trainer_by_adapters_alone(keep, unique, sinks):
+    maker_name = unique("maker")
+    maker = keep(
+        ExperienceMakerHolder.options(name=maker_name, num_cpus=0).remote(
+            list(sinks),
+            strategy,
+            maker_models,
+            deadlines=QUICK,
+            num_threads=1,
+            update_lora_weights=True,
+            max_new_tokens=4,
+        )
+    )
+    trainer = keep(
+        DetachedPPOTrainer.options(name=unique("trainer"), num_cpus=0).remote(
+            [maker_name], strategy, lora_models, deadlines=QUICK, num_threads=1, update_lora_weights=True
+        )
+    )
+    ray.get(trainer.sync_models_to_remote_makers.remote())
+    full = ray.get(trainer.records_since.remote(0)).records[-1]["metrics"]["weights/bytes"]
+
+    def shake(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self._learner.actor.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        self.version += 1
+        self._update_remote_makers()
+
+    for seed in range(5):
+        ray.get(trainer.__ray_call__.remote(shake, seed))
+    adapters = ray.get(trainer.records_since.remote(0)).records[-1]["metrics"]["weights/bytes"]
+    assert adapters < full
+    of_maker = logits_of(maker, lambda self: self._pipeline.maker.actor)
+    of_trainer = logits_of(trainer, lambda self: self._learner.actor)
+    torch.testing.assert_close(of_maker, of_trainer, atol=1e-5, rtol=1e-5)
+    assert (of_maker - Actor(tiny_llama(0)).eval()(torch.tensor([[1, 2, 3]])).logits).abs().max() > 1e-2
+    assert ray.get(maker.progress.remote()).version == 5
+
+
+def test_a_trainer_refuses_what_breaks_the_bound(keep, unique):
+    trainer = keep(make_ppo_trainer([], max_staleness=1))
+    batch = experience(0, 4)
+    batch.policy_versions = torch.zeros_like(batch.action_log_probs, dtype=torch.long)
+    ray.get(trainer.training_step.remote(batch))  # age 0
+
+    def grow_up(self):
+        self.version = 2
+
+    ray.get(trainer.__ray_call__.remote(grow_up))
+    with pytest.raises(StalenessExceeded, match="2 versions old, but max_staleness is 1"):
+        ray.get(trainer.training_step.remote(batch))
+
+
+def test_an_address_where_nobody_answers_is_told_at_once():
+    config = build_config(
+        {"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {"function": "module:function"}}
+    )
+    with (
+        pytest.raises(ConfigError, match=r"--address must be that of a Ray cluster .* got '127\.0\.0\.1:1'"),
+        connected(config, address="127.0.0.1:1", namespace="n", log_to_driver=False),
+    ):
+        pass
