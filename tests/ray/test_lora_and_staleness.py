@@ -71,18 +71,15 @@ def test_a_plain_maker_follows_a_lora_trainer_by_adapters_alone(keep, unique, si
     assert ray.get(maker.progress.remote()).version == 5
 
 
-def test_a_trainer_refuses_what_breaks_the_bound(keep, unique):
-    trainer = keep(make_ppo_trainer([], max_staleness=1))
+def test_a_trainer_refuses_what_breaks_the_bound(keep):
+    trainer = make_ppo_trainer([], max_staleness=1)
+    keep(trainer._buffer)
     batch = experience(0, 4)
     batch.policy_versions = torch.zeros_like(batch.action_log_probs, dtype=torch.long)
-    ray.get(trainer.training_step.remote(batch))  # age 0
-
-    def grow_up(self):
-        self.version = 2
-
-    ray.get(trainer.__ray_call__.remote(grow_up))
+    trainer.training_step(batch)  # age 0
+    trainer.version = 2
     with pytest.raises(StalenessExceeded, match="2 versions old, but max_staleness is 1"):
-        ray.get(trainer.training_step.remote(batch))
+        trainer.training_step(batch)
 
 
 def test_an_address_where_nobody_answers_is_told_at_once():

@@ -168,7 +168,7 @@ def test_the_queue_is_a_light_process(make_buffer):
     buffer = make_buffer(1)
     buffer.extend(items(0, 1))
     assert buffer.get_length() == 1
-    pid = ray.get(buffer._queue.actor.__ray_call__.remote(lambda actor: os.getpid()))
+    pid = ray.get(buffer._queue._queue.actor.__ray_call__.remote(lambda actor: os.getpid()))
     assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
 
 

@@ -1,5 +1,6 @@
 """A Ray queue whose every call has a deadline, and whose death has a name."""
 
+import asyncio
 from typing import Any
 
 import ray
@@ -29,7 +30,7 @@ class BatchQueue:
         """The oldest entry, or None if there is none within `seconds`."""
         try:
             return self._call("get", seconds, wait=seconds) if seconds > 0 else self._call("get_nowait")
-        except Empty:
+        except (Empty, asyncio.QueueEmpty):
             return None
 
     def drop_all(self) -> None:
@@ -37,7 +38,7 @@ class BatchQueue:
         while (size := self.size()) > 0:
             try:
                 self._call("get_nowait_batch", size)
-            except Empty:  # a consumer was quicker
+            except (Empty, asyncio.QueueEmpty):  # a consumer was quicker
                 continue
 
     def close(self) -> None:

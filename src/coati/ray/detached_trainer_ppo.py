@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         # Held while weights change and while they are read for publishing, so that no update is torn at its
         # source.
         self._weights_lock = threading.Lock()
-        self._source = f"trainer {os.environ.get('RANK', '0')} ({socket.gethostname()}, pid {os.getpid()})"
+        self._source = f"trainer {os.environ.get('RANK', '0')} ({socket.gethostname()}, {uuid.uuid4().hex[:8]})"
 
     @ray.method(concurrency_group="compute")
     def training_step(self, experience: Experience) -> dict[str, float]:
