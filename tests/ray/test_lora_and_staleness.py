@@ -1,9 +1,21 @@
 """Adapters-only updates between real actors, and the trainer's last word on old data."""
 
+import threading
+
 import pytest
 import ray
 import torch
-from ray_testing import QUICK, experience, make_ppo_trainer, maker_models, strategy, tiny_llama, trainer_models
+from ray_testing import (
+    PATIENCE,
+    QUICK,
+    Background,
+    experience,
+    make_ppo_trainer,
+    maker_models,
+    strategy,
+    tiny_llama,
+    trainer_models,
+)
 
 from coati.config import build_config
 from coati.errors import ConfigError, StalenessExceeded
@@ -91,3 +103,44 @@ def test_an_address_where_nobody_answers_is_told_at_once():
         connected(config, address="127.0.0.1:1", namespace="n", log_to_driver=False),
     ):
         pass
+
+
+def test_a_sync_in_the_middle_of_an_episode_waits_for_a_whole_version(keep):
+    trainer = make_ppo_trainer([])
+    keep(trainer._buffer)
+    sent, trained = [], threading.Event()
+    real_step = trainer._learner.step
+
+    def step(batch):
+        metrics = real_step(batch)
+        trained.set()
+        return metrics
+
+    def send(header, messages, *, fully_update):
+        list(messages)
+        sent.append((header.version, trainer._num_steps_unpublished, fully_update))
+        return 0
+
+    trainer._learner.step = step
+    trainer._channel.send = send
+    fit = Background(trainer.fit, 2, 2)
+    trainer.buffer_append(experience(0, 4))
+    assert trained.wait(PATIENCE)  # one of two steps is done: the weights have no version
+    sync = Background(trainer.sync_models_to_remote_makers)
+    assert sent == []
+    trainer.buffer_append(experience(4, 4))
+    fit.result()
+    sync.result()
+    # fit's own update of the two steps as version 1, and then the sync of that same version.
+    assert sent == [(1, 2, False), (1, 0, True)]
+
+
+def test_a_sync_after_steps_by_hand_is_a_version_of_its_own(keep):
+    trainer = make_ppo_trainer([])
+    keep(trainer._buffer)
+    trainer.sync_models_to_remote_makers()
+    assert trainer.version == 0
+    trainer.training_step(experience(0, 4))
+    trainer.sync_models_to_remote_makers()
+    trainer.sync_models_to_remote_makers()
+    assert trainer.version == 1

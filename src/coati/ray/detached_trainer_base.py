@@ -146,7 +146,10 @@ class DetachedTrainer(ABC):
 
     @ray.method(concurrency_group="buffer_sample")
     def _buffer_sample(self) -> Experience:
-        """The oldest whole batch; blocks until there is one, with a deadline."""
+        """The oldest whole batch, for callers from outside; blocks until there is one, with a deadline.
+
+        `fit` waits in slices instead, and looks after makers, stop signals and the end of the data in between.
+        """
         return self._buffer.sample(timeout_seconds=self.deadlines.batch)
 
     # What the outside may ask at any time.

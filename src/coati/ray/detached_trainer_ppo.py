@@ -117,7 +117,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         )
         # Held while weights change and while they are read for publishing, so that no update is torn at its
         # source.
-        self._weights_lock = threading.Lock()
+        self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
         self._source = f"trainer {os.environ.get('RANK', '0')} ({socket.gethostname()}, {uuid.uuid4().hex[:8]})"
 
     @ray.method(concurrency_group="compute")
@@ -156,17 +156,21 @@ class DetachedPPOTrainer(DetachedTrainer):
                 "them all. fit sends new weights after every episode; sync before or after it."
             )
         wait_in_slices(
-            lambda seconds: not self._is_between_versions() or self._stop.wait(min(seconds, 0.2)),
+            lambda seconds: self._sync_whole_version(seconds, **kwargs),
             deadline_seconds=self.deadlines.batch,
             what=lambda: "the end of fit's episode, to sync whole versions to the makers",
             message_every=self.deadlines.message_every,
         )
-        if self._num_steps_unpublished and self._state != "fitting":
-            self.version += 1  # trained by hand since the last version
-        super().sync_models_to_remote_makers(**kwargs)
 
-    def _is_between_versions(self) -> bool:
-        return self._state == "fitting" and self._num_steps_unpublished > 0
+    def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
+        """Sync if the weights are those of a version; checked and sent under one lock, so no step comes between."""
+        with self._weights():
+            if not self._num_steps_unpublished or self._state != "fitting":
+                self.version += self._num_steps_unpublished > 0  # trained by hand since the last version
+                super().sync_models_to_remote_makers(**kwargs)
+                return True
+        self._stop.wait(min(seconds, 0.2))
+        return False
 
     def _update_remote_makers(self, fully_update: bool = False, **config: Any) -> None:
         """Publish the weights as version `self.version`; `config` may hold `shard_size` in MiB."""
@@ -244,7 +248,7 @@ class DetachedPPOTrainer(DetachedTrainer):
 class _TimedLock:
     """A lock taken with a deadline."""
 
-    def __init__(self, lock: threading.Lock, timeout_seconds: float, what: str) -> None:
+    def __init__(self, lock: Any, timeout_seconds: float, what: str) -> None:
         self._lock = lock
         self._timeout_seconds = timeout_seconds
         self._what = what

@@ -108,22 +108,10 @@ class ExperienceMakerHolder:
         self._prompts: Iterable[Any] = ()
         self._records = RecordLog()
 
-        strategy = strategy_fn()
-        with strategy.model_init_context():
-            models = model_fn()
-        actor, critic, reward_model, initial_model = (_placed(model, strategy) for model in models)
-        maker = NaiveExperienceMaker(
-            actor,
-            critic,
-            reward_model,
-            initial_model,
-            kl_coef,
-            gamma,
-            lam,
-            kl_estimator=kl_estimator,
-            seed=seed,
+        maker = _make_maker(
+            strategy_fn, model_fn, kl_coef=kl_coef, gamma=gamma, lam=lam, kl_estimator=kl_estimator, seed=seed
         )
-        updated: dict[str, nn.Module] = {"actor": actor, "critic": maker.critic}
+        updated: dict[str, nn.Module] = {"actor": maker.actor, "critic": maker.critic}
         self._served = ServedModels(updated)
         self._stage = WeightStage(updated, newest_weight=self._served.newest_weight)
         self._plain_updates = PlainUpdates(self._stage, allow_partial=update_lora_weights)
@@ -143,8 +131,8 @@ class ExperienceMakerHolder:
             should_stop=self._stop.is_set,
         )
         if eval_performance:
-            counts = [_num_parameters(model) for model in (actor, maker.critic, initial_model, reward_model)]
-            self._callbacks.append(ExperienceMakerPerformanceEvaluator(*counts))
+            models = (maker.actor, maker.critic, maker.initial_model, maker.reward_model)
+            self._callbacks.append(ExperienceMakerPerformanceEvaluator(*map(_num_parameters, models)))
 
     # Work.
 
@@ -329,6 +317,18 @@ class ExperienceMakerHolder:
             yield
         finally:
             self._waits[what] += time.perf_counter() - started
+
+
+def _make_maker(
+    strategy_fn: Callable[[], Strategy],
+    model_fn: Callable[[], tuple[nn.Module, nn.Module, Any, nn.Module]],
+    **settings: Any,
+) -> NaiveExperienceMaker:
+    """The maker with its models on the strategy's device."""
+    strategy = strategy_fn()
+    with strategy.model_init_context():
+        models = model_fn()
+    return NaiveExperienceMaker(*(_placed(model, strategy) for model in models), **settings)
 
 
 def _placed(model: Any, strategy: Strategy) -> Any:

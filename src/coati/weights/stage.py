@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from coati.errors import WeightUpdateError
 from coati.models.lora import LayerLoRA, LoRAConstructor, has_adapters
-from coati.trainer.strategies.state_chunks import tied_names
+from coati.models.tied_weights import tied_names
 from coati.weights.checksum import checksum
 from coati.weights.manifest import UpdateHeader, WeightChunk, WeightManifest, specs_of
 from coati.wire import WireTensor, decode, encode

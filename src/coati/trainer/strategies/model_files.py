@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from coati.errors import CheckpointError
+from coati.models.tied_weights import tied_names
 from coati.trainer.strategies.sharding import copy_whole_into
-from coati.trainer.strategies.state_chunks import tied_names
 
 WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"

@@ -8,25 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-
-def tied_names(module: nn.Module) -> dict[str, str]:
-    """Names in the state dict that share their tensor with an earlier name, mapped to that name.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-        >>> net[1].weight = net[0].weight
-        >>> tied_names(net)
-        {'1.weight': '0.weight'}
-    """
-    first_name: dict[object, str] = {}
-    tied: dict[str, str] = {}
-    for name, tensor in _state_tensors(module).items():
-        identity = _identity(tensor)
-        if identity in first_name:
-            tied[name] = first_name[identity]
-        else:
-            first_name[identity] = name
-    return tied
+from coati.models.tied_weights import state_tensors, tied_names
 
 
 def iter_state_chunks(module: nn.Module, *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -40,7 +22,7 @@ def iter_state_chunks(module: nn.Module, *, max_bytes: int) -> Iterator[dict[str
     tied = tied_names(module)
     chunk: dict[str, Tensor] = {}
     chunk_bytes = 0
-    for name, tensor in _state_tensors(module).items():
+    for name, tensor in state_tensors(module).items():
         if name in tied:
             continue
         num_bytes = tensor.numel() * tensor.element_size()  # of the whole tensor, also for a DTensor
@@ -61,17 +43,3 @@ def whole_tensor(tensor: Tensor) -> Tensor:
         whole: Tensor = tensor.full_tensor()
         return whole
     return tensor
-
-
-def _state_tensors(module: nn.Module) -> dict[str, Tensor]:
-    # keep_vars gives the parameter objects themselves, and with them their identity.
-    state = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _identity(tensor: Tensor) -> object:
-    # A rank's piece of a DTensor may be empty, and empty tensors have no address: ranks would then disagree
-    # on what is tied, and wait for each other for ever. The object itself is the same question on every rank.
-    if isinstance(tensor, DTensor) or tensor.numel() == 0 or tensor.device.type == "meta":
-        return id(tensor)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())

@@ -1,10 +1,7 @@
 """Models small enough to check by hand: 11 tokens, 16 dimensions, one or two layers, seeded."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 VOCABULARY = 11
 
@@ -18,7 +15,9 @@ def _one_thread():
 
 
 @pytest.fixture
-def llama_config() -> Callable[..., LlamaConfig]:
+def llama_config():
+    from transformers import LlamaConfig  # here, so that tests of pure maths start without it
+
     def make(**changes):
         settings = {
             "hidden_size": 16,
@@ -39,7 +38,9 @@ def llama_config() -> Callable[..., LlamaConfig]:
 
 
 @pytest.fixture
-def gpt2_config() -> Callable[..., GPT2Config]:
+def gpt2_config():
+    from transformers import GPT2Config
+
     def make(**changes):
         settings = {
             "n_embd": 16,
@@ -58,7 +59,9 @@ def gpt2_config() -> Callable[..., GPT2Config]:
 
 
 @pytest.fixture
-def llama(llama_config) -> Callable[..., PreTrainedModel]:
+def llama(llama_config):
+    from transformers import LlamaForCausalLM
+
     def make(seed=0, **changes):
         torch.manual_seed(seed)
         return LlamaForCausalLM(llama_config(**changes)).eval()
@@ -67,7 +70,9 @@ def llama(llama_config) -> Callable[..., PreTrainedModel]:
 
 
 @pytest.fixture
-def gpt2(gpt2_config) -> Callable[..., PreTrainedModel]:
+def gpt2(gpt2_config):
+    from transformers import GPT2LMHeadModel
+
     def make(seed=0, **changes):
         torch.manual_seed(seed)
         return GPT2LMHeadModel(gpt2_config(**changes)).eval()
