@@ -29,6 +29,10 @@ class WeightUpdateError(CoatiError, RuntimeError):
     """A weight update was rejected whole; the receiver still serves the version it had."""
 
 
+class RunStopped(CoatiError, RuntimeError):
+    """A stop was asked for before there was anything to train or save."""
+
+
 class StalenessExceeded(CoatiError, RuntimeError):
     """Training data is older than the run's bound allows."""
 

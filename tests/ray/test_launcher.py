@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coati.config import build_config
 from coati.demo.cache import ensure_base_model
-from coati.errors import ConfigError, PeerDied, RewardError
+from coati.errors import ConfigError, PeerDied, RewardError, RunStopped
 from coati.monitor import JsonlTracker
 from coati.monitor.run_log import RunLog
 from coati.ray import cluster as cluster_module
@@ -146,6 +146,12 @@ def test_a_stop_saves_what_was_learnt_even_with_a_full_buffer(run, make_config, 
     assert progress["trainer-0"].state == "finished"
     assert progress["maker-0"].state == "finished"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model") is not None
+
+
+def test_a_stop_before_training_begins_ends_the_run_and_leaves_nothing(run, make_config, tmp_path):
+    with pytest.raises(RunStopped, match="nothing to save"):
+        run(make_config(), should_stop=lambda: True)
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_constructor_that_raises_ends_the_run_with_its_reason(run, make_config):

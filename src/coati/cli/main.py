@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from coati import __version__
-from coati.errors import CoatiError
+from coati.errors import CoatiError, RunStopped
 
 app = typer.Typer(
     name="coati",
@@ -93,8 +93,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         app()
-    except KeyboardInterrupt:
-        typer.echo("Stopped before there was anything to save.", err=True)
+    except RunStopped as stop:
+        typer.echo(f"coati: {stop}", err=True)
         sys.exit(130)
     except CoatiError as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import ray
 
 from coati.config import RunConfig
-from coati.errors import ConfigError
+from coati.errors import ConfigError, RunStopped
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,10 @@ def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_
         )
         _check_resources(config, num_cpus=num_actors)
         yield ClusterInfo(namespace, folder / "session_latest" / "logs")
+    except RunStopped:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     except BaseException:
         ray.shutdown()
         logger.warning("the logs of all actors are in %s", folder / "session_latest" / "logs")

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coati import assembly
 from coati.config import RunConfig
-from coati.errors import DeadlineExceeded, PeerDied
+from coati.errors import DeadlineExceeded, PeerDied, RunStopped
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
 from coati.ray.cluster import actor_options, connected, rendezvous
@@ -157,7 +157,7 @@ class DetachedRun:
         deadline = time.monotonic() + self._deadlines.start
         while waiting:
             if self._should_stop():
-                raise KeyboardInterrupt  # nothing is trained yet, so there is nothing to save
+                raise RunStopped("stopped before training began; there was nothing to save.")
             if time.monotonic() >= deadline:
                 late = ", ".join(sorted(waiting.values()))
                 raise DeadlineExceeded(f"waited {self._deadlines.start:g} s for {late} to start and load their models.")
