@@ -153,10 +153,10 @@ def ppo_settings(config: RunConfig) -> PPOSettings:
     """The learner's settings."""
     train = config.train
     return PPOSettings(
-        eps_clip=config.ppo.eps_clip,
-        value_clip=config.ppo.value_clip,
-        entropy_coef=config.ppo.entropy_coef,
-        whiten_advantages=config.ppo.whiten_advantages,
+        eps_clip=config.algorithm.eps_clip,
+        value_clip=config.algorithm.value_clip,
+        entropy_coef=config.algorithm.entropy_coef,
+        whiten_advantages=config.algorithm.whiten_advantages,
         actor_lr=train.actor_lr,
         critic_lr=train.critic_lr,
         lr_schedule=train.lr_schedule,
@@ -170,18 +170,18 @@ def ppo_settings(config: RunConfig) -> PPOSettings:
 
 def correction_settings(config: RunConfig) -> CorrectionSettings:
     """What the learner does about old data; on-policy runs need no correction."""
-    ppo = config.ppo
+    algorithm = config.algorithm
     is_off_policy = config.topology.max_staleness != 0
     automatic: Literal["none", "decoupled"] = "decoupled" if is_off_policy else "none"
     return CorrectionSettings(
-        policy=automatic if ppo.correction == "auto" else ppo.correction,
-        importance=ppo.importance,
-        level=ppo.importance_level,
-        cap=ppo.importance_cap,
-        estimator=ppo.estimator,
-        kl_coef=ppo.kl_coef,
-        gamma=ppo.gamma,
-        lam=ppo.lam,
+        policy=automatic if algorithm.correction == "auto" else algorithm.correction,
+        importance=algorithm.importance,
+        level=algorithm.importance_level,
+        cap=algorithm.importance_cap,
+        estimator=algorithm.estimator,
+        kl_coef=algorithm.kl_coef,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
     )
 
 

@@ -80,10 +80,10 @@ class SynchronousRun:
             critic,
             scorer,
             reference,
-            config.ppo.kl_coef,
-            config.ppo.gamma,
-            config.ppo.lam,
-            kl_estimator=config.ppo.kl_estimator,
+            config.algorithm.kl_coef,
+            config.algorithm.gamma,
+            config.algorithm.lam,
+            kl_estimator=config.algorithm.kl_estimator,
             seed=config.run.seed,
         )
         return ExperiencePipeline(

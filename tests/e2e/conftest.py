@@ -75,7 +75,7 @@ def film_run(tmp_path, base_model):
         [rollout]
         prompts_per_batch = 20
         max_new_tokens = 16
-        [ppo]
+        [algorithm]
         kl_coef = 0.05
         [train]
         total_steps = 5

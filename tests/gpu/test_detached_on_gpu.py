@@ -29,7 +29,7 @@ def test_the_detached_pipeline_learns_on_half_a_card_each(tmp_path):
             "prompts": {"path": str(prompts)},
             "reward": {"function": "coati.demo.reward:film_sentiment"},
             "rollout": {"prompts_per_batch": 64, "max_new_tokens": 16},
-            "ppo": {"kl_coef": 0.05},
+            "algorithm": {"kl_coef": 0.05},
             "train": {"total_steps": 50, "batch_size": 64, "actor_lr": 1e-3, "critic_lr": 1e-3},
             "topology": {"gpus_per_maker": 0.5, "gpus_per_trainer": 0.5},
             "logging": {"tensorboard": False},

@@ -84,7 +84,7 @@ def test_local_paths_become_absolute_and_hub_names_stay(tmp_path, monkeypatch):
 
 def test_every_learner_setting_arrives():
     config = config_of(
-        ppo={"eps_clip": 0.3, "value_clip": 0.5, "entropy_coef": 0.02, "whiten_advantages": False},
+        algorithm={"eps_clip": 0.3, "value_clip": 0.5, "entropy_coef": 0.02, "whiten_advantages": False},
         train={
             "actor_lr": 1e-4,
             "critic_lr": 2e-4,
@@ -115,7 +115,7 @@ def test_every_learner_setting_arrives():
 
 
 @pytest.mark.parametrize(
-    ("ppo", "max_staleness", "expected"),
+    ("algorithm", "max_staleness", "expected"),
     [
         ({}, 0, CorrectionSettings()),
         ({}, -1, CorrectionSettings(policy="decoupled")),
@@ -126,8 +126,8 @@ def test_every_learner_setting_arrives():
          CorrectionSettings(policy="decoupled", importance="mask", level="sequence", cap=5.0, estimator="vtrace")),
     ],
 )  # fmt: skip
-def test_old_data_is_corrected_for_as_the_settings_say(ppo, max_staleness, expected):
-    config = config_of(ppo=ppo, topology={"max_staleness": max_staleness})
+def test_old_data_is_corrected_for_as_the_settings_say(algorithm, max_staleness, expected):
+    config = config_of(algorithm=algorithm, topology={"max_staleness": max_staleness})
     assert assembly.correction_settings(config) == expected
 
 

@@ -105,7 +105,7 @@ class Outcome:
                 "search_paths": [str(folder)],
             },
             "rollout": {"prompts_per_batch": 8, "max_new_tokens": 4},
-            "ppo": {"kl_coef": 0.0},
+            "algorithm": {"kl_coef": 0.0},
             "train": {"total_steps": 2, "batch_size": 8, "actor_lr": 0.02, "critic_lr": 0.02},
             "topology": {"threads_per_actor": 1},
         }

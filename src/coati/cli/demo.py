@@ -74,7 +74,7 @@ def demo_config(base: Path, *, seed: int, output: Path) -> RunConfig:
             "prompts": {"path": str(output / "prompts.jsonl")},
             "reward": {"function": "coati.demo.reward:film_sentiment"},
             "rollout": {"prompts_per_batch": 64, "max_new_tokens": 16},
-            "ppo": {"kl_coef": 0.05},
+            "algorithm": {"kl_coef": 0.05},
             "train": {
                 "total_steps": 80,
                 "batch_size": 64,

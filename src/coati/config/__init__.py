@@ -21,7 +21,7 @@ from coati.config.training_sections import (
     DeadlinesSection,
     LoggingSection,
     LoraSection,
-    PPOSection,
+    AlgorithmSection,
     TopologySection,
     TrainSection,
 )
@@ -31,7 +31,7 @@ __all__ = [
     "LoggingSection",
     "LoraSection",
     "ModelSection",
-    "PPOSection",
+    "AlgorithmSection",
     "Plan",
     "PromptsSection",
     "RewardSection",

@@ -10,7 +10,7 @@ from coati.config.training_sections import (
     DeadlinesSection,
     LoggingSection,
     LoraSection,
-    PPOSection,
+    AlgorithmSection,
     TopologySection,
     TrainSection,
 )
@@ -37,7 +37,7 @@ class RunConfig(Section):
     prompts: PromptsSection
     reward: RewardSection
     rollout: RolloutSection = RolloutSection()
-    ppo: PPOSection = PPOSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
     train: TrainSection = TrainSection()
     topology: TopologySection = TopologySection()
     lora: LoraSection = LoraSection()

@@ -10,8 +10,8 @@ from typing import Literal
 from coati.config.setting import Section, setting
 
 
-class PPOSection(Section):
-    """`[ppo]`: the maths of the update."""
+class AlgorithmSection(Section):
+    """`[algorithm]`: the maths of the update."""
 
     kl_coef: float = setting(0.1, "Weight of the KL penalty against the reference.", rule="a number, 0 or more", ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = setting(

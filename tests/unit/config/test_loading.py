@@ -100,7 +100,7 @@ def test_config_is_frozen_and_strict():
     assert "train.epochs" in error_of('train.epochs="3"')  # a text is not a number
     assert "train.epochs" in error_of("train.epochs=3.0")
     assert "train.epochs" in error_of("train.epochs=true")
-    assert load_config(None, [*MINIMAL_OVERRIDES, "ppo.kl_coef=1"]).ppo.kl_coef == 1.0
+    assert load_config(None, [*MINIMAL_OVERRIDES, "algorithm.kl_coef=1"]).algorithm.kl_coef == 1.0
 
 
 # One line per broken setting: the key, the rule, the value that came and the remedy must all be there.
@@ -122,10 +122,10 @@ BROKEN = [
     ("train.micro_batch_size=32", "divide train.batch_size (16)", "32", "Use 16"),
     ("train.update_steps=101", "at most train.total_steps (100)", "101", "Lower it"),
     ("train.warmup_steps=101", "at most the optimizer steps", "101", "Lower it"),
-    ("ppo.gamma=1.1", "from 0 to 1", "1.1", "default, 1.0"),
-    ("ppo.kl_estimator=k4", '"k1"', '"k4"', 'default, "k1"'),
-    ("ppo.kl_coef=nan", "0 or more", "nan", "default, 0.1"),
-    ("ppo.value_clip=inf", "above 0", "inf", "default, 0.4"),
+    ("algorithm.gamma=1.1", "from 0 to 1", "1.1", "default, 1.0"),
+    ("algorithm.kl_estimator=k4", '"k1"', '"k4"', 'default, "k1"'),
+    ("algorithm.kl_coef=nan", "0 or more", "nan", "default, 0.1"),
+    ("algorithm.value_clip=inf", "above 0", "inf", "default, 0.4"),
     ("model.dtype=float16", '"float32" or "bfloat16"', '"float16"', "default"),
     ("model.path=''", "a path or hub name", '""', "runs/demo/model"),
     ("run.name=a/b", "letters, digits", '"a/b"', "Set run.name"),
@@ -188,7 +188,7 @@ def test_missing_required_keys_are_named_with_an_example():
     [
         ("train.batch_sise=3", "Did you mean train.batch_size?"),
         ("rolout.top_k=3", "Did you mean rollout?"),
-        ("train.gamma=0.9", "Did you mean ppo.gamma?"),
+        ("train.gamma=0.9", "Did you mean algorithm.gamma?"),
         ("lora.zzz=1", "The known names there are rank, alpha, dropout, target_modules."),
     ],
 )
