@@ -63,18 +63,23 @@ def make_strategy(config: RunConfig) -> DDPStrategy:
     return DDPStrategy(seed=config.run.seed, device=device, timeout_seconds=timeout)
 
 
-def trainer_models(config: RunConfig) -> tuple[Actor, Critic]:
-    """What a trainer trains. Seeded, so that every process that builds them gets the same weights."""
+def trainer_models(config: RunConfig) -> tuple[Actor, Critic | None]:
+    """What a trainer trains; no critic where the algorithm needs none.
+
+    Seeded, so that every process that builds them gets the same weights.
+    """
     torch.manual_seed(config.run.seed)
     lora = lora_settings(config)
     kwargs = {"dtype": getattr(torch, config.model.dtype)}
     actor = _loaded("model.path", config.model.path, Actor, lora=lora, **kwargs)
+    if not config.algorithm.resolved.uses_critic:
+        return actor, None
     critic_path = config.model.path if config.model.critic == "actor" else config.model.critic
     critic = _loaded("model.critic", critic_path, Critic, lora=lora, **kwargs)
     return actor, critic
 
 
-def maker_models(config: RunConfig) -> tuple[Actor, Critic, RewardScorer, Actor]:
+def maker_models(config: RunConfig) -> tuple[Actor, Critic | None, RewardScorer, Actor]:
     """What a maker works with: actor, critic, reward and the initial model."""
     actor, critic = trainer_models(config)
     kwargs = {"dtype": getattr(torch, config.model.dtype)}
@@ -149,14 +154,32 @@ def generate_options(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def advantage_settings(config: RunConfig) -> dict[str, Any]:
+    """What a maker needs to know to make advantages."""
+    algorithm = config.algorithm
+    return {
+        "kl_coef": algorithm.kl_coef,
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+        "kl_estimator": algorithm.kl_estimator,
+        "algorithm": algorithm.resolved,
+    }
+
+
 def ppo_settings(config: RunConfig) -> PPOSettings:
     """The learner's settings."""
-    train = config.train
+    train, algorithm = config.train, config.algorithm
     return PPOSettings(
-        eps_clip=config.algorithm.eps_clip,
-        value_clip=config.algorithm.value_clip,
-        entropy_coef=config.algorithm.entropy_coef,
-        whiten_advantages=config.algorithm.whiten_advantages,
+        eps_clip=algorithm.eps_clip,
+        eps_clip_high=algorithm.eps_clip_high,
+        ratio=algorithm.resolved.ratio,
+        normalization=algorithm.normalization,
+        max_response_tokens=config.rollout.max_new_tokens,
+        kl_loss_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+        kl_estimator=algorithm.kl_estimator,
+        value_clip=algorithm.value_clip,
+        entropy_coef=algorithm.entropy_coef,
+        whiten_advantages=algorithm.whiten_advantages,
         actor_lr=train.actor_lr,
         critic_lr=train.critic_lr,
         lr_schedule=train.lr_schedule,
@@ -179,7 +202,7 @@ def correction_settings(config: RunConfig) -> CorrectionSettings:
         level=algorithm.importance_level,
         cap=algorithm.importance_cap,
         estimator=algorithm.estimator,
-        kl_coef=algorithm.kl_coef,
+        kl_coef=algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0,
         gamma=algorithm.gamma,
         lam=algorithm.lam,
     )
@@ -205,6 +228,7 @@ def work_share(config: RunConfig, *, maker_index: int = 0, max_staleness: int | 
         maker_index=maker_index,
         num_makers=topology.makers,
         num_trainers=topology.trainers,
+        group_size=config.rollout.samples_per_prompt if config.algorithm.resolved.uses_groups else 1,
     )
 
 

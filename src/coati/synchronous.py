@@ -45,8 +45,7 @@ class SynchronousRun:
         strategy = assembly.make_strategy(config)
         self._learner = PPOLearner(*assembly.trainer_models(config), strategy, assembly.ppo_settings(config))
         self._pipeline = self._make_pipeline()
-        modules = {"actor": self._pipeline.maker.actor, "critic": self._pipeline.maker.critic}
-        self._stage = WeightStage(modules)
+        self._stage = WeightStage(self._pipeline.maker.trained_models)
         self._collector = BatchCollector(config.train.batch_size)
         self._ready: deque[Experience] = deque()
         self._stream = assembly.make_prompts(config)
@@ -74,21 +73,19 @@ class SynchronousRun:
         config = self._config
         strategy = assembly.make_strategy(config)
         actor, critic, scorer, reference = assembly.maker_models(config)
-        actor, critic, reference = strategy.prepare(actor, critic, reference)
+        actor, reference = strategy.prepare(actor, reference)
+        critic = None if critic is None else strategy.prepare(critic)
         maker = NaiveExperienceMaker(
             actor,
             critic,
             scorer,
             reference,
-            config.algorithm.kl_coef,
-            config.algorithm.gamma,
-            config.algorithm.lam,
-            kl_estimator=config.algorithm.kl_estimator,
+            **assembly.advantage_settings(config),
             seed=config.run.seed,
         )
         return ExperiencePipeline(
             maker,
-            ServedModels({"actor": actor, "critic": critic}),
+            ServedModels(maker.trained_models),
             # Whatever the topology says: here one maker does all the work, for one trainer.
             share=dataclasses.replace(assembly.work_share(config, max_staleness=0), num_makers=1, num_trainers=1),
             generate_kwargs=assembly.generate_options(config),
@@ -149,7 +146,7 @@ class SynchronousRun:
         header = new_header(version=self._version, source="the synchronous loop")
         shards = (
             (label, shard)
-            for label, model in (("actor", learner.actor), ("critic", learner.critic))
+            for label, model in learner.models.items()
             for shard in learner.strategy.get_model_state_dict_shard(model)
         )
         self._stage.begin(header.update_id, version=header.version, source=header.source)

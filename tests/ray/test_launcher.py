@@ -45,14 +45,15 @@ def make_config(tmp_path, base_model):
     (tmp_path / "rewards.py").write_text(REWARDS)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "the film"}) + "\n" for _ in range(4)))
 
-    def make(*, function="rewards:length", train=None, **topology):
+    def make(*, function="rewards:length", train=None, rollout=None, algorithm="ppo", **topology):
         return build_config(
             {
                 "run": {"name": "test", "output": str(tmp_path / "out")},
                 "model": {"path": str(base_model)},
                 "prompts": {"path": str(tmp_path / "prompts.jsonl")},
                 "reward": {"function": function, "search_paths": [str(tmp_path)]},
-                "rollout": {"prompts_per_batch": 4, "max_new_tokens": 4},
+                "rollout": {"prompts_per_batch": 4, "max_new_tokens": 4, **(rollout or {})},
+                "algorithm": algorithm,
                 "train": {"total_steps": 2, "batch_size": 2, "actor_lr": 1e-3, **(train or {})},
                 "topology": {"threads_per_actor": 1, **topology},
                 "deadlines": {"start_seconds": 120, "batch_seconds": 120, "update_seconds": 120},
@@ -131,6 +132,23 @@ def test_three_makers_and_two_trainers_train_their_exact_shares_and_save_on_the_
     late = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     assert any(not torch.equal(early[name], late[name]) for name in early)
     assert AutoTokenizer.from_pretrained(checkpoints / "version-2").vocab_size > 0
+
+
+@pytest.mark.parametrize(("algorithm", "max_staleness"), [("grpo", 0), ("dapo", 1)])
+def test_groups_of_three_go_through_two_makers_and_two_trainers(run, make_config, algorithm, max_staleness):
+    # 2 trainers of 3 samples a step: every version takes two whole groups, one of each maker.
+    config = make_config(
+        makers=2,
+        trainers=2,
+        max_staleness=max_staleness,
+        algorithm=algorithm,
+        rollout={"samples_per_prompt": 3, "prompts_per_batch": 2},
+        train={"total_steps": 4, "batch_size": 3},
+    )
+    progress = run(config)
+    for trainer in (progress[f"trainer-{rank}"] for rank in range(2)):
+        assert (trainer.state, trainer.num_batches, trainer.num_samples, trainer.version) == ("finished", 4, 12, 4)
+    assert [progress[f"maker-{index}"].num_delivered for index in range(2)] == [12, 12]
 
 
 def test_a_stop_saves_what_was_learnt_even_with_a_full_buffer(run, make_config, tmp_path):

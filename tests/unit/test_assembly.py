@@ -99,6 +99,9 @@ def test_every_learner_setting_arrives():
     )
     assert assembly.ppo_settings(config) == PPOSettings(
         eps_clip=0.3,
+        eps_clip_high=0.3,  # symmetric unless told otherwise
+        max_response_tokens=128,
+        kl_estimator="k1",  # of the penalty in the reward: the loss has no KL term
         value_clip=0.5,
         entropy_coef=0.02,
         whiten_advantages=False,
@@ -129,6 +132,19 @@ def test_every_learner_setting_arrives():
 def test_old_data_is_corrected_for_as_the_settings_say(algorithm, max_staleness, expected):
     config = config_of(algorithm=algorithm, topology={"max_staleness": max_staleness})
     assert assembly.correction_settings(config) == expected
+
+
+def test_an_algorithm_without_a_critic_and_with_a_kl_term():
+    config = config_of(
+        algorithm={"name": "grpo", "kl_coef": 0.02}, rollout={"samples_per_prompt": 4, "max_new_tokens": 7}
+    )
+    settings = assembly.ppo_settings(config)
+    assert (settings.kl_loss_coef, settings.kl_estimator, settings.normalization) == (0.02, "k3", "sequence")
+    assert (settings.whiten_advantages, settings.max_response_tokens) == (False, 7)
+    assert settings.correction.kl_coef == 0.0  # nothing of it is in the reward
+    assert assembly.advantage_settings(config)["algorithm"].advantages == "group_normalized"
+    assert assembly.work_share(config).group_size == 4
+    assert assembly.work_share(config_of(rollout={"samples_per_prompt": 4})).group_size == 1  # PPO's stand alone
 
 
 def test_the_work_of_a_maker():

@@ -10,6 +10,7 @@ from coati.algos.groups import (
     grpo_advantages,
     has_signal,
     reinforce_plus_plus_advantages,
+    reinforce_returns,
     rloo_advantages,
     spread,
 )
@@ -23,7 +24,7 @@ from coati.algos.importance import (
     ratio_tails,
     weight_sums,
 )
-from coati.algos.kl import KLKind, k1, k2, k3, kl_estimate
+from coati.algos.kl import KLKind, k1, k2, k3, kl_estimate, kl_penalty
 from coati.algos.logprobs import entropy_of, logprobs_and_entropy, logprobs_of
 from coati.algos.losses import (
     PolicyLossOutput,
@@ -66,6 +67,7 @@ __all__ = [
     "k2",
     "k3",
     "kl_estimate",
+    "kl_penalty",
     "logprobs_and_entropy",
     "logprobs_of",
     "loss_weights",
@@ -76,6 +78,7 @@ __all__ = [
     "policy_tokens",
     "ratio_tails",
     "reinforce_plus_plus_advantages",
+    "reinforce_returns",
     "rloo_advantages",
     "sequence_policy_loss",
     "shaped_rewards",

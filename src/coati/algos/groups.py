@@ -60,25 +60,23 @@ def rloo_advantages(
     return groups.above_lowest - divide_by_count(others, groups.size - 1)
 
 
-def reinforce_plus_plus_advantages(
+def reinforce_returns(
     token_rewards: Tensor,  # [B, T] KL penalties and score: see `shaped_rewards`
     mask: Tensor,  # [B, T] bool, a prefix of True in each row
     *,
     gamma: float,
     group_ids: Tensor | None = None,  # [B] integers
-    eps: float = 1e-8,
 ) -> Tensor:
-    """Discounted returns, whitened over all response tokens of the batch, `[B, T]`, zeros on padding.
+    """Discounted returns, `[B, T]`, zeros on padding: REINFORCE++ before it whitens them over the batch.
 
-    With `group_ids`, the variant with a baseline: before whitening, every token of a response gives up the
-    mean return of its group, where a response's return is that of its first token, and rows without a token
-    do not count. Whitening is over what is passed, so pass the whole batch. `eps` is added to the variance.
+    With `group_ids`, the variant with a baseline: every token of a response gives up the mean return of its
+    group, where a response's return is that of its first token, and rows without a token do not count.
 
     >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.ones(2, 2, dtype=torch.bool)
-    >>> reinforce_plus_plus_advantages(rewards, mask, gamma=1.0).tolist()
+    >>> reinforce_returns(rewards, mask, gamma=1.0).tolist()
+    [[1.0, 1.0], [3.0, 3.0]]
+    >>> reinforce_returns(rewards, mask, gamma=1.0, group_ids=torch.tensor([0, 0])).tolist()
     [[-1.0, -1.0], [1.0, 1.0]]
-    >>> reinforce_plus_plus_advantages(rewards, mask, gamma=1.0, group_ids=torch.tensor([0, 1])).tolist()
-    [[0.0, 0.0], [0.0, 0.0]]
     """
     returns = discounted_returns(token_rewards.detach(), mask, gamma=gamma)  # [B, T]
     if group_ids is not None:
@@ -89,6 +87,28 @@ def reinforce_plus_plus_advantages(
         groups = _groups(firsts[has_tokens], group_ids[has_tokens], name="returns")
         baseline[has_tokens] = groups.lowest + groups.mean_of(groups.above_lowest)
         returns = returns - spread(baseline, mask)
+    return returns
+
+
+def reinforce_plus_plus_advantages(
+    token_rewards: Tensor,  # [B, T] KL penalties and score: see `shaped_rewards`
+    mask: Tensor,  # [B, T] bool, a prefix of True in each row
+    *,
+    gamma: float,
+    group_ids: Tensor | None = None,  # [B] integers
+    eps: float = 1e-8,
+) -> Tensor:
+    """`reinforce_returns`, whitened over all response tokens of the batch, `[B, T]`, zeros on padding.
+
+    Whitening is over what is passed, so pass the whole batch. `eps` is added to the variance.
+
+    >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.ones(2, 2, dtype=torch.bool)
+    >>> reinforce_plus_plus_advantages(rewards, mask, gamma=1.0).tolist()
+    [[-1.0, -1.0], [1.0, 1.0]]
+    >>> reinforce_plus_plus_advantages(rewards, mask, gamma=1.0, group_ids=torch.tensor([0, 1])).tolist()
+    [[0.0, 0.0], [0.0, 0.0]]
+    """
+    returns = reinforce_returns(token_rewards, mask, gamma=gamma, group_ids=group_ids)
     return masked_whiten(returns, mask, eps=eps)
 
 

@@ -4,6 +4,7 @@ Light on purpose: importing it pulls in neither torch, Ray, transformers nor dat
 and `coati train --dry-run` answer at once.
 """
 
+from coati.config.algorithm_section import AlgorithmSection
 from coati.config.loading import build_config, load_config
 from coati.config.plan import Plan, make_plan
 from coati.config.preflight import preflight
@@ -21,17 +22,16 @@ from coati.config.training_sections import (
     DeadlinesSection,
     LoggingSection,
     LoraSection,
-    AlgorithmSection,
     TopologySection,
     TrainSection,
 )
 
 __all__ = [
+    "AlgorithmSection",
     "DeadlinesSection",
     "LoggingSection",
     "LoraSection",
     "ModelSection",
-    "AlgorithmSection",
     "Plan",
     "PromptsSection",
     "RewardSection",

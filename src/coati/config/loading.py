@@ -37,7 +37,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         >>> config.train.epochs, config.reward.function
         (2, 'rewards:f')
     """
-    data = {} if path is None else _read_toml(Path(path))
+    data = _with_algorithm_table({} if path is None else _read_toml(Path(path)))
     for override in overrides:
         _apply_override(data, override)
     return build_config(_with_file_defaults(data, path), source="" if path is None else str(path))
@@ -49,15 +49,24 @@ def build_config(data: Mapping[str, Any], *, source: str = "") -> RunConfig:
     Raises:
         ConfigError: with one line per problem.
     """
+    sections = _with_algorithm_table(data)
     try:
-        return RunConfig.model_validate(dict(data))
+        return RunConfig.model_validate(sections)
     except ValidationError:
-        problems = find_problems(data)
+        problems = find_problems(sections)
     where = f" in {source}" if source else ""
     noun = "setting is" if len(problems) == 1 else "settings are"
     lines = "\n".join(f"  {problem}" for problem in problems)
     # `from None` is not needed: the pydantic error is no longer being handled here, so its text never shows.
     raise ConfigError(f"{len(problems)} {noun} wrong{where}:\n{lines}")
+
+
+def _with_algorithm_table(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`algorithm = "grpo"` is short for a table with that name."""
+    sections = dict(data)
+    if isinstance(sections.get("algorithm"), str):
+        sections["algorithm"] = {"name": sections["algorithm"]}
+    return sections
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -103,6 +112,8 @@ def _with_file_defaults(data: Mapping[str, Any], path: Path | None) -> dict[str,
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
+    if parts == ["algorithm"]:
+        parts.append("name")  # the short way, as in the file
     if not equals or len(parts) < 2 or not all(parts):
         raise ConfigError(
             f"An override must be section.key=value, got {override!r}. For example train.total_steps=200."

@@ -70,7 +70,13 @@ class Plan:
 
     def lines(self) -> list[str]:
         """Return the plan, one sentence a line."""
-        return [*self._rollout_lines(), *self._train_lines(), *self._total_lines(), *self._place_lines()]
+        return [
+            *self._rollout_lines(),
+            self._algorithm_line(),
+            *self._train_lines(),
+            *self._total_lines(),
+            *self._place_lines(),
+        ]
 
     def render(self) -> str:
         """Return the plan as one text."""
@@ -86,6 +92,15 @@ class Plan:
             f"Makers: {_count(topology.makers, 'maker')} {'works' if topology.makers == 1 else 'work'} on "
             f"rollout batches; {_staleness(topology.max_staleness)}.",
         ]
+
+    def _algorithm_line(self) -> str:
+        algorithm = self.config.algorithm
+        groups = ""
+        if algorithm.resolved.uses_groups:
+            groups = f", in groups of {_count(self.config.rollout.samples_per_prompt, 'sample')}"
+        penalty = f"KL penalty {algorithm.kl_coef:g} in the {algorithm.kl_in}" if algorithm.kl_coef else "no KL penalty"
+        sampling = ", dynamic sampling" if algorithm.dynamic_sampling else ""
+        return f"Algorithm: {algorithm.name}{groups}; {penalty}{sampling}."
 
     def _train_lines(self) -> list[str]:
         train, topology = self.config.train, self.config.topology
@@ -132,10 +147,11 @@ class Plan:
             *([files.tensorboard] if files.tensorboard else []),
         ]
         adapters = f" with LoRA adapters of rank {config.lora.rank}" if config.lora.rank else ""
-        critic = "the actor's body" if config.model.critic == "actor" else config.model.critic
+        source = "the actor's body" if config.model.critic == "actor" else config.model.critic
+        critic = f"critic from {source}" if config.algorithm.resolved.uses_critic else "no critic"
         return [
             f"Model: {config.model.path}{adapters}, in {config.model.dtype} on {config.model.device}; "
-            f"reference {config.reference_path}, critic from {critic}.",
+            f"reference {config.reference_path}, {critic}.",
             f"Prompts: column {config.prompts.column!r} of {config.prompts.path}.",
             f"Reward: {_reward(config)}.",
             f"Output: {config.output_folder}/ ({', '.join(path.name for path in names)}; final model in "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from coati.config.algorithm_section import AlgorithmSection
 from coati.config.sections import ModelSection, PromptsSection, RewardSection, RolloutSection, RunSection
 from coati.config.setting import Section
 from coati.config.training_sections import (
     DeadlinesSection,
     LoggingSection,
     LoraSection,
-    AlgorithmSection,
     TopologySection,
     TrainSection,
 )
@@ -79,4 +79,25 @@ class RunConfig(Section):
                     f'topology.{key} must be 0 while model.device is "cpu", got {share}. '
                     f'Set it to 0, or model.device to "auto".'
                 )
-        return found
+        return found + self._group_problems()
+
+    def _group_problems(self) -> list[str]:
+        """Samples that are compared with each other are made together, and every version takes whole groups."""
+        if not self.algorithm.resolved.uses_groups:
+            return []
+        size, train, trainers = self.rollout.samples_per_prompt, self.train, self.topology.trainers
+        if size < 2:
+            return [
+                f'rollout.samples_per_prompt must be 2 or more with algorithm.name = "{self.algorithm.name}", which '
+                f"compares the samples of a prompt, got {size}. Use 4 to 16."
+            ]
+        per_step = train.batch_size * trainers
+        for key, steps in (("update_steps", train.update_steps), ("total_steps", train.total_steps)):
+            if steps * per_step % size:
+                return [
+                    f"rollout.samples_per_prompt must divide train.{key} × train.batch_size × topology.trainers "
+                    f"({steps} × {train.batch_size} × {trainers} = {steps * per_step}) with algorithm.name = "
+                    f'"{self.algorithm.name}", so that every weight version takes whole groups, got {size}. '
+                    f"Make train.batch_size a multiple of {size}."
+                ]
+        return []

@@ -1,4 +1,4 @@
-"""The sections that say how it is trained: PPO, steps, topology, LoRA, deadlines and logging.
+"""The sections that say how it is trained: steps, topology, LoRA, deadlines and logging.
 
 Rules between keys of one section live in that section; rules between sections live in `coati.config.schema`.
 """
@@ -8,48 +8,6 @@ from __future__ import annotations
 from typing import Literal
 
 from coati.config.setting import Section, setting
-
-
-class AlgorithmSection(Section):
-    """`[algorithm]`: the maths of the update."""
-
-    kl_coef: float = setting(0.1, "Weight of the KL penalty against the reference.", rule="a number, 0 or more", ge=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = setting(
-        "k1",
-        "Per-token KL estimate.",
-        rule='"k1" (unbiased), "k2" (squared) or "k3" (unbiased, never negative)',
-    )
-    gamma: float = setting(1.0, "Discount per token.", rule="a number from 0 to 1", ge=0, le=1)
-    lam: float = setting(0.95, "Lambda of GAE.", rule="a number from 0 to 1", ge=0, le=1)
-    eps_clip: float = setting(
-        0.2, "Clips the policy ratio to 1 ± this.", rule="a number above 0 and below 1", gt=0, lt=1
-    )
-    value_clip: float = setting(0.4, "Clips how far new values move from old ones.", rule="a number above 0", gt=0)
-    correction: Literal["auto", "none", "decoupled"] = setting(
-        "auto",
-        "How the policy loss treats data that older weights wrote: clip around the weights that sampled it (none), or "
-        "around the ones the step starts from, with importance weights (decoupled).",
-        rule='"none", "decoupled", or "auto": decoupled unless topology.max_staleness is 0',
-    )
-    importance: Literal["truncate", "mask", "none"] = setting(
-        "truncate",
-        "What the decoupled loss does with importance weights above the cap: cut them down, drop their tokens, or use "
-        "no weights at all.",
-        rule='"truncate", "mask" or "none"',
-    )
-    importance_level: Literal["token", "sequence"] = setting(
-        "token", "Importance weights of single tokens, or of whole responses.", rule='"token" or "sequence"'
-    )
-    importance_cap: float = setting(2.0, "Largest importance weight.", rule="a number, 1 or more", ge=1)
-    estimator: Literal["gae", "vtrace"] = setting(
-        "gae",
-        "Advantages and critic targets: the maker's (gae), or corrected by the trainer for the data's age (vtrace).",
-        rule='"gae" or "vtrace"',
-    )
-    entropy_coef: float = setting(0.0, "Weight of the entropy bonus; 0 = off.", rule="a number, 0 or more", ge=0)
-    whiten_advantages: bool = setting(
-        True, "Give the advantages of a batch mean 0 and deviation 1.", rule="true or false"
-    )
 
 
 class TrainSection(Section):

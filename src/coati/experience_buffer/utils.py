@@ -50,6 +50,7 @@ class BufferItem:
     temperatures: Tensor | None = None  # []
     proximal_log_probs: Tensor | None = None  # [A]
     returns: Tensor | None = None  # [A]
+    reference_log_probs: Tensor | None = None  # [A]
 
     # Set by the sender: (sender, sequence number). A retried delivery carries the same one and is dropped.
     delivery_id: tuple[str, int] | None = None
@@ -181,7 +182,7 @@ def _mask_of(item: BufferItem, name: str) -> Tensor:
 
 
 def _unknown(item: BufferItem, name: str) -> Tensor:
-    if name in ("rollout_log_probs", "proximal_log_probs"):
+    if name in ("rollout_log_probs", "proximal_log_probs", "reference_log_probs"):
         return item.action_log_probs
     if name == "returns":
         return item.advantages + item.values

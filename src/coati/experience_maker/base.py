@@ -35,13 +35,13 @@ class Experience:
     sequences: Tensor
     # log π(token) of each response token under the policy that sampled it, [B, A].
     action_log_probs: Tensor
-    # The critic's estimate V(state before the token), [B, A].
+    # The critic's estimate V(state before the token), [B, A]; zeros without a critic.
     values: Tensor
     # The score of each sequence, without the KL penalty, [B].
     reward: Tensor
     # Per-token estimate of KL(policy || initial model), [B, A].
     kl: Tensor
-    # Generalised advantage estimates, not whitened: advantages + values is the critic's target, [B, A].
+    # Advantages, not whitened; with a critic, advantages + values is its target, [B, A].
     advantages: Tensor
     # 1 on real tokens, 0 on padding, [B, S].
     attention_mask: Tensor | None
@@ -62,6 +62,8 @@ class Experience:
     proximal_log_probs: Tensor | None = None
     # The critic's target where it is not advantages + values (V-trace), [B, A]; written by the learner.
     returns: Tensor | None = None
+    # log-probs under the initial model, [B, A]; only where the KL penalty is a term of the loss.
+    reference_log_probs: Tensor | None = None
 
     @property
     def num_samples(self) -> int:
@@ -162,15 +164,21 @@ PER_SAMPLE_FIELDS = ("reward", "sample_ids", "group_ids", "temperatures")  # [B]
 class ExperienceMaker(ABC):
     """Turns prompts into experience with four models: actor, critic, reward model and initial model.
 
-    `actor` and `initial_model` may be plain transformers models or an `Actor`; the reward model may be any
-    module that maps (sequences, attention_mask) to one score per sample, or a `RewardScorer`.
+    `critic` is None for algorithms that need none. `actor` and `initial_model` may be plain transformers models or an
+    `Actor`; the reward model may be any module that maps (sequences, attention_mask) to one score per sample, or a
+    `RewardScorer`.
     """
 
-    def __init__(self, actor: nn.Module, critic: nn.Module, reward_model: Any, initial_model: nn.Module) -> None:
+    def __init__(self, actor: nn.Module, critic: nn.Module | None, reward_model: Any, initial_model: nn.Module) -> None:
         self.actor = actor
         self.critic = critic
         self.reward_model = reward_model
         self.initial_model = initial_model
+
+    @property
+    def trained_models(self) -> dict[str, nn.Module]:
+        """The models that a trainer updates, by the names that weight updates call them."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
     @abstractmethod
     def make_experience(self, input_ids: Tensor, attention_mask: Tensor, **generate_kwargs: Any) -> Experience:

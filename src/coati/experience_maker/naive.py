@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coati.algos import gae, kl_estimate, shaped_rewards
-from coati.errors import DataError, RewardError
+from coati.algorithms import Algorithm, algorithm_of
+from coati.algos import has_signal, kl_estimate
+from coati.errors import ConfigError, DataError, RewardError
+from coati.experience_maker.advantage_estimates import estimate_advantages
 from coati.experience_maker.base import Experience, ExperienceMaker
 from coati.models import RewardModel, action_logprobs
 from coati.models.actor import unwrap
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 DROPPED_PROMPT_TOO_LONG = "prompt_too_long"
 DROPPED_REWARD_NOT_FINITE = "reward_not_finite"
+DROPPED_GROUP_INCOMPLETE = "group_incomplete"
+DROPPED_NO_SIGNAL = "no_signal"
 _NO_LIMIT = 1 << 62
 
 
@@ -30,17 +34,25 @@ class AllSamplesDropped(DataError):
     """Every sample of a batch had to be dropped; the message says why."""
 
 
+class NoSignal(AllSamplesDropped):
+    """Dynamic sampling left nothing: in each group of the batch all samples scored the same."""
+
+
 class NaiveExperienceMaker(ExperienceMaker):
     """Makes experience with one pass of each model.
 
     Samples that cannot be trained on (a prompt that leaves no room in the context, a reward that is not a
     finite number) are dropped and counted in `dropped`; the experience then has fewer rows than the batch.
+    Where the algorithm compares the samples of a prompt, a group that lost one is dropped whole.
+
+    `algorithm` is a name ("ppo", "grpo", ...; see `coati.algorithms`) or a row of that table, perhaps changed. Those
+    without a critic take None for it.
     """
 
     def __init__(
         self,
         actor: nn.Module,
-        critic: nn.Module,
+        critic: nn.Module | None,
         reward_model: Any,
         initial_model: nn.Module,
         kl_coef: float = 0.1,
@@ -48,10 +60,17 @@ class NaiveExperienceMaker(ExperienceMaker):
         lam: float = 0.95,
         *,
         kl_estimator: Literal["k1", "k2", "k3"] = "k1",
+        algorithm: str | Algorithm = "ppo",
         seed: int = 0,
         engine: RolloutEngine | None = None,
     ) -> None:
-        critic = as_critic(critic)
+        self.algorithm = algorithm_of(algorithm)
+        if not self.algorithm.uses_critic:
+            critic = None  # one that was passed all the same would only cost time
+        elif critic is None:
+            raise ConfigError("critic must be a model with this algorithm, got None. Pass one, or use e.g. 'grpo'.")
+        else:
+            critic = as_critic(critic)
         if isinstance(reward_model, PreTrainedModel):
             reward_model = RewardModel(reward_model)
         super().__init__(actor, critic, reward_model, initial_model)
@@ -92,8 +111,21 @@ class NaiveExperienceMaker(ExperienceMaker):
         prompts = self._without_overlong(prompts, options)
         rollout = self._generate(prompts, options)
         temperatures = torch.full_like(prompts.sample_ids, options.sampling_temperature, dtype=torch.float32)
-        experience = self._score(prompts, rollout, temperatures)
-        return self._without_bad_rewards(experience)
+        experience = self._without_bad_rewards(self._score(prompts, rollout, temperatures))
+        if self.algorithm.dynamic_sampling:
+            experience = self._without_equal_scores(experience)
+        experience.advantages = estimate_advantages(
+            self.algorithm.advantages,
+            scores=experience.reward,
+            kl=experience.kl,
+            values=experience.values,
+            mask=experience.full_action_mask(),
+            group_ids=experience.group_ids,
+            kl_coef=self.kl_coef if self.algorithm.kl_in == "reward" else 0.0,
+            gamma=self.gamma,
+            lam=self.lam,
+        )
+        return experience
 
     def _checked_prompts(
         self,
@@ -132,6 +164,8 @@ class NaiveExperienceMaker(ExperienceMaker):
                 raise DataError(
                     f"column {name!r} must have one entry for each of {num_prompts} prompts, got {len(column)}."
                 )
+        if self.algorithm.uses_groups:
+            _check_groups(group_ids)
         device = next(self.actor.parameters()).device
         return _Prompts(
             input_ids.to(device),
@@ -216,10 +250,11 @@ class NaiveExperienceMaker(ExperienceMaker):
         forward = (sequences, attention_mask, num_actions)
         logprobs, _ = action_logprobs(self.actor, *forward, temperatures=temperatures)
         reference_logprobs, _ = action_logprobs(self.initial_model, *forward, temperatures=temperatures)
-        values = action_values(self.critic, *forward).masked_fill(~action_mask, 0.0)
+        values = torch.zeros_like(logprobs)
+        if self.critic is not None:
+            values = action_values(self.critic, *forward).masked_fill(~action_mask, 0.0)
         scores = self._rewards(sequences, attention_mask, action_mask, prompts.columns)
         kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.kl_estimator)
-        rewards = shaped_rewards(scores, kl, action_mask, kl_coef=self.kl_coef)
         return Experience(
             sequences=sequences,
             # With weights that changed in flight only the engine knows the log-probs under which tokens were drawn.
@@ -229,7 +264,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             values=values,
             reward=scores,
             kl=kl,
-            advantages=gae(rewards, values, action_mask, gamma=self.gamma, lam=self.lam),
+            advantages=torch.zeros_like(values),  # estimated when it is known which samples stay
             attention_mask=attention_mask,
             action_mask=action_mask,
             sample_ids=prompts.sample_ids,
@@ -237,6 +272,9 @@ class NaiveExperienceMaker(ExperienceMaker):
             policy_versions=rollout.token_versions.clone(),
             rollout_log_probs=rollout.rollout_log_probs,
             temperatures=temperatures,
+            reference_log_probs=(
+                reference_logprobs.masked_fill(~action_mask, 0.0) if self.algorithm.kl_in == "loss" else None
+            ),
         )
 
     def _rewards(
@@ -271,7 +309,45 @@ class NaiveExperienceMaker(ExperienceMaker):
         if not bool(is_good.any()):
             raise AllSamplesDropped(f"{message}. Make the reward return finite numbers for these samples.")
         logger.warning("%s; dropped", message)
+        if self.algorithm.uses_groups and experience.group_ids is not None:
+            is_good = self._in_whole_groups(experience.group_ids, is_good, message)
         return experience.select(is_good)
+
+    def _in_whole_groups(self, group_ids: Tensor, is_good: Tensor, message: str) -> Tensor:
+        """The good samples whose groups are whole, [B] bool: an advantage among what is left would be another one."""
+        is_whole = is_good & ~torch.isin(group_ids, group_ids[~is_good])
+        self.dropped[DROPPED_GROUP_INCOMPLETE] += int((is_good & ~is_whole).sum())
+        if not bool(is_whole.any()):
+            raise AllSamplesDropped(f"{message}, in every group of the batch. Make the reward return finite numbers.")
+        return is_whole
+
+    def _without_equal_scores(self, experience: Experience) -> Experience:
+        """Dynamic sampling: leave out the groups whose samples all score the same, and so have no advantage."""
+        assert experience.group_ids is not None
+        teaches = has_signal(experience.reward, experience.group_ids)
+        num_dropped = int((~teaches).sum())
+        self.dropped[DROPPED_NO_SIGNAL] += num_dropped
+        if num_dropped == len(teaches):
+            raise NoSignal(
+                f"all {num_dropped} samples of a batch scored the same as the others of their prompt, so dynamic "
+                "sampling dropped them. Use prompts that are neither too easy nor too hard, more samples of each, or "
+                "set algorithm.dynamic_sampling = false."
+            )
+        return experience.select(teaches)
+
+
+def _check_groups(group_ids: Tensor | None) -> None:
+    if group_ids is None:
+        raise DataError(
+            "the algorithm compares the samples of a prompt, but the batch has no group_ids. "
+            "Pass group_ids, the same number for all samples of a prompt."
+        )
+    sizes = torch.unique(group_ids, return_counts=True)[1]
+    if int(sizes.min()) < 2:
+        raise DataError(
+            f"the algorithm compares the samples of a prompt, but {int((sizes < 2).sum())} of {len(sizes)} groups of "
+            "the batch have only one. Put at least two samples of each prompt into a batch."
+        )
 
 
 class _Prompts:

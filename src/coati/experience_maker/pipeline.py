@@ -11,7 +11,7 @@ import torch
 
 from coati.errors import DataError
 from coati.experience_maker.base import Experience
-from coati.experience_maker.naive import AllSamplesDropped, NaiveExperienceMaker
+from coati.experience_maker.naive import DROPPED_NO_SIGNAL, AllSamplesDropped, NaiveExperienceMaker, NoSignal
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.experience_maker.statistics import maker_record
 from coati.ledger.admission import AdmissionGate, WorkShare
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 # counted and not batches: replacements for dropped samples come in parts of one, and those fail in a row by chance.
 MAX_EMPTY_BATCHES = 5
 MIN_DROPPED_IN_A_ROW = 64
+# Dynamic sampling drops by design, and at the start of a hard task for long.
+MAX_BATCHES_WITHOUT_SIGNAL = 100
 
 
 @dataclasses.dataclass
@@ -63,6 +65,7 @@ class ExperiencePipeline:
         self._num_dropped_in_a_row = 0
         self._num_dropped_reported = 0
         self._num_skipped_reported = 0
+        self._num_without_signal_reported = 0
         self._last_make_seconds = 0.0
         self._largest_batch = 0
 
@@ -135,6 +138,8 @@ class ExperiencePipeline:
         options = GenerateOptions.parse(**self._generate_kwargs)
         num_dropped = self.counts.dropped - self._num_dropped_reported
         self._num_dropped_reported = self.counts.dropped
+        num_without_signal = self.maker.dropped[DROPPED_NO_SIGNAL] - self._num_without_signal_reported
+        self._num_without_signal_reported += num_without_signal
         return maker_record(
             experience,
             version=self.maker.policy_version,
@@ -147,6 +152,7 @@ class ExperiencePipeline:
                 **terms,
                 "weights/commit_seconds": Max(self.served.last_commit_seconds),
                 "maker/skipped_prompts": Sum(num_skipped),
+                **({"maker/no_signal": Sum(num_without_signal)} if self.maker.algorithm.dynamic_sampling else {}),
                 **(extra or {}),
             },
         )
@@ -155,6 +161,9 @@ class ExperiencePipeline:
         self._num_dropped_in_a_row += num_samples
         self._largest_batch = max(self._largest_batch, num_samples)
         count = self._num_dropped_in_a_row
-        logger.warning("a whole batch was dropped (%d samples in a row): %s", count, error)
-        if count >= max(MIN_DROPPED_IN_A_ROW, MAX_EMPTY_BATCHES * self._largest_batch):
+        is_by_design = isinstance(error, NoSignal)
+        level = logging.DEBUG if is_by_design else logging.WARNING
+        logger.log(level, "a whole batch was dropped (%d samples in a row): %s", count, error)
+        max_batches = MAX_BATCHES_WITHOUT_SIGNAL if is_by_design else MAX_EMPTY_BATCHES
+        if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * self._largest_batch):
             raise DataError(f"{count} samples in a row had to be dropped. The last: {error}") from error

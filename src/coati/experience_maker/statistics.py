@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from coati.experience_maker.base import Experience
 from coati.monitor.metrics import Max, Mean, Metric, Min, Sum
 
@@ -29,6 +31,14 @@ def describe(experience: Experience, eos_token_ids: tuple[int, ...] = ()) -> dic
         "response/length": Mean(float(lengths.double().mean()), num_samples),
         "maker/samples": Sum(num_samples),
     }
+    if experience.group_ids is not None:
+        _, members, sizes = torch.unique(experience.group_ids, return_inverse=True, return_counts=True)
+        if int(sizes.max()) > 1:
+            means = (
+                torch.zeros(len(sizes), dtype=reward.dtype, device=reward.device).index_add(0, members, reward) / sizes
+            )
+            squares = torch.zeros_like(means).index_add(0, members, (reward - means[members]).square()) / sizes
+            metrics["reward/group_std"] = Mean(float(squares.sqrt().mean()), float(len(sizes)))
     if eos_token_ids:
         metrics["response/cut_fraction"] = Mean(1.0 - sum(ends) / num_samples, num_samples)
         is_empty = [end and length == 1 for end, length in zip(ends, lengths.tolist(), strict=True)]

@@ -3,12 +3,14 @@
 With `max_staleness` η, version v of the weights may see samples issued up to number `(η + v + 1) × samples
 per version`. So no finished sample is thrown away for its age, and η = 0 is on-policy training. A run of M
 makers and T trainers splits the work in rounds: one round is one sample for each trainer, so every trainer
-gets its share exactly, whatever M and T are.
+gets its share exactly, whatever M and T are. Samples that are compared with each other (groups) are never parted:
+rounds are then dealt in hands that hold whole groups.
 """
 
 import dataclasses
+import math
 
-from coati.errors import ConfigError
+from coati.errors import ConfigError, DataError
 
 UNBOUNDED = -1
 
@@ -35,6 +37,9 @@ class WorkShare:
     num_makers: int = 1
     num_trainers: int = 1
 
+    group_size: int = 1
+    """Samples of one prompt that must be made together by one maker; 1 where each stands for itself."""
+
     def __post_init__(self) -> None:
         if self.max_staleness < UNBOUNDED:
             raise ConfigError(
@@ -50,6 +55,14 @@ class WorkShare:
             raise ConfigError(
                 f"rounds_per_version and total_rounds must be 1 or more, got {self.rounds_per_version} and "
                 f"{self.total_rounds}. They count samples for each trainer."
+            )
+        if self.group_size < 1:
+            raise ConfigError(f"group_size must be 1 or more, got {self.group_size}. It counts samples of one prompt.")
+        if self.rounds_per_version % self._rounds_per_hand or self.total_rounds % self._rounds_per_hand:
+            raise ConfigError(
+                f"group_size {self.group_size} must divide the samples of a version and of the run over all trainers, "
+                f"got {self.rounds_per_version} and {self.total_rounds} rounds of {self.num_trainers}. "
+                f"Make both a multiple of {self._rounds_per_hand}."
             )
 
     @property
@@ -70,19 +83,26 @@ class WorkShare:
         if self.max_staleness == UNBOUNDED:
             return 0
         # Inverse of `limit`: the next sample belongs to this round of the whole run.
-        next_round = self.maker_index + num_issued // self.num_trainers * self.num_makers
+        next_round = self.round_of(num_issued // self.num_trainers)
         return max(0, next_round // self.rounds_per_version - self.max_staleness)
 
     def round_of(self, number: int) -> int:
-        """The round of this maker's `number`-th item to any one trainer: it gets every `num_makers`-th round."""
-        return self.maker_index + number * self.num_makers
+        """The round of this maker's `number`-th item to any one trainer: it gets every `num_makers`-th hand."""
+        hand, place = divmod(number, self._rounds_per_hand)
+        return (self.maker_index + hand * self.num_makers) * self._rounds_per_hand + place
+
+    @property
+    def _rounds_per_hand(self) -> int:
+        """Fewest rounds that hold whole groups: what is dealt to one maker at a time."""
+        return self.group_size // math.gcd(self.group_size, self.num_trainers)
 
     def _share_of(self, rounds: int) -> int:
-        """This maker's part of the first `rounds` rounds: every `num_makers`-th, beginning at its index.
+        """This maker's part of the first `rounds` rounds: every `num_makers`-th hand, beginning at its index.
 
-        Dealt out like cards, so that a share never shrinks when rounds are added.
+        Dealt out like cards, so that a share never shrinks when rounds are added. `rounds` are whole hands.
         """
-        return len(range(self.maker_index, rounds, self.num_makers)) * self.num_trainers
+        num_hands = len(range(self.maker_index, rounds // self._rounds_per_hand, self.num_makers))
+        return num_hands * self._rounds_per_hand * self.num_trainers
 
 
 class AdmissionGate:
@@ -107,6 +127,11 @@ class AdmissionGate:
 
     def admissible(self, wanted: int, *, version: int) -> int:
         """How many of `wanted` samples may be issued now, 0 if the maker has to wait for new weights."""
+        if wanted % self.share.group_size:
+            raise DataError(
+                f"a batch of prompts must hold whole groups of {self.share.group_size} samples, got {wanted} samples. "
+                "Repeat each prompt group_size times, side by side."
+            )
         return max(0, min(wanted, self.share.limit(version) - self._num_issued))
 
     def issue(self, num_samples: int) -> None:

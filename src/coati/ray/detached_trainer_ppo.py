@@ -1,4 +1,4 @@
-"""PPO in a Ray actor: a learner, the buffer it feeds on, and the weight channel to its makers."""
+"""PPO and its relatives in a Ray actor: a learner, the buffer it feeds on, and the weight channel to its makers."""
 
 import dataclasses
 import logging
@@ -46,8 +46,9 @@ logger = logging.getLogger(__name__)
 class DetachedPPOTrainer(DetachedTrainer):
     """Trains actor and critic with PPO and sends their weights to the makers after each episode.
 
-    `model_fn()` returns (actor, critic); `strategy_fn()` returns a `Strategy`. Learning rates, schedule,
-    micro-batches and the rest are in `settings`; `eps_clip` and `value_clip` win over those of `settings`.
+    `model_fn()` returns (actor, critic), the critic None for algorithms without one; `strategy_fn()` returns a
+    `Strategy`. Learning rates, schedule, micro-batches and the rest are in `settings`; `eps_clip` and `value_clip` win
+    over those of `settings`.
 
     The ranks of a group hold the same weights, so each may send them to some of the makers only:
     `updated_makers`. With `max_staleness`, a batch older than that many versions is refused. With
@@ -58,7 +59,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         self,
         experience_maker_holder_name_list: Sequence[str],
         strategy_fn: Callable[[], Strategy],
-        model_fn: Callable[[], tuple[nn.Module, nn.Module]],
+        model_fn: Callable[[], tuple[nn.Module, nn.Module | None]],
         env_info: Mapping[str, str] | None = None,
         train_batch_size: int = 8,
         buffer_limit: int = 0,
@@ -85,7 +86,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         self.strategy = strategy_fn()
         with self.strategy.model_init_context():
             actor, critic = model_fn()
-        critic = as_critic(critic)
+        critic = None if critic is None else as_critic(critic)
         callbacks = list(callbacks)
         if eval_performance:
             callbacks.append(TrainerPerformanceEvaluator(_num_parameters(actor), _num_parameters(critic)))
@@ -122,7 +123,7 @@ class DetachedPPOTrainer(DetachedTrainer):
 
     @ray.method(concurrency_group="compute")
     def training_step(self, experience: Experience) -> dict[str, float]:
-        """One PPO step of actor and critic; metrics include `actor_loss` and `critic_loss`."""
+        """One step of actor and critic; metrics include `actor_loss` and, with a critic, `critic_loss`."""
         ages = ages_of(experience, self.version)
         if self._max_staleness is not None and ages.oldest > self._max_staleness:
             raise StalenessExceeded(
@@ -199,6 +200,8 @@ class DetachedPPOTrainer(DetachedTrainer):
     def strategy_save_critic(self, path: str, only_rank0: bool = False) -> None:
         """Save the critic as a folder that `Critic.from_pretrained` loads."""
         self._refuse_in_group_fit()
+        if self._learner.critic is None:
+            raise CheckpointError(f"there is no critic to save to {path}: the algorithm of this trainer has none.")
         self._save(self._learner.critic, path, only_rank0)
 
     def _publish_next_version(self) -> None:
@@ -221,17 +224,16 @@ class DetachedPPOTrainer(DetachedTrainer):
     def _shards(
         self, is_partial: bool, *, shard_size: int = DEFAULT_CHUNK_MIB
     ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        for label, model in (("actor", self._learner.actor), ("critic", self._learner.critic)):
+        for label, model in self._learner.models.items():
             kept = _trainable_names(self.strategy.unwrap_model(model)) if is_partial else None
             for shard in self.strategy.get_model_state_dict_shard(model, shard_size=shard_size):
                 yield label, {name: tensor for name, tensor in shard.items() if kept is None or name in kept}
 
     def _lora_settings(self) -> dict[str, dict[str, LayerLoRA]]:
         """Adapter settings of actor and critic, for makers whose models have no adapters."""
-        models = {"actor": self._learner.actor, "critic": self._learner.critic}
         return {
             label: LoRAConstructor.extract_lora_config(self.strategy.unwrap_model(model))
-            for label, model in models.items()
+            for label, model in self._learner.models.items()
         }
 
     def _weights(self) -> "_TimedLock":
@@ -261,8 +263,8 @@ class _TimedLock:
         self._lock.release()
 
 
-def _num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def _num_parameters(model: nn.Module | None) -> int:
+    return 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
 
 
 def _trainable_names(model: nn.Module) -> frozenset[str]:

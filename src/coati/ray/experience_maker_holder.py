@@ -20,6 +20,7 @@ import ray
 import torch
 from torch import nn
 
+from coati.algorithms import Algorithm
 from coati.deadlines import Deadlines
 from coati.errors import ConfigError, DataError, DeadlineExceeded
 from coati.experience_buffer.utils import split_experience_batch
@@ -60,14 +61,15 @@ class ExperienceMakerHolder:
 
     `model_fn()` returns (actor, critic, reward_model, initial_model); the reward model may be a
     `RewardScorer` over text. With `share`, prompts are admitted so that training data is never older than
-    the share's bound. With `in_flight`, new weights are taken between two tokens of a generation.
+    the share's bound. With `in_flight`, new weights are taken between two tokens of a generation. `algorithm` decides
+    how advantages are made; those without a critic take None for it.
     """
 
     def __init__(
         self,
         detached_trainer_name_list: Sequence[str],
         strategy_fn: Callable[[], Strategy],
-        model_fn: Callable[[], tuple[nn.Module, nn.Module, Any, nn.Module]],
+        model_fn: Callable[[], tuple[nn.Module, nn.Module | None, Any, nn.Module]],
         env_info: Mapping[str, str] | None = None,
         sync_models_from_trainers: bool = False,
         buffer_cpu_offload: bool = True,
@@ -80,6 +82,7 @@ class ExperienceMakerHolder:
         gamma: float = 1.0,
         lam: float = 0.95,
         kl_estimator: Any = "k1",
+        algorithm: str | Algorithm = "ppo",
         seed: int = 0,
         share: WorkShare | None = None,
         deadlines: Deadlines | None = None,
@@ -109,9 +112,16 @@ class ExperienceMakerHolder:
         self._records = RecordLog()
 
         maker = _make_maker(
-            strategy_fn, model_fn, kl_coef=kl_coef, gamma=gamma, lam=lam, kl_estimator=kl_estimator, seed=seed
+            strategy_fn,
+            model_fn,
+            kl_coef=kl_coef,
+            gamma=gamma,
+            lam=lam,
+            kl_estimator=kl_estimator,
+            algorithm=algorithm,
+            seed=seed,
         )
-        updated: dict[str, nn.Module] = {"actor": maker.actor, "critic": maker.critic}
+        updated = maker.trained_models
         self._served = ServedModels(updated)
         self._stage = WeightStage(updated, newest_weight=self._served.newest_weight)
         self._plain_updates = PlainUpdates(self._stage, allow_partial=update_lora_weights)
@@ -321,7 +331,7 @@ class ExperienceMakerHolder:
 
 def _make_maker(
     strategy_fn: Callable[[], Strategy],
-    model_fn: Callable[[], tuple[nn.Module, nn.Module, Any, nn.Module]],
+    model_fn: Callable[[], tuple[nn.Module, nn.Module | None, Any, nn.Module]],
     **settings: Any,
 ) -> NaiveExperienceMaker:
     """The maker with its models on the strategy's device."""

@@ -1,81 +1,34 @@
-"""The PPO learner: one optimizer step of actor and critic from one batch of experience."""
+"""The learner: one optimizer step of the actor, and of the critic if there is one, from one batch of experience."""
 
 import contextlib
 import dataclasses
 import logging
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from coati.algos import (
-    PolicyLossOutput,
-    clipped_policy_loss,
-    clipped_value_loss,
-    decoupled_policy_loss,
-    entropy_bonus,
-    masked_moments,
-    masked_whiten,
-)
+from coati.algos import clipped_value_loss, entropy_bonus, masked_moments, masked_whiten
 from coati.errors import ConfigError
 from coati.experience_maker.base import Experience
 from coati.experience_maker.naive import action_values
 from coati.models import action_logprobs
-from coati.trainer.off_policy import CorrectionSettings, off_policy_metrics, prepare, token_weights
+from coati.trainer.objective import StepCounts, policy_objective
+from coati.trainer.off_policy import off_policy_metrics, prepare
 from coati.trainer.schedule import make_schedule
+from coati.trainer.settings import PPOSettings
 from coati.trainer.strategies import Strategy
+
+__all__ = ["PPOLearner", "PPOSettings"]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PPOSettings:
-    """How the learner learns."""
-
-    eps_clip: float = 0.2
-    """The ratio of new to old probability earns nothing outside [1 - eps_clip, 1 + eps_clip]."""
-
-    value_clip: float = 0.4
-    """The critic's new estimate earns nothing further than this from the old one."""
-
-    entropy_coef: float = 0.0
-    whiten_advantages: bool = True
-    """Zero mean and unit variance over the batch (each rank's own), for the policy loss only."""
-
-    actor_lr: float = 1e-6
-    critic_lr: float = 1e-5
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 0
-    """Optimizer steps of the run, which a decaying schedule needs to know; 0 for a constant rate."""
-
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0 measures and leaves them alone."""
-
-    micro_batch_size: int = 0
-    """Samples in one forward and backward pass; 0 for the whole batch. The gradient is the same."""
-
-    correction: CorrectionSettings = dataclasses.field(default_factory=CorrectionSettings)
-    """What to do about data that an older policy wrote."""
-
-    def __post_init__(self) -> None:
-        if self.micro_batch_size < 0:
-            raise ConfigError(f"micro_batch_size must be 0 (whole batch) or more, got {self.micro_batch_size}.")
-        if self.lr_schedule != "constant" and self.total_steps < 1:
-            raise ConfigError(
-                f"total_steps must be 1 or more for lr_schedule={self.lr_schedule!r}, got {self.total_steps}."
-            )
-        for name in ("eps_clip", "value_clip"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}.")
-
-
 class PPOLearner:
-    """Actor, critic and their optimizers, prepared by a strategy.
+    """Actor, critic and their optimizers, prepared by a strategy. Algorithms without a critic pass None for it.
 
     `step` is all or nothing: if either gradient is not finite, neither optimizer moves, and the batch is
     counted and named.
@@ -84,21 +37,29 @@ class PPOLearner:
     def __init__(
         self,
         actor: nn.Module,
-        critic: nn.Module,
+        critic: nn.Module | None,
         strategy: Strategy,
         settings: PPOSettings,
         *,
         optimizer_class: type[Optimizer] = torch.optim.Adam,
     ) -> None:
+        if critic is None and settings.correction.estimator == "vtrace":
+            raise ConfigError("estimator='vtrace' needs a critic, got none. Use 'gae', or pass a critic.")
         self.strategy = strategy
         self.settings = settings
         self.num_skipped = 0
-        actor_optimizer = _make_optimizer(optimizer_class, actor, settings.actor_lr)
-        critic_optimizer = _make_optimizer(optimizer_class, critic, settings.critic_lr)
-        (self.actor, self.actor_optimizer), (self.critic, self.critic_optimizer) = strategy.prepare(
-            (actor, actor_optimizer), (critic, critic_optimizer)
-        )
-        for model in (self.actor, self.critic):
+        rates = {"actor": (actor, settings.actor_lr), "critic": (critic, settings.critic_lr)}
+        pairs = {
+            label: (model, _make_optimizer(optimizer_class, model, rate))
+            for label, (model, rate) in rates.items()
+            if model is not None
+        }
+        prepared = strategy.prepare(*pairs.values())
+        parts = dict(zip(pairs, [prepared] if len(pairs) == 1 else prepared, strict=True))
+        self.models: dict[str, nn.Module] = {label: model for label, (model, _) in parts.items()}
+        """What is trained, and published: "actor" and, if there is one, "critic"."""
+        self._optimizers: dict[str, Optimizer] = {label: optimizer for label, (_, optimizer) in parts.items()}
+        for model in self.models.values():
             _turn_dropout_off(model)
         self._schedules = [
             make_schedule(
@@ -108,8 +69,28 @@ class PPOLearner:
                 # A constant rate needs no end; a decaying one has total_steps, which the settings insist on.
                 total_steps=settings.total_steps or max(1, settings.warmup_steps),
             )
-            for optimizer in (self.actor_optimizer, self.critic_optimizer)
+            for optimizer in self._optimizers.values()
         ]
+
+    @property
+    def actor(self) -> nn.Module:
+        """The policy, as the strategy wrapped it."""
+        return self.models["actor"]
+
+    @property
+    def critic(self) -> nn.Module | None:
+        """The critic, as the strategy wrapped it, if there is one."""
+        return self.models.get("critic")
+
+    @property
+    def actor_optimizer(self) -> Optimizer:
+        """The actor's."""
+        return self._optimizers["actor"]
+
+    @property
+    def critic_optimizer(self) -> Optimizer:
+        """The critic's."""
+        return self._optimizers["critic"]
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +98,7 @@ class PPOLearner:
         return self.strategy.device
 
     def step(self, experience: Experience) -> dict[str, float]:
-        """Learn from one batch; returns metrics, with `actor_loss` and `critic_loss` among them."""
+        """Learn from one batch; returns metrics, `actor_loss` and, with a critic, `critic_loss` among them."""
         experience.validate()
         experience.to_device(self.device)
         experience = _with_some_column(experience)
@@ -125,38 +106,44 @@ class PPOLearner:
         if self.settings.correction.is_active and experience.proximal_log_probs is None:
             self._prepare(experience, parts)
         mask = experience.full_action_mask()
-        num_tokens = self.strategy.all_reduce_sum(mask.sum())
+        counts = StepCounts(
+            tokens=self.strategy.all_reduce_sum(mask.sum()), sequences=self.strategy.all_reduce_sum(mask.any(-1).sum())
+        )
         advantages = experience.advantages
         if self.settings.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
         sums = _Sums()
         rates = {
-            "optim/actor_lr": float(self.actor_optimizer.param_groups[0]["lr"]),
-            "optim/critic_lr": float(self.critic_optimizer.param_groups[0]["lr"]),
+            f"optim/{label}_lr": float(optimizer.param_groups[0]["lr"]) for label, optimizer in self._optimizers.items()
         }
         try:
             for index, rows in enumerate(parts):
                 with self._gradients_stay_local(is_last=index == len(parts) - 1):
                     part = experience.select(rows)
-                    self._actor_pass(part, advantages[rows], num_tokens, sums)
-                    self._critic_pass(part, num_tokens, sums)
-            actor_norm, critic_norm = self._apply_gradients(experience, int(num_tokens))
+                    self._actor_pass(part, advantages[rows], counts, sums)
+                    if self.critic is not None:
+                        self._critic_pass(self.critic, part, counts, sums)
+            norms = self._apply_gradients(experience, int(counts.tokens))
         finally:
             # Also when a pass raises: the next batch must not inherit half of this one's gradient.
-            self.actor_optimizer.zero_grad(set_to_none=True)
-            self.critic_optimizer.zero_grad(set_to_none=True)
-        return {
+            for optimizer in self._optimizers.values():
+                optimizer.zero_grad(set_to_none=True)
+        metrics = {
             "actor_loss": sums["policy/loss"],
-            "critic_loss": sums["value/loss"],
             **sums,
-            "policy/grad_norm": actor_norm,
-            "value/grad_norm": critic_norm,
-            "value/explained_variance": _explained_variance(experience, mask),
+            "policy/grad_norm": norms["actor"],
             **rates,
             **off_policy_metrics(experience, self.settings.correction),
             "optim/skipped_batches": float(self.num_skipped),
             "train/tokens": float(mask.sum()),
         }
+        if self.critic is not None:
+            metrics |= {
+                "critic_loss": sums["value/loss"],
+                "value/grad_norm": norms["critic"],
+                "value/explained_variance": _explained_variance(experience, mask),
+            }
+        return metrics
 
     @torch.no_grad()
     def _prepare(self, experience: Experience, parts: list[slice]) -> None:
@@ -168,38 +155,11 @@ class PPOLearner:
             forward = (part.sequences, part.attention_mask, part.num_actions)
             logprobs.append(action_logprobs(self.actor, *forward, temperatures=part.temperatures)[0])
             needs_values = self.settings.correction.estimator == "vtrace"
-            values.append(action_values(self.critic, *forward) if needs_values else part.values)
+            values.append(action_values(self.models["critic"], *forward) if needs_values else part.values)
         _turn_dropout_off(self.actor)
         prepare(experience, self.settings.correction, proximal_log_probs=torch.cat(logprobs), values=torch.cat(values))
 
-    def _policy_loss(
-        self, logprobs: Tensor, part: Experience, advantages: Tensor, num_tokens: Tensor
-    ) -> PolicyLossOutput:
-        clip, mask = self.settings.eps_clip, part.full_action_mask()
-        if self.settings.correction.policy == "none":
-            return clipped_policy_loss(
-                logprobs,
-                part.action_log_probs,
-                advantages,
-                mask,
-                clip_low=clip,
-                clip_high=clip,
-                num_tokens=num_tokens,
-            )
-        assert part.proximal_log_probs is not None
-        return decoupled_policy_loss(
-            logprobs,
-            part.proximal_log_probs,
-            part.action_log_probs,
-            advantages,
-            mask,
-            clip_low=clip,
-            clip_high=clip,
-            weights=token_weights(part, self.settings.correction),
-            num_tokens=num_tokens,
-        )
-
-    def _actor_pass(self, part: Experience, advantages: Tensor, num_tokens: Tensor, sums: "_Sums") -> None:
+    def _actor_pass(self, part: Experience, advantages: Tensor, counts: StepCounts, sums: "_Sums") -> None:
         settings = self.settings
         mask = part.full_action_mask()
         needs_entropy_gradient = settings.entropy_coef != 0.0
@@ -212,52 +172,52 @@ class PPOLearner:
             with_entropy=True,
         )
         assert entropy is not None
-        policy = self._policy_loss(logprobs, part, advantages, num_tokens)
-        bonus = entropy_bonus(entropy if needs_entropy_gradient else entropy.detach(), mask, num_tokens=num_tokens)
-        loss = policy.loss - settings.entropy_coef * bonus
+        policy = policy_objective(logprobs, part, advantages, counts, settings)
+        entropy = entropy if needs_entropy_gradient else entropy.detach()
+        bonus = entropy_bonus(entropy, mask, num_tokens=counts.tokens)
+        loss = policy.loss + settings.kl_loss_coef * policy.kl_term - settings.entropy_coef * bonus
         self.strategy.backward(loss, self.actor, self.actor_optimizer)
         sums.add("policy/loss", policy.loss)
         sums.add("policy/clip_fraction", policy.clip_fraction)
         sums.add("policy/approx_kl", policy.approx_kl)
         sums.add("policy/entropy", bonus)
+        if settings.kl_loss_coef:
+            sums.add("policy/kl_loss", policy.kl_term)
         sums.largest("policy/ratio_max", policy.ratio_max)
 
-    def _critic_pass(self, part: Experience, num_tokens: Tensor, sums: "_Sums") -> None:
-        values = action_values(self.critic, part.sequences, part.attention_mask, part.num_actions)
+    def _critic_pass(self, critic: nn.Module, part: Experience, counts: StepCounts, sums: "_Sums") -> None:
+        values = action_values(critic, part.sequences, part.attention_mask, part.num_actions)
         value = clipped_value_loss(
             values,
             part.values,
             part.advantages + part.values if part.returns is None else part.returns,
             part.full_action_mask(),
             clip=self.settings.value_clip,
-            num_tokens=num_tokens,
+            num_tokens=counts.tokens,
         )
-        self.strategy.backward(value.loss, self.critic, self.critic_optimizer)
+        self.strategy.backward(value.loss, critic, self.critic_optimizer)
         sums.add("value/loss", value.loss)
         sums.add("value/clip_fraction", value.clip_fraction)
 
-    def _apply_gradients(self, experience: Experience, num_tokens: int) -> tuple[float, float]:
-        """Clip and step both optimizers, or neither. The norms are global, so all ranks decide alike."""
+    def _apply_gradients(self, experience: Experience, num_tokens: int) -> dict[str, float]:
+        """Clip and step all optimizers, or none. The norms are global, so all ranks decide alike."""
         max_norm = self.settings.max_grad_norm
-        actor_norm = float(self.strategy.clip_grad_norm(self.actor, max_norm))
-        critic_norm = float(self.strategy.clip_grad_norm(self.critic, max_norm))
-        if num_tokens > 0 and math.isfinite(actor_norm) and math.isfinite(critic_norm):
-            self.strategy.optimizer_step(self.actor_optimizer)
-            self.strategy.optimizer_step(self.critic_optimizer)
+        norms = {label: float(self.strategy.clip_grad_norm(model, max_norm)) for label, model in self.models.items()}
+        if num_tokens > 0 and all(map(math.isfinite, norms.values())):
+            for optimizer in self._optimizers.values():
+                self.strategy.optimizer_step(optimizer)
             for schedule in self._schedules:
                 schedule.step()
         else:
             self.num_skipped += 1
             ids = experience.sample_ids.tolist() if experience.sample_ids is not None else "unknown"
             logger.warning(
-                "batch skipped, optimizer untouched: %d response tokens, gradient norms are actor %s, "
-                "critic %s (sample ids %s)",
+                "batch skipped, optimizer untouched: %d response tokens, gradient norms are %s (sample ids %s)",
                 num_tokens,
-                actor_norm,
-                critic_norm,
+                ", ".join(f"{label} {norm}" for label, norm in norms.items()),
                 ids,
             )
-        return actor_norm, critic_norm
+        return norms
 
     def _micro_batches(self, num_samples: int) -> list[slice]:
         size = self.settings.micro_batch_size or num_samples
@@ -269,7 +229,9 @@ class PPOLearner:
         if is_last:
             yield
             return
-        with self.strategy.no_sync(self.actor), self.strategy.no_sync(self.critic):
+        with contextlib.ExitStack() as stack:
+            for model in self.models.values():
+                stack.enter_context(self.strategy.no_sync(model))
             yield
 
 

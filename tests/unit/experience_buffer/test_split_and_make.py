@@ -61,6 +61,7 @@ def samples(draw):
         temperatures=torch.tensor(draw(st.floats(0.5, 2, width=32))),
         proximal_log_probs=torch.arange(actions) - 0.25,
         returns=torch.arange(actions) + 0.75,
+        reference_log_probs=torch.arange(actions) - 0.5,
         **floats,
     )
 

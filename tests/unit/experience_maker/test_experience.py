@@ -30,6 +30,7 @@ EXTRA_FIELDS = (
     "temperatures",
     "proximal_log_probs",
     "returns",
+    "reference_log_probs",
 )
 
 

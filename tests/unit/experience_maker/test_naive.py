@@ -13,8 +13,11 @@ from transformers import LlamaForSequenceClassification
 from coati.errors import ConfigError, DataError, GenerateOptionError, RewardError
 from coati.experience_maker import AllSamplesDropped, NaiveExperienceMaker
 from coati.experience_maker.naive import (
+    DROPPED_GROUP_INCOMPLETE,
+    DROPPED_NO_SIGNAL,
     DROPPED_PROMPT_TOO_LONG,
     DROPPED_REWARD_NOT_FINITE,
+    NoSignal,
     action_values,
 )
 from coati.models import Actor, Critic, RewardModel
@@ -480,3 +483,66 @@ def test_an_unknown_generate_option_is_an_error_before_anything_runs(make_maker)
     with pytest.raises(GenerateOptionError, match=r"temprature.*Did you mean temperature"):
         make_experience(maker, temprature=0.5)
     assert make_experience(make_maker()).sample_ids.tolist() == [0, 1, 2, 3]
+
+
+# Algorithms that compare the samples of a prompt
+
+GROUPS = torch.tensor([8, 8, 5, 5])
+TWICE = [[3, 4, 5], [3, 4, 5], [6], [6]]
+
+
+def grouped(maker, **kwargs):
+    return make_experience(maker, TWICE, **{"group_ids": GROUPS, **kwargs})
+
+
+def scored_maker(make_maker, scores, algorithm="grpo"):
+    return make_maker(critic=None, reward_model=Scores(torch.tensor(scores)), algorithm=algorithm)
+
+
+def test_grpo_needs_no_critic_and_keeps_the_reference_for_the_loss(make_maker):
+    maker = scored_maker(make_maker, [1.0, 3.0, 2.0, 2.0])
+    experience = grouped(maker)
+    assert torch.equal(experience.values, torch.zeros_like(experience.values))
+    mask = experience.action_mask
+    expected = torch.tensor([-1.0, 1.0, 0.0, 0.0])[:, None] * mask
+    torch.testing.assert_close(experience.advantages, expected, atol=1e-5, rtol=0)
+    # The KL estimate is the difference to what is kept.
+    torch.testing.assert_close(
+        (experience.action_log_probs - experience.reference_log_probs)[mask], experience.kl[mask], atol=1e-5, rtol=0
+    )
+    assert set(maker.trained_models) == {"actor"}
+    assert make_experience(make_maker()).reference_log_probs is None  # PPO's penalty is in the reward
+
+
+def test_one_bad_reward_drops_its_group_and_is_counted(make_maker):
+    maker = scored_maker(make_maker, [1.0, 3.0, NAN, 2.0])
+    experience = grouped(maker, sample_ids=torch.tensor([10, 11, 12, 13]))
+    assert experience.sample_ids.tolist() == [10, 11]
+    assert dict(maker.dropped) == {DROPPED_REWARD_NOT_FINITE: 1, DROPPED_GROUP_INCOMPLETE: 1}
+    with pytest.raises(AllSamplesDropped, match="in every group"):
+        grouped(scored_maker(make_maker, [NAN, 3.0, NAN, 2.0]))
+
+
+def test_dynamic_sampling_leaves_out_what_teaches_nothing(make_maker):
+    maker = scored_maker(make_maker, [2.0, 2.0, 0.0, 1.0], "dapo")
+    assert grouped(maker).group_ids.tolist() == [5, 5]
+    assert maker.dropped[DROPPED_NO_SIGNAL] == 2
+    assert grouped(scored_maker(make_maker, [2.0, 2.0, 0.0, 1.0])).num_samples == 4  # GRPO keeps them
+    with pytest.raises(NoSignal, match="scored the same"):
+        grouped(scored_maker(make_maker, [2.0, 2.0, 1.0, 1.0], "dapo"))
+
+
+@pytest.mark.parametrize(
+    ("group_ids", "message"),
+    [(None, "has no group_ids"), (torch.tensor([1, 1, 2, 3]), "2 of 3 groups of the batch have only one")],
+)
+def test_samples_that_cannot_be_compared_are_refused_before_they_are_made(make_maker, group_ids, message):
+    maker = scored_maker(make_maker, [1.0, 3.0, 2.0, 2.0])
+    maker.engine = None  # must not be asked
+    with pytest.raises(DataError, match=message):
+        grouped(maker, group_ids=group_ids)
+
+
+def test_ppo_needs_a_critic(make_maker):
+    with pytest.raises(ConfigError, match="critic must be a model"):
+        make_maker(critic=None)

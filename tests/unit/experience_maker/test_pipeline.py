@@ -5,7 +5,13 @@ import torch
 
 from coati.errors import DataError, RewardError
 from coati.experience_maker import AllSamplesDropped
-from coati.experience_maker.pipeline import MAX_EMPTY_BATCHES, MIN_DROPPED_IN_A_ROW, ExperiencePipeline
+from coati.experience_maker.naive import NoSignal
+from coati.experience_maker.pipeline import (
+    MAX_BATCHES_WITHOUT_SIGNAL,
+    MAX_EMPTY_BATCHES,
+    MIN_DROPPED_IN_A_ROW,
+    ExperiencePipeline,
+)
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.ledger.admission import WorkShare
 from coati.weights import ServedModels
@@ -126,6 +132,14 @@ def test_replacements_that_come_one_by_one_may_fail_in_a_row_by_chance():
         assert pipeline.make(batch_of(1)) is None
     with pytest.raises(DataError, match=f"{MIN_DROPPED_IN_A_ROW} samples in a row"):
         pipeline.make(batch_of(1))
+
+
+def test_dynamic_sampling_may_drop_for_longer():
+    pipeline = pipeline_of(*[NoSignal("all the same")] * MAX_BATCHES_WITHOUT_SIGNAL)
+    for _ in range(MAX_BATCHES_WITHOUT_SIGNAL - 1):
+        assert pipeline.make(batch_of(64)) is None
+    with pytest.raises(DataError, match="all the same"):
+        pipeline.make(batch_of(64))
 
 
 def test_one_good_batch_ends_a_row_of_dropped_ones():

@@ -1,11 +1,13 @@
 """Who may issue how many samples when: sums, bounds, and runs simulated to their end."""
 
+import dataclasses
 import itertools
+import random
 from collections import Counter
 
 import pytest
 
-from coati.errors import ConfigError
+from coati.errors import ConfigError, DataError
 from coati.ledger import UNBOUNDED, AdmissionGate, WorkShare
 
 SIZES = list(itertools.product(range(1, 9), range(1, 9)))  # M makers, T trainers
@@ -104,6 +106,51 @@ def test_no_trainer_starves_and_no_sample_is_too_old(max_staleness):
             version += 1
         assert all(gate.is_done for gate in gates)
         assert queues == [[] for _ in range(trainers)]
+
+
+def test_groups_stay_whole_and_everything_ends_for_any_makers_trainers_and_group_size():
+    """Makers issue one group at a time, in a random order; each round of each trainer comes from one sample."""
+    for (makers, trainers), size, eta in itertools.product([(1, 1), (2, 1), (3, 2), (2, 3), (5, 4)], (2, 3, 8), (0, 2)):
+        per_version, total, dice = 24, 48, random.Random(size)
+        shares = [
+            dataclasses.replace(share, group_size=size)
+            for share in shares_of(makers, trainers, per_version=per_version, total=total, max_staleness=eta)
+        ]
+        gates = [AdmissionGate(share) for share in shares]
+        rounds: list[dict[int, int]] = [{} for _ in range(trainers)]  # of each trainer: round to version that wrote it
+        numbers = [Counter() for _ in range(makers)]
+        version, trained = 0, 0
+        while trained < total:
+            able = [index for index, gate in enumerate(gates) if gate.admissible(size, version=version)]
+            if able:
+                index = dice.choice(able)
+                assert gates[index].admissible(4 * size, version=version) % size == 0
+                for turn in range(gates[index].num_issued, gates[index].num_issued + size):
+                    trainer = (index + turn) % trainers
+                    round_index = shares[index].round_of(numbers[index][trainer])
+                    numbers[index][trainer] += 1
+                    assert round_index not in rounds[trainer]
+                    rounds[trainer][round_index] = version
+                gates[index].issue(size)
+            while trained < total and all(trained in got for got in rounds):
+                assert all(version - got[trained] <= eta for got in rounds)
+                trained += 1
+                version = trained // per_version
+            assert able or trained == total, f"{makers} makers, {trainers} trainers, groups of {size} stall"
+        assert all(gate.is_done for gate in gates)
+
+
+def test_part_of_a_group_is_refused_and_so_are_versions_that_would_part_one():
+    gate = AdmissionGate(WorkShare(rounds_per_version=8, total_rounds=8, max_staleness=0, group_size=4))
+    assert gate.admissible(4, version=0) == 4
+    with pytest.raises(DataError, match="whole groups of 4 samples, got 6"):
+        gate.admissible(6, version=0)
+    with pytest.raises(ConfigError, match="Make both a multiple of 4"):
+        WorkShare(rounds_per_version=6, total_rounds=12, group_size=4)
+    # Two trainers: 6 rounds are 12 samples, three groups.
+    assert (
+        WorkShare(rounds_per_version=6, total_rounds=12, max_staleness=0, group_size=4, num_trainers=2).limit(0) == 12
+    )
 
 
 def test_dropped_samples_are_given_back():

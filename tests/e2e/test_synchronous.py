@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from coati.algorithms import ALGORITHMS
 from coati.config import build_config
 from coati.errors import DataError, RewardError
 from coati.monitor.run_log import RunLog
@@ -27,6 +28,10 @@ def now_and_then_nan(completions):
     if next(calls) % 3 == 1:
         return [None] * len(completions)
     return [float("nan") if next(samples) % 3 == 0 else 1.0 for _ in completions]
+
+
+def one_nan_in_seven(completions):
+    return [float("nan") if next(samples) % 7 == 0 else 1.0 for _ in completions]
 
 
 def always_nan(completions):
@@ -161,6 +166,33 @@ def test_it_learns_to_write_a_word(run):
     # A random model writes each of 12 tokens alike: 1/12 of the words, less where texts end early.
     assert rewards[0] < 0.2
     assert sum(rewards[-3:]) / 3 > 0.6
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "ppo"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_every_algorithm_learns_to_write_a_word(run, name, seed):
+    outcome = run(
+        run={"seed": seed},
+        algorithm={"name": name},
+        train={"total_steps": 12, "batch_size": 32, "actor_lr": 0.05},
+        rollout={"prompts_per_batch": 8, "samples_per_prompt": 4},
+    )
+    rewards = outcome.column("reward/mean")
+    assert rewards[0] < 0.25
+    assert sum(rewards[-3:]) / 3 > 0.55
+    assert not outcome.column("value/loss")
+    if name == "dapo":
+        assert sum(outcome.column("maker/no_signal")) > 0  # in the end all write the word, and are left out
+
+
+def test_one_nan_among_the_samples_of_a_prompt_costs_the_group_and_does_not_stall(run):
+    outcome = run(
+        reward="one_nan_in_seven",
+        algorithm={"name": "rloo"},
+        rollout={"prompts_per_batch": 2, "samples_per_prompt": 4},
+    )
+    assert outcome.column("train/samples") == [8.0, 8.0]
+    assert sum(outcome.column("maker/dropped")) >= 4
 
 
 def test_versions_ages_and_batches_of_a_run_with_a_remainder(run):

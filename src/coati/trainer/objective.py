@@ -1,0 +1,108 @@
+"""The policy's objective: which ratio is clipped around what, how tokens add up, and the KL term of the loss."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from coati.algos import (
+    PolicyLossOutput,
+    clipped_policy_loss,
+    decoupled_policy_loss,
+    kl_penalty,
+    loss_weights,
+    sequence_policy_loss,
+    weighted_policy_loss,
+)
+from coati.errors import DataError
+from coati.experience_maker.base import Experience
+from coati.trainer.off_policy import token_weights
+from coati.trainer.settings import PPOSettings
+
+
+class StepCounts(NamedTuple):
+    """Denominators of the whole optimizer step, over all micro-batches and ranks. Scalars."""
+
+    tokens: Tensor
+    sequences: Tensor
+
+
+class PolicyObjective(NamedTuple):
+    """Shares of one micro-batch in the numbers of the step; only the first two have a gradient. `ratio_max` takes the
+    maximum, all others add up.
+    """
+
+    loss: Tensor
+    kl_term: Tensor
+    """Before its coefficient; 0 where the loss has none."""
+    clip_fraction: Tensor
+    approx_kl: Tensor
+    ratio_max: Tensor
+
+
+def policy_objective(
+    logprobs: Tensor,  # [B, A] current policy
+    part: Experience,
+    advantages: Tensor,  # [B, A]
+    counts: StepCounts,
+    settings: PPOSettings,
+) -> PolicyObjective:
+    """What `settings` make of a micro-batch. A correction for the data's age needs a prepared batch."""
+    mask = part.full_action_mask()
+    shares = loss_weights(
+        mask,
+        mode=settings.normalization,
+        num_tokens=counts.tokens,
+        num_sequences=counts.sequences,
+        max_length=settings.max_response_tokens,
+        dtype=logprobs.dtype,
+    )
+    policy = _clipped(logprobs, part, advantages, counts, shares, settings)
+    kl_term = logprobs.new_zeros(())
+    if settings.kl_loss_coef:
+        reference = _reference_of(part, settings)
+        kl_term = kl_penalty(logprobs, reference, mask, kind=settings.kl_estimator, weights=shares)
+    return PolicyObjective(policy.loss, kl_term, policy.clip_fraction, policy.approx_kl, policy.ratio_max)
+
+
+def _clipped(
+    logprobs: Tensor,
+    part: Experience,
+    advantages: Tensor,
+    counts: StepCounts,
+    shares: Tensor,  # [B, A] from `loss_weights`
+    settings: PPOSettings,
+) -> PolicyLossOutput:
+    """The clipped surrogate around the policy that sampled the tokens, or around the proximal one."""
+    mask, behavior = part.full_action_mask(), part.action_log_probs
+    clip = {"clip_low": settings.eps_clip, "clip_high": settings.clip_high}
+    proximal = part.proximal_log_probs if settings.correction.policy != "none" else None
+    if settings.ratio == "sequence":
+        if proximal is not None:
+            # A token's weight moves its advantage, as in the decoupled loss; the ratio stays that of the response.
+            behavior, advantages = proximal, advantages * token_weights(part, settings.correction)
+        return sequence_policy_loss(logprobs, behavior, advantages, mask, **clip, num_sequences=counts.sequences)
+    is_plain = settings.normalization == "token"
+    if proximal is not None:
+        return decoupled_policy_loss(
+            logprobs,
+            proximal,
+            behavior,
+            advantages,
+            mask,
+            **clip,
+            weights=token_weights(part, settings.correction),
+            num_tokens=counts.tokens,
+            reduction=None if is_plain else shares,
+        )
+    if is_plain:
+        return clipped_policy_loss(logprobs, behavior, advantages, mask, **clip, num_tokens=counts.tokens)
+    return weighted_policy_loss(logprobs, behavior, advantages, mask, **clip, weights=shares, num_tokens=counts.tokens)
+
+
+def _reference_of(part: Experience, settings: PPOSettings) -> Tensor:
+    if part.reference_log_probs is None:
+        raise DataError(
+            f"kl_loss_coef is {settings.kl_loss_coef:g}, but the batch has no reference_log_probs to measure the KL "
+            "against. Use a maker with an algorithm whose KL is in the loss, such as 'grpo'."
+        )
+    return part.reference_log_probs

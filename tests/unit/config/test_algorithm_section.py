@@ -1,0 +1,83 @@
+"""`[algorithm]`: short and long spelling, defaults that follow the name, and what does not go together."""
+
+import pytest
+
+from coati.config import build_config, dump_config, load_config
+from coati.errors import ConfigError
+
+MINIMAL = ["model.path=m", "prompts.path=p.jsonl", "reward.function=rewards:f", "rollout.samples_per_prompt=4"]
+
+
+def loaded(*overrides):
+    return load_config(None, [*MINIMAL, *overrides])
+
+
+def test_short_and_long_spelling_mean_the_same(tmp_path):
+    file = tmp_path / "run.toml"
+    rest = '[model]\npath="m"\n[prompts]\npath="p"\n[reward]\nmodel="r"\n[rollout]\nsamples_per_prompt=4\n'
+    file.write_text('algorithm = "grpo"\n' + rest)
+    short = load_config(file, ["algorithm.kl_coef=0.5"])
+    file.write_text(rest + '[algorithm]\nname = "grpo"\nkl_coef = 0.5\n')
+    assert short == load_config(file)
+    assert load_config(file, ["algorithm=rloo"]).algorithm.name == "rloo"
+    assert load_config(file, ["algorithm=rloo"]).algorithm.kl_coef == 0.5  # only the name changed
+
+
+def test_what_is_left_out_is_the_algorithms_own_and_what_is_set_stays():
+    grpo = loaded("algorithm=grpo", "algorithm.normalization=token").algorithm
+    assert (grpo.kl_in, grpo.kl_coef, grpo.kl_estimator, grpo.whiten_advantages) == ("loss", 0.04, "k3", False)
+    assert grpo.normalization == "token"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "low", "high"),
+    [
+        ([], 0.2, 0.2),
+        (["algorithm.eps_clip=0.3"], 0.3, 0.3),  # symmetric, so both
+        (["algorithm.eps_clip=0.3", "algorithm.eps_clip_high=0.4"], 0.3, 0.4),
+        (["algorithm.eps_clip_high=0.4"], 0.2, 0.4),
+        (["algorithm=dapo"], 0.2, 0.28),
+        (["algorithm=dapo", "algorithm.eps_clip=0.1"], 0.1, 0.28),
+    ],
+)
+def test_the_clip_range(overrides, low, high):
+    algorithm = loaded(*overrides).algorithm
+    assert (algorithm.eps_clip, algorithm.eps_clip_high) == (low, high)
+
+
+def test_a_saved_config_says_everything_and_loads_to_the_same(tmp_path):
+    config = loaded("algorithm=gspo")
+    file = tmp_path / "config.toml"
+    file.write_text(dump_config(config))
+    assert "eps_clip_high = 0.0004" in file.read_text()
+    assert load_config(file) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm=gpro"], 'algorithm.name must be one of "ppo", "grpo"'),
+        (["algorithm=grpo", "algorithm.kl_estimator=k1"], 'algorithm.kl_estimator must be "k2" or "k3"'),
+        (["algorithm=grpo", "algorithm.estimator=vtrace"], "which has no critic"),
+        (["algorithm.dynamic_sampling=true"], "algorithm.dynamic_sampling must be false"),
+        (["algorithm=gspo", "algorithm.normalization=token"], 'algorithm.normalization must be "sequence"'),
+        (["algorithm=grpo", "rollout.samples_per_prompt=1"], "rollout.samples_per_prompt must be 2 or more"),
+        (["algorithm=rloo", "train.batch_size=6"], "Make train.batch_size a multiple of 4"),
+        (["algorithm=rloo", "train.batch_size=6", "train.update_steps=2", "train.total_steps=3"], "train.total_steps"),
+    ],
+)
+def test_what_does_not_go_together_is_said(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        loaded(*overrides)
+    assert message in str(caught.value)
+    assert str(caught.value).count("must") == 1  # one mistake, one message
+
+
+def test_groups_may_span_batches_and_trainers():
+    loaded("algorithm=rloo", "train.batch_size=6", "train.update_steps=2", "train.total_steps=4")
+    loaded("algorithm=rloo", "train.batch_size=6", "topology.trainers=2")
+
+
+def test_a_number_where_the_table_should_be():
+    with pytest.raises(ConfigError, match="algorithm must be a table"):
+        build_config({"model": {"path": "m"}, "prompts": {"path": "p"}, "reward": {"model": "r"}, "algorithm": 3})

@@ -1,0 +1,65 @@
+"""Every way to make advantages, by hand, on two groups of two responses."""
+
+import doctest
+
+import pytest
+import torch
+
+from coati.algos import masked_whiten, reinforce_plus_plus_advantages, shaped_rewards
+from coati.errors import DataError
+from coati.experience_maker import advantage_estimates
+from coati.experience_maker.advantage_estimates import estimate_advantages
+
+MASK = torch.tensor([[True, True], [True, False], [True, True], [True, True]])
+SCORES = torch.tensor([1.0, 5.0, 2.0, 2.0])
+KL = torch.tensor([[1.0, 3.0], [2.0, 99.0], [0.0, 2.0], [4.0, 2.0]])  # what lies under padding does not count
+VALUES = torch.tensor([[0.5, 0.25], [1.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
+GROUPS = torch.tensor([7, 7, 3, 3])
+
+
+def estimate(kind, *, kl_coef=0.0, gamma=1.0, lam=1.0, scores=SCORES, group_ids=GROUPS):
+    return estimate_advantages(
+        kind, scores=scores, kl=KL, values=VALUES, mask=MASK, group_ids=group_ids, kl_coef=kl_coef, gamma=gamma, lam=lam
+    )
+
+
+def test_examples():
+    assert doctest.testmod(advantage_estimates).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "kl_coef", "expected"),
+    [
+        # Means 3 and 2; deviations 2 and 0.
+        ("group_centered", 0.0, [[-2, -2], [2, 0], [0, 0], [0, 0]]),
+        ("group_normalized", 0.0, [[-1, -1], [1, 0], [0, 0], [0, 0]]),
+        # Less what the other scored.
+        ("leave_one_out", 0.0, [[-4, -4], [4, 0], [0, 0], [0, 0]]),
+        # Half of the KL of each response off its score: 1 - 2, 5 - 1, 2 - 1, 2 - 3.
+        ("leave_one_out", 0.5, [[-5, -5], [5, 0], [2, 2], [-2, -2]]),
+        ("group_centered", 0.5, [[-2.5, -2.5], [2.5, 0], [1, 1], [-1, -1]]),
+        # Rewards to come: -0.5 and 1 - 1.5; 5 - 1; 0 and 2 - 1; -2 and 2 - 1.
+        ("returns", 0.5, [[-1, -0.5], [4, 0], [1, 1], [-1, 1]]),
+        # Less the mean of the first tokens' returns: 1.5 and 0.
+        ("returns_above_group", 0.5, [[-2.5, -2], [2.5, 0], [1, 1], [-1, 1]]),
+        # With lambda 1, returns less values.
+        ("gae", 0.5, [[-1.5, -0.75], [3, 0], [1, 1], [-2, 0]]),
+    ],
+)  # fmt: skip
+def test_by_hand(kind, kl_coef, expected):
+    torch.testing.assert_close(estimate(kind, kl_coef=kl_coef), torch.tensor(expected, dtype=torch.float32))
+
+
+def test_reinforce_plus_plus_is_the_returns_whitened_by_the_learner():
+    rewards = shaped_rewards(SCORES, KL, MASK, kl_coef=0.5)
+    for kind, groups in (("returns", None), ("returns_above_group", GROUPS)):
+        whole = reinforce_plus_plus_advantages(rewards, MASK, gamma=0.9, group_ids=groups)
+        torch.testing.assert_close(masked_whiten(estimate(kind, kl_coef=0.5, gamma=0.9), MASK), whole)
+
+
+@pytest.mark.parametrize("kind", ["group_normalized", "group_centered", "leave_one_out", "returns_above_group"])
+def test_groups_are_needed_to_compare_and_other_groups_do_not_matter(kind):
+    with pytest.raises(DataError, match="no group_ids"):
+        estimate(kind, group_ids=None)
+    other = estimate(kind, scores=torch.tensor([1.0, 5.0, -3.0, 8.0]))
+    assert torch.equal(other[:2], estimate(kind)[:2])
