@@ -104,6 +104,40 @@ def test_the_gate_waits_for_the_next_version():
     assert pipeline.admissible(3) == 2
 
 
+def test_a_bound_holds_from_the_version_that_brings_it():
+    # 2 rounds for each version, η = 1 to begin with: 4 samples at version 0.
+    pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=20, max_staleness=1))
+    pipeline.bounds.note(1, 0)
+    assert pipeline.admissible(9) == 4  # version 1 is known of, but does not serve
+    pipeline.make(batch_of(4))
+    assert (pipeline.version_needed(), pipeline.wait_for_admission(0.0)) == (1, False)
+    pipeline.served.offer(update(1))  # η = 0: 2 · (0 + 1 + 1) = 4 are out already
+    assert (pipeline.version_needed(), pipeline.wait_for_admission(0.0)) == (2, False)
+    assert pipeline.admissible(9) == 0
+    pipeline.bounds.note(2, 1)
+    pipeline.served.offer(update(2))  # η = 1: 2 · (1 + 2 + 1) = 8
+    assert pipeline.wait_for_admission(0.0)
+    assert pipeline.admissible(9) == 4
+
+
+def test_a_raised_bound_ends_the_wait_for_a_later_version():
+    pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=20, max_staleness=2))
+    pipeline.bounds.note(0, 0)
+    pipeline.make(batch_of(4))  # twice what version 0 allows, as after a bound that fell
+    assert pipeline.version_needed() == 2
+    pipeline.bounds.note(1, 1)
+    pipeline.served.offer(update(1))  # η = 1: 2 · (1 + 1 + 1) = 6, so version 2 is not needed any more
+    assert pipeline.wait_for_admission(0.0)
+    assert pipeline.admissible(9) == 2
+
+
+def test_nobody_waits_without_a_gate_or_when_all_is_issued():
+    assert pipeline_of().wait_for_admission(0.0)
+    pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=2, max_staleness=0))
+    pipeline.make(batch_of(2))
+    assert pipeline.wait_for_admission(0.0)
+
+
 def test_without_a_gate_everything_is_admitted_and_the_end_never_comes():
     pipeline = pipeline_of()
     assert pipeline.admissible(1000) == 1000
