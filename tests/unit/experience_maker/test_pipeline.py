@@ -120,15 +120,31 @@ def test_a_bound_holds_from_the_version_that_brings_it():
     assert pipeline.admissible(9) == 4
 
 
-def test_a_raised_bound_ends_the_wait_for_a_later_version():
+@pytest.mark.parametrize(
+    ("first", "second", "is_admitted"),
+    [
+        (0, 1, True),  # version 2 was needed; with η = 1, version 1 allows 2 · (1 + 1 + 1) = 6
+        (0, 0, False),
+        (1, 0, False),  # version 1 was needed; with η = 0 it allows 4, and 4 are out
+        (1, 1, True),
+    ],
+)
+def test_a_bound_that_comes_during_the_wait_decides_what_is_waited_for(first, second, is_admitted):
     pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=20, max_staleness=2))
-    pipeline.bounds.note(0, 0)
-    pipeline.make(batch_of(4))  # twice what version 0 allows, as after a bound that fell
-    assert pipeline.version_needed() == 2
-    pipeline.bounds.note(1, 1)
-    pipeline.served.offer(update(1))  # η = 1: 2 · (1 + 1 + 1) = 6, so version 2 is not needed any more
-    assert pipeline.wait_for_admission(0.0)
-    assert pipeline.admissible(9) == 2
+    pipeline.bounds.note(0, first)
+    pipeline.make(batch_of(4))
+    asked = []
+
+    def wait_for_version(at_least, *, deadline_seconds):
+        asked.append((at_least, deadline_seconds))
+        pipeline.bounds.note(1, second)
+        pipeline.served.offer(update(1))
+        return True
+
+    pipeline.served.wait_for_version = wait_for_version
+    assert pipeline.wait_for_admission(7.0) == is_admitted
+    assert asked == [(1, 7.0)]  # any newer version may change what is needed
+    assert (pipeline.admissible(9) > 0) == is_admitted
 
 
 def test_nobody_waits_without_a_gate_or_when_all_is_issued():
