@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 from coati.config import RunConfig
 from coati.deadlines import Deadlines
 from coati.errors import ConfigError
-from coati.ledger import WorkShare
+from coati.ledger import StalenessController, WorkShare
 from coati.models import Actor, Critic, LoRASettings, RewardModel
 from coati.models.positions import context_length_of
 from coati.prompts import PromptStream, load_prompts
@@ -229,6 +229,20 @@ def work_share(config: RunConfig, *, maker_index: int = 0, max_staleness: int | 
         num_makers=topology.makers,
         num_trainers=topology.trainers,
         group_size=config.rollout.samples_per_prompt if config.algorithm.resolved.uses_groups else 1,
+    )
+
+
+def staleness_controller(config: RunConfig) -> StalenessController | None:
+    """What moves the staleness bound; None where it stays."""
+    topology = config.topology
+    if topology.staleness_control == "fixed":
+        return None
+    return StalenessController(
+        max_staleness=topology.max_staleness,
+        min_staleness=topology.min_staleness,
+        target_kl=topology.target_kl,
+        target_effective_samples=topology.target_effective_samples,
+        target_idle=topology.target_idle,
     )
 
 

@@ -16,7 +16,7 @@ from coati.experience_buffer import BatchCollector, make_experience_batch, split
 from coati.experience_maker import Experience, NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.prompt_batch import PromptBatch
-from coati.ledger import ages_of
+from coati.ledger import age_metrics
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
 from coati.trainer.fit_loop import FitLoop
@@ -124,13 +124,11 @@ class SynchronousRun:
 
     def _train(self, experience: Experience) -> dict[str, float]:
         metrics = self._learner.step(experience)
-        ages = ages_of(experience, self._version)
         self._num_batches += 1
         metrics |= {
             "train/version": float(self._version),
             "train/samples": float(experience.num_samples),
-            "train/age_mean": ages.mean,
-            "train/age_max": ages.oldest,
+            **age_metrics(experience, self._version, max_staleness=0),
         }
         self._log.trainer_records([{"batch": self._num_batches, "version": self._version, "metrics": metrics}])
         self._on_progress(self._log.snapshot())

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coati.config import build_config
 from coati.demo.cache import ensure_base_model
 from coati.errors import ConfigError, PeerDied, RewardError, RunStopped
-from coati.monitor import JsonlTracker
+from coati.monitor import JsonlTracker, read_jsonl
 from coati.monitor.run_log import RunLog
 from coati.ray import cluster as cluster_module
 from coati.ray import launcher
@@ -149,6 +149,31 @@ def test_groups_of_three_go_through_two_makers_and_two_trainers(run, make_config
     for trainer in (progress[f"trainer-{rank}"] for rank in range(2)):
         assert (trainer.state, trainer.num_batches, trainer.num_samples, trainer.version) == ("finished", 4, 12, 4)
     assert [progress[f"maker-{index}"].num_delivered for index in range(2)] == [12, 12]
+
+
+def test_an_adaptive_bound_moves_and_ages_stay_below_its_upper_end(run, make_config, tmp_path):
+    # Targets that everything meets: the bound rises whenever it has settled, 0 → 1, one version later → 2.
+    config = make_config(
+        makers=1,
+        trainers=2,
+        max_staleness=2,
+        staleness_control="adaptive",
+        target_kl=1e9,
+        target_effective_samples=0.0,
+        target_idle=0.0,
+        train={"total_steps": 5},
+    )
+    progress = run(config)
+    assert [progress[f"trainer-{rank}"].num_samples for rank in range(2)] == [10, 10]
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["staleness/bound"] for row in rows if "staleness/bound" in row] == [0, 1, 1, 2, 2, 2]
+    trained = [row for row in rows if "train/age_max" in row]
+    assert len(trained) == 5
+    for row in trained:
+        assert row["train/age_max"] <= 2
+        assert sum(row[f"age/samples_{age}"] for age in range(3)) == pytest.approx(1)
+        assert sum(row[f"age/tokens_{age}"] for age in range(3)) == pytest.approx(1)
+    assert trained[0]["age/samples_0"] == 1
 
 
 def test_a_stop_saves_what_was_learnt_even_with_a_full_buffer(run, make_config, tmp_path):

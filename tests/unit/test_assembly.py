@@ -11,7 +11,7 @@ from coati import assembly
 from coati.config import build_config
 from coati.deadlines import Deadlines
 from coati.errors import ConfigError
-from coati.ledger import WorkShare
+from coati.ledger import VersionSignals, WorkShare
 from coati.trainer.off_policy import CorrectionSettings
 from coati.trainer.ppo import PPOSettings
 
@@ -162,6 +162,18 @@ def test_the_work_of_a_maker():
     )
     assert assembly.work_share(config, maker_index=2) == share
     assert assembly.work_share(config, max_staleness=0).max_staleness == 0
+
+
+def test_what_moves_the_staleness_bound():
+    assert assembly.staleness_controller(config_of(topology={"max_staleness": 3})) is None
+    targets = {"target_kl": 1.0, "target_effective_samples": 0.2, "target_idle": 0.5}
+    topology = {"max_staleness": 3, "min_staleness": 1, "staleness_control": "adaptive", **targets}
+    controller = assembly.staleness_controller(config_of(topology=topology))
+    assert controller.max_staleness == 1
+    # KL 1, ESS half way from 0.2 to 1 and half of the time idle are just enough to go up,
+    assert controller.decide(VersionSignals(kl=1.0, idle=0.5, effective_samples=0.6)) == 2
+    # and when that has settled, KL just above 2 is enough to go down.
+    assert [controller.decide(VersionSignals(kl=2.1, idle=0.5)) for _ in range(3)] == [2, 2, 1]
 
 
 def test_deadlines_and_generate_options_arrive():

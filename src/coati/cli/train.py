@@ -26,7 +26,8 @@ def run_train(
         raise ConfigError("\n".join(problems))
     _check_sync(config, sync=sync, address=address)
     if sync:  # one process takes turns, so every sample comes from the newest weights
-        config = config.model_copy(update={"topology": config.topology.model_copy(update={"max_staleness": 0})})
+        on_policy = {"max_staleness": 0, "staleness_control": "fixed", "min_staleness": 0}
+        config = config.model_copy(update={"topology": config.topology.model_copy(update=on_policy)})
     console.print(make_plan(config).render(), highlight=False, markup=False, soft_wrap=True)
     check_output(config, overwrite=overwrite)
     if dry_run:

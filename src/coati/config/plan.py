@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coati.config.schema import RunConfig
+from coati.config.training_sections import TopologySection
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -90,7 +91,7 @@ class Plan:
             f"{_count(self.samples_per_rollout_batch, 'sample')} in a rollout batch, "
             f"at most {_count(rollout.max_new_tokens, 'new token')} each.",
             f"Makers: {_count(topology.makers, 'maker')} {'works' if topology.makers == 1 else 'work'} on "
-            f"rollout batches; {_staleness(topology.max_staleness)}.",
+            f"rollout batches; {_staleness(topology)}.",
         ]
 
     def _algorithm_line(self) -> str:
@@ -195,7 +196,11 @@ def _count(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def _staleness(versions: int) -> str:
+def _staleness(topology: TopologySection) -> str:
+    versions = topology.max_staleness
+    if topology.staleness_control == "adaptive":
+        lowest = _count(topology.min_staleness, "weight version")
+        return f"a sample may be {lowest} behind, or up to {versions:,} where the data bears it"
     if versions < 0:
         return "samples may be any number of weight versions behind"
     if versions == 0:

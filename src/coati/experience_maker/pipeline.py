@@ -15,6 +15,7 @@ from coati.experience_maker.naive import DROPPED_NO_SIGNAL, AllSamplesDropped, N
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.experience_maker.statistics import maker_record
 from coati.ledger.admission import AdmissionGate, WorkShare
+from coati.ledger.staleness import BoundSchedule
 from coati.models.actor import unwrap
 from coati.monitor.metrics import Max, Mean, Metric, Sum
 from coati.rollout import GenerateOptions
@@ -59,6 +60,7 @@ class ExperiencePipeline:
         if in_flight:  # new weights are taken between two tokens, and not only between two batches
             maker.commit_point = served.commit_point
         self.gate = AdmissionGate(share) if share is not None else None
+        self.bounds = BoundSchedule()
         self.counts = MakerCounts()
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
@@ -78,7 +80,27 @@ class ExperiencePipeline:
         """How many samples may be issued now."""
         if self.gate is None:
             return wanted
-        return self.gate.admissible(wanted, version=self.served.version)
+        version = self.served.version
+        self._follow_bound(version)
+        return self.gate.admissible(wanted, version=version)
+
+    def version_needed(self) -> int | None:
+        """The version to wait for before the next sample, as far as is known now; None if there is none to wait for."""
+        if self.gate is None:
+            return None
+        self._follow_bound(self.served.version)
+        return self.gate.version_needed()
+
+    def wait_for_admission(self, deadline_seconds: float) -> bool:
+        """Wait for weights that admit one more sample; True when they serve, or when none is left to issue.
+
+        Each new version is looked at, because it may bring another bound and with it another version to wait for.
+        """
+        needed, version = self.version_needed(), self.served.version
+        if needed is not None and version < needed:
+            self.served.wait_for_version(version + 1, deadline_seconds=deadline_seconds)
+            needed, version = self.version_needed(), self.served.version
+        return needed is None or version >= needed
 
     def make(self, batch: PromptBatch) -> Experience | None:
         """Make experience of admitted prompts; None if every sample had to be dropped (counted, and said).
@@ -156,6 +178,12 @@ class ExperiencePipeline:
                 **(extra or {}),
             },
         )
+
+    def _follow_bound(self, version: int) -> None:
+        """A bound that came with the weights holds from the moment they serve."""
+        bound = self.bounds.at(version)
+        if self.gate is not None and bound is not None:
+            self.gate.limit_staleness(bound)
 
     def _tolerate(self, error: AllSamplesDropped, num_samples: int) -> None:
         self._num_dropped_in_a_row += num_samples

@@ -113,6 +113,7 @@ class AdmissionGate:
 
     def __init__(self, share: WorkShare) -> None:
         self.share = share
+        self._upper_bound = share.max_staleness
         self._num_issued = 0
 
     @property
@@ -133,6 +134,15 @@ class AdmissionGate:
                 "Repeat each prompt group_size times, side by side."
             )
         return max(0, min(wanted, self.share.limit(version) - self._num_issued))
+
+    def limit_staleness(self, max_staleness: int) -> None:
+        """Another η from now on, at most the one that the share began with; an unbounded share stays so.
+
+        What is issued stays issued: under a lower η the maker waits until the versions have caught up.
+        """
+        bound = min(max_staleness, self._upper_bound)
+        if bound not in (self.share.max_staleness, UNBOUNDED):
+            self.share = dataclasses.replace(self.share, max_staleness=bound)
 
     def issue(self, num_samples: int) -> None:
         """Samples are on their way."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from coati.deadlines import Deadlines
 from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
 from coati.experience_maker.base import Experience
-from coati.ledger import ages_of
+from coati.ledger import SignalMeter, StalenessController, VersionSignals, age_metrics
 from coati.models.critic import as_critic
 from coati.models.lora import LayerLoRA, LoRAConstructor
 from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator
@@ -52,7 +52,9 @@ class DetachedPPOTrainer(DetachedTrainer):
 
     The ranks of a group hold the same weights, so each may send them to some of the makers only:
     `updated_makers`. With `max_staleness`, a batch older than that many versions is refused. With
-    `save_every`, all ranks save the actor together after every so many versions, to `save_folder`.
+    `staleness`, the bound that makers keep to moves below that, as the controller decides after each version; it
+    travels with the weights. With `save_every`, all ranks save the actor together after every so many versions, to
+    `save_folder`.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         seed: int = 0,
         num_threads: int = 0,
         max_staleness: int | None = None,
+        staleness: StalenessController | None = None,
         updated_makers: Sequence[str] | None = None,
         save_every: int = 0,
         save_folder: str | Path = "checkpoints",
@@ -110,6 +113,10 @@ class DetachedPPOTrainer(DetachedTrainer):
         )
         self._update_lora_weights = update_lora_weights
         self._max_staleness = max_staleness
+        self._staleness = staleness
+        self._signals = SignalMeter()
+        self._version_metrics: dict[str, float] = {}  # of the version made last
+        self._is_fresh = False  # whether the batch in hand is trained on for the first time
         self._num_steps_unpublished = 0
         self._save_every = save_every
         self._save_folder = Path(save_folder)
@@ -124,23 +131,24 @@ class DetachedPPOTrainer(DetachedTrainer):
     @ray.method(concurrency_group="compute")
     def training_step(self, experience: Experience) -> dict[str, float]:
         """One step of actor and critic; metrics include `actor_loss` and, with a critic, `critic_loss`."""
-        ages = ages_of(experience, self.version)
-        if self._max_staleness is not None and ages.oldest > self._max_staleness:
+        ages = age_metrics(experience, self.version, max_staleness=self._max_staleness)
+        oldest = ages["train/age_max"]
+        if self._max_staleness is not None and oldest > self._max_staleness:
             raise StalenessExceeded(
-                f"a batch holds samples {ages.oldest:g} versions old, but max_staleness is {self._max_staleness}. "
+                f"a batch holds samples {oldest:g} versions old, but max_staleness is {self._max_staleness}. "
                 "Give every maker a share (share=WorkShare(…)) with the same bound, or leave max_staleness out."
             )
         started = time.perf_counter()
         with self._weights():
             metrics = self._learner.step(experience)
             self._num_steps_unpublished += 1
+        self._note_signals(metrics)
         return {
             **metrics,
             "trainer/samples_per_second": experience.num_samples / (time.perf_counter() - started),
             "train/version": float(self.version),
             "train/samples": float(experience.num_samples),
-            "train/age_mean": ages.mean,
-            "train/age_max": ages.oldest,
+            **ages,
             "wait/data_seconds": self._wait_seconds,
         }
 
@@ -178,7 +186,8 @@ class DetachedPPOTrainer(DetachedTrainer):
         is_partial = self._update_lora_weights and not fully_update
         started = time.perf_counter()
         with self._weights():
-            header = new_header(version=self.version, source=self._source)
+            bound = None if self._staleness is None else self._staleness.max_staleness
+            header = new_header(version=self.version, source=self._source, max_staleness=bound)
             messages = weight_messages(
                 header, self._shards(is_partial, **config), is_partial=is_partial, lora=self._lora_settings()
             )
@@ -187,7 +196,10 @@ class DetachedPPOTrainer(DetachedTrainer):
         metrics = {
             "weights/publish_seconds": time.perf_counter() - started,
             "weights/bytes": float(num_bytes),
+            **self._version_metrics,
         }
+        if bound is not None:
+            metrics["staleness/bound"] = float(bound)
         self._records.append({"batch": self._num_batches, "version": self.version, "metrics": metrics})
 
     @ray.method(concurrency_group="model_io")
@@ -204,7 +216,25 @@ class DetachedPPOTrainer(DetachedTrainer):
             raise CheckpointError(f"there is no critic to save to {path}: the algorithm of this trainer has none.")
         self._save(self._learner.critic, path, only_rank0)
 
+    def _next_batch(self) -> Experience | None:
+        self._signals.begin(now=time.monotonic(), waited=self._wait_seconds)
+        batch = super()._next_batch()
+        self._is_fresh = batch is not None
+        return batch
+
+    def _note_signals(self, metrics: Mapping[str, float]) -> None:
+        """Later epochs are left out: their distance from the data is what was learnt from it, and not its age."""
+        if self._is_fresh:
+            self._is_fresh = False
+            share = "samples" if self._learner.settings.correction.level == "sequence" else "tokens"
+            ess = metrics.get(f"off_policy/effective_{share}")
+            self._signals.add(kl=metrics["policy/approx_kl"], effective_samples=ess)
+
     def _publish_next_version(self) -> None:
+        signals = self._signals.take(now=time.monotonic(), waited=self._wait_seconds)
+        self._version_metrics = {"wait/data_share": signals.idle}
+        if self._staleness is not None:
+            self._staleness.decide(self._over_all_ranks(signals))
         super()._publish_next_version()
         if self._save_every and self.version % self._save_every == 0:
             self._save(self._learner.actor, str(self._save_folder / f"version-{self.version}"), True)
@@ -238,6 +268,20 @@ class DetachedPPOTrainer(DetachedTrainer):
 
     def _weights(self) -> "_TimedLock":
         return _TimedLock(self._weights_lock, self.deadlines.update, "the trainer's weights, which another call holds")
+
+    def _over_all_ranks(self, signals: VersionSignals) -> VersionSignals:
+        """The signals of the group, so that all ranks move their bounds alike."""
+        if self.strategy.world_size == 1:
+            return signals
+        ess = signals.effective_samples
+        local = torch.tensor([signals.kl, signals.idle, ess or 0.0], device=self.strategy.device)
+        kl, idle, ess_sum = self.strategy.all_reduce_sum(local).tolist()
+        num_ranks = self.strategy.world_size
+        return VersionSignals(
+            kl=kl,  # each rank divides its own tokens' KL by the tokens of all, so the ranks' shares add up
+            idle=idle / num_ranks,
+            effective_samples=None if ess is None else ess_sum / num_ranks,
+        )
 
     def _agree(self, has_batch: bool) -> bool:
         """All ranks train on a batch, or none: a rank that went alone would wait for the others for ever."""

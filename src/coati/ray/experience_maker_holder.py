@@ -202,7 +202,9 @@ class ExperienceMakerHolder:
         elif chunk is not None:
             self._stage.add_chunk(chunk)
         elif manifest is not None:
-            self._served.offer(self._stage.finish(manifest))
+            whole = self._stage.finish(manifest)
+            self._pipeline.bounds.note(manifest.header.version, manifest.header.max_staleness)
+            self._served.offer(whole)
         else:
             verified = self._plain_updates.take(
                 {"actor": new_actor_state_dict, "critic": new_critic_state_dict},
@@ -295,15 +297,16 @@ class ExperienceMakerHolder:
         """Wait until at least one sample may be issued; 0 if a stop came instead."""
         if self._pipeline.gate is None:
             return wanted
-        needed = self._pipeline.gate.version_needed()
-        if needed is not None:
-            wait_in_slices(
-                lambda seconds: self._served.wait_for_version(needed, deadline_seconds=seconds) or self._stop.is_set(),
-                deadline_seconds=self._deadlines.batch,
-                what=lambda: f"weights of version {needed} at maker {self._name} (it serves {self._served.version})",
-                message_every=self._deadlines.message_every,
-                between=self._sender.check_trainers,
-            )
+        wait_in_slices(
+            lambda seconds: self._pipeline.wait_for_admission(seconds) or self._stop.is_set(),
+            deadline_seconds=self._deadlines.batch,
+            what=lambda: (
+                f"weights of version {self._pipeline.version_needed()} at maker {self._name} "
+                f"(it serves {self._served.version})"
+            ),
+            message_every=self._deadlines.message_every,
+            between=self._sender.check_trainers,
+        )
         return 0 if self._stop.is_set() else self._pipeline.admissible(wanted)
 
     def _send(self, experience: Experience) -> None:

@@ -108,6 +108,7 @@ class DetachedRun:
                 seed=config.run.seed,
                 num_threads=assembly.threads_per_actor(config),
                 max_staleness=topology.max_staleness if topology.max_staleness >= 0 else None,
+                staleness=assembly.staleness_controller(config),
                 updated_makers=makers_updated_by(rank, maker_names, topology.trainers),
                 save_every=config.train.save_every,
                 save_folder=self._checkpoints,

@@ -107,6 +107,7 @@ def off_policy_metrics(experience: Experience, settings: CorrectionSettings) -> 
     tails = ratio_tails(log_ratios, mask, level="token", cap=settings.cap, num_samples=mask.sum())
     return {
         "off_policy/effective_samples": float(weight_sums(log_ratios, mask, level="sequence").effective_sample_size()),
+        "off_policy/effective_tokens": float(weight_sums(log_ratios, mask, level="token").effective_sample_size()),
         "off_policy/ratio_max": float(tails.ratio_max),
         "off_policy/above_cap": float(tails.fraction_above_cap),
         "off_policy/log_ratio": float(tails.mean_abs_log_ratio),

@@ -30,6 +30,8 @@ class UpdateHeader:
     update_id: str
     version: int
     source: str
+    max_staleness: int | None = None
+    """The staleness bound that holds at the receiver while this version serves; None: the one it has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

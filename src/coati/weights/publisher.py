@@ -21,9 +21,9 @@ from coati.weights.manifest import (
 from coati.wire import encode
 
 
-def new_header(*, version: int, source: str) -> UpdateHeader:
+def new_header(*, version: int, source: str, max_staleness: int | None = None) -> UpdateHeader:
     """A header for one update, with an id that no other update has."""
-    return UpdateHeader(update_id=uuid.uuid4().hex, version=version, source=source)
+    return UpdateHeader(update_id=uuid.uuid4().hex, version=version, source=source, max_staleness=max_staleness)
 
 
 def weight_messages(
