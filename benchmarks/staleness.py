@@ -103,7 +103,7 @@ def run_grid(cells: Sequence[Cell], output: Path, num_workers: int) -> None:
     base = str(ensure_base_model())
     started = time.monotonic()
     with log.open("a", encoding="utf-8") as file:
-        file.write("\n" if rows else "")  # a line that a kill cut short must not swallow the next
+        file.write("\n" if file.tell() else "")  # a line that a kill cut short must not swallow the next
         for count, row in enumerate(run_cells(missing, base, str(prompts), num_workers), start=1):
             file.write(json.dumps(row) + "\n")
             file.flush()
