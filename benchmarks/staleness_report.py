@@ -164,7 +164,8 @@ def write_docs(results_path: Path, docs: Path) -> None:
     """Fill docs/staleness.md and draw docs/staleness.svg."""
     results = json.loads(results_path.read_text(encoding="utf-8"))
     page = docs / "staleness.md"
-    page.write_text(with_block(page.read_text(encoding="utf-8"), "results", summary(results)), encoding="utf-8")
+    text = f"![Final reward, and final reward minus the KL penalty, against η](staleness.svg)\n\n{summary(results)}"
+    page.write_text(with_block(page.read_text(encoding="utf-8"), "results", text), encoding="utf-8")
     (docs / "staleness.svg").write_text(plot(results), encoding="utf-8")
 
 

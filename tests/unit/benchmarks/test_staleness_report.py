@@ -90,7 +90,8 @@ def test_docs_are_filled_between_the_marks(report, results, tmp_path):
     (tmp_path / "results.json").write_text(json.dumps(results))
     report.write_docs(tmp_path / "results.json", tmp_path)
     page = (tmp_path / "staleness.md").read_text()
-    assert page.startswith("before\n<!-- made: results -->\nMeasured on a machine")
+    assert page.startswith("before\n<!-- made: results -->\n![")
+    assert "(staleness.svg)\n\nMeasured on a machine" in page
     assert page.endswith("<!-- end: results -->\nafter\n")
     assert "12 runs of 10 s on average" in page
     assert "old" not in page
