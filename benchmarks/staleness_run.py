@@ -71,7 +71,7 @@ def make_config(cell: Cell, base: str, prompts: str) -> RunConfig:
             "prompts": {"path": prompts},
             "reward": {"function": "coati.demo.reward:film_sentiment"},
             "rollout": {"prompts_per_batch": BATCH_SIZE, "max_new_tokens": 16},
-            "ppo": {"kl_coef": KL_COEF, **METHODS[cell.method]},
+            "algorithm": {"kl_coef": KL_COEF, **METHODS[cell.method]},
             "train": {"batch_size": BATCH_SIZE, "warmup_steps": 2, **SETTINGS[cell.setting]},
             "topology": {"max_staleness": cell.eta, "threads_per_actor": 1},
         }
