@@ -94,8 +94,7 @@ class StaleRun:
         strategy = assembly.make_strategy(config)
         self.learner = PPOLearner(*assembly.trainer_models(config), strategy, assembly.ppo_settings(config))
         self._pipeline = self._make_pipeline()
-        maker = self._pipeline.maker
-        self._stage = WeightStage({"actor": maker.actor, "critic": maker.critic})
+        self._stage = WeightStage(self._pipeline.maker.trained_models)
         self._collector = BatchCollector(config.train.batch_size)
         self._waiting: deque[Experience] = deque()
         self._prompts = iter(assembly.make_prompts(config))
@@ -121,15 +120,12 @@ class StaleRun:
             critic,
             scorer,
             reference,
-            config.ppo.kl_coef,
-            config.ppo.gamma,
-            config.ppo.lam,
-            kl_estimator=config.ppo.kl_estimator,
+            **assembly.advantage_settings(config),
             seed=config.run.seed,
         )
         return ExperiencePipeline(
             maker,
-            ServedModels({"actor": actor, "critic": critic}),
+            ServedModels(maker.trained_models),
             share=assembly.work_share(config),
             generate_kwargs=assembly.generate_options(config),
         )
@@ -165,7 +161,7 @@ class StaleRun:
         header = new_header(version=self._version, source="the benchmark")
         shards = (
             (label, shard)
-            for label, model in (("actor", learner.actor), ("critic", learner.critic))
+            for label, model in learner.models.items()
             for shard in learner.strategy.get_model_state_dict_shard(model)
         )
         self._stage.begin(header.update_id, version=header.version, source=header.source)
