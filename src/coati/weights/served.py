@@ -116,14 +116,22 @@ class ServedModels:
             if version < newest:
                 logger.warning("weights of version %d from %s come too late: have %d", version, update.source, newest)
                 return False
+            update.adopt()
             self._pending = _merged(self._pending, update, version)
             self._changed.notify_all()  # some wait for a version to be pending, others for it to serve
             return self._commit_if_free()
 
-    def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
-        """Wait until this version (or a newer one) serves or is pending; False after the deadline."""
+    def wait_for_version(self, at_least: int, *, deadline_seconds: float, is_committed: bool = False) -> bool:
+        """Wait until this version (or a newer one) serves or is pending; False after the deadline.
+
+        With `is_committed` a pending one is not enough.
+        """
+
+        def is_there() -> bool:
+            return (self._version if is_committed else self._newest()) >= at_least
+
         with self._changed:
-            return self._changed.wait_for(lambda: self._newest() >= at_least, timeout=deadline_seconds)
+            return self._changed.wait_for(is_there, timeout=deadline_seconds)
 
     def wait_for_full_update(self, *, deadline_seconds: float, what: str) -> None:
         """Wait for the first update of all modules; DeadlineExceeded names `what` is waited for."""

@@ -42,6 +42,7 @@ class VerifiedUpdate:
     source: str
     tensors: Mapping[tuple[str, str], Tensor]
     is_full: bool  # every weight of every module of the receiver
+    adopt: Callable[[], None] = lambda: None  # called on acceptance: base weights in it are W₀ of later adapters
 
     @property
     def nbytes(self) -> int:
@@ -190,9 +191,14 @@ class WeightStage:
         if not allow_partial:
             for module in sorted({module for module, _ in resolved}):
                 self._targets[module].check_complete(missing[module], stage.source)
-        for module in {module for module, _ in resolved}:
-            self._targets[module].constructor.adopt()
-        return VerifiedUpdate(update_id, stage.version, stage.source, resolved, is_full=not any(missing.values()))
+        constructors = [self._targets[module].constructor for module in {module for module, _ in resolved}]
+
+        def adopt() -> None:
+            for constructor in constructors:
+                constructor.adopt()
+
+        is_full = not any(missing.values())
+        return VerifiedUpdate(update_id, stage.version, stage.source, resolved, is_full=is_full, adopt=adopt)
 
     def _without_foreign_adapters(
         self,

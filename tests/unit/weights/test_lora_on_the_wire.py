@@ -89,12 +89,12 @@ def test_many_adapter_updates_over_many_chunks_leave_base_plus_the_last_delta(tr
     maker = with_adapters if has_adapters else plain_maker
     stage, served = receiver(maker)
     full = publish(trainer, stage, served, 0, is_partial=False)
-    for version in range(1, 30):
+    for version in range(1, 6):
         train(trainer, version)
         adapters = publish(trainer, stage, served, version, is_partial=True)
     for got, expected in zip(outputs(maker), outputs(trainer), strict=True):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    assert served.version == 29
+    assert served.version == 5
     assert adapters < full / 2
 
 
