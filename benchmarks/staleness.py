@@ -29,7 +29,7 @@ from typing import Any
 import staleness_report as report
 import torch
 import transformers
-from staleness_run import METHODS, SETTINGS, Cell, about, base_rewards, recipe_of, run_cell
+from staleness_run import METHODS, MORE_METHODS, SETTINGS, Cell, about, base_rewards, recipe_of, run_cell
 
 from coati.cli.run import quiet_libraries
 from coati.demo.cache import ensure_base_model
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/staleness"), metavar="FOLDER")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=[*METHODS, *MORE_METHODS], default=list(METHODS))
     parser.add_argument("--etas", type=int, nargs="+", default=list(ETAS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--docs", action="store_true", help="only write FOLDER/results.json into docs/")

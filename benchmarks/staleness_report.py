@@ -18,8 +18,23 @@ LABELS = {
     "decoupled": "decoupled PPO",
     "truncated": "truncated weights",
     "vtrace": "V-trace",
+    "sequence": "truncated, per response",
+    "masked": "masked weights",
+    "unweighted": "decoupled, no weights",
+    "naive_kl_loss": "naive, KL in the loss",
+    "truncated_kl_loss": "truncated, KL in the loss",
 }
-COLOURS = {"naive": "#3b3b3b", "decoupled": "#d98200", "truncated": "#0072b2", "vtrace": "#b5508f"}
+COLOURS = {
+    "naive": "#3b3b3b",
+    "decoupled": "#d98200",
+    "truncated": "#0072b2",
+    "vtrace": "#b5508f",
+    "sequence": "#009e73",
+    "masked": "#56b4e9",
+    "unweighted": "#e69f00",
+    "naive_kl_loss": "#8c8c8c",
+    "truncated_kl_loss": "#7f4fc9",
+}
 
 # Measure, its name, how a number is written, and whether the range over the seeds is written too.
 MEASURES: tuple[tuple[str, str, Callable[[float], str], bool], ...] = (

@@ -41,6 +41,15 @@ METHODS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Further variants, run when asked for by name.
+MORE_METHODS: dict[str, dict[str, Any]] = {
+    "sequence": {"correction": "decoupled", "importance_level": "sequence", "importance_cap": 2.0},
+    "masked": {"correction": "decoupled", "importance": "mask", "importance_cap": 2.0},
+    "unweighted": {"correction": "decoupled", "importance": "none"},
+    "naive_kl_loss": {"correction": "none", "kl_in": "loss", "kl_estimator": "k2"},
+    "truncated_kl_loss": {"correction": "decoupled", "importance_cap": 2.0, "kl_in": "loss", "kl_estimator": "k2"},
+}
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "tame": {"total_steps": 80, "actor_lr": 3e-4, "critic_lr": 1e-3},
     "demo": {"total_steps": 80, "actor_lr": 1e-3, "critic_lr": 1e-3},
@@ -71,7 +80,7 @@ def make_config(cell: Cell, base: str, prompts: str) -> RunConfig:
             "prompts": {"path": prompts},
             "reward": {"function": "coati.demo.reward:film_sentiment"},
             "rollout": {"prompts_per_batch": BATCH_SIZE, "max_new_tokens": 16},
-            "algorithm": {"kl_coef": KL_COEF, **METHODS[cell.method]},
+            "algorithm": {"kl_coef": KL_COEF, **(METHODS | MORE_METHODS)[cell.method]},
             "train": {"batch_size": BATCH_SIZE, "warmup_steps": 2, **SETTINGS[cell.setting]},
             "topology": {"max_staleness": cell.eta, "threads_per_actor": 1},
         }
