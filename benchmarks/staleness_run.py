@@ -129,7 +129,7 @@ class StaleRun:
             critic,
             scorer,
             reference,
-            **assembly.advantage_settings(config),
+            **assembly.maker_settings(config),
             seed=config.run.seed,
         )
         return ExperiencePipeline(

@@ -8,10 +8,9 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
 
-import torch
-
 from coati import assembly
 from coati.config import RunConfig
+from coati.cpu import set_up_cpu
 from coati.experience_buffer import BatchCollector, make_experience_batch, split_experience_batch
 from coati.experience_maker import Experience, NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
@@ -35,7 +34,7 @@ class SynchronousRun:
         on_progress: Callable[[RunSnapshot], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        torch.set_num_threads(assembly.threads_per_actor(config))
+        set_up_cpu(assembly.threads_per_actor(config))
         self._config = config
         self._log = log
         self._on_progress = on_progress
@@ -80,7 +79,7 @@ class SynchronousRun:
             critic,
             scorer,
             reference,
-            **assembly.advantage_settings(config),
+            **assembly.maker_settings(config),
             seed=config.run.seed,
         )
         return ExperiencePipeline(

@@ -15,6 +15,7 @@ import ray
 import torch
 from torch import Tensor, nn
 
+from coati.cpu import set_up_cpu
 from coati.deadlines import Deadlines
 from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
 from coati.experience_maker.base import Experience
@@ -84,8 +85,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         save_folder: str | Path = "checkpoints",
     ) -> None:
         apply_env_info(env_info)
-        if num_threads > 0:
-            torch.set_num_threads(num_threads)
+        set_up_cpu(num_threads)
         self.strategy = strategy_fn()
         with self.strategy.model_init_context():
             actor, critic = model_fn()

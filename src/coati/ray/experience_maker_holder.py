@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
-import torch
 from torch import nn
 
 from coati.algorithms import Algorithm
+from coati.cpu import set_up_cpu
 from coati.deadlines import Deadlines
 from coati.errors import ConfigError, DataError, DeadlineExceeded
 from coati.experience_buffer.utils import split_experience_batch
@@ -62,7 +62,8 @@ class ExperienceMakerHolder:
     `model_fn()` returns (actor, critic, reward_model, initial_model); the reward model may be a
     `RewardScorer` over text. With `share`, prompts are admitted so that training data is never older than
     the share's bound. With `in_flight`, new weights are taken between two tokens of a generation. `algorithm` decides
-    how advantages are made; those without a critic take None for it.
+    how advantages are made; those without a critic take None for it. `engine` writes the text: "reference" is
+    transformers' generate, "native" our own.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class ExperienceMakerHolder:
         lam: float = 0.95,
         kl_estimator: Any = "k1",
         algorithm: str | Algorithm = "ppo",
+        engine: str = "reference",
         seed: int = 0,
         share: WorkShare | None = None,
         deadlines: Deadlines | None = None,
@@ -95,8 +97,7 @@ class ExperienceMakerHolder:
             raise ConfigError("detached_trainer_name_list must name at least one trainer, got an empty list.")
         GenerateOptions.parse(**generate_kwargs)  # an unknown option is an error now, not in the first batch
         apply_env_info(env_info)
-        if num_threads > 0:
-            torch.set_num_threads(num_threads)
+        set_up_cpu(num_threads)
         if debug:
             logging.getLogger("coati").setLevel(logging.DEBUG)
         self._deadlines = deadlines or Deadlines()
@@ -119,6 +120,7 @@ class ExperienceMakerHolder:
             lam=lam,
             kl_estimator=kl_estimator,
             algorithm=algorithm,
+            engine=engine,
             seed=seed,
         )
         updated = maker.trained_models

@@ -120,7 +120,7 @@ class DetachedRun:
                 model_fn=functools.partial(assembly.maker_models, config),
                 sync_models_from_trainers=True,
                 update_lora_weights=topology.update_lora_weights,
-                **assembly.advantage_settings(config),
+                **assembly.maker_settings(config),
                 seed=config.run.seed,
                 share=assembly.work_share(config, maker_index=index),
                 deadlines=self._deadlines,
