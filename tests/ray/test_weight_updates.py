@@ -1,5 +1,6 @@
 """Weight updates over Ray: staged, verified, committed whole, whoever sends them and whoever dies."""
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ from coati.ray import weight_channel
 from coati.ray.callbacks import MakerCallback
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.weight_channel import WeightChannel
-from coati.weights import new_header, weight_messages
+from coati.weights import make_canary, new_header, weight_messages
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -216,6 +217,36 @@ def test_a_rejected_update_names_maker_and_reason_and_leaves_the_old_version(sha
     after = weights_of(maker)
     assert version_of(maker) == version
     assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_a_corrupt_chunk_is_named_with_its_maker_and_reason(shared_maker):
+    name, maker = shared_maker
+    version = version_of(maker)
+    header = new_header(version=version + 1, source="a trainer on a bad wire")
+    actor, critic = states(19)
+    first, second, manifest = weight_messages(header, [("actor", actor), ("critic", critic)])
+    damaged = dataclasses.replace(second, checksum=second.checksum ^ 1)
+    with pytest.raises(WeightUpdateError, match=rf"maker {name}: chunk 1 of .*is corrupt: checksum 0x"):
+        WeightChannel([name], deadlines=QUICK).send(header, [first, damaged, manifest], fully_update=True)
+    assert version_of(maker) == version
+
+
+def test_a_canary_passes_for_the_trainers_own_weights_and_stops_a_maker_that_computes_otherwise(shared_maker, keep):
+    name, maker = shared_maker
+    trainer = keep_trainer(keep, [name], seed=21, verify_updates="canary")
+    trainer.version = version_of(maker) + 1
+    trainer.sync_models_to_remote_makers()
+    assert_serves(maker, 21)
+    assert version_of(maker) == trainer.version
+    header = new_header(version=trainer.version + 1, source="a trainer that computes something else")
+    actor, critic = states(22)
+    wrong = make_canary(trainer._learner.actor)
+    messages = weight_messages(header, [("actor", actor), ("critic", critic)], canary=wrong)
+    with pytest.raises(WeightUpdateError, match=rf"maker {name} does not compute .* version {header.version} .*found"):
+        WeightChannel([name], deadlines=QUICK).send(header, messages, fully_update=True)
+    trainer.version += 2
+    trainer.sync_models_to_remote_makers()
+    assert_serves(maker, 21)
 
 
 def test_a_maker_that_does_not_exist_is_named(keep):

@@ -29,7 +29,15 @@ from coati.ray.weight_channel import WeightChannel
 from coati.trainer.optim import HybridAdam
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import GeminiStrategy, LowLevelZeroStrategy, Strategy
-from coati.weights import DEFAULT_CHUNK_MIB, new_header, weight_messages
+from coati.weights import (
+    DEFAULT_CHUNK_MIB,
+    Canary,
+    VerifyUpdates,
+    check_verify_updates,
+    make_canary,
+    new_header,
+    weight_messages,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +60,8 @@ class DetachedPPOTrainer(DetachedTrainer):
     The ranks of a group hold the same weights, so each may send them to some of the makers only:
     `updated_makers`. With `max_staleness`, a batch older than that many versions is refused. With
     `save_every`, all ranks save the actor together after every so many versions, to `save_folder`.
+    `verify_updates` says what makers check ("checksum", "canary" or "off"), `chunk_mib` how large the pieces are in
+    which weights travel.
     """
 
     def __init__(
@@ -78,7 +88,10 @@ class DetachedPPOTrainer(DetachedTrainer):
         updated_makers: Sequence[str] | None = None,
         save_every: int = 0,
         save_folder: str | Path = "checkpoints",
+        verify_updates: VerifyUpdates = "checksum",
+        chunk_mib: float = DEFAULT_CHUNK_MIB,
     ) -> None:
+        check_verify_updates(verify_updates)
         apply_env_info(env_info)
         if num_threads > 0:
             torch.set_num_threads(num_threads)
@@ -108,6 +121,8 @@ class DetachedPPOTrainer(DetachedTrainer):
             optimizer_class=HybridAdam if is_sharded else torch.optim.Adam,
         )
         self._update_lora_weights = update_lora_weights
+        self._verify_updates = verify_updates
+        self._chunk_mib = chunk_mib
         self._max_staleness = max_staleness
         self._num_steps_unpublished = 0
         self._save_every = save_every
@@ -179,7 +194,12 @@ class DetachedPPOTrainer(DetachedTrainer):
         with self._weights():
             header = new_header(version=self.version, source=self._source)
             messages = weight_messages(
-                header, self._shards(is_partial, **config), is_partial=is_partial, lora=self._lora_settings()
+                header,
+                self._shards(is_partial, **config),
+                is_partial=is_partial,
+                lora=self._lora_settings(),
+                has_checksums=self._verify_updates != "off",
+                canary=self._canary(),
             )
             num_bytes = self._channel.send(header, messages, fully_update=fully_update)
             self._num_steps_unpublished = 0
@@ -218,9 +238,14 @@ class DetachedPPOTrainer(DetachedTrainer):
                 "which would block them all. Use save_every and save_folder, or save after fit."
             )
 
-    def _shards(
-        self, is_partial: bool, *, shard_size: int = DEFAULT_CHUNK_MIB
-    ) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def _canary(self) -> Canary | None:
+        """What the makers' actors must compute afterwards; all ranks come here together."""
+        if self._verify_updates != "canary":
+            return None
+        return make_canary(self.strategy.unwrap_model(self._learner.actor))
+
+    def _shards(self, is_partial: bool, *, shard_size: float | None = None) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        shard_size = self._chunk_mib if shard_size is None else shard_size
         for label, model in (("actor", self._learner.actor), ("critic", self._learner.critic)):
             kept = _trainable_names(self.strategy.unwrap_model(model)) if is_partial else None
             for shard in self.strategy.get_model_state_dict_shard(model, shard_size=shard_size):

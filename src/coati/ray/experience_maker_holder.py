@@ -112,7 +112,7 @@ class ExperienceMakerHolder:
             strategy_fn, model_fn, kl_coef=kl_coef, gamma=gamma, lam=lam, kl_estimator=kl_estimator, seed=seed
         )
         updated: dict[str, nn.Module] = {"actor": maker.actor, "critic": maker.critic}
-        self._served = ServedModels(updated)
+        self._served = ServedModels(updated, name=f"maker {self._name}")
         self._stage = WeightStage(updated, newest_weight=self._served.newest_weight)
         self._plain_updates = PlainUpdates(self._stage, allow_partial=update_lora_weights)
         self._pipeline = ExperiencePipeline(

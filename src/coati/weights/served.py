@@ -9,13 +9,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from coati.errors import DeadlineExceeded, WeightUpdateError
+from coati.weights.canary import Canary, canary_fault
 from coati.weights.stage import VerifiedUpdate
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class _Pending(NamedTuple):
     version: int
     tensors: Mapping[tuple[str, str], Tensor]
     is_full: bool
+    canary: Canary | None
 
 
 class ServedModels:
@@ -35,11 +37,13 @@ class ServedModels:
     Versions count up: an update that carries none (a plain call) counts as the next one.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], *, name: str = "this maker") -> None:
+        """`name` is what errors call the owner of the models."""
         self._modules = dict(modules)
+        self._name = name
         self._changed = threading.Condition()
         self._num_users = 0
-        self._fault = ""  # not empty: the models are torn and must not serve
+        self._fault = ""  # not empty: the models are torn or wrong and must not serve
         self._pending: _Pending | None = None
         self._version = 0
         self._num_commits = 0
@@ -70,9 +74,7 @@ class ServedModels:
         with self._changed:
             self._commit_if_free()
             if self._fault:
-                raise WeightUpdateError(
-                    f"{self._fault}. The models are torn; send a full update before they serve again."
-                )
+                raise WeightUpdateError(f"{self._fault}. Send a full update before the models serve again.")
             self._num_users += 1
             version = self._version
         try:
@@ -120,10 +122,17 @@ class ServedModels:
             self._changed.notify_all()  # some wait for a version to be pending, others for it to serve
             return self._commit_if_free()
 
-    def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
-        """Wait until this version (or a newer one) serves or is pending; False after the deadline."""
+    def wait_for_version(self, at_least: int, *, deadline_seconds: float, is_committed: bool = False) -> bool:
+        """Wait until this version (or a newer one) serves or is pending; False after the deadline.
+
+        With `is_committed` a pending one is not enough.
+        """
+
+        def is_there() -> bool:
+            return (self._version if is_committed else self._newest()) >= at_least
+
         with self._changed:
-            return self._changed.wait_for(lambda: self._newest() >= at_least, timeout=deadline_seconds)
+            return self._changed.wait_for(is_there, timeout=deadline_seconds)
 
     def wait_for_full_update(self, *, deadline_seconds: float, what: str) -> None:
         """Wait for the first update of all modules; DeadlineExceeded names `what` is waited for."""
@@ -147,12 +156,15 @@ class ServedModels:
             for name, tensor in module.state_dict().items()
         }
         try:
-            for key, tensor in update.tensors.items():
-                targets[key].copy_(tensor)
+            copy_all([targets[key] for key in update.tensors], list(update.tensors.values()))
+            fault = "" if update.canary is None else canary_fault(self._modules["actor"], update.canary)
         except BaseException as error:
             # Verified weights do not fail to copy, devices do. Half a model must never serve.
-            self._fault = f"a commit of version {update.version} failed half way: {error}"
+            self._fault = f"{self._name}: a commit of version {update.version} failed half way: {error}"
             raise
+        if fault:
+            self._fault = f"{self._name} does not compute what the sender of version {update.version} does: {fault}"
+            raise WeightUpdateError(f"{self._fault}. Nothing is served until a full update passes.")
         if update.is_full:
             self._fault = ""
         self._version = update.version
@@ -166,5 +178,26 @@ class ServedModels:
 def _merged(old: _Pending | None, new: VerifiedUpdate, version: int) -> _Pending:
     """Two updates waiting: the newer wins weight by weight, and what only the older touched is kept."""
     if old is None:
-        return _Pending(version, new.tensors, new.is_full)
-    return _Pending(version, {**old.tensors, **new.tensors}, old.is_full or new.is_full)
+        return _Pending(version, new.tensors, new.is_full, new.canary)
+    return _Pending(version, {**old.tensors, **new.tensors}, old.is_full or new.is_full, new.canary)
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into tensors in as few launches as possible, and return when it is done.
+
+    On a GPU one launch for each tensor would take longer than the bytes do. Whoever read the targets before is waited
+    for, on whatever stream that was.
+    """
+    devices = {tensor.device for tensor in targets if tensor.is_cuda}
+    for device in devices:
+        torch.cuda.synchronize(device)
+    groups: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        kind = (target.device, target.dtype, source.device, source.dtype)
+        into, out_of = groups.setdefault(kind, ([], []))
+        into.append(target)
+        out_of.append(source)
+    for into, out_of in groups.values():
+        torch._foreach_copy_(into, out_of, non_blocking=True)
+    for device in devices:
+        torch.cuda.synchronize(device)

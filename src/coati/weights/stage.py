@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from coati.errors import WeightUpdateError
 from coati.models.lora import LayerLoRA, LoRAConstructor, has_adapters
 from coati.models.tied_weights import tied_names
+from coati.weights.canary import Canary
 from coati.weights.checksum import checksum
 from coati.weights.manifest import UpdateHeader, WeightChunk, WeightManifest, specs_of
 from coati.wire import WireTensor, decode, encode
@@ -42,6 +43,7 @@ class VerifiedUpdate:
     source: str
     tensors: Mapping[tuple[str, str], Tensor]
     is_full: bool  # every weight of every module of the receiver
+    canary: Canary | None = None  # what the actor must compute afterwards
 
     @property
     def nbytes(self) -> int:
@@ -97,10 +99,12 @@ class WeightStage:
         self._open[update_id] = _OpenStage(version, source, last_seen=now)
 
     def add_chunk(self, chunk: WeightChunk) -> None:
-        """Stage one chunk after checking its bytes. The same chunk twice is the same chunk."""
+        """Stage one chunk after checking its bytes. The same chunk twice is the same chunk.
+
+        A chunk without a checksum (verify_updates = "off") is taken as it is, if its manifest lists none either.
+        """
         stage = self._stage(chunk.header.update_id, f"chunk {chunk.index} from {chunk.header.source}")
-        found = checksum(chunk.tensors)
-        if found != chunk.checksum:
+        if chunk.checksum is not None and (found := checksum(chunk.tensors)) != chunk.checksum:
             self.abort(chunk.header.update_id)
             raise WeightUpdateError(
                 f"chunk {chunk.index} of {_described(chunk.header)} is corrupt: checksum {found:#018x}, "
@@ -146,7 +150,8 @@ class WeightStage:
         if tuple(found) != manifest.tensors:
             raise WeightUpdateError(f"{where}: its chunks do not hold the tensors its manifest lists. Rejected whole.")
         tensors = [(chunk.module, name, decode(wire)) for chunk in chunks for name, wire in chunk.tensors.items()]
-        return self._verified(header.update_id, stage, tensors, manifest.lora, allow_partial=manifest.is_partial)
+        update = self._verified(header.update_id, stage, tensors, manifest.lora, allow_partial=manifest.is_partial)
+        return dataclasses.replace(update, canary=manifest.canary)
 
     def abort(self, update_id: str) -> None:
         """Forget an update."""
