@@ -21,7 +21,7 @@ from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
 from coati.trainer.fit_loop import FitLoop
 from coati.trainer.ppo import PPOLearner
-from coati.weights import ServedModels, WeightChunk, WeightStage, make_canary, new_header, weight_messages
+from coati.weights import ServedModels, WeightManifest, WeightStage, make_canary, new_header, weight_messages
 
 
 class SynchronousRun:
@@ -158,7 +158,7 @@ class SynchronousRun:
         has_checksums = topology.verify_updates != "off"
         self._stage.begin(header.update_id, version=header.version, source=header.source)
         for message in weight_messages(header, shards, has_checksums=has_checksums, canary=canary):
-            if isinstance(message, WeightChunk):
-                self._stage.add_chunk(message)
-            else:
+            if isinstance(message, WeightManifest):
                 self._pipeline.served.offer(self._stage.finish(message))
+            else:
+                self._stage.add_chunk(message)

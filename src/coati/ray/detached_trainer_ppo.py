@@ -32,6 +32,7 @@ from coati.trainer.strategies import GeminiStrategy, LowLevelZeroStrategy, Strat
 from coati.weights import (
     DEFAULT_CHUNK_MIB,
     Canary,
+    DeviceSnapshots,
     VerifyUpdates,
     check_verify_updates,
     make_canary,
@@ -123,6 +124,8 @@ class DetachedPPOTrainer(DetachedTrainer):
         self._update_lora_weights = update_lora_weights
         self._verify_updates = verify_updates
         self._chunk_mib = chunk_mib
+        self._snapshots: DeviceSnapshots | None = None
+        self._has_asked_for_card = False
         self._max_staleness = max_staleness
         self._num_steps_unpublished = 0
         self._save_every = save_every
@@ -193,6 +196,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         started = time.perf_counter()
         with self._weights():
             header = new_header(version=self.version, source=self._source)
+            snapshots = self._snapshots_on_card()
             messages = weight_messages(
                 header,
                 self._shards(is_partial, **config),
@@ -200,8 +204,14 @@ class DetachedPPOTrainer(DetachedTrainer):
                 lora=self._lora_settings(),
                 has_checksums=self._verify_updates != "off",
                 canary=self._canary(),
+                snapshots=snapshots,
             )
-            num_bytes = self._channel.send(header, messages, fully_update=fully_update)
+            try:
+                num_bytes = self._channel.send(header, messages, fully_update=fully_update)
+            except BaseException:
+                if snapshots is not None:
+                    snapshots.retire()
+                raise
             self._num_steps_unpublished = 0
         metrics = {
             "weights/publish_seconds": time.perf_counter() - started,
@@ -237,6 +247,18 @@ class DetachedPPOTrainer(DetachedTrainer):
                 f"one of {self.strategy.world_size} trainers was asked to save while they train together, "
                 "which would block them all. Use save_every and save_folder, or save after fit."
             )
+
+    def _snapshots_on_card(self) -> DeviceSnapshots | None:
+        """Where weights wait for makers on this trainer's own card; None: they go through host memory.
+
+        The makers are asked once. What each rank answers is its own affair: all gather the same weights either way.
+        """
+        if self._snapshots is None and not self._has_asked_for_card and self.strategy.device.type == "cuda":
+            self._has_asked_for_card = True
+            snapshots = DeviceSnapshots(self.strategy.device)
+            if self._channel.all_can_open(snapshots.probe()):
+                self._snapshots = snapshots
+        return self._snapshots
 
     def _canary(self) -> Canary | None:
         """What the makers' actors must compute afterwards; all ranks come here together."""

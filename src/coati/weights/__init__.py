@@ -1,6 +1,7 @@
 """Weights on their way from trainers to makers: published in chunks, staged, verified, committed whole."""
 
 from coati.weights.canary import Canary, make_canary
+from coati.weights.device import DeviceChunk, DeviceSnapshots, ShareProbe, why_not_shared
 from coati.weights.manifest import (
     DEFAULT_CHUNK_MIB,
     UpdateHeader,
@@ -18,8 +19,11 @@ __all__ = [
     "DEFAULT_CHUNK_MIB",
     "PLAIN_UPDATE",
     "Canary",
+    "DeviceChunk",
+    "DeviceSnapshots",
     "PlainUpdates",
     "ServedModels",
+    "ShareProbe",
     "UpdateHeader",
     "VerifiedUpdate",
     "VerifyUpdates",
@@ -30,4 +34,5 @@ __all__ = [
     "make_canary",
     "new_header",
     "weight_messages",
+    "why_not_shared",
 ]

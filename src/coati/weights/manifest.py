@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 import numpy as np
+from torch import Tensor
 
 from coati.errors import ConfigError
 from coati.models.lora import LayerLoRA
 from coati.weights.canary import Canary
 from coati.weights.checksum import checksum
-from coati.wire import WireTensor
+from coati.wire import WireTensor, decode
 
 # Bytes of one chunk, unless a single tensor is larger.
 DEFAULT_CHUNK_MIB = 64
@@ -59,6 +60,15 @@ class WeightChunk:
     def nbytes(self) -> int:
         """Payload in bytes."""
         return sum(wire.nbytes for wire in self.tensors.values())
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Specs of the tensors, in order."""
+        return tuple(specs_of(self.module, self.tensors))
+
+    def decoded(self) -> dict[str, Tensor]:
+        """The tensors; they share the memory that the chunk came in."""
+        return {name: decode(wire) for name, wire in self.tensors.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

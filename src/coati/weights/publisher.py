@@ -14,12 +14,12 @@ from torch import Tensor
 from coati.models.lora import LayerLoRA
 from coati.weights.canary import Canary
 from coati.weights.checksum import checksum
+from coati.weights.device import DeviceChunk, DeviceSnapshots
 from coati.weights.manifest import (
     TensorSpec,
     UpdateHeader,
     WeightChunk,
     WeightManifest,
-    specs_of,
 )
 from coati.wire import encode
 
@@ -37,13 +37,23 @@ def weight_messages(
     lora: Mapping[str, Mapping[str, LayerLoRA]] | None = None,
     has_checksums: bool = True,
     canary: Canary | None = None,
-) -> Iterator[WeightChunk | WeightManifest]:
-    """Chunks in order, then the manifest. `shards` are (module, state-dict chunk) pairs."""
+    snapshots: DeviceSnapshots | None = None,
+) -> Iterator[WeightChunk | DeviceChunk | WeightManifest]:
+    """Chunks in order, then the manifest. `shards` are (module, state-dict chunk) pairs.
+
+    With `snapshots` the bytes stay on the sender's card, for receivers on the same one.
+    """
     specs: list[TensorSpec] = []
     checksums: list[int | None] = []
-    chunks = _host_chunks(header, shards)
-    for chunk in _hashed_ahead(chunks) if has_checksums else chunks:
-        specs.extend(specs_of(chunk.module, chunk.tensors))
+    chunks: Iterator[WeightChunk | DeviceChunk]
+    if snapshots is not None:
+        chunks = snapshots.chunks(header, shards, has_checksums=has_checksums)
+    elif has_checksums:
+        chunks = _hashed_ahead(_host_chunks(header, shards))
+    else:
+        chunks = _host_chunks(header, shards)
+    for chunk in chunks:
+        specs.extend(chunk.specs)
         checksums.append(chunk.checksum)
         yield chunk
     yield WeightManifest(

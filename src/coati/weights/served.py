@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from coati.errors import DeadlineExceeded, WeightUpdateError
 from coati.weights.canary import Canary, canary_fault
+from coati.weights.device import copy_all
 from coati.weights.stage import VerifiedUpdate
 
 logger = logging.getLogger(__name__)
@@ -180,24 +181,3 @@ def _merged(old: _Pending | None, new: VerifiedUpdate, version: int) -> _Pending
     if old is None:
         return _Pending(version, new.tensors, new.is_full, new.canary)
     return _Pending(version, {**old.tensors, **new.tensors}, old.is_full or new.is_full, new.canary)
-
-
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors into tensors in as few launches as possible, and return when it is done.
-
-    On a GPU one launch for each tensor would take longer than the bytes do. Whoever read the targets before is waited
-    for, on whatever stream that was.
-    """
-    devices = {tensor.device for tensor in targets if tensor.is_cuda}
-    for device in devices:
-        torch.cuda.synchronize(device)
-    groups: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        kind = (target.device, target.dtype, source.device, source.dtype)
-        into, out_of = groups.setdefault(kind, ([], []))
-        into.append(target)
-        out_of.append(source)
-    for into, out_of in groups.values():
-        torch._foreach_copy_(into, out_of, non_blocking=True)
-    for device in devices:
-        torch.cuda.synchronize(device)
