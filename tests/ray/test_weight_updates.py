@@ -25,11 +25,11 @@ from ray_testing import (
 
 from coati.errors import ActorNotFound, CheckpointError, PeerDied, WeightUpdateError
 from coati.models import action_logprobs
-from coati.ray import weight_channel
+from coati.ray import detached_trainer_ppo, weight_channel
 from coati.ray.callbacks import MakerCallback
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.weight_channel import WeightChannel
-from coati.weights import make_canary, new_header, weight_messages
+from coati.weights import DeviceChunk, DeviceSnapshots, ShareProbe, make_canary, new_header, weight_messages
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -306,6 +306,60 @@ def test_a_maker_that_cannot_be_reached_misses_one_update_and_gets_the_next(keep
         channel.send(header, weight_messages(header, [("actor", {"w": torch.zeros(1)})]), fully_update=False)
     monkeypatch.undo()
     assert ray.get(taker.num_whole_updates.remote()) == 1
+
+
+def test_weights_stay_on_the_card_only_if_every_maker_can_open_it(shared_maker, keep, unique, caplog):
+    maker_name, _ = shared_maker
+    taker_name = unique("taker")
+    keep(Taker.options(name=taker_name).remote())
+    probe = ShareProbe("GPU-7", None, 0)
+    assert not WeightChannel([maker_name], deadlines=QUICK).all_can_open(probe)
+    assert not WeightChannel([taker_name], deadlines=QUICK).all_can_open(probe)
+    assert not WeightChannel([], deadlines=QUICK).all_can_open(probe)
+    reasons = [record.args for record in caplog.records if "host memory" in record.message]
+    assert reasons == [
+        (maker_name, "it computes on cpu, and the sender on GPU-7"),
+        (taker_name, "it takes plain updates only"),
+    ]
+
+
+class SameCard:
+    """Stands for a channel whose makers can open the trainer's card."""
+
+    def __init__(self, channel):
+        self._channel, self.num_asked = channel, 0
+
+    def all_can_open(self, probe):
+        self.num_asked += 1
+        return True
+
+    def send(self, header, messages, **kwargs):
+        messages = list(messages)
+        assert all(isinstance(message, DeviceChunk) for message in messages[:-1])
+        return sum(message.nbytes for message in messages[:-1])
+
+
+def test_a_trainer_asks_once_and_then_keeps_its_weights_on_the_card(keep, monkeypatch):
+    trainer = keep_trainer(keep, [])
+    channel = trainer._channel = SameCard(trainer._channel)
+    assert trainer._snapshots_on_card() is None  # on the CPU nobody is asked
+    monkeypatch.setattr(trainer, "strategy", OnACard(trainer.strategy))
+    monkeypatch.setattr(detached_trainer_ppo, "DeviceSnapshots", lambda _: DeviceSnapshots(torch.device("cpu")))
+    for _ in range(2):
+        trainer.sync_models_to_remote_makers()
+    assert channel.num_asked == 1
+
+
+class OnACard:
+    """A strategy that says its device is a GPU."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, strategy):
+        self._strategy = strategy
+
+    def __getattr__(self, name):
+        return getattr(self._strategy, name)
 
 
 def test_one_rank_of_a_group_does_not_save_alone_while_they_train(keep, tmp_path):
