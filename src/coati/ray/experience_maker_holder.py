@@ -37,7 +37,17 @@ from coati.ray.environment import apply_env_info
 from coati.ray.peers import wait_in_slices
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy
-from coati.weights import PlainUpdates, ServedModels, UpdateHeader, WeightChunk, WeightManifest, WeightStage
+from coati.weights import (
+    DeviceChunk,
+    PlainUpdates,
+    ServedModels,
+    ShareProbe,
+    UpdateHeader,
+    WeightChunk,
+    WeightManifest,
+    WeightStage,
+    why_not_shared,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +134,7 @@ class ExperienceMakerHolder:
             seed=seed,
         )
         updated = maker.trained_models
-        self._served = ServedModels(updated)
+        self._served = ServedModels(updated, name=f"maker {self._name}")
         self._stage = WeightStage(updated, newest_weight=self._served.newest_weight)
         self._plain_updates = PlainUpdates(self._stage, allow_partial=update_lora_weights)
         self._pipeline = ExperiencePipeline(
@@ -189,7 +199,7 @@ class ExperienceMakerHolder:
         chunk_end: bool | None = None,
         *,
         update: UpdateHeader | None = None,
-        chunk: WeightChunk | None = None,
+        chunk: WeightChunk | DeviceChunk | None = None,
         manifest: WeightManifest | None = None,
     ) -> None:
         """Take part of a weight update, or all of it.
@@ -219,6 +229,10 @@ class ExperienceMakerHolder:
                 self._served.offer(verified)
 
     # What the outside may ask at any time.
+
+    def why_not_shared(self, probe: ShareProbe) -> str:
+        """Why this maker cannot take weights straight from a trainer's card; empty if it can."""
+        return why_not_shared(probe, self._stage.device)
 
     def progress(self) -> MakerProgress:
         """Where this maker stands."""

@@ -112,6 +112,8 @@ class DetachedRun:
                 updated_makers=makers_updated_by(rank, maker_names, topology.trainers),
                 save_every=config.train.save_every,
                 save_folder=self._checkpoints,
+                verify_updates=topology.verify_updates,
+                chunk_mib=topology.chunk_mib,
             )
         for index, name in enumerate(maker_names):
             self._makers[name] = _MAKER.options(**actor_options(name, topology.gpus_per_maker)).remote(
