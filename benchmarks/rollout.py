@@ -3,10 +3,10 @@
     python benchmarks/rollout.py                                          the demo's model on the CPU
     python benchmarks/rollout.py --device cuda --batches 64 256 1024      0.5B parameters (Qwen2's shape) in bfloat16
 
-Every engine continues the same prompts by the same draws, always to the full length (no end-of-sequence token), after one
-warm-up; medians of `--repeats`. On a GPU the limit beside them is the memory's: one pass over the weights and over the
-cache for each token, at the bandwidth that a plain copy reaches in the same run. The gap is the mean and largest absolute
-difference between the log-probs of the engine and those of the learner's forward pass.
+Every engine continues the same prompts by the same draws, always to the full length (no end-of-sequence token), after
+one warm-up; medians of `--repeats`. On a GPU the limit beside them is the memory's: one pass over the weights and over
+the cache for each token, at the bandwidth that a plain copy reaches in the same run. The gap is the mean and largest
+absolute difference between the log-probs of the engine and those of the learner's forward pass.
 """
 
 import argparse
