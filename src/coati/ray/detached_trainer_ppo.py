@@ -278,7 +278,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         kl, idle, ess_sum = self.strategy.all_reduce_sum(local).tolist()
         num_ranks = self.strategy.world_size
         return VersionSignals(
-            kl=kl,  # each rank divides its own tokens' KL by the tokens of all, so the ranks' shares add up
+            kl=kl / num_ranks,  # of the joined batch, so the same on every rank
             idle=idle / num_ranks,
             effective_samples=None if ess is None else ess_sum / num_ranks,
         )

@@ -199,6 +199,15 @@ class Strategy(ABC):
         dist.all_reduce(total)
         return total.to(tensor.device)
 
+    def all_gather(self, vector: Tensor) -> Tensor:
+        """Every rank's vector, [W, n] from [n], in the order of ranks; all pass the same length and dtype."""
+        if self.world_size == 1:
+            return vector.detach().unsqueeze(0)
+        mine = vector.detach().to(self.device).contiguous()
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(rows, mine)
+        return torch.stack(rows).to(vector.device)
+
     def barrier(self, deadline_seconds: float) -> None:
         """Wait until all ranks are here; after `deadline_seconds` raise `DeadlineExceeded`."""
         if self.world_size == 1:
