@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from coati.errors import CheckpointError, ConfigError, DeadlineExceeded
+from coati.models.deferred import deferred_weights, weights_come_later
 from coati.trainer.strategies.folders import copy_to_other_nodes, replace_folder
 from coati.trainer.strategies.gradient_norm import clip_grads
 from coati.trainer.strategies.model_files import MODEL_MARKERS, load_model_files, write_model
@@ -65,6 +66,7 @@ class Strategy(ABC):
     """
 
     _always_needs_group = False  # whether even a single rank needs a process group
+    _shards_parameters = False
 
     def __init__(
         self,
@@ -111,8 +113,13 @@ class Strategy(ABC):
     # Placing models
 
     def model_init_context(self) -> AbstractContextManager[None]:
-        """Build models inside this context. Models are built on the CPU; `prepare` moves them."""
-        return nullcontext()
+        """Build models inside this context.
+
+        Models are built on the CPU, and `prepare` moves them. Strategies that shard parameters build `Actor` and
+        `Critic` without weights, on the meta device: `prepare` reads those block by block, so that no rank ever holds
+        a whole model.
+        """
+        return weights_come_later() if self._shards_parameters else nullcontext()
 
     def prepare(self, *models_or_pairs: nn.Module | tuple[nn.Module, Optimizer]) -> Any:
         """Place models and optimizers; returns what came, in the same structure, ready to use.
@@ -137,7 +144,7 @@ class Strategy(ABC):
         if isinstance(model, DistributedDataParallel | FSDPModule):
             raise ConfigError("prepare got a model that was prepared before. Prepare each model once.")
         if optimizer is None:
-            return model.to(self.device)
+            return _with_weights(model).to(self.device)
         return self._prepare_trained(model, optimizer)
 
     @abstractmethod
@@ -330,3 +337,12 @@ class Strategy(ABC):
             raise failure
         if num_failed > 0:
             raise CheckpointError(f"another rank could not save to {path}; its own message says why.")
+
+
+def _with_weights(model: nn.Module) -> nn.Module:
+    """A model for inference is whole, also where it was built without its weights."""
+    deferred = deferred_weights(model)
+    if deferred is not None:
+        deferred.fill(model)
+        del model.deferred_weights
+    return model

@@ -36,6 +36,7 @@ class GeminiStrategy(Strategy):
     """
 
     _always_needs_group = True
+    _shards_parameters = True
 
     def __init__(
         self,

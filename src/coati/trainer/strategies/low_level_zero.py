@@ -55,6 +55,7 @@ class LowLevelZeroStrategy(DDPStrategy):
             raise ConfigError("LowLevelZeroStrategy cpu_offload=True needs stage=2, got stage=1.")
         super().__init__(seed, device=device, backend=backend, timeout_seconds=timeout_seconds)
         self._stage = stage
+        self._shards_parameters = stage == 2
         self._cpu_offload = cpu_offload
         self._owners: dict[Optimizer, list[int]] = {}  # stage 1: parameter index -> rank with its state
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from coati.errors import ConfigError
+from coati.models.deferred import deferred_weights
 
 
 def prepare_sharded(
@@ -24,10 +25,17 @@ def prepare_sharded(
     reshard_after_forward: bool,
     cpu_offload: bool,
 ) -> tuple[nn.Module, Optimizer]:
-    """Start from rank 0's weights, shard the model in place and point the optimizer at the shards."""
+    """Start from rank 0's weights, shard the model in place and point the optimizer at the shards.
+
+    A model whose weights come later (see `coati.models.deferred`) gets them here, one block at a time: none is ever
+    whole.
+    """
     before = dict(model.named_parameters())
     check_optimizer_of(optimizer, before.values())
-    if world_size > 1:
+    deferred = deferred_weights(model)
+    if deferred is not None and world_size > 1:
+        deferred.seed = _of_rank0(deferred.seed, device)
+    elif world_size > 1:
         broadcast_from_rank0(model, device)
     model = shard_model(
         model,
@@ -52,6 +60,12 @@ def broadcast_from_rank0(model: nn.Module, device: torch.device) -> None:
         tensor.copy_(staged)
 
 
+def _of_rank0(number: int, device: torch.device) -> int:
+    agreed = torch.tensor(number, device=device)
+    dist.broadcast(agreed, src=0)
+    return int(agreed)
+
+
 def shard_model(
     model: nn.Module, *, device: torch.device, world_size: int, reshard_after_forward: bool, cpu_offload: bool
 ) -> nn.Module:
@@ -62,8 +76,14 @@ def shard_model(
     """
     mesh = init_device_mesh(device.type, (world_size,))
     offload: OffloadPolicy = CPUOffloadPolicy() if cpu_offload and device.type != "cpu" else OffloadPolicy()
-    for module in [*transformer_blocks(model), model]:
+    deferred = deferred_weights(model)
+    blocks = list(transformer_blocks(model))
+    for module in [*blocks, model]:
+        if deferred is not None:
+            deferred.fill(model, module, skip=frozenset(blocks) - {module})
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=offload)
+    if deferred is not None:
+        del model.deferred_weights
     assert isinstance(model, FSDPModule)
     return model
 
