@@ -83,7 +83,8 @@ class ValueHeadModel(nn.Module):
         if accepts(self.body, "use_cache"):
             kwargs["use_cache"] = False
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, **kwargs)[0]
-        values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
+        # A copy, not a view: sharding hangs its backward hook on what a module returns, and a view can lose it.
+        values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).clone()
         return values if values.dtype == torch.float64 else values.float()
 
     def save_pretrained(self, path: str | Path, **kwargs: Any) -> None:

@@ -61,7 +61,7 @@ class PPOLearner:
         parts = dict(zip(pairs, [prepared] if len(pairs) == 1 else prepared, strict=True))
         self.models: dict[str, nn.Module] = {label: model for label, (model, _) in parts.items()}
         """What is trained, and published: "actor" and, if there is one, "critic"."""
-        self._optimizers: dict[str, Optimizer] = {label: optimizer for label, (_, optimizer) in parts.items()}
+        self.optimizers: dict[str, Optimizer] = {label: optimizer for label, (_, optimizer) in parts.items()}
         for model in self.models.values():
             _turn_dropout_off(model)
         self._schedules = [
@@ -72,7 +72,7 @@ class PPOLearner:
                 # A constant rate needs no end; a decaying one has total_steps, which the settings insist on.
                 total_steps=settings.total_steps or max(1, settings.warmup_steps),
             )
-            for optimizer in self._optimizers.values()
+            for optimizer in self.optimizers.values()
         ]
 
     @property
@@ -88,12 +88,12 @@ class PPOLearner:
     @property
     def actor_optimizer(self) -> Optimizer:
         """The actor's."""
-        return self._optimizers["actor"]
+        return self.optimizers["actor"]
 
     @property
     def critic_optimizer(self) -> Optimizer:
         """The critic's."""
-        return self._optimizers["critic"]
+        return self.optimizers["critic"]
 
     @property
     def device(self) -> torch.device:
@@ -115,7 +115,7 @@ class PPOLearner:
         counts, advantages = self._counts_and_advantages(experience, mask)
         numbers = StepNumbers()
         rates = {
-            f"optim/{label}_lr": float(optimizer.param_groups[0]["lr"]) for label, optimizer in self._optimizers.items()
+            f"optim/{label}_lr": float(optimizer.param_groups[0]["lr"]) for label, optimizer in self.optimizers.items()
         }
         try:
             for index, rows in enumerate(parts):
@@ -127,7 +127,7 @@ class PPOLearner:
             norms = self._apply_gradients(experience, int(counts.tokens))
         finally:
             # Also when a pass raises: the next batch must not inherit half of this one's gradient.
-            for optimizer in self._optimizers.values():
+            for optimizer in self.optimizers.values():
                 optimizer.zero_grad(set_to_none=True)
         return {**self._metrics(experience, mask, counts, numbers, norms), **rates}
 
@@ -240,7 +240,7 @@ class PPOLearner:
         max_norm = self.settings.max_grad_norm
         norms = {label: float(self.strategy.clip_grad_norm(model, max_norm)) for label, model in self.models.items()}
         if num_tokens > 0 and all(map(math.isfinite, norms.values())):
-            for optimizer in self._optimizers.values():
+            for optimizer in self.optimizers.values():
                 self.strategy.optimizer_step(optimizer)
             for schedule in self._schedules:
                 schedule.step()
