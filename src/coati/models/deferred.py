@@ -83,7 +83,7 @@ class DeferredWeights:
     def _draw(self, model: nn.Module, layer: nn.Module, key: str, name: str) -> Tensor:
         """A fresh value by the model's own rule, worked out on a copy of the one layer."""
         # Keyed by name, so that ranks agree whatever they filled before.
-        torch.manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
+        torch.default_generator.manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
         parameter = layer._parameters[key]
         assert parameter is not None
         fresh = _fresh(name, parameter)
