@@ -95,7 +95,7 @@ class DetachedRun:
         for rank, (name, options, env_info) in enumerate(self._trainer_places(trainer_names)):
             self._trainers[name] = _TRAINER.options(**options).remote(
                 experience_maker_holder_name_list=maker_names,
-                strategy_fn=functools.partial(assembly.make_strategy, config),
+                strategy_fn=functools.partial(assembly.make_strategy, config, "trainer"),
                 model_fn=functools.partial(assembly.trainer_models, config),
                 env_info=env_info,
                 train_batch_size=config.train.batch_size,
@@ -118,7 +118,7 @@ class DetachedRun:
         for index, name in enumerate(maker_names):
             self._makers[name] = _MAKER.options(**actor_options(name, topology.gpus_per_maker)).remote(
                 detached_trainer_name_list=trainer_names,
-                strategy_fn=functools.partial(assembly.make_strategy, config),
+                strategy_fn=functools.partial(assembly.make_strategy, config, "maker"),
                 model_fn=functools.partial(assembly.maker_models, config),
                 sync_models_from_trainers=True,
                 update_lora_weights=topology.update_lora_weights,
