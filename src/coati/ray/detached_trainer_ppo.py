@@ -271,9 +271,9 @@ class DetachedPPOTrainer(DetachedTrainer):
     ) -> Iterator[tuple[str, dict[str, Tensor]]]:
         for label, model in self._learner.models.items():
             kept = _trainable_names(self.strategy.unwrap_model(model)) if is_partial else None
-            options = {"shard_size": shard_size, "dtype": self.strategy.compute_dtype}
+            options = {"shard_size": shard_size, "dtype": self.strategy.compute_dtype, "names": kept}
             for shard in self.strategy.get_model_state_dict_shard(model, **options):
-                yield label, {name: tensor for name, tensor in shard.items() if kept is None or name in kept}
+                yield label, shard
 
     def _lora_settings(self) -> dict[str, dict[str, LayerLoRA]]:
         """Adapter settings of actor and critic, for makers whose models have no adapters."""
