@@ -49,6 +49,17 @@ def test_files_of_a_causal_model_fill_actor_and_critic(request, tmp_path, model_
     assert_same_weights(ours, model_class.from_pretrained(tmp_path, lora=lora))
 
 
+def test_what_else_a_folder_says_is_kept(llama, tmp_path):
+    model = llama()
+    model.generation_config.update(do_sample=True, temperature=0.3)
+    model.save_pretrained(tmp_path)
+    ours = filled(lambda: Actor.from_pretrained(tmp_path, lora=LoRASettings(rank=2)))
+    assert ours.model.peft_config["default"].base_model_name_or_path == str(tmp_path)
+    inner = ours.model.base_model.model
+    assert inner.generation_config.temperature == 0.3
+    assert not inner.model.layers[0].mlp.training
+
+
 def test_tied_weights_stay_tied_and_formats_are_those_asked_for(llama, tmp_path):
     llama(tie_word_embeddings=True).save_pretrained(tmp_path)
     ours = filled(lambda: Actor.from_pretrained(tmp_path, dtype=torch.bfloat16))
