@@ -312,7 +312,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         """What the makers' actors must compute afterwards; all ranks come here together."""
         if self._verify_updates != "canary":
             return None
-        return make_canary(self.strategy.unwrap_model(self._learner.actor))
+        return make_canary(self.strategy.unwrap_model(self._learner.actor), device=self.strategy.device)
 
     def _shards(self, is_partial: bool, *, shard_size: float | None = None) -> Iterator[tuple[str, dict[str, Tensor]]]:
         shard_size = self._chunk_mib if shard_size is None else shard_size
