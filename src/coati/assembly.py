@@ -16,6 +16,7 @@ from coati.errors import ConfigError
 from coati.ledger import StalenessController, WorkShare
 from coati.models import Actor, Critic, LoRASettings, RewardModel
 from coati.models.positions import context_length_of
+from coati.models.quantized import quantize_linear_layers
 from coati.prompts import PromptStream, load_prompts
 from coati.rewards import RewardScorer, build_reward, load_reward_function
 from coati.rollout import GenerateOptions
@@ -84,6 +85,8 @@ def maker_models(config: RunConfig) -> tuple[Actor, Critic | None, RewardScorer,
     actor, critic = trainer_models(config)
     kwargs = {"dtype": getattr(torch, config.model.dtype)}
     reference = _loaded("model.reference", config.reference_path, Actor, **kwargs)
+    if config.model.quantize_reference == "int8":
+        quantize_linear_layers(reference.model)
     return actor, critic, make_scorer(config), reference
 
 
@@ -93,6 +96,8 @@ def make_scorer(config: RunConfig) -> RewardScorer:
 
     def load_reward_model(path: str) -> RewardModel:
         model: RewardModel = _loaded("reward.model", path, RewardModel)
+        if config.reward.quantize == "int8":
+            quantize_linear_layers(model.body)
         return model.to(device).eval()
 
     reward = build_reward(config.reward, search_paths=config.reward_search_paths, load_model=load_reward_model)

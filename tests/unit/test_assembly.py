@@ -11,7 +11,9 @@ from coati import assembly
 from coati.config import build_config
 from coati.deadlines import Deadlines
 from coati.errors import ConfigError
+from coati.experience_maker import NaiveExperienceMaker
 from coati.ledger import VersionSignals, WorkShare
+from coati.models.quantized import QuantizedLinear
 from coati.trainer.off_policy import CorrectionSettings
 from coati.trainer.ppo import PPOSettings
 
@@ -232,6 +234,19 @@ def test_models_are_the_same_in_every_process_that_builds_them(model_folder):
         assert one.state_dict().keys() == other.state_dict().keys()
         assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
         assert next(one.parameters()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("quantized", ["reference", "reward"])
+def test_only_what_is_asked_for_is_quantised_and_it_takes_no_weight_updates(model_folder, quantized):
+    reward = {"function": "", "model": str(model_folder), "quantize": "int8" if quantized == "reward" else "none"}
+    reference = "int8" if quantized == "reference" else "none"
+    model = {"path": str(model_folder), "device": "cpu", "quantize_reference": reference}
+    actor, critic, scorer, initial_model = assembly.maker_models(config_of(model=model, reward=reward))
+    models = {"actor": actor, "critic": critic, "reference": initial_model, "reward": scorer.reward._model}
+    found = {name for name, m in models.items() if any(isinstance(part, QuantizedLinear) for part in m.modules())}
+    assert found == {quantized}
+    maker = NaiveExperienceMaker(actor, critic, scorer, initial_model)
+    assert list(maker.trained_models.values()) == [actor, critic]
 
 
 def test_prompts_keep_to_the_sections(model_folder, tmp_path):

@@ -254,6 +254,7 @@ def test_all_problems_come_at_once_and_none_is_invented():
         ({"terms": [{"function": "a:b", "model": "m"}]}, "got both"),
         ({"terms": [{"function": "a:b"}, {"function": "c:b"}]}, "different names, got 'b' 2 times"),
         ({"terms": [{"function": "a:b", "weight": float("inf")}]}, "must be a finite number, got inf"),
+        ({"function": "a:b", "quantize": "int8"}, r'reward.quantize must be "none" without a reward model, got "int8"'),
         ({"terms": [{"function": "ab"}]}, r'reward.terms\[0\].function must be "module:function", got "ab"'),
     ],
 )
