@@ -64,7 +64,7 @@ class LockStep:
         """The leader's side."""
         assert self.rank == 0
         with self._lock:
-            self._store.set(f"{self._count}", pickle.dumps(notice))
+            self._store.set(f"{self._count}", pickle.dumps(notice))  # type: ignore[arg-type]  # takes bytes too
             self._count += 1
 
     def hear(self) -> Any:

@@ -5,9 +5,9 @@ its class). A column-parallel layer computes some of its outputs; the row-parall
 inputs, and one all-reduce adds up what the ranks have. Attention heads go with their outputs. What the plan does not
 name (embeddings, norms) is whole on every rank.
 
-A piece is kept as a `DTensor`, which knows the whole weight's shape: checks of names and shapes see whole weights, and a
-weight update is dealt out by that. The arithmetic runs on the plain local tensors, because a DTensor's own dispatch costs
-more than a small layer does.
+A piece is kept as a `DTensor`, which knows the whole weight's shape: checks of names and shapes see whole weights, and
+a weight update is dealt out by that. The arithmetic runs on the plain local tensors, without DTensor's dispatch, which
+is Python for every call.
 
 All ranks get the same outputs to the last bit: what is added up or gathered is added up or gathered once, for all. They
 must run the same calls in the same order; `coati.experience_maker.lock_step` sees to that. There is no backward pass.
@@ -144,7 +144,8 @@ def _transformers_model(model: nn.Module) -> Any:
     inner: Any = model.model if isinstance(model, Actor) else model.body if isinstance(model, ValueHeadModel) else model
     if hasattr(inner, "get_base_model"):
         raise ConfigError(
-            "topology.tensor_parallel above 1 does not work with LoRA adapters in a maker. Set it to 1, or lora.rank to 0."
+            "topology.tensor_parallel above 1 does not work with LoRA adapters in a maker. Set it to 1, or "
+            "lora.rank to 0."
         )
     return inner
 
