@@ -159,8 +159,8 @@ def generate_options(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def advantage_settings(config: RunConfig) -> dict[str, Any]:
-    """What a maker needs to know to make advantages."""
+def maker_settings(config: RunConfig) -> dict[str, Any]:
+    """How a maker writes and what it makes of the scores."""
     algorithm = config.algorithm
     return {
         "kl_coef": algorithm.kl_coef,
@@ -168,6 +168,7 @@ def advantage_settings(config: RunConfig) -> dict[str, Any]:
         "lam": algorithm.lam,
         "kl_estimator": algorithm.kl_estimator,
         "algorithm": algorithm.resolved,
+        "engine": config.rollout.engine,
     }
 
 

@@ -144,7 +144,7 @@ def test_an_algorithm_without_a_critic_and_with_a_kl_term():
     assert (settings.kl_loss_coef, settings.kl_estimator, settings.normalization) == (0.02, "k3", "sequence")
     assert (settings.whiten_advantages, settings.max_response_tokens) == (False, 7)
     assert settings.correction.kl_coef == 0.0  # nothing of it is in the reward
-    assert assembly.advantage_settings(config)["algorithm"].advantages == "group_normalized"
+    assert assembly.maker_settings(config)["algorithm"].advantages == "group_normalized"
     assert assembly.work_share(config).group_size == 4
     assert assembly.work_share(config_of(rollout={"samples_per_prompt": 4})).group_size == 1  # PPO's stand alone
 

@@ -138,6 +138,18 @@ class TopologySection(Section):
         "Send only the LoRA adapters to the makers.",
         rule="true or false, and true only with lora.rank > 0",
     )
+    verify_updates: Literal["checksum", "canary", "off"] = setting(
+        "checksum",
+        "How makers check new weights beyond names, shapes, dtypes and counts: checksum = every byte, before they "
+        "serve; canary = that, and afterwards the log-probs of a fixed prompt against the trainer's; off = not at all.",
+        rule='"checksum", "canary" or "off"',
+    )
+    chunk_mib: int = setting(
+        64,
+        "Weights travel in chunks of at most so many MiB; a single tensor that is larger is its own chunk.",
+        rule="a whole number, 1 or more",
+        ge=1,
+    )
 
     def problems(self) -> list[str]:
         """Bounds that leave nothing to control; shares of GPUs that Ray cannot lend, like one and a half."""

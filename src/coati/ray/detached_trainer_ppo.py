@@ -15,6 +15,7 @@ import ray
 import torch
 from torch import Tensor, nn
 
+from coati.cpu import set_up_cpu
 from coati.deadlines import Deadlines
 from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
 from coati.experience_maker.base import Experience
@@ -29,7 +30,16 @@ from coati.ray.weight_channel import WeightChannel
 from coati.trainer.optim import HybridAdam
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import GeminiStrategy, LowLevelZeroStrategy, Strategy
-from coati.weights import DEFAULT_CHUNK_MIB, new_header, weight_messages
+from coati.weights import (
+    DEFAULT_CHUNK_MIB,
+    Canary,
+    DeviceSnapshots,
+    VerifyUpdates,
+    check_verify_updates,
+    make_canary,
+    new_header,
+    weight_messages,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +65,8 @@ class DetachedPPOTrainer(DetachedTrainer):
     `staleness`, the bound that makers keep to moves below that, as the controller decides after each version; it
     travels with the weights. With `save_every`, all ranks save the actor together after every so many versions, to
     `save_folder`.
+    `verify_updates` says what makers check ("checksum", "canary" or "off"), `chunk_mib` how large the pieces are in
+    which weights travel.
     """
 
     def __init__(
@@ -82,10 +94,12 @@ class DetachedPPOTrainer(DetachedTrainer):
         updated_makers: Sequence[str] | None = None,
         save_every: int = 0,
         save_folder: str | Path = "checkpoints",
+        verify_updates: VerifyUpdates = "checksum",
+        chunk_mib: float = DEFAULT_CHUNK_MIB,
     ) -> None:
+        check_verify_updates(verify_updates)
         apply_env_info(env_info)
-        if num_threads > 0:
-            torch.set_num_threads(num_threads)
+        set_up_cpu(num_threads)
         self.strategy = strategy_fn()
         with self.strategy.model_init_context():
             actor, critic = model_fn()
@@ -112,6 +126,10 @@ class DetachedPPOTrainer(DetachedTrainer):
             optimizer_class=HybridAdam if is_sharded else torch.optim.Adam,
         )
         self._update_lora_weights = update_lora_weights
+        self._verify_updates = verify_updates
+        self._chunk_mib = chunk_mib
+        self._snapshots: DeviceSnapshots | None = None
+        self._has_asked_for_card = False
         self._max_staleness = max_staleness
         self._staleness = staleness
         self._signals = SignalMeter()
@@ -188,10 +206,22 @@ class DetachedPPOTrainer(DetachedTrainer):
         with self._weights():
             bound = None if self._staleness is None else self._staleness.max_staleness
             header = new_header(version=self.version, source=self._source, max_staleness=bound)
+            snapshots = self._snapshots_on_card()
             messages = weight_messages(
-                header, self._shards(is_partial, **config), is_partial=is_partial, lora=self._lora_settings()
+                header,
+                self._shards(is_partial, **config),
+                is_partial=is_partial,
+                lora=self._lora_settings(),
+                has_checksums=self._verify_updates != "off",
+                canary=self._canary(),
+                snapshots=snapshots,
             )
-            num_bytes = self._channel.send(header, messages, fully_update=fully_update)
+            try:
+                num_bytes = self._channel.send(header, messages, fully_update=fully_update)
+            except BaseException:
+                if snapshots is not None:
+                    snapshots.retire()
+                raise
             self._num_steps_unpublished = 0
         metrics = {
             "weights/publish_seconds": time.perf_counter() - started,
@@ -251,9 +281,26 @@ class DetachedPPOTrainer(DetachedTrainer):
                 "which would block them all. Use save_every and save_folder, or save after fit."
             )
 
-    def _shards(
-        self, is_partial: bool, *, shard_size: int = DEFAULT_CHUNK_MIB
-    ) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def _snapshots_on_card(self) -> DeviceSnapshots | None:
+        """Where weights wait for makers on this trainer's own card; None: they go through host memory.
+
+        The makers are asked once. What each rank answers is its own affair: all gather the same weights either way.
+        """
+        if self._snapshots is None and not self._has_asked_for_card and self.strategy.device.type == "cuda":
+            self._has_asked_for_card = True
+            snapshots = DeviceSnapshots(self.strategy.device)
+            if self._channel.all_can_open(snapshots.probe()):
+                self._snapshots = snapshots
+        return self._snapshots
+
+    def _canary(self) -> Canary | None:
+        """What the makers' actors must compute afterwards; all ranks come here together."""
+        if self._verify_updates != "canary":
+            return None
+        return make_canary(self.strategy.unwrap_model(self._learner.actor))
+
+    def _shards(self, is_partial: bool, *, shard_size: float | None = None) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        shard_size = self._chunk_mib if shard_size is None else shard_size
         for label, model in self._learner.models.items():
             kept = _trainable_names(self.strategy.unwrap_model(model)) if is_partial else None
             for shard in self.strategy.get_model_state_dict_shard(model, shard_size=shard_size):

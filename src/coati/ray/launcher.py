@@ -112,6 +112,8 @@ class DetachedRun:
                 updated_makers=makers_updated_by(rank, maker_names, topology.trainers),
                 save_every=config.train.save_every,
                 save_folder=self._checkpoints,
+                verify_updates=topology.verify_updates,
+                chunk_mib=topology.chunk_mib,
             )
         for index, name in enumerate(maker_names):
             self._makers[name] = _MAKER.options(**actor_options(name, topology.gpus_per_maker)).remote(
@@ -120,7 +122,7 @@ class DetachedRun:
                 model_fn=functools.partial(assembly.maker_models, config),
                 sync_models_from_trainers=True,
                 update_lora_weights=topology.update_lora_weights,
-                **assembly.advantage_settings(config),
+                **assembly.maker_settings(config),
                 seed=config.run.seed,
                 share=assembly.work_share(config, maker_index=index),
                 deadlines=self._deadlines,
