@@ -80,14 +80,16 @@ def trainer_models(config: RunConfig) -> tuple[Actor, Critic | None]:
     return actor, critic
 
 
-def maker_models(config: RunConfig) -> tuple[Actor, Critic | None, RewardScorer, Actor]:
+def maker_models(
+    config: RunConfig, *, with_reward: bool = True
+) -> tuple[Actor, Critic | None, RewardScorer | None, Actor]:
     """What a maker works with: actor, critic, reward and the initial model."""
     actor, critic = trainer_models(config)
     kwargs = {"dtype": getattr(torch, config.model.dtype)}
     reference = _loaded("model.reference", config.reference_path, Actor, **kwargs)
     if config.model.quantize_reference == "int8":
         quantize_linear_layers(reference.model)
-    return actor, critic, make_scorer(config), reference
+    return actor, critic, make_scorer(config) if with_reward else None, reference
 
 
 def make_scorer(config: RunConfig) -> RewardScorer:
@@ -262,7 +264,13 @@ def threads_per_actor(config: RunConfig) -> int:
     """CPU threads of each actor: the setting, or the machine's cores divided among the actors."""
     if config.topology.threads_per_actor:
         return config.topology.threads_per_actor
-    return max(1, (os.cpu_count() or 1) // (config.topology.makers + config.topology.trainers))
+    return max(1, (os.cpu_count() or 1) // num_actors(config))
+
+
+def num_actors(config: RunConfig) -> int:
+    """Actors of a run that take a CPU: trainers, and every rank of every maker."""
+    topology = config.topology
+    return topology.makers * topology.tensor_parallel + topology.trainers
 
 
 def _loaded(setting: str, path: str, model_class: Any, **kwargs: Any) -> Any:

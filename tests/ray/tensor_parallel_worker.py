@@ -4,6 +4,7 @@ Each rank has the whole models beside the cut ones, and writes down how they com
 """
 
 import copy
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from coati.models.tensor_parallel import cut_model, local_part
 from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
 from coati.trainer.strategies import DDPStrategy
 from coati.weights import WeightStage, new_header, weight_messages
+from coati.weights.canary import make_canary
 from coati.weights.mirrored import LeadingModels
 
 SHAPE = {
@@ -130,6 +132,7 @@ def in_lock_step(rank, mesh):
         header = new_header(version=version, source="trainer")
         shards = [("actor", new_actor.state_dict()), ("critic", new_critic.state_dict())]
         *chunks, manifest = weight_messages(header, shards)
+        manifest = dataclasses.replace(manifest, canary=make_canary(new_actor))
         stage.begin(header.update_id, version=version, source="trainer")
         for chunk in chunks:
             stage.add_chunk(chunk)

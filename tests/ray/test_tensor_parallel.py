@@ -1,5 +1,6 @@
-"""Models cut over two ranks against the same models whole. Needs no Ray, but two processes."""
+"""Models cut over two ranks against the same models whole, in two processes; then the same in two Ray actors."""
 
+import functools
 import importlib.util
 import os
 import socket
@@ -8,7 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
+import ray_testing
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from coati.errors import PeerDied
+from coati.models import Actor, Critic
+from coati.ray.experience_maker_holder import ExperienceMakerHolder
+from coati.ray.maker_follower import MakerFollower
 
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
 _spec = importlib.util.spec_from_file_location("tensor_parallel_worker", WORKER)
@@ -114,3 +123,57 @@ def test_models_that_cannot_be_cut_say_why(seen):
 
 def test_a_follower_does_not_wait_for_ever(seen):
     assert "rank 1 waited 0.1 s for its leader (rank 0)" in seen[1]["silent_leader"]
+
+
+@pytest.mark.slow
+def test_a_maker_of_two_actors_takes_weights_and_delivers(cluster, unique, keep, sinks):
+    """Leader and follower as Ray actors: a real trainer's update, real deliveries, and the end of the leader."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    names = [unique("maker"), unique("follower")]
+    meet = {"world_size": "2", "master_addr": "127.0.0.1", "master_port": str(port), "local_rank": "0"}
+    settings = {"deadlines": ray_testing.QUICK, "num_threads": 1, "seed": 5}
+    leader = keep(
+        ExperienceMakerHolder.options(name=names[0], num_cpus=0).remote(
+            list(sinks),
+            ray_testing.strategy,
+            functools.partial(ray_maker_models, 0),
+            {**meet, "rank": "0"},
+            sync_models_from_trainers=True,
+            tensor_parallel=True,
+            max_new_tokens=4,
+            **settings,
+        )
+    )
+    follower = keep(
+        MakerFollower.options(name=names[1], num_cpus=0).remote(
+            ray_testing.strategy, functools.partial(ray_maker_models, 0), {**meet, "rank": "1"}, **settings
+        )
+    )
+    following = follower.follow.remote()
+    new_actor, new_critic, _, _ = ray_maker_models(1)
+    update = leader.update_experience_maker.remote(
+        new_actor_state_dict=new_actor.state_dict(),
+        new_critic_state_dict=new_critic.state_dict(),
+        fully_update=True,
+        chunk_start=True,
+        chunk_end=True,
+    )
+    ray.get(update, timeout=ray_testing.PATIENCE)
+    ray.get(leader.workingloop.remote(lambda: ray_testing.prompts(num_batches=2)), timeout=ray_testing.PATIENCE)
+    delivered = sum(len(ids) for ids in ray.get([sink.sample_ids.remote() for sink in sinks.values()]))
+    assert delivered == 8
+    assert ray.get(leader.progress.remote(), timeout=ray_testing.PATIENCE).version == 1
+    assert ray.get(follower.progress.remote(), timeout=ray_testing.PATIENCE) == 1
+    ray.kill(leader)
+    with pytest.raises(PeerDied, match=r"leader of this maker \(rank 0\) is gone"):
+        ray.get(following, timeout=ray_testing.PATIENCE)
+
+
+def ray_maker_models(seed):
+    """Models with two key-value heads, so that they can be cut in two."""
+    config = LlamaConfig(**{**ray_testing.tiny_llama(seed).config.to_dict(), "num_key_value_heads": 2})
+    torch.manual_seed(seed)
+    actor, critic, reference = (LlamaForCausalLM(config) for _ in range(3))
+    return Actor(actor), Critic(critic), ray_testing.TokenReward(), Actor(reference)

@@ -233,8 +233,8 @@ class RolloutSection(Section):
     do_sample: bool = setting(True, "Sample; false = always the likeliest token.", rule="true or false")
     engine: Literal["native", "reference"] = setting(
         "native",
-        "What writes the text: our own engine (models of another shape than Llama, Qwen or Mistral, and options that "
-        "need it, go to the other by themselves), or transformers' generate.",
+        "What writes the text: our own engine (models of another shape than Llama, Qwen or Mistral or "
+        "in pieces, and options that need it, go to the other by themselves), or transformers' generate.",
         rule='"native" or "reference"',
     )
     in_flight: bool = setting(

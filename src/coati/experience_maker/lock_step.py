@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from coati.errors import ConfigError, DataError, DeadlineExceeded, PeerDied
 from coati.experience_maker.base import Experience
 from coati.experience_maker.naive import AllSamplesDropped, NaiveExperienceMaker
+from coati.models.tensor_parallel import cut_model
 from coati.rollout import GenerateOptions, Rollout
 from coati.weights.mirrored import CommitNotice, take_commit
 
@@ -92,7 +94,8 @@ class FollowingMaker(NaiveExperienceMaker):
     """Does what the leader says, and checks that it writes the same tokens."""
 
     def __init__(self, *models: Any, lock_step: LockStep, **settings: Any) -> None:
-        super().__init__(*models, **settings)
+        # The native engine joins and reads weights that are in pieces here.
+        super().__init__(*models, **{**settings, "engine": "reference"})
         self.lock_step = lock_step
 
     def _generate(self, prompts: Any, options: GenerateOptions) -> Rollout:
@@ -124,6 +127,31 @@ class NoReward(nn.Module):
     def forward(self, sequences: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """Zeros, [B]."""
         return torch.zeros(sequences.shape[0], device=sequences.device)
+
+
+def cut_maker(
+    models: tuple[nn.Module, nn.Module | None, Any, nn.Module],
+    device: torch.device,
+    lock_step: LockStep,
+    **settings: Any,
+) -> FollowingMaker:
+    """This rank's maker from whole models (actor, critic, reward, initial model): all but the reward are cut.
+
+    The reward is the leader's, whole and on its device; it may be None elsewhere.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    actor, critic, reward, initial_model = models
+    cut = []
+    for model in (actor, critic, initial_model):
+        if model is not None:
+            cut_model(model, mesh)  # before it moves: only the pieces have to fit the device
+            model.to(device)
+        cut.append(model)
+    if lock_step.rank > 0:
+        return FollowingMaker(cut[0], cut[1], NoReward(), cut[2], lock_step=lock_step, **settings)
+    if isinstance(reward, nn.Module):
+        reward.to(device)
+    return LeadingMaker(cut[0], cut[1], reward, cut[2], lock_step=lock_step, **settings)
 
 
 def follow(maker: FollowingMaker) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from coati import assembly
 from coati.config import RunConfig
 from coati.errors import ConfigError, RunStopped
 
@@ -30,7 +31,7 @@ class ClusterInfo(NamedTuple):
 @contextlib.contextmanager
 def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_driver: bool) -> Iterator[ClusterInfo]:
     """Connect for the length of a run. A private Ray ends with it, and its folder too if all went well."""
-    num_actors = config.topology.makers + config.topology.trainers
+    num_actors = assembly.num_actors(config)
     if address is not None:
         _check_address(address)
         try:
