@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from coati.errors import ConfigError, DeadlineExceeded
+from coati.errors import ConfigError, DataError, DeadlineExceeded
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.lock_step import EndNotice, FollowingMaker, LeadingMaker, LockStep, NoReward, follow
 from coati.models import Actor, Critic, action_logprobs
@@ -181,6 +181,20 @@ def errors(mesh):
     return found
 
 
+def different_tokens(rank, mesh):
+    """Ranks that do not draw alike must not go on."""
+    actor, critic, reference = maker_models(0)
+    for model in (actor, critic, reference):
+        cut_model(model, mesh)
+    lock_step = LockStep(deadline_seconds=60)
+    maker = FollowingMaker(actor, critic, NoReward(), reference, lock_step=lock_step, seed=rank)
+    try:
+        maker.make_experience(PROMPTS, MASK, max_new_tokens=1)
+    except DataError as error:
+        return str(error)
+    return "nobody noticed"
+
+
 def silent_leader(rank):
     """A follower does not wait for ever."""
     lock_step = LockStep(deadline_seconds=0.1)
@@ -201,6 +215,7 @@ def main(out):
     seen = {name: compare(name, mesh) for name in MODELS}
     seen["lock_step"] = in_lock_step(strategy.rank, mesh)
     seen["errors"] = errors(mesh)
+    seen["different_tokens"] = different_tokens(strategy.rank, mesh)
     seen["silent_leader"] = silent_leader(strategy.rank)
     torch.save(seen, out / f"rank{strategy.rank}.pt")
     strategy.barrier(60)

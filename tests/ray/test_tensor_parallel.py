@@ -121,6 +121,11 @@ def test_models_that_cannot_be_cut_say_why(seen):
         assert "LlamaForCausalLM has none" in rank["errors"]["plan"]
 
 
+def test_ranks_that_write_different_tokens_stop_together(seen):
+    for rank in seen:
+        assert "wrote different tokens" in rank["different_tokens"]
+
+
 def test_a_follower_does_not_wait_for_ever(seen):
     assert "rank 1 waited 0.1 s for its leader (rank 0)" in seen[1]["silent_leader"]
 
