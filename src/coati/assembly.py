@@ -22,7 +22,7 @@ from coati.rewards import RewardScorer, build_reward, load_reward_function
 from coati.rollout import GenerateOptions
 from coati.trainer.off_policy import CorrectionSettings
 from coati.trainer.ppo import PPOSettings
-from coati.trainer.strategies import DDPStrategy
+from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -56,12 +56,24 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     )
 
 
-def make_strategy(config: RunConfig) -> DDPStrategy:
-    """The strategy of a maker or a trainer."""
+def make_strategy(config: RunConfig, role: Literal["trainer", "maker"]) -> Strategy:
+    """The strategy of a trainer, as `[train]` says; a maker trains nothing, and needs but a device (and a group)."""
     device = None if config.model.device == "auto" else config.model.device
-    # Ranks meet after each has waited for its data, so one may wait for the other as long as that one for a batch.
-    timeout = max(config.deadlines.batch_seconds, config.deadlines.update_seconds)
-    return DDPStrategy(seed=config.run.seed, device=device, timeout_seconds=timeout)
+    train = config.train
+    common: dict[str, Any] = {
+        "seed": config.run.seed,
+        "device": device,
+        # Ranks meet after each has waited for its data, so one may wait for the other as long as that one for a batch.
+        "timeout_seconds": max(config.deadlines.batch_seconds, config.deadlines.update_seconds),
+    }
+    if role == "maker":
+        return DDPStrategy(**common)
+    common["compute_dtype"] = torch.bfloat16 if train.mixed_precision else None
+    if train.strategy == "gemini":
+        return GeminiStrategy(placement_policy=train.placement_policy, **common)
+    if train.strategy == "zero2":
+        return LowLevelZeroStrategy(stage=2, cpu_offload=train.cpu_offload, **common)
+    return LowLevelZeroStrategy(stage=1, **common) if train.strategy == "zero1" else DDPStrategy(**common)
 
 
 def trainer_models(config: RunConfig) -> tuple[Actor, Critic | None]:
@@ -69,14 +81,17 @@ def trainer_models(config: RunConfig) -> tuple[Actor, Critic | None]:
 
     Seeded, so that every process that builds them gets the same weights.
     """
+    return _trained_models(config, torch.float32 if config.train.mixed_precision else _dtype(config))
+
+
+def _trained_models(config: RunConfig, dtype: torch.dtype) -> tuple[Actor, Critic | None]:
     torch.manual_seed(config.run.seed)
     lora = lora_settings(config)
-    kwargs = {"dtype": getattr(torch, config.model.dtype)}
-    actor = _loaded("model.path", config.model.path, Actor, lora=lora, **kwargs)
+    actor = _loaded("model.path", config.model.path, Actor, lora=lora, dtype=dtype)
     if not config.algorithm.resolved.uses_critic:
         return actor, None
     critic_path = config.model.path if config.model.critic == "actor" else config.model.critic
-    critic = _loaded("model.critic", critic_path, Critic, lora=lora, **kwargs)
+    critic = _loaded("model.critic", critic_path, Critic, lora=lora, dtype=dtype)
     return actor, critic
 
 
@@ -84,9 +99,8 @@ def maker_models(
     config: RunConfig, *, with_reward: bool = True
 ) -> tuple[Actor, Critic | None, RewardScorer | None, Actor]:
     """What a maker works with: actor, critic, reward and the initial model."""
-    actor, critic = trainer_models(config)
-    kwargs = {"dtype": getattr(torch, config.model.dtype)}
-    reference = _loaded("model.reference", config.reference_path, Actor, **kwargs)
+    actor, critic = _trained_models(config, _dtype(config))
+    reference = _loaded("model.reference", config.reference_path, Actor, dtype=_dtype(config))
     if config.model.quantize_reference == "int8":
         quantize_linear_layers(reference.model)
     return actor, critic, make_scorer(config) if with_reward else None, reference
@@ -94,7 +108,7 @@ def maker_models(
 
 def make_scorer(config: RunConfig) -> RewardScorer:
     """The reward that `[reward]` describes, over text."""
-    device = make_strategy(config).device
+    device = make_strategy(config, "maker").device
 
     def load_reward_model(path: str) -> RewardModel:
         model: RewardModel = _loaded("reward.model", path, RewardModel)
@@ -271,6 +285,11 @@ def num_actors(config: RunConfig) -> int:
     """Actors of a run that take a CPU: trainers, and every rank of every maker."""
     topology = config.topology
     return topology.makers * topology.tensor_parallel + topology.trainers
+
+
+def _dtype(config: RunConfig) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    return dtype
 
 
 def _loaded(setting: str, path: str, model_class: Any, **kwargs: Any) -> Any:

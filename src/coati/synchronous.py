@@ -41,8 +41,12 @@ class SynchronousRun:
         self._should_stop = should_stop
         self._version = 0
         self._num_batches = 0
-        strategy = assembly.make_strategy(config)
-        self._learner = PPOLearner(*assembly.trainer_models(config), strategy, assembly.ppo_settings(config))
+        strategy = assembly.make_strategy(config, "trainer")
+        with strategy.model_init_context():
+            models = assembly.trainer_models(config)
+        self._learner = PPOLearner(
+            *models, strategy, assembly.ppo_settings(config), optimizer_class=strategy.optimizer_class
+        )
         self._pipeline = self._make_pipeline()
         self._stage = WeightStage(self._pipeline.maker.trained_models)
         self._collector = BatchCollector(config.train.batch_size)
@@ -70,7 +74,7 @@ class SynchronousRun:
 
     def _make_pipeline(self) -> ExperiencePipeline:
         config = self._config
-        strategy = assembly.make_strategy(config)
+        strategy = assembly.make_strategy(config, "maker")
         actor, critic, scorer, reference = assembly.maker_models(config)
         actor, reference = strategy.prepare(actor, reference)
         critic = None if critic is None else strategy.prepare(critic)

@@ -27,9 +27,8 @@ from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.environment import apply_env_info
 from coati.ray.peers import wait_in_slices
 from coati.ray.weight_channel import WeightChannel
-from coati.trainer.optim import HybridAdam
 from coati.trainer.ppo import PPOLearner, PPOSettings
-from coati.trainer.strategies import GeminiStrategy, LowLevelZeroStrategy, Strategy
+from coati.trainer.strategies import Strategy
 from coati.weights import (
     DEFAULT_CHUNK_MIB,
     Canary,
@@ -117,13 +116,12 @@ class DetachedPPOTrainer(DetachedTrainer):
             deadlines=deadlines,
             seed=seed,
         )
-        is_sharded = isinstance(self.strategy, GeminiStrategy | LowLevelZeroStrategy)
         self._learner = PPOLearner(
             actor,
             critic,
             self.strategy,
             dataclasses.replace(settings or PPOSettings(), eps_clip=eps_clip, value_clip=value_clip),
-            optimizer_class=HybridAdam if is_sharded else torch.optim.Adam,
+            optimizer_class=self.strategy.optimizer_class,
         )
         self._update_lora_weights = update_lora_weights
         self._verify_updates = verify_updates
@@ -246,6 +244,23 @@ class DetachedPPOTrainer(DetachedTrainer):
             raise CheckpointError(f"there is no critic to save to {path}: the algorithm of this trainer has none.")
         self._save(self._learner.critic, path, only_rank0)
 
+    @ray.method(concurrency_group="model_io")
+    def strategy_save_actor_optimizer(self, path: str, only_rank0: bool = False) -> None:
+        """Save the state of the actor's optimizer, for any strategy with any number of ranks to go on with."""
+        self._save_optimizer("actor", path, only_rank0)
+
+    @ray.method(concurrency_group="model_io")
+    def strategy_save_critic_optimizer(self, path: str, only_rank0: bool = False) -> None:
+        """Save the state of the critic's optimizer."""
+        if self._learner.critic is None:
+            raise CheckpointError(f"there is no critic's optimizer to save to {path}: this trainer has no critic.")
+        self._save_optimizer("critic", path, only_rank0)
+
+    def _save_optimizer(self, label: str, path: str, only_rank0: bool) -> None:
+        self._refuse_in_group_fit()
+        with self._weights():
+            self.strategy.save_optimizer(self._learner.optimizers[label], path, only_rank0=only_rank0)
+
     def _next_batch(self) -> Experience | None:
         self._signals.begin(now=time.monotonic(), waited=self._wait_seconds)
         batch = super()._next_batch()
@@ -303,7 +318,8 @@ class DetachedPPOTrainer(DetachedTrainer):
         shard_size = self._chunk_mib if shard_size is None else shard_size
         for label, model in self._learner.models.items():
             kept = _trainable_names(self.strategy.unwrap_model(model)) if is_partial else None
-            for shard in self.strategy.get_model_state_dict_shard(model, shard_size=shard_size):
+            options = {"shard_size": shard_size, "dtype": self.strategy.compute_dtype}
+            for shard in self.strategy.get_model_state_dict_shard(model, **options):
                 yield label, {name: tensor for name, tensor in shard.items() if kept is None or name in kept}
 
     def _lora_settings(self) -> dict[str, dict[str, LayerLoRA]]:
@@ -325,7 +341,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         kl, idle, ess_sum = self.strategy.all_reduce_sum(local).tolist()
         num_ranks = self.strategy.world_size
         return VersionSignals(
-            kl=kl,  # each rank divides its own tokens' KL by the tokens of all, so the ranks' shares add up
+            kl=kl / num_ranks,  # of the joined batch, so the same on every rank
             idle=idle / num_ranks,
             effective_samples=None if ess is None else ess_sum / num_ranks,
         )

@@ -102,7 +102,7 @@ class DetachedRun:
         for rank, (name, options, env_info) in enumerate(self._places(trainer_names, topology.gpus_per_trainer)):
             self._trainers[name] = _TRAINER.options(**options).remote(
                 experience_maker_holder_name_list=maker_names,
-                strategy_fn=functools.partial(assembly.make_strategy, config),
+                strategy_fn=functools.partial(assembly.make_strategy, config, "trainer"),
                 model_fn=functools.partial(assembly.trainer_models, config),
                 env_info=env_info,
                 train_batch_size=config.train.batch_size,
@@ -127,7 +127,7 @@ class DetachedRun:
             self._create_followers(others)
             self._makers[name] = _MAKER.options(**options).remote(
                 detached_trainer_name_list=trainer_names,
-                strategy_fn=functools.partial(assembly.make_strategy, config),
+                strategy_fn=functools.partial(assembly.make_strategy, config, "maker"),
                 model_fn=functools.partial(assembly.maker_models, config),
                 sync_models_from_trainers=True,
                 update_lora_weights=topology.update_lora_weights,
@@ -148,7 +148,7 @@ class DetachedRun:
         config = self._config
         for name, options, env_info in places:
             self._followers[name] = _FOLLOWER.options(**options).remote(
-                strategy_fn=functools.partial(assembly.make_strategy, config),
+                strategy_fn=functools.partial(assembly.make_strategy, config, "maker"),
                 model_fn=functools.partial(assembly.maker_models, config, with_reward=False),
                 env_info=env_info,
                 algorithm=config.algorithm.resolved,

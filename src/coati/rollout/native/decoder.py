@@ -96,6 +96,7 @@ class Decoder:
         self._num_kv_heads = int(config.num_key_value_heads)
         self._group = int(config.num_attention_heads) // self._num_kv_heads
         self._scale = float(attention.scaling)
+        self._parameters = list(base.parameters())
         self._angles: tuple[Tensor, Tensor] | None = None  # [L, D] each: see `_rotated`
 
     @property
@@ -103,6 +104,16 @@ class Decoder:
         """Any of the weights, for its device and dtype."""
         weight: Tensor = self._final_norm.weight
         return weight
+
+    def join_weights(self) -> tuple[int, ...]:
+        """Put weights that are multiplied together side by side, now and not in the first use; where they lie then.
+
+        A recorded graph reads the memory that it was recorded with. It is good while these addresses stay.
+        """
+        for layer in self._layers:
+            layer.projections.join()
+            layer.gate_and_up.join()
+        return tuple(parameter.data_ptr() for parameter in self._parameters)
 
     def new_cache(self, num_slots: int, num_positions: int) -> SlotCache:
         """Room for so many slots of so many positions."""

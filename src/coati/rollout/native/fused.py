@@ -30,11 +30,17 @@ class FusedLinear:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Outputs of all layers, side by side."""
-        if not self._is_plain():
+        if not self.join():
             return torch.cat([layer(inputs) for layer in self._layers], dim=-1)
+        return F.linear(inputs, self._weight, self._bias)  # type: ignore[arg-type]
+
+    def join(self) -> bool:
+        """Join the weights, unless they are; False if these layers cannot be joined."""
+        if not self._is_plain():
+            return False
         if self._pointers != self._addresses():  # first use, or the model was moved or loaded anew
             self._join()
-        return F.linear(inputs, self._weight, self._bias)  # type: ignore[arg-type]
+        return True
 
     def _is_plain(self) -> bool:
         has_bias = self._layers[0].bias is not None if type(self._layers[0]) is nn.Linear else False
