@@ -22,12 +22,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coati import assembly
 from coati.config import RunConfig
-from coati.errors import DeadlineExceeded, PeerDied, RunStopped
+from coati.errors import CoatiError, DeadlineExceeded, PeerDied, RunStopped
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
 from coati.ray.cluster import actor_options, connected, rendezvous
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
+from coati.ray.maker_follower import MakerFollower
 from coati.ray.peers import death_reason, original_error
 from coati.ray.topology import makers_updated_by
 
@@ -36,6 +37,10 @@ logger = logging.getLogger(__name__)
 # ray.remote makes actor classes of these, which mypy cannot see.
 _MAKER: Any = ExperienceMakerHolder
 _TRAINER: Any = DetachedPPOTrainer
+_FOLLOWER: Any = MakerFollower
+
+# Name, actor options and env_info of one actor.
+_Place = tuple[str, dict[str, Any], dict[str, str] | None]
 
 _POLL_SECONDS = 0.5
 _STOP_SECONDS = 60.0
@@ -63,6 +68,8 @@ class DetachedRun:
         self._deadlines = assembly.deadlines_of(config)
         self._makers: dict[str, Any] = {}
         self._trainers: dict[str, Any] = {}
+        self._followers: dict[str, Any] = {}
+        self._following: dict[Any, str] = {}  # loops that end only when something is wrong
         self._cursors: dict[str, int] = {}
         self._is_stopping = False
         self._checkpoints = self._config.output_folder.resolve() / "checkpoints"
@@ -92,7 +99,7 @@ class DetachedRun:
         config, topology = self._config, self._config.topology
         maker_names = [f"maker-{index}" for index in range(topology.makers)]
         trainer_names = [f"trainer-{index}" for index in range(topology.trainers)]
-        for rank, (name, options, env_info) in enumerate(self._trainer_places(trainer_names)):
+        for rank, (name, options, env_info) in enumerate(self._places(trainer_names, topology.gpus_per_trainer)):
             self._trainers[name] = _TRAINER.options(**options).remote(
                 experience_maker_holder_name_list=maker_names,
                 strategy_fn=functools.partial(assembly.make_strategy, config, "trainer"),
@@ -116,7 +123,9 @@ class DetachedRun:
                 chunk_mib=topology.chunk_mib,
             )
         for index, name in enumerate(maker_names):
-            self._makers[name] = _MAKER.options(**actor_options(name, topology.gpus_per_maker)).remote(
+            (_, options, env_info), *others = self._maker_places(name)
+            self._create_followers(others)
+            self._makers[name] = _MAKER.options(**options).remote(
                 detached_trainer_name_list=trainer_names,
                 strategy_fn=functools.partial(assembly.make_strategy, config, "maker"),
                 model_fn=functools.partial(assembly.maker_models, config),
@@ -129,18 +138,42 @@ class DetachedRun:
                 num_threads=assembly.threads_per_actor(config),
                 samples_kept=config.logging.samples_kept,
                 in_flight=config.rollout.in_flight,
+                env_info=env_info,
+                tensor_parallel=topology.tensor_parallel > 1,
                 **assembly.generate_options(config),
             )
 
-    def _trainer_places(self, names: list[str]) -> list[tuple[str, dict[str, Any], dict[str, str] | None]]:
-        """Name, actor options and env_info of each trainer; rank 0 is pinned to where the group meets."""
-        num_gpus = self._config.topology.gpus_per_trainer
+    def _create_followers(self, places: list[_Place]) -> None:
+        """The other ranks of a tensor-parallel maker. They follow from the start: the first weights need them."""
+        config = self._config
+        for name, options, env_info in places:
+            self._followers[name] = _FOLLOWER.options(**options).remote(
+                strategy_fn=functools.partial(assembly.make_strategy, config, "maker"),
+                model_fn=functools.partial(assembly.maker_models, config, with_reward=False),
+                env_info=env_info,
+                algorithm=config.algorithm.resolved,
+                seed=config.run.seed,
+                deadlines=self._deadlines,
+                num_threads=assembly.threads_per_actor(config),
+            )
+            self._following[self._followers[name].follow.remote()] = name
+
+    def _maker_places(self, name: str) -> list[_Place]:
+        """The places of a maker's ranks: one, or the leader and its followers, together if there is room."""
+        topology = self._config.topology
+        names = [name, *(f"{name}-rank-{rank}" for rank in range(1, topology.tensor_parallel))]
+        return self._places(names, topology.gpus_per_maker / len(names), together=True)
+
+    def _places(self, names: list[str], num_gpus: float, *, together: bool = False) -> list[_Place]:
+        """Name, actor options and env_info of each rank of a group; rank 0 is pinned to where the group meets."""
         if len(names) == 1:
             return [(names[0], actor_options(names[0], num_gpus), None)]
-        node_id, address, port = self._get(rendezvous.remote(), "a node for the trainers to meet at")
-        places: list[tuple[str, dict[str, Any], dict[str, str] | None]] = []
+        task = rendezvous.options(num_gpus=num_gpus * (len(names) if together else 1))  # where there is room for them
+        node_id, address, port = self._get(task.remote(), f"a node for {names[0]} and its group to meet at")
+        places: list[_Place] = []
         for rank, name in enumerate(names):
-            more = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)} if rank == 0 else {}
+            is_near = rank == 0 or together
+            more = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=rank > 0)} if is_near else {}
             env_info = {
                 "rank": str(rank),
                 "local_rank": "0",  # each actor sees only its own GPU
@@ -153,7 +186,8 @@ class DetachedRun:
 
     def _await_actors(self) -> None:
         """Wait until every actor is made; one whose constructor raises ends the run with what it raised."""
-        waiting = {actor.progress.remote(): name for name, actor in (*self._makers.items(), *self._trainers.items())}
+        actors = self._makers | self._trainers | self._followers
+        waiting = {actor.progress.remote(): name for name, actor in actors.items()}
         deadline = time.monotonic() + self._deadlines.start
         while waiting:
             if self._should_stop():
@@ -193,17 +227,30 @@ class DetachedRun:
 
     def _finish_some(self, waiting: dict[Any, str], *, timeout: float) -> None:
         """Take note of loops that have ended; a failed one raises its error here."""
-        done, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout)
+        done, _ = ray.wait([*waiting, *self._following], num_returns=1, timeout=timeout)
         for ref in done:
-            name = waiting.pop(ref)
+            name = waiting.pop(ref) if ref in waiting else self._following.pop(ref)
             try:
                 ray.get(ref)
             except RayTaskError as error:
                 cause = original_error(error)
+                if not isinstance(cause, CoatiError):
+                    self._blame_dead_follower()
                 cause.add_note(f"raised in {name}")
                 raise cause from None
             except RayActorError as error:
                 raise PeerDied(f"{name} died: {death_reason(error)}") from None
+
+    def _blame_dead_follower(self) -> None:
+        """A leader that loses a follower fails in the middle of a sum, with an error that names nobody."""
+        done, _ = ray.wait(list(self._following), timeout=4 * _POLL_SECONDS) if self._following else ([], [])
+        for ref in done:
+            try:
+                ray.get(ref)
+            except RayActorError as error:
+                raise PeerDied(f"{self._following[ref]} died: {death_reason(error)}") from None
+            except RayTaskError as error:
+                logger.debug("%s failed too: %s", self._following[ref], original_error(error))
 
     def _look(self) -> None:
         """Fetch what the actors have recorded and show it. A busy actor is asked again next time."""
@@ -253,7 +300,7 @@ class DetachedRun:
                 actor.stop.remote()
 
     def _kill_actors(self) -> None:
-        for actor in (*self._trainers.values(), *self._makers.values()):
+        for actor in (*self._trainers.values(), *self._makers.values(), *self._followers.values()):
             try:
                 ray.kill(actor)
             except RayError as error:
