@@ -3,13 +3,15 @@
 import pytest
 import torch
 
+from coati.cpu import set_up_cpu
+
 VOCABULARY = 11
 
 
 @pytest.fixture(autouse=True)
 def _one_thread():
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_up_cpu(1)
     yield
     torch.set_num_threads(before)
 
