@@ -23,7 +23,7 @@ from coati.monitor.run_log import RunLog
 from coati.ray import cluster as cluster_module
 from coati.ray import launcher
 from coati.ray.environment import apply_env_info
-from coati.ray.topology import makers_updated_by
+from coati.ray.topology import first_updaters, makers_to_leave, trainer_for_newcomer
 
 REWARDS = """
 def length(completions, **_):
@@ -264,17 +264,36 @@ def test_a_private_ray_is_gone_after_the_run(make_config, tmp_path):
 
 
 def test_a_run_that_does_not_fit_the_cluster_is_refused(cluster, make_config):
-    with pytest.raises(ConfigError, match=r"needs 1000 CPUs \(999 makers, 1 trainers\), but the cluster has 6"):
-        cluster_module._check_resources(make_config(makers=999), num_cpus=1000)
+    with pytest.raises(ConfigError, match=r"needs 65 CPUs \(64 makers, 1 trainers\), but the cluster has 6"):
+        cluster_module._check_resources(make_config(makers=64), num_cpus=65)
 
 
 @settings(max_examples=50, deadline=None)
 @given(num_makers=st.integers(0, 12), num_trainers=st.integers(1, 12))
 def test_each_maker_is_updated_by_exactly_one_trainer_and_evenly(num_makers, num_trainers):
-    names = [f"maker-{index}" for index in range(num_makers)]
-    parts = [makers_updated_by(rank, names, num_trainers) for rank in range(num_trainers)]
-    assert sorted(name for part in parts for name in part) == sorted(names)
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    updaters = first_updaters([f"maker-{index}" for index in range(num_makers)], num_trainers)
+    assert len(updaters) == num_makers
+    assert spread_over(updaters, num_trainers) <= 1
+
+
+def spread_over(updaters, num_trainers):
+    parts = [sum(updater == rank for updater in updaters.values()) for rank in range(num_trainers)]
+    return max(parts) - min(parts)
+
+
+@settings(max_examples=50, deadline=None)
+@given(changes=st.lists(st.integers(-4, 4), max_size=6), num_trainers=st.integers(1, 5))
+def test_makers_stay_evenly_spread_and_with_their_trainer_when_others_come_and_go(changes, num_trainers):
+    updaters = first_updaters(["a", "b", "c"], num_trainers)
+    for number, change in enumerate(changes):
+        before = dict(updaters)
+        for index in range(change):
+            updaters[f"{number}-{index}"] = trainer_for_newcomer(updaters, num_trainers)
+        leaving = makers_to_leave(updaters, min(-change, len(updaters) - 1)) if change < 0 else []
+        assert len(set(leaving)) == len(leaving) == min(max(0, -change), len(before) - 1)
+        updaters = {name: rank for name, rank in updaters.items() if name not in leaving}
+        assert spread_over(updaters, num_trainers) <= 1
+        assert all(updaters[name] == before[name] for name in updaters.keys() & before.keys())
 
 
 # The environment.

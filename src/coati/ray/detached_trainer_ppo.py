@@ -171,6 +171,16 @@ class DetachedPPOTrainer(DetachedTrainer):
             message_every=self.deadlines.message_every,
         )
 
+    @ray.method(concurrency_group="model_io")
+    def change_makers(self, maker_names: Sequence[str], updated_makers: Sequence[str] | None = None) -> None:
+        """Makers have joined, or left by design. Newcomers get all weights with the next version, which `fit` sends.
+
+        Ranks of a group may be told at different moments: a maker stays with the trainer that updates it.
+        """
+        with self._weights():  # not in the middle of an update
+            self._channel.change_makers(maker_names if updated_makers is None else updated_makers)
+        super().change_makers(maker_names)
+
     def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
         """Sync if the weights are those of a version; checked and sent under one lock, so no step comes between."""
         with self._weights():
@@ -183,9 +193,10 @@ class DetachedPPOTrainer(DetachedTrainer):
 
     def _update_remote_makers(self, fully_update: bool = False, **config: Any) -> None:
         """Publish the weights as version `self.version`; `config` may hold `shard_size` in MiB."""
-        is_partial = self._update_lora_weights and not fully_update
         started = time.perf_counter()
         with self._weights():
+            fully_update = fully_update or self._channel.has_newcomers
+            is_partial = self._update_lora_weights and not fully_update
             bound = None if self._staleness is None else self._staleness.max_staleness
             header = new_header(version=self.version, source=self._source, max_staleness=bound)
             messages = weight_messages(
