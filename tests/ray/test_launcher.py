@@ -1,7 +1,6 @@
 """Whole runs through the launcher: shares, groups, checkpoints, stops, failures, and what is left behind."""
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -15,85 +14,11 @@ from hypothesis import strategies as st
 from ray_testing import PATIENCE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coati.config import build_config
-from coati.demo.cache import ensure_base_model
 from coati.errors import ConfigError, PeerDied, RewardError, RunStopped
-from coati.monitor import JsonlTracker, read_jsonl
-from coati.monitor.run_log import RunLog
+from coati.monitor import read_jsonl
 from coati.ray import cluster as cluster_module
-from coati.ray import launcher
 from coati.ray.environment import apply_env_info
 from coati.ray.topology import first_updaters, makers_to_leave, trainer_for_newcomer
-
-REWARDS = """
-def length(completions, **_):
-    return [float(len(text)) for text in completions]
-
-def broken(completions, **_):
-    raise KeyError("no such judge")
-"""
-
-
-@pytest.fixture(scope="session")
-def base_model(tmp_path_factory):
-    """The demo's model, hardly trained."""
-    return ensure_base_model(tmp_path_factory.mktemp("cache"), steps=2, batch_size=2)
-
-
-@pytest.fixture
-def make_config(tmp_path, base_model):
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "the film"}) + "\n" for _ in range(4)))
-
-    def make(*, function="rewards:length", train=None, rollout=None, algorithm="ppo", **topology):
-        return build_config(
-            {
-                "run": {"name": "test", "output": str(tmp_path / "out")},
-                "model": {"path": str(base_model)},
-                "prompts": {"path": str(tmp_path / "prompts.jsonl")},
-                "reward": {"function": function, "search_paths": [str(tmp_path)]},
-                "rollout": {"prompts_per_batch": 4, "max_new_tokens": 4, **(rollout or {})},
-                "algorithm": algorithm,
-                "train": {"total_steps": 2, "batch_size": 2, "actor_lr": 1e-3, **(train or {})},
-                "topology": {"threads_per_actor": 1, **topology},
-                "deadlines": {"start_seconds": 120, "batch_seconds": 120, "update_seconds": 120},
-            }
-        )
-
-    return make
-
-
-@pytest.fixture
-def run(cluster, tmp_path, monkeypatch):
-    """Run a config on the session's Ray; returns the trainers' and makers' progress at the end."""
-
-    @contextlib.contextmanager
-    def on_shared_cluster(config, **_):
-        yield cluster_module.ClusterInfo("tests", None)
-
-    monkeypatch.setattr(launcher, "connected", on_shared_cluster)
-
-    def go(config, *, should_stop=lambda: False):
-        log = RunLog(JsonlTracker(tmp_path / "metrics.jsonl"), samples_path=tmp_path / "s.jsonl", total_steps=1)
-        names = [f"maker-{n}" for n in range(config.topology.makers)]
-        names += [f"trainer-{n}" for n in range(config.topology.trainers)]
-        at_the_end = {}
-
-        def look(snapshot):
-            if snapshot.message == "saving the model":
-                at_the_end.update({n: ray.get(ray.get_actor(n).progress.remote()) for n in names})
-
-        detached = launcher.DetachedRun(config, log, on_progress=look, should_stop=should_stop)
-        try:
-            detached.run(str(tmp_path / "model"))
-        finally:
-            log.close()
-            for name in names:
-                with pytest.raises(ValueError, match="Failed to look up actor"):
-                    ray.get_actor(name)
-        return at_the_end
-
-    return go
 
 
 def test_one_maker_and_three_trainers_train_their_exact_shares(run, make_config, tmp_path):
@@ -220,7 +145,6 @@ import sys, os, ray
 from pathlib import Path
 from coati.config import load_config
 from coati.monitor import JsonlTracker
-from coati.monitor.run_log import RunLog
 from coati.ray.launcher import DetachedRun
 
 out = Path(sys.argv[2])

@@ -163,7 +163,7 @@ class Crew:
         ]
 
 
-def get(refs: Any, what: str, *, seconds: float) -> Any:
+def get(refs: Any, what: str, *, seconds: float, who: str = "an actor") -> Any:
     """`ray.get` with a deadline, and errors that a person can read."""
     try:
         return ray.get(refs, timeout=seconds)
@@ -172,7 +172,7 @@ def get(refs: Any, what: str, *, seconds: float) -> Any:
     except RayTaskError as error:
         raise original_error(error) from None
     except RayActorError as error:
-        raise PeerDied(f"an actor died while waiting for {what}: {death_reason(error)}") from None
+        raise PeerDied(f"{who} died while waiting for {what}: {death_reason(error)}") from None
 
 
 def _kill(actor: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from coati.deadlines import Deadlines
-from coati.errors import CoatiError, DeadlineExceeded, PeerDied, ScalingRefused
+from coati.errors import CoatiError, DeadlineExceeded, ScalingRefused
 from coati.monitor.control import MAX_MAKERS
 from coati.ray.crew import Crew, get
 from coati.ray.topology import makers_to_leave, trainer_for_newcomer
@@ -104,13 +104,8 @@ class Scaler:
         return parts
 
     def _answers(self, refs: Mapping[str, Any]) -> dict[str, Any]:
-        answers = {}
-        for name, ref in refs.items():
-            try:
-                answers[name] = get(ref, f"{name} to take another part of the work", seconds=self._deadlines.start)
-            except PeerDied as error:
-                raise PeerDied(f"{name} died while work was dealt anew: {error}") from None
-        return answers
+        seconds = self._deadlines.start
+        return {name: get(ref, "work to be dealt anew", seconds=seconds, who=name) for name, ref in refs.items()}
 
     def _tell_trainers(self) -> Iterator[str]:
         """Who makes experience now, and whom each trainer updates. One in the middle of a step answers after it."""
