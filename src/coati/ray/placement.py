@@ -20,7 +20,7 @@ from coati.errors import ConfigError, DeadlineExceeded, RunStopped
 
 logger = logging.getLogger(__name__)
 
-_SLICE_SECONDS = 0.5
+_SLICE_SECONDS = 1  # Ray waits for whole seconds
 _STRATEGIES = {"pack": "PACK", "spread": "SPREAD"}
 _DIGITS = 4  # Ray counts resources in ten-thousandths
 
