@@ -2,18 +2,32 @@
 
     python benchmarks/weight_sync.py                       16, 128 and 1024 MB to 1, 2 and 4 makers
     python benchmarks/weight_sync.py --sizes 512 --makers 2
+    python benchmarks/weight_sync.py --sizes 512 --makers 2 --load none --verify off
+    python benchmarks/weight_sync.py --device cuda --params 0.5B --makers 1     one card for both, weights stay on it
 
-Each maker is a Ray actor with the real stage and served models. Its compute thread "generates": it takes steps of
-about a millisecond inside `ServedModels.use()`, with the weights free for a commit between batches of steps, and
-notes the longest gap between two steps. The update goes through the real publisher and weight channel; it is over
-when every maker serves the new version. A plain copy is `numpy.copyto` of the same bytes on one thread, measured in
-the same run. Medians; one warm-up update; Ray starts once.
+Each maker is a Ray actor with the real stage and served models; the update goes through the real publisher and weight
+channel, and is over when every maker serves the new version.
+
+`--load busy` (the default): each maker's compute thread "generates" without pause, in steps of about a millisecond,
+with the weights free for a commit between batches of steps. The pause is the longest gap between two steps while the
+update ran. With as many makers as cores the makers alone fill the machine, and trainer, staging and Ray get what the
+scheduler takes from them. `--load none`: makers wait for weights and do nothing else; the pause is then the commit as
+the maker clocks it.
+
+A plain copy is `numpy.copyto` of the same bytes on one thread, measured before every update while nobody generates. The
+first updates are warm-ups (`--warmups`): they touch the object store's memory for the first time, which costs more than
+the copy itself. Medians over the others.
+
+With `--device cuda` the model has the 290 tensors of Qwen2-0.5B in bfloat16, makers and sender share the card, a plain
+copy is one `Tensor.copy_` of the same bytes on the device, and a step of generation ends with a synchronize.
+`path` says whether the weights stayed on the card or went through host memory (`--host` forces that).
 """
 
 import argparse
 import json
 import os
 import statistics
+import threading
 import time
 from pathlib import Path
 
@@ -25,10 +39,18 @@ from torch import nn
 from coati.deadlines import Deadlines
 from coati.ray.weight_channel import WeightChannel
 from coati.trainer.strategies import DDPStrategy
-from coati.weights import ServedModels, WeightStage, new_header, weight_messages
+from coati.weights import (
+    DeviceSnapshots,
+    ServedModels,
+    WeightStage,
+    new_header,
+    weight_messages,
+    why_not_shared,
+)
 
 LAYER_MB = 4
 STEPS_PER_BATCH = 16
+DEADLINE_SECONDS = 120.0
 
 
 def make_module(megabytes: int) -> nn.Module:
@@ -40,18 +62,39 @@ def make_module(megabytes: int) -> nn.Module:
     return module
 
 
+def qwen2_half_billion() -> nn.Module:
+    """Parameters of the shapes of Qwen2-0.5B, bfloat16, on the card."""
+    hidden, heads, inner = 896, 128, 4864
+    layer = [(hidden, hidden), (hidden,), (heads, hidden), (heads,), (heads, hidden), (heads,), (hidden, hidden)]
+    layer += [(inner, hidden), (inner, hidden), (hidden, inner), (hidden,), (hidden,)]
+    shapes = [(151_936, hidden), *(layer * 24), (hidden,)]
+    module = nn.Module()
+    module.weights = nn.ParameterList(
+        [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16, device="cuda"), requires_grad=False) for shape in shapes]
+    )
+    return module
+
+
+def build(megabytes: int | str) -> nn.Module:
+    return qwen2_half_billion() if megabytes == "0.5B" else make_module(megabytes)
+
+
 @ray.remote(num_cpus=0, concurrency_groups={"model_io": 1, "compute": 1})
 class BenchMaker:
     """The weight side of a maker, and a loop that stands for generation."""
 
-    def __init__(self, megabytes: int) -> None:
+    def __init__(self, megabytes: int | str) -> None:
         torch.set_num_threads(1)
-        self._module = make_module(megabytes)
-        modules = {"actor": self._module}
-        self._stage, self._served = WeightStage(modules), ServedModels(modules)
+        modules = {"actor": build(megabytes)}
+        self._served = ServedModels(modules)
+        self._stage = WeightStage(modules, newest_weight=self._served.newest_weight)
         self._should_run = True
+        self._may_generate = threading.Event()
         self._gaps: list[float] = []
-        self._work = torch.randn(256, 256)
+        self._work = torch.randn(256, 256, device=self._stage.device)
+
+    def why_not_shared(self, probe) -> str:
+        return why_not_shared(probe, self._stage.device)
 
     @ray.method(concurrency_group="model_io")
     def update_experience_maker(self, update=None, chunk=None, manifest=None, **_) -> None:
@@ -64,76 +107,106 @@ class BenchMaker:
 
     @ray.method(concurrency_group="compute")
     def generate(self) -> None:
-        last = time.perf_counter()
         while self._should_run:
-            with self._served.use():
-                for _ in range(STEPS_PER_BATCH):
-                    self._work @ self._work
-                    now = time.perf_counter()
-                    self._gaps.append(now - last)
-                    last = now
+            self._may_generate.wait(DEADLINE_SECONDS)
+            last = time.perf_counter()
+            while self._may_generate.is_set():
+                with self._served.use():
+                    for _ in range(STEPS_PER_BATCH):
+                        self._work @ self._work
+                        if self._work.is_cuda:
+                            torch.cuda.current_stream().synchronize()
+                        now = time.perf_counter()
+                        self._gaps.append(now - last)
+                        last = now
+
+    def set_generating(self, may_generate: bool) -> None:
+        self._gaps = []
+        if may_generate:
+            self._may_generate.set()
+        else:
+            self._may_generate.clear()
 
     def stop(self) -> None:
         self._should_run = False
+        self._may_generate.set()
+        self._may_generate.clear()
 
-    def wait_for(self, version: int) -> bool:
-        return self._served.wait_for_version(version, deadline_seconds=60) and self._served.version >= version
+    def wait_until_served(self, version: int) -> bool:
+        return self._served.wait_for_version(version, deadline_seconds=DEADLINE_SECONDS, is_committed=True)
 
-    def take_gaps(self) -> list[float]:
-        gaps, self._gaps = self._gaps, []
-        return gaps
+    def pause_seconds(self) -> float:
+        return max(self._gaps, default=self._served.last_commit_seconds)
+
+    def commit_seconds(self) -> float:
+        return self._served.last_commit_seconds
 
 
-def plain_copy_seconds(megabytes: int, repeats: int) -> float:
-    source = np.ones(megabytes * 2**20, dtype=np.uint8)
-    target = np.empty_like(source)
-    np.copyto(target, source)
+def plain_copy_seconds(source: np.ndarray | torch.Tensor, target: np.ndarray | torch.Tensor) -> float:
+    """The best of three: what the machine can do now."""
     seconds = []
-    for _ in range(repeats):
+    for _ in range(3):
+        if isinstance(source, torch.Tensor):
+            torch.cuda.synchronize()
         started = time.perf_counter()
-        np.copyto(target, source)
+        if isinstance(source, torch.Tensor):
+            target.copy_(source)
+            torch.cuda.synchronize()
+        else:
+            np.copyto(target, source)
         seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return min(seconds)
 
 
-def measure(megabytes: int, num_makers: int, repeats: int) -> dict[str, float]:
+def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace) -> dict[str, float]:
+    is_cuda = arguments.device == "cuda"
     names = [f"bench-{megabytes}-{num_makers}-{index}" for index in range(num_makers)]
-    makers = [BenchMaker.options(name=name).remote(megabytes) for name in names]
+    share = 0.9 / num_makers if is_cuda else 0
+    makers = [BenchMaker.options(name=name, num_gpus=share).remote(megabytes) for name in names]
     loops = [maker.generate.remote() for maker in makers]
-    module = make_module(megabytes)
-    strategy = DDPStrategy(device="cpu")
+    module = build(megabytes)
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda") if is_cuda else np.ones(num_bytes, dtype=np.uint8)
+    target = torch.zeros_like(source) if is_cuda else np.zeros_like(source)
+    strategy = DDPStrategy(device=arguments.device)
     channel = WeightChannel(names, deadlines=Deadlines())
-    updates, pauses, quiet = [], [], []
-    for version in range(repeats + 1):
-        ray.get([maker.take_gaps.remote() for maker in makers])
-        time.sleep(0.5)
-        baseline = max(max(gaps) for gaps in ray.get([maker.take_gaps.remote() for maker in makers]))
+    snapshots = DeviceSnapshots(strategy.device) if is_cuda and not arguments.host else None
+    if snapshots is not None and not channel.all_can_open(snapshots.probe()):
+        snapshots = None
+    copies, updates, pauses, commits = [], [], [], []
+    for version in range(arguments.warmups + arguments.repeats):
+        copies.append(plain_copy_seconds(source, target))
+        if arguments.load == "busy":
+            ray.get([maker.set_generating.remote(True) for maker in makers])
+            time.sleep(0.2)  # until every maker is in the middle of its work
         started = time.perf_counter()
         header = new_header(version=version, source="benchmark")
-        shards = (("actor", shard) for shard in strategy.get_model_state_dict_shard(module))
-        channel.send(header, weight_messages(header, shards), fully_update=False)
-        while not all(ray.get([maker.wait_for.remote(version) for maker in makers])):
-            pass
-        seconds = time.perf_counter() - started
-        gaps = ray.get([maker.take_gaps.remote() for maker in makers])
-        if version:  # the first is a warm-up
-            updates.append(seconds)
-            pauses.append(max(max(found) for found in gaps))
-            quiet.append(baseline)
+        shards = (("actor", s) for s in strategy.get_model_state_dict_shard(module, shard_size=arguments.chunk_mib))
+        messages = weight_messages(header, shards, has_checksums=arguments.verify != "off", snapshots=snapshots)
+        channel.send(header, messages, fully_update=False)
+        assert all(ray.get([maker.wait_until_served.remote(version) for maker in makers]))
+        updates.append(time.perf_counter() - started)
+        pauses.append(max(ray.get([maker.pause_seconds.remote() for maker in makers])))
+        commits.append(max(ray.get([maker.commit_seconds.remote() for maker in makers])))
+        ray.get([maker.set_generating.remote(False) for maker in makers])
     ray.get([maker.stop.remote() for maker in makers])
     ray.get(loops)
     for maker in makers:
         ray.kill(maker)
-    copy = plain_copy_seconds(megabytes, repeats)
+    copy, update, pause, commit = (
+        statistics.median(values[arguments.warmups :]) for values in (copies, updates, pauses, commits)
+    )
     return {
+        "path": "host" if snapshots is None else "device",
         "megabytes": megabytes,
         "makers": num_makers,
         "copy_ms": copy * 1e3,
-        "update_ms": statistics.median(updates) * 1e3,
-        "update_in_copies": statistics.median(updates) / copy,
-        "pause_ms": statistics.median(pauses) * 1e3,
-        "pause_in_copies": statistics.median(pauses) / copy,
-        "longest_step_without_update_ms": statistics.median(quiet) * 1e3,
+        "first_update_ms": updates[0] * 1e3,
+        "update_ms": update * 1e3,
+        "update_in_copies": update / copy,
+        "pause_ms": pause * 1e3,
+        "pause_in_copies": pause / copy,
+        "commit_ms": commit * 1e3,
     }
 
 
@@ -141,21 +214,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 128, 1024], metavar="MB")
     parser.add_argument("--makers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--params", choices=["0.5B"], help="Qwen2-0.5B in bfloat16 instead of --sizes (needs cuda)")
+    parser.add_argument("--host", action="store_true", help="through host memory, whoever sits on which card")
+    parser.add_argument("--load", choices=["busy", "none"], default="busy")
+    parser.add_argument("--verify", choices=["checksum", "off"], default="checksum")
+    parser.add_argument("--chunk-mib", type=float, default=64)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--warmups", type=int, default=4)
     parser.add_argument("--json", type=Path, help="write the rows here too")
     arguments = parser.parse_args()
+    if (arguments.params is None) != (arguments.device == "cpu"):
+        parser.error("--params and --device cuda go together")
     torch.set_num_threads(1)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    rows = []
-    print(f"{'MB':>6} {'makers':>6} {'copy ms':>9} {'update ms':>10} {'copies':>7} {'pause ms':>9} {'copies':>7}")
-    for megabytes in arguments.sizes:
+    rows: list[dict[str, float]] = []
+    print(f"load average {os.getloadavg()[0]:.1f}, load {arguments.load}, verify {arguments.verify}")
+    columns = ("MB", "makers", "path", "copy ms", "update ms", "copies", "pause ms", "copies", "commit ms")
+    print(" ".join(f"{column:>9}" for column in columns))
+    for megabytes in [arguments.params] if arguments.params else arguments.sizes:
         for num_makers in arguments.makers:
-            row = measure(megabytes, num_makers, arguments.repeats)
+            row = measure(megabytes, num_makers, arguments)
             rows.append(row)
             print(
-                f"{megabytes:>6} {num_makers:>6} {row['copy_ms']:>9.1f} {row['update_ms']:>10.1f} "
-                f"{row['update_in_copies']:>7.2f} {row['pause_ms']:>9.1f} {row['pause_in_copies']:>7.2f}"
+                f"{megabytes:>9} {num_makers:>9} {row['path']:>9} {row['copy_ms']:>9.2f} {row['update_ms']:>9.1f} "
+                f"{row['update_in_copies']:>9.2f} {row['pause_ms']:>9.2f} {row['pause_in_copies']:>9.2f} "
+                f"{row['commit_ms']:>9.2f}",
+                flush=True,
             )
     ray.shutdown()
     if arguments.json:

@@ -21,7 +21,7 @@ from coati.rewards import RewardScorer, build_reward, load_reward_function
 from coati.rollout import GenerateOptions
 from coati.trainer.off_policy import CorrectionSettings
 from coati.trainer.ppo import PPOSettings
-from coati.trainer.strategies import DDPStrategy
+from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -55,12 +55,24 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     )
 
 
-def make_strategy(config: RunConfig) -> DDPStrategy:
-    """The strategy of a maker or a trainer."""
+def make_strategy(config: RunConfig, role: Literal["trainer", "maker"]) -> Strategy:
+    """The strategy of a trainer, as `[train]` says; a maker has its models whole, in one process."""
     device = None if config.model.device == "auto" else config.model.device
-    # Ranks meet after each has waited for its data, so one may wait for the other as long as that one for a batch.
-    timeout = max(config.deadlines.batch_seconds, config.deadlines.update_seconds)
-    return DDPStrategy(seed=config.run.seed, device=device, timeout_seconds=timeout)
+    train = config.train
+    common: dict[str, Any] = {
+        "seed": config.run.seed,
+        "device": device,
+        # Ranks meet after each has waited for its data, so one may wait for the other as long as that one for a batch.
+        "timeout_seconds": max(config.deadlines.batch_seconds, config.deadlines.update_seconds),
+    }
+    if role == "maker":
+        return DDPStrategy(**common)
+    common["compute_dtype"] = torch.bfloat16 if train.mixed_precision else None
+    if train.strategy == "gemini":
+        return GeminiStrategy(placement_policy=train.placement_policy, **common)
+    if train.strategy == "zero2":
+        return LowLevelZeroStrategy(stage=2, cpu_offload=train.cpu_offload, **common)
+    return LowLevelZeroStrategy(stage=1, **common) if train.strategy == "zero1" else DDPStrategy(**common)
 
 
 def trainer_models(config: RunConfig) -> tuple[Actor, Critic | None]:
@@ -68,28 +80,30 @@ def trainer_models(config: RunConfig) -> tuple[Actor, Critic | None]:
 
     Seeded, so that every process that builds them gets the same weights.
     """
+    return _trained_models(config, torch.float32 if config.train.mixed_precision else _dtype(config))
+
+
+def _trained_models(config: RunConfig, dtype: torch.dtype) -> tuple[Actor, Critic | None]:
     torch.manual_seed(config.run.seed)
     lora = lora_settings(config)
-    kwargs = {"dtype": getattr(torch, config.model.dtype)}
-    actor = _loaded("model.path", config.model.path, Actor, lora=lora, **kwargs)
+    actor = _loaded("model.path", config.model.path, Actor, lora=lora, dtype=dtype)
     if not config.algorithm.resolved.uses_critic:
         return actor, None
     critic_path = config.model.path if config.model.critic == "actor" else config.model.critic
-    critic = _loaded("model.critic", critic_path, Critic, lora=lora, **kwargs)
+    critic = _loaded("model.critic", critic_path, Critic, lora=lora, dtype=dtype)
     return actor, critic
 
 
 def maker_models(config: RunConfig) -> tuple[Actor, Critic | None, RewardScorer, Actor]:
     """What a maker works with: actor, critic, reward and the initial model."""
-    actor, critic = trainer_models(config)
-    kwargs = {"dtype": getattr(torch, config.model.dtype)}
-    reference = _loaded("model.reference", config.reference_path, Actor, **kwargs)
+    actor, critic = _trained_models(config, _dtype(config))
+    reference = _loaded("model.reference", config.reference_path, Actor, dtype=_dtype(config))
     return actor, critic, make_scorer(config), reference
 
 
 def make_scorer(config: RunConfig) -> RewardScorer:
     """The reward that `[reward]` describes, over text."""
-    device = make_strategy(config).device
+    device = make_strategy(config, "maker").device
 
     def load_reward_model(path: str) -> RewardModel:
         model: RewardModel = _loaded("reward.model", path, RewardModel)
@@ -155,8 +169,8 @@ def generate_options(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def advantage_settings(config: RunConfig) -> dict[str, Any]:
-    """What a maker needs to know to make advantages."""
+def maker_settings(config: RunConfig) -> dict[str, Any]:
+    """How a maker writes and what it makes of the scores."""
     algorithm = config.algorithm
     return {
         "kl_coef": algorithm.kl_coef,
@@ -164,6 +178,7 @@ def advantage_settings(config: RunConfig) -> dict[str, Any]:
         "lam": algorithm.lam,
         "kl_estimator": algorithm.kl_estimator,
         "algorithm": algorithm.resolved,
+        "engine": config.rollout.engine,
     }
 
 
@@ -258,6 +273,11 @@ def threads_per_actor(config: RunConfig) -> int:
     if config.topology.threads_per_actor:
         return config.topology.threads_per_actor
     return max(1, (os.cpu_count() or 1) // (config.topology.makers + config.topology.trainers))
+
+
+def _dtype(config: RunConfig) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    return dtype
 
 
 def _loaded(setting: str, path: str, model_class: Any, **kwargs: Any) -> Any:

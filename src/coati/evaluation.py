@@ -9,9 +9,10 @@ import torch
 from coati import assembly
 from coati.algos import kl_estimate
 from coati.config import RunConfig
+from coati.cpu import set_up_cpu
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.models import Actor, action_logprobs
-from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
+from coati.rollout import GenerateOptions, RolloutRequest, make_engine
 
 # Far from the ids of any training run, so that the draws are fresh.
 _FIRST_SAMPLE_ID = 1 << 50
@@ -58,11 +59,12 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(config: RunConfig, model_path: str, *, num_samples: int = 64) -> Evaluation:
     """Sample the model at `model_path` with the run's prompts and generate options, and score the samples."""
+    set_up_cpu()
     actor = Actor.from_pretrained(model_path).eval()
     reference = Actor.from_pretrained(config.reference_path).eval()
     scorer = assembly.make_scorer(config)
     options = GenerateOptions.parse(**assembly.generate_options(config))
-    engine = ReferenceEngine(actor)
+    engine = make_engine(config.rollout.engine, actor)
     per_batch = config.rollout.prompts_per_batch * config.rollout.samples_per_prompt
     samples: list[EvaluatedSample] = []
     for raw in islice(assembly.make_prompts(config), -(-num_samples // per_batch)):

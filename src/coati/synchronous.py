@@ -8,10 +8,9 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
 
-import torch
-
 from coati import assembly
 from coati.config import RunConfig
+from coati.cpu import set_up_cpu
 from coati.experience_buffer import BatchCollector, make_experience_batch, split_experience_batch
 from coati.experience_maker import Experience, NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
@@ -21,7 +20,7 @@ from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
 from coati.trainer.fit_loop import FitLoop
 from coati.trainer.ppo import PPOLearner
-from coati.weights import ServedModels, WeightChunk, WeightStage, new_header, weight_messages
+from coati.weights import ServedModels, WeightManifest, WeightStage, make_canary, new_header, weight_messages
 
 
 class SynchronousRun:
@@ -35,15 +34,19 @@ class SynchronousRun:
         on_progress: Callable[[RunSnapshot], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        torch.set_num_threads(assembly.threads_per_actor(config))
+        set_up_cpu(assembly.threads_per_actor(config))
         self._config = config
         self._log = log
         self._on_progress = on_progress
         self._should_stop = should_stop
         self._version = 0
         self._num_batches = 0
-        strategy = assembly.make_strategy(config)
-        self._learner = PPOLearner(*assembly.trainer_models(config), strategy, assembly.ppo_settings(config))
+        strategy = assembly.make_strategy(config, "trainer")
+        with strategy.model_init_context():
+            models = assembly.trainer_models(config)
+        self._learner = PPOLearner(
+            *models, strategy, assembly.ppo_settings(config), optimizer_class=strategy.optimizer_class
+        )
         self._pipeline = self._make_pipeline()
         self._stage = WeightStage(self._pipeline.maker.trained_models)
         self._collector = BatchCollector(config.train.batch_size)
@@ -71,7 +74,7 @@ class SynchronousRun:
 
     def _make_pipeline(self) -> ExperiencePipeline:
         config = self._config
-        strategy = assembly.make_strategy(config)
+        strategy = assembly.make_strategy(config, "maker")
         actor, critic, scorer, reference = assembly.maker_models(config)
         actor, reference = strategy.prepare(actor, reference)
         critic = None if critic is None else strategy.prepare(critic)
@@ -80,7 +83,7 @@ class SynchronousRun:
             critic,
             scorer,
             reference,
-            **assembly.advantage_settings(config),
+            **assembly.maker_settings(config),
             seed=config.run.seed,
         )
         return ExperiencePipeline(
@@ -140,16 +143,20 @@ class SynchronousRun:
 
     def _publish(self) -> None:
         """The same messages that travel over Ray, handed over by hand."""
-        learner = self._learner
+        learner, topology = self._learner, self._config.topology
         header = new_header(version=self._version, source="the synchronous loop")
         shards = (
             (label, shard)
             for label, model in learner.models.items()
-            for shard in learner.strategy.get_model_state_dict_shard(model)
+            for shard in learner.strategy.get_model_state_dict_shard(model, shard_size=topology.chunk_mib)
         )
+        canary = None
+        if topology.verify_updates == "canary":
+            canary = make_canary(learner.strategy.unwrap_model(learner.actor))
+        has_checksums = topology.verify_updates != "off"
         self._stage.begin(header.update_id, version=header.version, source=header.source)
-        for message in weight_messages(header, shards):
-            if isinstance(message, WeightChunk):
-                self._stage.add_chunk(message)
-            else:
+        for message in weight_messages(header, shards, has_checksums=has_checksums, canary=canary):
+            if isinstance(message, WeightManifest):
                 self._pipeline.served.offer(self._stage.finish(message))
+            else:
+                self._stage.add_chunk(message)

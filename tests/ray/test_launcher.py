@@ -38,8 +38,8 @@ def test_one_maker_and_three_trainers_train_their_exact_shares(run, make_config,
     assert model.generate(**tokenizer("the film", return_tensors="pt"), max_new_tokens=2).shape[0] == 1
 
 
-def test_three_makers_and_two_trainers_train_their_exact_shares_and_save_on_the_way(run, make_config, tmp_path):
-    config = make_config(makers=3, trainers=2, train={"total_steps": 3, "save_every": 2})
+def test_three_makers_and_two_sharded_trainers_train_their_shares_and_save_on_the_way(run, make_config, tmp_path):
+    config = make_config(makers=3, trainers=2, train={"total_steps": 3, "save_every": 2, "strategy": "gemini"})
     progress = run(config)
     for trainer in (progress[f"trainer-{rank}"] for rank in range(2)):
         assert (trainer.state, trainer.num_batches, trainer.num_samples, trainer.version) == (
@@ -59,8 +59,8 @@ def test_three_makers_and_two_trainers_train_their_exact_shares_and_save_on_the_
     assert AutoTokenizer.from_pretrained(checkpoints / "version-2").vocab_size > 0
 
 
-@pytest.mark.parametrize(("algorithm", "max_staleness"), [("grpo", 0), ("dapo", 1)])
-def test_groups_of_three_go_through_two_makers_and_two_trainers(run, make_config, algorithm, max_staleness):
+@pytest.mark.parametrize(("algorithm", "max_staleness", "strategy"), [("grpo", 0, "zero1"), ("dapo", 1, "zero2")])
+def test_groups_of_three_go_through_two_makers_and_two_trainers(run, make_config, algorithm, max_staleness, strategy):
     # 2 trainers of 3 samples a step: every version takes two whole groups, one of each maker.
     config = make_config(
         makers=2,
@@ -68,7 +68,7 @@ def test_groups_of_three_go_through_two_makers_and_two_trainers(run, make_config
         max_staleness=max_staleness,
         algorithm=algorithm,
         rollout={"samples_per_prompt": 3, "prompts_per_batch": 2},
-        train={"total_steps": 4, "batch_size": 3},
+        train={"total_steps": 4, "batch_size": 3, "strategy": strategy},
     )
     progress = run(config)
     for trainer in (progress[f"trainer-{rank}"] for rank in range(2)):

@@ -4,10 +4,13 @@ Differences from the documents: smaller numbers, and no `num_gpus`. Document 000
 maker needs a trainer, and 002's trainer a maker: they run together here, as they would in use.
 """
 
+import json
+
 import pytest
 import ray
 import torch
 from ray_testing import PATIENCE, maker_models, prompts, strategy, tiny_llama, trainer_models
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from coati.experience_maker import Experience
@@ -120,6 +123,9 @@ def test_document_003_a_ppo_trainer_with_two_makers(keep, tmp_path):
     ray.get(trainer.strategy_save_actor.remote(path, only_rank0=True), timeout=PATIENCE)
     critic_path = str(tmp_path / "critic_checkpoint")
     ray.get(trainer.strategy_save_critic.remote(critic_path, only_rank0=True), timeout=PATIENCE)
+    for label in ("actor", "critic"):  # more than the seed has: what a run needs to go on
+        save = getattr(trainer, f"strategy_save_{label}_optimizer")
+        ray.get(save.remote(str(tmp_path / f"{label}_optimizer")), timeout=PATIENCE)
     ray.get(loops, timeout=PATIENCE)
 
     assert ray.get(trainer.progress.remote()).num_batches == 8
@@ -132,6 +138,11 @@ def test_document_003_a_ppo_trainer_with_two_makers(keep, tmp_path):
     )
     assert {f"model.{name}" for name in saved} == set(served)
     assert all(torch.equal(tensor, served[f"model.{name}"]) for name, tensor in saved.items())
+    for label, rate in (("actor", 1e-6), ("critic", 1e-5)):
+        settings = json.loads((tmp_path / f"{label}_optimizer" / "optimizer.json").read_text())
+        assert [group["lr"] for group in settings["groups"]] == [rate]
+        steps = load_file(tmp_path / f"{label}_optimizer" / "optimizer.safetensors")["0.step"]
+        assert steps.item() == 8
     assert not torch.equal(saved["lm_head.weight"], tiny_llama(0).state_dict()["lm_head.weight"])
     assert Critic.from_pretrained(critic_path)(torch.tensor([[2, 3]])).shape == (1, 2)
 

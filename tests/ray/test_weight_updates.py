@@ -1,5 +1,6 @@
 """Weight updates over Ray: staged, verified, committed whole, whoever sends them and whoever dies."""
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -24,11 +25,11 @@ from ray_testing import (
 
 from coati.errors import ActorNotFound, CheckpointError, PeerDied, WeightUpdateError
 from coati.models import action_logprobs
-from coati.ray import weight_channel
+from coati.ray import detached_trainer_ppo, weight_channel
 from coati.ray.callbacks import MakerCallback
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.weight_channel import WeightChannel
-from coati.weights import new_header, weight_messages
+from coati.weights import DeviceChunk, DeviceSnapshots, ShareProbe, make_canary, new_header, weight_messages
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -218,6 +219,36 @@ def test_a_rejected_update_names_maker_and_reason_and_leaves_the_old_version(sha
     assert all(torch.equal(after[key], before[key]) for key in before)
 
 
+def test_a_corrupt_chunk_is_named_with_its_maker_and_reason(shared_maker):
+    name, maker = shared_maker
+    version = version_of(maker)
+    header = new_header(version=version + 1, source="a trainer on a bad wire")
+    actor, critic = states(19)
+    first, second, manifest = weight_messages(header, [("actor", actor), ("critic", critic)])
+    damaged = dataclasses.replace(second, checksum=second.checksum ^ 1)
+    with pytest.raises(WeightUpdateError, match=rf"maker {name}: chunk 1 of .*is corrupt: checksum 0x"):
+        WeightChannel([name], deadlines=QUICK).send(header, [first, damaged, manifest], fully_update=True)
+    assert version_of(maker) == version
+
+
+def test_a_canary_passes_for_the_trainers_own_weights_and_stops_a_maker_that_computes_otherwise(shared_maker, keep):
+    name, maker = shared_maker
+    trainer = keep_trainer(keep, [name], seed=21, verify_updates="canary")
+    trainer.version = version_of(maker) + 1
+    trainer.sync_models_to_remote_makers()
+    assert_serves(maker, 21)
+    assert version_of(maker) == trainer.version
+    header = new_header(version=trainer.version + 1, source="a trainer that computes something else")
+    actor, critic = states(22)
+    wrong = make_canary(trainer._learner.actor)
+    messages = weight_messages(header, [("actor", actor), ("critic", critic)], canary=wrong)
+    with pytest.raises(WeightUpdateError, match=rf"maker {name} does not compute .* version {header.version} .*found"):
+        WeightChannel([name], deadlines=QUICK).send(header, messages, fully_update=True)
+    trainer.version += 2
+    trainer.sync_models_to_remote_makers()
+    assert_serves(maker, 21)
+
+
 def test_a_maker_that_does_not_exist_is_named(keep):
     trainer = keep_trainer(keep, ["no-such-maker"])
     with pytest.raises(ActorNotFound, match="no maker actor named 'no-such-maker'"):
@@ -275,6 +306,60 @@ def test_a_maker_that_cannot_be_reached_misses_one_update_and_gets_the_next(keep
         channel.send(header, weight_messages(header, [("actor", {"w": torch.zeros(1)})]), fully_update=False)
     monkeypatch.undo()
     assert ray.get(taker.num_whole_updates.remote()) == 1
+
+
+def test_weights_stay_on_the_card_only_if_every_maker_can_open_it(shared_maker, keep, unique, caplog):
+    maker_name, _ = shared_maker
+    taker_name = unique("taker")
+    keep(Taker.options(name=taker_name).remote())
+    probe = ShareProbe("GPU-7", None, 0)
+    assert not WeightChannel([maker_name], deadlines=QUICK).all_can_open(probe)
+    assert not WeightChannel([taker_name], deadlines=QUICK).all_can_open(probe)
+    assert not WeightChannel([], deadlines=QUICK).all_can_open(probe)
+    reasons = [record.args for record in caplog.records if "host memory" in record.message]
+    assert reasons == [
+        (maker_name, "it computes on cpu, and the sender on GPU-7"),
+        (taker_name, "it takes plain updates only"),
+    ]
+
+
+class SameCard:
+    """Stands for a channel whose makers can open the trainer's card."""
+
+    def __init__(self, channel):
+        self._channel, self.num_asked = channel, 0
+
+    def all_can_open(self, probe):
+        self.num_asked += 1
+        return True
+
+    def send(self, header, messages, **kwargs):
+        messages = list(messages)
+        assert all(isinstance(message, DeviceChunk) for message in messages[:-1])
+        return sum(message.nbytes for message in messages[:-1])
+
+
+def test_a_trainer_asks_once_and_then_keeps_its_weights_on_the_card(keep, monkeypatch):
+    trainer = keep_trainer(keep, [])
+    channel = trainer._channel = SameCard(trainer._channel)
+    assert trainer._snapshots_on_card() is None  # on the CPU nobody is asked
+    monkeypatch.setattr(trainer, "strategy", OnACard(trainer.strategy))
+    monkeypatch.setattr(detached_trainer_ppo, "DeviceSnapshots", lambda _: DeviceSnapshots(torch.device("cpu")))
+    for _ in range(2):
+        trainer.sync_models_to_remote_makers()
+    assert channel.num_asked == 1
+
+
+class OnACard:
+    """A strategy that says its device is a GPU."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, strategy):
+        self._strategy = strategy
+
+    def __getattr__(self, name):
+        return getattr(self._strategy, name)
 
 
 def test_one_rank_of_a_group_does_not_save_alone_while_they_train(keep, tmp_path):

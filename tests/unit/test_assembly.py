@@ -14,6 +14,7 @@ from coati.errors import ConfigError
 from coati.ledger import VersionSignals, WorkShare
 from coati.trainer.off_policy import CorrectionSettings
 from coati.trainer.ppo import PPOSettings
+from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
 
 
 def config_of(**sections):
@@ -118,6 +119,42 @@ def test_every_learner_setting_arrives():
 
 
 @pytest.mark.parametrize(
+    ("train", "expected", "private"),
+    [
+        ({}, DDPStrategy, {}),
+        ({"strategy": "zero1"}, LowLevelZeroStrategy, {"_stage": 1, "_cpu_offload": False}),
+        ({"strategy": "zero2", "cpu_offload": True}, LowLevelZeroStrategy, {"_stage": 2, "_cpu_offload": True}),
+        ({"strategy": "gemini", "placement_policy": "cpu"}, GeminiStrategy, {"_placement_policy": "cpu"}),
+        ({"mixed_precision": True}, DDPStrategy, {"compute_dtype": torch.bfloat16}),
+    ],
+)
+def test_trainers_get_the_chosen_strategy_and_makers_one_process(train, expected, private):
+    config = config_of(train=train, model={"device": "cpu", "dtype": "bfloat16"}, run={"seed": 5})
+    strategy = assembly.make_strategy(config, "trainer")
+    try:
+        assert type(strategy) is expected
+        assert {name: getattr(strategy, name) for name in private} == private
+        assert torch.initial_seed() == 5
+    finally:
+        strategy.close()
+    maker = assembly.make_strategy(config, "maker")
+    assert type(maker) is DDPStrategy
+    assert maker.compute_dtype is None
+
+
+def test_mixed_precision_trains_in_float32_and_makes_in_bfloat16(model_folder):
+    config = config_of(
+        model={"path": str(model_folder), "dtype": "bfloat16"},
+        train={"mixed_precision": True},
+        reward={"function": "builtins:len"},
+    )
+    trained = assembly.trainer_models(config)
+    made = assembly.maker_models(config)
+    assert {parameter.dtype for model in trained for parameter in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for model in (*made[:2], made[3]) for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
     ("algorithm", "max_staleness", "expected"),
     [
         ({}, 0, CorrectionSettings()),
@@ -142,7 +179,7 @@ def test_an_algorithm_without_a_critic_and_with_a_kl_term():
     assert (settings.kl_loss_coef, settings.kl_estimator, settings.normalization) == (0.02, "k3", "sequence")
     assert (settings.whiten_advantages, settings.max_response_tokens) == (False, 7)
     assert settings.correction.kl_coef == 0.0  # nothing of it is in the reward
-    assert assembly.advantage_settings(config)["algorithm"].advantages == "group_normalized"
+    assert assembly.maker_settings(config)["algorithm"].advantages == "group_normalized"
     assert assembly.work_share(config).group_size == 4
     assert assembly.work_share(config_of(rollout={"samples_per_prompt": 4})).group_size == 1  # PPO's stand alone
 

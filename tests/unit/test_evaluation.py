@@ -56,7 +56,7 @@ def config(tmp_path, monkeypatch):
     return SimpleNamespace(
         reference_path=str(tmp_path / "initial"),
         trained=str(tmp_path / "trained"),
-        rollout=SimpleNamespace(prompts_per_batch=2, samples_per_prompt=2, max_new_tokens=5),
+        rollout=SimpleNamespace(engine="native", prompts_per_batch=2, samples_per_prompt=2, max_new_tokens=5),
         run=SimpleNamespace(seed=0),
     )
 

@@ -206,7 +206,8 @@ def clipped_value_loss(
     clipped = old + (current - old).clamp(-clip, clip)
     error = (current - targets).square()
     clipped_error = (clipped - targets).square()
-    is_clipped = (clipped_error > error).to(error.dtype)
+    # Within the range the two errors are one, but for rounding.
+    is_clipped = ((clipped_error > error) & ((current - old).abs() > clip)).to(error.dtype)
     return ValueLossOutput(
         loss=divide_by_count(0.5 * torch.maximum(error, clipped_error).sum(), num_tokens),
         clip_fraction=divide_by_count(is_clipped.sum(), num_tokens),

@@ -92,17 +92,25 @@ def masked_moments(values: Tensor, mask: Tensor) -> MaskedMoments:
     return MaskedMoments(mean=mean, variance=variance, num_entries=count)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+def masked_whiten(
+    values: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    eps: float = 1e-8,
+    moments: MaskedMoments | None = None,  # of a larger batch that `values` are a part of
+) -> Tensor:
     """`values` scaled to unit variance over the masked entries, and 0 on padding; same shape.
 
     With `shift_mean` the mean becomes zero as well; without, it stays what it was. `eps` is added to the
     variance, so equal entries become zeros instead of `nan`. Fewer than two entries have no spread: they are
-    shifted (or left alone) and not scaled.
+    shifted (or left alone) and not scaled. With `moments` of a whole step, over all its micro-batches and ranks,
+    each part of it is whitened as the whole would be.
 
     >>> masked_whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()
     [-1.0, 1.0, 0.0]
     """
-    mean, variance, count = masked_moments(values, mask)
+    mean, variance, count = masked_moments(values, mask) if moments is None else moments
     # Chosen before rsqrt: with eps = 0 its gradient at 0 is infinite, selected or not.
     divisor_squared = torch.where(count >= 2, variance + eps, torch.ones_like(variance))
     whitened = (zero_padding(values, mask) - mean) * divisor_squared.rsqrt()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coati.config.schema import RunConfig
-from coati.config.training_sections import TopologySection
+from coati.config.training_sections import TopologySection, TrainSection
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -110,7 +110,8 @@ class Plan:
             f"Optimizer step: {_count(topology.trainers, 'trainer')} {_TIMES} "
             f"{_count(train.batch_size, 'sample')} = "
             f"{_count(self.samples_per_optimizer_step, 'sample')}, on each trainer in "
-            f"{_count(self.micro_batches_per_step, 'pass', 'passes')} of {_count(micro, 'sample')}.",
+            f"{_count(self.micro_batches_per_step, 'pass', 'passes')} of {_count(micro, 'sample')}"
+            f"{_strategy(train)}.",
             f"Per weight version: {_count(train.update_steps, 'fresh batch', 'fresh batches')} {_TIMES} "
             f"{_count(train.epochs, 'epoch')} = "
             f"{_count(self.optimizer_steps_per_version, 'optimizer step')} on "
@@ -158,6 +159,13 @@ class Plan:
             f"Output: {config.output_folder}/ ({', '.join(path.name for path in names)}; final model in "
             f"{files.model.name}/).",
         ]
+
+
+def _strategy(train: TrainSection) -> str:
+    if train.strategy == "ddp":
+        return ""
+    place = {"static": "", "auto": ", in host memory if need be", "cpu": ", in host memory"}[train.placement_policy]
+    return f", sharded as {train.strategy}{', in host memory' if train.cpu_offload else place}"
 
 
 def make_plan(config: RunConfig) -> Plan:

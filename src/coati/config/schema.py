@@ -72,6 +72,11 @@ class RunConfig(Section):
                 "topology.update_lora_weights must be false while lora.rank is 0, got true. "
                 "Set lora.rank, for example to 8, or send all weights."
             )
+        if self.train.mixed_precision and self.model.dtype != "bfloat16":
+            found.append(
+                f'train.mixed_precision must be false while model.dtype is "{self.model.dtype}", got true. '
+                'Set model.dtype to "bfloat16", the format that is computed in.'
+            )
         for key in ("gpus_per_maker", "gpus_per_trainer"):
             share = getattr(self.topology, key)
             if self.model.device == "cpu" and share:

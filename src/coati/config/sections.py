@@ -217,6 +217,12 @@ class RolloutSection(Section):
         le=1,
     )
     do_sample: bool = setting(True, "Sample; false = always the likeliest token.", rule="true or false")
+    engine: Literal["native", "reference"] = setting(
+        "native",
+        "What writes the text: our own engine (models of another shape than Llama, Qwen or Mistral, and options that "
+        "need it, go to the other by themselves), or transformers' generate.",
+        rule='"native" or "reference"',
+    )
     in_flight: bool = setting(
         False,
         "Take new weights between two tokens of a generation, and not only between two batches; every token says which "

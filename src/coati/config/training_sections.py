@@ -42,6 +42,28 @@ class TrainSection(Section):
         ge=0,
     )
     max_grad_norm: float = setting(1.0, "Gradients are clipped to this norm.", rule="a number above 0", gt=0)
+    strategy: Literal["ddp", "zero1", "zero2", "gemini"] = setting(
+        "ddp",
+        "What each trainer holds. ddp: everything. zero1: its share of the optimizer state. zero2: its share of "
+        "gradients and resting weights too, whole weights from forward to backward. gemini: its share of everything, "
+        "a block whole only while it computes. The weights after a step are the same.",
+        rule='"ddp", "zero1", "zero2" or "gemini"',
+    )
+    placement_policy: Literal["static", "auto", "cpu"] = setting(
+        "static",
+        "gemini: shares rest on the device, in host memory (cpu), or on the device if they fit (auto).",
+        rule='"static", "auto" or "cpu", and other than static only with train.strategy = "gemini"',
+    )
+    cpu_offload: bool = setting(
+        False,
+        "zero2: shares and optimizer state rest in host memory.",
+        rule='true or false, and true only with train.strategy = "zero2"',
+    )
+    mixed_precision: bool = setting(
+        False,
+        "Trainers keep weights, gradients and optimizer state in float32 and compute in bfloat16.",
+        rule='true or false, and true only with model.dtype = "bfloat16"',
+    )
     save_every: int = setting(
         0,
         "Save the model every so many weight versions; 0 = only at the end.",
@@ -69,6 +91,24 @@ class TrainSection(Section):
             found.append(
                 f"train.warmup_steps must be at most the optimizer steps of the run (train.total_steps times "
                 f"train.epochs = {optimizer_steps}), got {self.warmup_steps}. Lower it."
+            )
+        return found + self._strategy_problems()
+
+    def _strategy_problems(self) -> list[str]:
+        """Placements that the strategy does not know."""
+        found = []
+        if self.placement_policy != "static" and self.strategy != "gemini":
+            found.append(
+                f'train.placement_policy must be "static" while train.strategy is "{self.strategy}", got '
+                f'"{self.placement_policy}". Leave it out, or set train.strategy to "gemini".'
+            )
+        if self.cpu_offload and self.strategy != "zero2":
+            remedy = (
+                'set train.placement_policy to "cpu"' if self.strategy == "gemini" else 'set train.strategy to "zero2"'
+            )
+            found.append(
+                f'train.cpu_offload must be false while train.strategy is "{self.strategy}", got true. '
+                f"Leave it out, or {remedy}."
             )
         return found
 
@@ -151,6 +191,18 @@ class TopologySection(Section):
         False,
         "Send only the LoRA adapters to the makers.",
         rule="true or false, and true only with lora.rank > 0",
+    )
+    verify_updates: Literal["checksum", "canary", "off"] = setting(
+        "checksum",
+        "How makers check new weights beyond names, shapes, dtypes and counts: checksum = every byte, before they "
+        "serve; canary = that, and afterwards the log-probs of a fixed prompt against the trainer's; off = not at all.",
+        rule='"checksum", "canary" or "off"',
+    )
+    chunk_mib: int = setting(
+        64,
+        "Weights travel in chunks of at most so many MiB; a single tensor that is larger is its own chunk.",
+        rule="a whole number, 1 or more",
+        ge=1,
     )
 
     def problems(self) -> list[str]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from coati.cpu import set_up_cpu
 from coati.demo.grammar import sample_sentence
 from coati.demo.tokenizer import CONTEXT_LENGTH, build_tokenizer
 from coati.errors import ConfigError
@@ -182,14 +183,15 @@ def _one_quiet_thread(seed: int) -> Iterator[None]:
     generator is seeded: `torch.manual_seed` would also reseed the caller's GPUs, and `fork_rng(devices=[])`
     does not restore those.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    threads, mkldnn = torch.get_num_threads(), torch.backends.mkldnn.enabled
+    set_up_cpu(1)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
             torch.default_generator.manual_seed(seed)
             yield
     finally:
         torch.set_num_threads(threads)
+        torch.backends.mkldnn.enabled = mkldnn
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from coati.models.actor import unwrap
 from coati.models.critic import as_critic
 from coati.models.positions import context_length_of
 from coati.rewards import RewardScorer
-from coati.rollout import GenerateOptions, ReferenceEngine, Rollout, RolloutEngine, RolloutRequest
+from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, make_engine
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         kl_estimator: Literal["k1", "k2", "k3"] = "k1",
         algorithm: str | Algorithm = "ppo",
         seed: int = 0,
-        engine: RolloutEngine | None = None,
+        engine: RolloutEngine | str = "reference",
     ) -> None:
         self.algorithm = algorithm_of(algorithm)
         if not self.algorithm.uses_critic:
@@ -79,7 +79,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.lam = lam
         self.kl_estimator = kl_estimator
         self.seed = seed
-        self.engine: RolloutEngine = engine if engine is not None else ReferenceEngine(actor)
+        self.engine: RolloutEngine = make_engine(engine, actor) if isinstance(engine, str) else engine
         self.policy_version = 0
         # Set to pick new weights up between tokens: commits what is pending and returns the version that serves.
         self.commit_point: Callable[[], int] | None = None

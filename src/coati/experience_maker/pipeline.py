@@ -101,7 +101,8 @@ class ExperiencePipeline:
             return False
         needed, version = self.version_needed(), self.served.version
         if needed is not None and version < needed:
-            self.served.wait_for_version(version + 1, deadline_seconds=deadline_seconds)
+            # Pending weights are not enough: as long as somebody else works with the models they do not serve.
+            self.served.wait_for_version(version + 1, deadline_seconds=deadline_seconds, is_committed=True)
             needed, version = self.version_needed(), self.served.version
         return needed is None or version >= needed
 

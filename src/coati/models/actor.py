@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from coati.algos import logprobs_and_entropy
+from coati.models.deferred import build_deferred
 from coati.models.lora import LoRASettings, add_lora
 from coati.models.positions import accepts, context_length_of, position_ids_from_mask
 
@@ -30,7 +31,12 @@ class Actor(nn.Module):
     @classmethod
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
         """Load from a folder or a hub name; `kwargs` go to `AutoModelForCausalLM.from_pretrained`."""
-        return cls(AutoModelForCausalLM.from_pretrained(str(path), **kwargs), lora=lora)
+        deferred = build_deferred(
+            lambda: cls(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(path)), **kwargs), lora=lora),
+            weights_of=path,
+            options=kwargs,
+        )
+        return deferred or cls(AutoModelForCausalLM.from_pretrained(str(path), **kwargs), lora=lora)
 
     @classmethod
     def from_config(
@@ -39,7 +45,10 @@ class Actor(nn.Module):
         """Fresh random weights from a transformers config, or from the path of one."""
         if isinstance(config, str | Path):
             config = AutoConfig.from_pretrained(str(config))
-        return cls(AutoModelForCausalLM.from_config(config, **kwargs), lora=lora)
+        deferred = build_deferred(
+            lambda: cls(AutoModelForCausalLM.from_config(config, **kwargs), lora=lora), weights_of=None
+        )
+        return deferred or cls(AutoModelForCausalLM.from_config(config, **kwargs), lora=lora)
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from coati.errors import CheckpointError, ConfigError
+from coati.models.deferred import build_deferred
 from coati.models.lora import LoRASettings, add_lora
 from coati.models.positions import accepts, position_ids_from_mask
 
@@ -42,9 +43,16 @@ class ValueHeadModel(nn.Module):
         head_file = Path(path) / HEAD_FILE
         config = AutoConfig.from_pretrained(str(path))
         architecture = next(iter(getattr(config, "architectures", None) or ()), "")
-        if not head_file.exists() and architecture.endswith("ForSequenceClassification"):
-            return cls(AutoModelForSequenceClassification.from_pretrained(str(path), **kwargs), lora=lora)
-        loaded = cls(AutoModel.from_pretrained(str(path), **kwargs), lora=lora)
+        has_own_head = not head_file.exists() and architecture.endswith("ForSequenceClassification")
+        auto_class = AutoModelForSequenceClassification if has_own_head else AutoModel
+        deferred = build_deferred(
+            lambda: cls(auto_class.from_config(config, **kwargs), lora=lora), weights_of=path, options=kwargs
+        )
+        if deferred is not None:
+            return deferred
+        loaded = cls(auto_class.from_pretrained(str(path), **kwargs), lora=lora)
+        if has_own_head:
+            return loaded
         if head_file.exists():
             try:
                 loaded.value_head.load_state_dict(load_file(head_file))
@@ -59,7 +67,8 @@ class ValueHeadModel(nn.Module):
         """Fresh random weights from a transformers config, or from the path of one."""
         if isinstance(config, str | Path):
             config = AutoConfig.from_pretrained(str(config))
-        return cls(AutoModel.from_config(config, **kwargs), lora=lora)
+        deferred = build_deferred(lambda: cls(AutoModel.from_config(config, **kwargs), lora=lora), weights_of=None)
+        return deferred or cls(AutoModel.from_config(config, **kwargs), lora=lora)
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -74,7 +83,8 @@ class ValueHeadModel(nn.Module):
         if accepts(self.body, "use_cache"):
             kwargs["use_cache"] = False
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, **kwargs)[0]
-        values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
+        # A copy, not a view: sharding hangs its backward hook on what a module returns, and a view can lose it.
+        values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).clone()
         return values if values.dtype == torch.float64 else values.float()
 
     def save_pretrained(self, path: str | Path, **kwargs: Any) -> None:

@@ -19,7 +19,7 @@ from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.peers import death_reason, original_error
 from coati.ray.placement import Placement
-from coati.ray.topology import first_updaters
+from coati.ray.topology import first_updaters, makers_updated_by
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Crew:
             places = {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._meeting_node, soft=False)}
         self.trainers[name] = _TRAINER.options(**actor_options(name, topology.gpus_per_trainer, **places)).remote(
             experience_maker_holder_name_list=self._maker_names,
-            strategy_fn=functools.partial(assembly.make_strategy, config),
+            strategy_fn=functools.partial(assembly.make_strategy, config, "trainer"),
             model_fn=functools.partial(assembly.trainer_models, config),
             env_info=env_info,
             train_batch_size=config.train.batch_size,
@@ -120,20 +120,22 @@ class Crew:
             num_threads=assembly.threads_per_actor(config),
             max_staleness=topology.max_staleness if topology.max_staleness >= 0 else None,
             staleness=assembly.staleness_controller(config),
-            updated_makers=[maker for maker, updater in self.updaters.items() if updater == rank],
+            updated_makers=makers_updated_by(rank, self._maker_names, topology.trainers),
             save_every=config.train.save_every,
             save_folder=self._checkpoints,
+            verify_updates=topology.verify_updates,
+            chunk_mib=topology.chunk_mib,
         )
 
     def _create_maker(self, options: dict[str, Any], share: WorkShare) -> Any:
         config = self._config
         return _MAKER.options(**options).remote(
             detached_trainer_name_list=self._trainer_names,
-            strategy_fn=functools.partial(assembly.make_strategy, config),
+            strategy_fn=functools.partial(assembly.make_strategy, config, "maker"),
             model_fn=functools.partial(assembly.maker_models, config),
             sync_models_from_trainers=True,
             update_lora_weights=config.topology.update_lora_weights,
-            **assembly.advantage_settings(config),
+            **assembly.maker_settings(config),
             seed=config.run.seed,
             share=share,
             deadlines=self._deadlines,

@@ -15,6 +15,7 @@ import ray
 import torch
 from torch import Tensor, nn
 
+from coati.cpu import set_up_cpu
 from coati.deadlines import Deadlines
 from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
 from coati.experience_maker.base import Experience
@@ -26,10 +27,18 @@ from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.environment import apply_env_info
 from coati.ray.peers import wait_in_slices
 from coati.ray.weight_channel import WeightChannel
-from coati.trainer.optim import HybridAdam
 from coati.trainer.ppo import PPOLearner, PPOSettings
-from coati.trainer.strategies import GeminiStrategy, LowLevelZeroStrategy, Strategy
-from coati.weights import DEFAULT_CHUNK_MIB, new_header, weight_messages
+from coati.trainer.strategies import Strategy
+from coati.weights import (
+    DEFAULT_CHUNK_MIB,
+    Canary,
+    DeviceSnapshots,
+    VerifyUpdates,
+    check_verify_updates,
+    make_canary,
+    new_header,
+    weight_messages,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +64,8 @@ class DetachedPPOTrainer(DetachedTrainer):
     `staleness`, the bound that makers keep to moves below that, as the controller decides after each version; it
     travels with the weights. With `save_every`, all ranks save the actor together after every so many versions, to
     `save_folder`.
+    `verify_updates` says what makers check ("checksum", "canary" or "off"), `chunk_mib` how large the pieces are in
+    which weights travel.
     """
 
     def __init__(
@@ -82,10 +93,12 @@ class DetachedPPOTrainer(DetachedTrainer):
         updated_makers: Sequence[str] | None = None,
         save_every: int = 0,
         save_folder: str | Path = "checkpoints",
+        verify_updates: VerifyUpdates = "checksum",
+        chunk_mib: float = DEFAULT_CHUNK_MIB,
     ) -> None:
+        check_verify_updates(verify_updates)
         apply_env_info(env_info)
-        if num_threads > 0:
-            torch.set_num_threads(num_threads)
+        set_up_cpu(num_threads)
         self.strategy = strategy_fn()
         with self.strategy.model_init_context():
             actor, critic = model_fn()
@@ -103,15 +116,18 @@ class DetachedPPOTrainer(DetachedTrainer):
             deadlines=deadlines,
             seed=seed,
         )
-        is_sharded = isinstance(self.strategy, GeminiStrategy | LowLevelZeroStrategy)
         self._learner = PPOLearner(
             actor,
             critic,
             self.strategy,
             dataclasses.replace(settings or PPOSettings(), eps_clip=eps_clip, value_clip=value_clip),
-            optimizer_class=HybridAdam if is_sharded else torch.optim.Adam,
+            optimizer_class=self.strategy.optimizer_class,
         )
         self._update_lora_weights = update_lora_weights
+        self._verify_updates = verify_updates
+        self._chunk_mib = chunk_mib
+        self._snapshots: DeviceSnapshots | None = None
+        self._has_asked_for_card = False
         self._max_staleness = max_staleness
         self._staleness = staleness
         self._signals = SignalMeter()
@@ -179,6 +195,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         """
         with self._weights():  # not in the middle of an update
             self._channel.change_makers(maker_names if updated_makers is None else updated_makers)
+            self._has_asked_for_card = False  # newcomers may sit on another card
         super().change_makers(maker_names)
 
     def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
@@ -199,10 +216,22 @@ class DetachedPPOTrainer(DetachedTrainer):
             is_partial = self._update_lora_weights and not fully_update
             bound = None if self._staleness is None else self._staleness.max_staleness
             header = new_header(version=self.version, source=self._source, max_staleness=bound)
+            snapshots = self._snapshots_on_card()
             messages = weight_messages(
-                header, self._shards(is_partial, **config), is_partial=is_partial, lora=self._lora_settings()
+                header,
+                self._shards(is_partial, **config),
+                is_partial=is_partial,
+                lora=self._lora_settings(),
+                has_checksums=self._verify_updates != "off",
+                canary=self._canary(),
+                snapshots=snapshots,
             )
-            num_bytes = self._channel.send(header, messages, fully_update=fully_update)
+            try:
+                num_bytes = self._channel.send(header, messages, fully_update=fully_update)
+            except BaseException:
+                if snapshots is not None:
+                    snapshots.retire()
+                raise
             self._num_steps_unpublished = 0
         metrics = {
             "weights/publish_seconds": time.perf_counter() - started,
@@ -226,6 +255,23 @@ class DetachedPPOTrainer(DetachedTrainer):
         if self._learner.critic is None:
             raise CheckpointError(f"there is no critic to save to {path}: the algorithm of this trainer has none.")
         self._save(self._learner.critic, path, only_rank0)
+
+    @ray.method(concurrency_group="model_io")
+    def strategy_save_actor_optimizer(self, path: str, only_rank0: bool = False) -> None:
+        """Save the state of the actor's optimizer, for any strategy with any number of ranks to go on with."""
+        self._save_optimizer("actor", path, only_rank0)
+
+    @ray.method(concurrency_group="model_io")
+    def strategy_save_critic_optimizer(self, path: str, only_rank0: bool = False) -> None:
+        """Save the state of the critic's optimizer."""
+        if self._learner.critic is None:
+            raise CheckpointError(f"there is no critic's optimizer to save to {path}: this trainer has no critic.")
+        self._save_optimizer("critic", path, only_rank0)
+
+    def _save_optimizer(self, label: str, path: str, only_rank0: bool) -> None:
+        self._refuse_in_group_fit()
+        with self._weights():
+            self.strategy.save_optimizer(self._learner.optimizers[label], path, only_rank0=only_rank0)
 
     def _next_batch(self) -> Experience | None:
         self._signals.begin(now=time.monotonic(), waited=self._wait_seconds)
@@ -262,12 +308,30 @@ class DetachedPPOTrainer(DetachedTrainer):
                 "which would block them all. Use save_every and save_folder, or save after fit."
             )
 
-    def _shards(
-        self, is_partial: bool, *, shard_size: int = DEFAULT_CHUNK_MIB
-    ) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def _snapshots_on_card(self) -> DeviceSnapshots | None:
+        """Where weights wait for makers on this trainer's own card; None: they go through host memory.
+
+        The makers are asked once, and again when others have come. What each rank answers is its own affair: all
+        gather the same weights either way.
+        """
+        if not self._has_asked_for_card and self.strategy.device.type == "cuda":
+            self._has_asked_for_card = True
+            snapshots = self._snapshots or DeviceSnapshots(self.strategy.device)
+            self._snapshots = snapshots if self._channel.all_can_open(snapshots.probe()) else None
+        return self._snapshots
+
+    def _canary(self) -> Canary | None:
+        """What the makers' actors must compute afterwards; all ranks come here together."""
+        if self._verify_updates != "canary":
+            return None
+        return make_canary(self.strategy.unwrap_model(self._learner.actor))
+
+    def _shards(self, is_partial: bool, *, shard_size: float | None = None) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        shard_size = self._chunk_mib if shard_size is None else shard_size
         for label, model in self._learner.models.items():
             kept = _trainable_names(self.strategy.unwrap_model(model)) if is_partial else None
-            for shard in self.strategy.get_model_state_dict_shard(model, shard_size=shard_size):
+            options = {"shard_size": shard_size, "dtype": self.strategy.compute_dtype}
+            for shard in self.strategy.get_model_state_dict_shard(model, **options):
                 yield label, {name: tensor for name, tensor in shard.items() if kept is None or name in kept}
 
     def _lora_settings(self) -> dict[str, dict[str, LayerLoRA]]:
@@ -289,7 +353,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         kl, idle, ess_sum = self.strategy.all_reduce_sum(local).tolist()
         num_ranks = self.strategy.world_size
         return VersionSignals(
-            kl=kl,  # each rank divides its own tokens' KL by the tokens of all, so the ranks' shares add up
+            kl=kl / num_ranks,  # of the joined batch, so the same on every rank
             idle=idle / num_ranks,
             effective_samples=None if ess is None else ess_sum / num_ranks,
         )

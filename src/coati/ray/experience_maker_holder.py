@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
-import torch
 from torch import nn
 
 from coati.algorithms import Algorithm
+from coati.cpu import set_up_cpu
 from coati.deadlines import Deadlines
 from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience_buffer.utils import split_experience_batch
@@ -38,7 +38,17 @@ from coati.ray.environment import apply_env_info
 from coati.ray.peers import wait_in_slices
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy
-from coati.weights import PlainUpdates, ServedModels, UpdateHeader, WeightChunk, WeightManifest, WeightStage
+from coati.weights import (
+    DeviceChunk,
+    PlainUpdates,
+    ServedModels,
+    ShareProbe,
+    UpdateHeader,
+    WeightChunk,
+    WeightManifest,
+    WeightStage,
+    why_not_shared,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +74,8 @@ class ExperienceMakerHolder:
     `model_fn()` returns (actor, critic, reward_model, initial_model); the reward model may be a
     `RewardScorer` over text. With `share`, prompts are admitted so that training data is never older than
     the share's bound. With `in_flight`, new weights are taken between two tokens of a generation. `algorithm` decides
-    how advantages are made; those without a critic take None for it.
+    how advantages are made; those without a critic take None for it. `engine` writes the text: "reference" is
+    transformers' generate, "native" our own.
     """
 
     def __init__(
@@ -85,6 +96,7 @@ class ExperienceMakerHolder:
         lam: float = 0.95,
         kl_estimator: Any = "k1",
         algorithm: str | Algorithm = "ppo",
+        engine: str = "reference",
         seed: int = 0,
         share: WorkShare | None = None,
         deadlines: Deadlines | None = None,
@@ -97,8 +109,7 @@ class ExperienceMakerHolder:
             raise ConfigError("detached_trainer_name_list must name at least one trainer, got an empty list.")
         GenerateOptions.parse(**generate_kwargs)  # an unknown option is an error now, not in the first batch
         apply_env_info(env_info)
-        if num_threads > 0:
-            torch.set_num_threads(num_threads)
+        set_up_cpu(num_threads)
         if debug:
             logging.getLogger("coati").setLevel(logging.DEBUG)
         self._deadlines = deadlines or Deadlines()
@@ -121,10 +132,11 @@ class ExperienceMakerHolder:
             lam=lam,
             kl_estimator=kl_estimator,
             algorithm=algorithm,
+            engine=engine,
             seed=seed,
         )
         updated = maker.trained_models
-        self._served = ServedModels(updated)
+        self._served = ServedModels(updated, name=f"maker {self._name}")
         self._stage = WeightStage(updated, newest_weight=self._served.newest_weight)
         self._plain_updates = PlainUpdates(self._stage, allow_partial=update_lora_weights)
         self._pipeline = ExperiencePipeline(
@@ -201,7 +213,7 @@ class ExperienceMakerHolder:
         chunk_end: bool | None = None,
         *,
         update: UpdateHeader | None = None,
-        chunk: WeightChunk | None = None,
+        chunk: WeightChunk | DeviceChunk | None = None,
         manifest: WeightManifest | None = None,
     ) -> None:
         """Take part of a weight update, or all of it.
@@ -231,6 +243,10 @@ class ExperienceMakerHolder:
                 self._served.offer(verified)
 
     # What the outside may ask at any time.
+
+    def why_not_shared(self, probe: ShareProbe) -> str:
+        """Why this maker cannot take weights straight from a trainer's card; empty if it can."""
+        return why_not_shared(probe, self._stage.device)
 
     def progress(self) -> MakerProgress:
         """Where this maker stands."""

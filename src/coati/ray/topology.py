@@ -20,6 +20,15 @@ def first_updaters(maker_names: Sequence[str], num_trainers: int) -> dict[str, i
     return {name: index % num_trainers for index, name in enumerate(maker_names)}
 
 
+def makers_updated_by(rank: int, maker_names: Sequence[str], num_trainers: int) -> list[str]:
+    """The makers that the trainer of this rank sends weights to, when a run begins.
+
+    >>> [makers_updated_by(rank, ["a", "b", "c"], 2) for rank in range(2)]
+    [['a', 'c'], ['b']]
+    """
+    return [name for name, updater in first_updaters(maker_names, num_trainers).items() if updater == rank]
+
+
 def trainer_for_newcomer(updaters: Mapping[str, int], num_trainers: int) -> int:
     """The rank of the trainer that updates one maker more; `updaters` says who updates whom so far.
 

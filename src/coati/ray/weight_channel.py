@@ -1,4 +1,7 @@
-"""Weights over Ray: each chunk is put into the object store once, and all makers get the reference."""
+"""Weights over Ray: each chunk is put into the object store once, and all makers get the reference.
+
+Where every maker sits on the sender's card, the bytes stay there, and only handles travel.
+"""
 
 import logging
 import time
@@ -6,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
 from coati.deadlines import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied, WeightUpdateError
 from coati.ray.peers import NamedPeers, death_reason, original_error
-from coati.weights import UpdateHeader, WeightChunk, WeightManifest
+from coati.weights import DeviceChunk, ShareProbe, UpdateHeader, WeightChunk, WeightManifest
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +42,31 @@ class WeightChannel:
         self._lost &= set(maker_names)
         self._peers = NamedPeers(maker_names, role="maker", deadlines=self._deadlines)
 
+    def all_can_open(self, probe: ShareProbe) -> bool:
+        """Whether every maker can read the sender's card; says which cannot and why, and False without makers."""
+        reasons = {name: self._why_not_shared(name, probe) for name in self._peers.names}
+        for name, reason in reasons.items():
+            if reason:
+                logger.warning("weights go through host memory, because of maker %s: %s", name, reason)
+        return bool(reasons) and not any(reasons.values())
+
+    def _why_not_shared(self, name: str, probe: ShareProbe) -> str:
+        ask = getattr(self._peers.handle(name), "why_not_shared", None)
+        if ask is None:
+            return "it takes plain updates only"
+        try:
+            return str(ray.get(ask.remote(probe), timeout=self._deadlines.update))
+        except GetTimeoutError:
+            raise DeadlineExceeded(f"maker {name} did not say in time whether it shares the trainer's card.") from None
+        except (RayTaskError, RayActorError) as error:
+            return f"it could not be asked: {death_reason(error)}"
+
     def send(
-        self, header: UpdateHeader, messages: Iterable[WeightChunk | WeightManifest], *, fully_update: bool
+        self,
+        header: UpdateHeader,
+        messages: Iterable[WeightChunk | DeviceChunk | WeightManifest],
+        *,
+        fully_update: bool,
     ) -> int:
         """Send header, chunks and manifest; returns the bytes when every maker has verified the update.
 
@@ -56,13 +82,13 @@ class WeightChannel:
         for message in messages:
             if not targets:
                 continue
-            num_bytes += message.nbytes if isinstance(message, WeightChunk) else 0
-            # Wrapped, so that Ray resolves it in the maker and the sender never copies it again.
+            # Put once, so that Ray resolves it in each maker and the sender never copies it again.
             ref = ray.put(message)
-            if isinstance(message, WeightChunk):
-                attempt.call(chunk=ref)
-            else:
+            if isinstance(message, WeightManifest):
                 attempt.call(manifest=ref, fully_update=fully_update, chunk_end=True)
+            else:
+                num_bytes += message.nbytes
+                attempt.call(chunk=ref)
             attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(targets))
         attempt.wait(until_in_flight=0)
         self._judge(header, attempt)

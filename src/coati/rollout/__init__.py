@@ -1,15 +1,30 @@
 """Engines that write text, behind one protocol."""
 
+from typing import Any
+
+from coati.errors import ConfigError
 from coati.rollout.engine import Rollout, RolloutEngine, RolloutRequest, mask_after_end
+from coati.rollout.native import NativeEngine
 from coati.rollout.options import GenerateOptions, known_options
 from coati.rollout.reference import ReferenceEngine
 
 __all__ = [
     "GenerateOptions",
+    "NativeEngine",
     "ReferenceEngine",
     "Rollout",
     "RolloutEngine",
     "RolloutRequest",
     "known_options",
+    "make_engine",
     "mask_after_end",
 ]
+
+
+def make_engine(name: str, model: Any) -> RolloutEngine:
+    """The engine of that name for a model."""
+    engines: dict[str, Any] = {"native": NativeEngine, "reference": ReferenceEngine}
+    if name not in engines:
+        raise ConfigError(f"engine must be one of {', '.join(engines)}, got {name!r}.")
+    engine: RolloutEngine = engines[name](model)
+    return engine

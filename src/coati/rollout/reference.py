@@ -21,19 +21,12 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 
 from coati.models.actor import unwrap
 from coati.randomness import keyed_uniforms
 from coati.rollout.engine import Rollout, RolloutRequest, mask_after_end
-from coati.rollout.options import CALL_ARGUMENTS, GenerateOptions
+from coati.rollout.options import CALL_ARGUMENTS
+from coati.rollout.sampling import inverse_cdf, score_processors
 
 
 class ReferenceEngine:
@@ -51,6 +44,7 @@ class ReferenceEngine:
         dice = _KeyedDice(request, device=request.input_ids.device)
         stops = _Stops(request, device=request.input_ids.device)
         config = _greedy_config(model, request, eos_token_ids)
+        user_processors = options.extra.get("logits_processor", ())
         was_training = model.training
         model.eval()
         try:
@@ -59,7 +53,7 @@ class ReferenceEngine:
                     request.input_ids,
                     attention_mask=request.attention_mask,
                     generation_config=config,
-                    logits_processor=LogitsProcessorList([*_processors(options), dice]),
+                    logits_processor=LogitsProcessorList([*user_processors, *score_processors(options), dice]),
                     stopping_criteria=StoppingCriteriaList([stops]),
                     prefix_allowed_tokens_fn=options.extra.get("prefix_allowed_tokens_fn"),
                 )
@@ -106,37 +100,6 @@ def _without_saved_defaults(model: Any, config: GenerationConfig) -> Iterator[No
     finally:
         for owner, original in zip(owners, saved, strict=True):
             owner.generation_config = original
-
-
-def _processors(options: GenerateOptions) -> list[Any]:
-    """The user's processors, then temperature, then whatever cuts the distribution down."""
-    processors: list[Any] = list(options.extra.get("logits_processor", ()))
-    processors.append(_Temperature(options.sampling_temperature))
-    if not options.do_sample:
-        return processors
-    if options.top_k > 0:
-        processors.append(TopKLogitsWarper(top_k=options.top_k))
-    if options.top_p < 1.0:
-        processors.append(TopPLogitsWarper(top_p=options.top_p))
-    if options.min_p > 0.0:
-        processors.append(MinPLogitsWarper(min_p=options.min_p))
-    if options.typical_p < 1.0:
-        processors.append(TypicalLogitsWarper(mass=options.typical_p))
-    if 0.0 < options.epsilon_cutoff < 1.0:
-        processors.append(EpsilonLogitsWarper(epsilon=options.epsilon_cutoff))
-    if 0.0 < options.eta_cutoff < 1.0:
-        processors.append(EtaLogitsWarper(epsilon=options.eta_cutoff))
-    return processors
-
-
-class _Temperature(LogitsProcessor):  # type: ignore[misc]
-    """Divides by the temperature and leaves normalised log-probs, which cutting down does not change."""
-
-    def __init__(self, temperature: float) -> None:
-        self._temperature = temperature
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
-        return torch.log_softmax(scores.float() / self._temperature, dim=-1)
 
 
 class _KeyedDice(LogitsProcessor):  # type: ignore[misc]
@@ -205,18 +168,3 @@ class _Stops(StoppingCriteria):  # type: ignore[misc]
     def mask(self, num_actions: int) -> Tensor:
         """True up to and with the token that stopped the row, [B, num_actions]."""
         return torch.arange(num_actions, device=self._lengths.device) < self._lengths.unsqueeze(1)
-
-
-def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """For each row the token at which the cumulative probability first exceeds its uniform number, [B].
-
-    In float64, so that the tail of a large vocabulary is not rounded away; a token of probability 0 is never
-    drawn, because the cumulative sum does not rise there.
-    """
-    cumulative = log_probs.double().exp().cumsum(dim=-1)
-    targets = uniforms.double() * cumulative[:, -1]
-    tokens = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
-    # A product that rounds up to the total would land one past the end: take the last token that has mass.
-    last_with_mass = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).squeeze(-1)
-    # Only nan gets past that: its row goes on as nan, which the learner's guard names, not as a bad index.
-    return torch.minimum(tokens, last_with_mass).clamp(max=log_probs.shape[-1] - 1)

@@ -21,6 +21,7 @@ from coati.algos import (
 )
 from coati.errors import ConfigError
 from coati.experience_maker.base import Experience
+from coati.trainer.joined import StepNumbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,17 +99,22 @@ def token_weights(part: Experience, settings: CorrectionSettings) -> Tensor:
     )
 
 
-def off_policy_metrics(experience: Experience, settings: CorrectionSettings) -> dict[str, float]:
-    """How far the data is from the policy that learns from it."""
+def measure_off_policy(
+    numbers: StepNumbers, experience: Experience, settings: CorrectionSettings, *, num_tokens: Tensor
+) -> None:
+    """Add this rank's part of how far the data is from the policy that learns from it, if the batch was prepared."""
     if experience.proximal_log_probs is None:
-        return {}
+        return
     mask = experience.full_action_mask()
     log_ratios = experience.proximal_log_probs - experience.action_log_probs
-    tails = ratio_tails(log_ratios, mask, level="token", cap=settings.cap, num_samples=mask.sum())
-    return {
-        "off_policy/effective_samples": float(weight_sums(log_ratios, mask, level="sequence").effective_sample_size()),
-        "off_policy/effective_tokens": float(weight_sums(log_ratios, mask, level="token").effective_sample_size()),
-        "off_policy/ratio_max": float(tails.ratio_max),
-        "off_policy/above_cap": float(tails.fraction_above_cap),
-        "off_policy/log_ratio": float(tails.mean_abs_log_ratio),
-    }
+    tails = ratio_tails(log_ratios, mask, level="token", cap=settings.cap, num_samples=num_tokens)
+    numbers.weights["off_policy/effective_samples"] = weight_sums(log_ratios, mask, level="sequence")
+    numbers.weights["off_policy/effective_tokens"] = weight_sums(log_ratios, mask, level="token")
+    numbers.largest("off_policy/ratio_max", tails.ratio_max)
+    numbers.add("off_policy/above_cap", tails.fraction_above_cap)
+    numbers.add("off_policy/log_ratio", tails.mean_abs_log_ratio)
+
+
+def off_policy_metrics(joined: StepNumbers) -> dict[str, float]:
+    """The effective share of the joined batch, of samples and of tokens."""
+    return {name: float(sums.effective_sample_size()) for name, sums in joined.weights.items()}

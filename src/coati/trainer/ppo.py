@@ -16,8 +16,9 @@ from coati.errors import ConfigError
 from coati.experience_maker.base import Experience
 from coati.experience_maker.naive import action_values
 from coati.models import action_logprobs
+from coati.trainer.joined import StepNumbers, explained_variance
 from coati.trainer.objective import StepCounts, policy_objective
-from coati.trainer.off_policy import off_policy_metrics, prepare
+from coati.trainer.off_policy import measure_off_policy, off_policy_metrics, prepare
 from coati.trainer.schedule import make_schedule
 from coati.trainer.settings import PPOSettings
 from coati.trainer.strategies import Strategy
@@ -25,6 +26,8 @@ from coati.trainer.strategies import Strategy
 __all__ = ["PPOLearner", "PPOSettings"]
 
 logger = logging.getLogger(__name__)
+
+_FIRST = slice(0, 1)
 
 
 class PPOLearner:
@@ -58,7 +61,7 @@ class PPOLearner:
         parts = dict(zip(pairs, [prepared] if len(pairs) == 1 else prepared, strict=True))
         self.models: dict[str, nn.Module] = {label: model for label, (model, _) in parts.items()}
         """What is trained, and published: "actor" and, if there is one, "critic"."""
-        self._optimizers: dict[str, Optimizer] = {label: optimizer for label, (_, optimizer) in parts.items()}
+        self.optimizers: dict[str, Optimizer] = {label: optimizer for label, (_, optimizer) in parts.items()}
         for model in self.models.values():
             _turn_dropout_off(model)
         self._schedules = [
@@ -69,7 +72,7 @@ class PPOLearner:
                 # A constant rate needs no end; a decaying one has total_steps, which the settings insist on.
                 total_steps=settings.total_steps or max(1, settings.warmup_steps),
             )
-            for optimizer in self._optimizers.values()
+            for optimizer in self.optimizers.values()
         ]
 
     @property
@@ -85,12 +88,12 @@ class PPOLearner:
     @property
     def actor_optimizer(self) -> Optimizer:
         """The actor's."""
-        return self._optimizers["actor"]
+        return self.optimizers["actor"]
 
     @property
     def critic_optimizer(self) -> Optimizer:
         """The critic's."""
-        return self._optimizers["critic"]
+        return self.optimizers["critic"]
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +101,10 @@ class PPOLearner:
         return self.strategy.device
 
     def step(self, experience: Experience) -> dict[str, float]:
-        """Learn from one batch; returns metrics, `actor_loss` and, with a critic, `critic_loss` among them."""
+        """Learn from one batch; returns metrics, `actor_loss` and, with a critic, `critic_loss` among them.
+
+        With several ranks each passes its own batch, of any size; step and metrics are those of all of them joined.
+        """
         experience.validate()
         experience.to_device(self.device)
         experience = _with_some_column(experience)
@@ -106,60 +112,90 @@ class PPOLearner:
         if self.settings.correction.is_active and experience.proximal_log_probs is None:
             self._prepare(experience, parts)
         mask = experience.full_action_mask()
-        counts = StepCounts(
-            tokens=self.strategy.all_reduce_sum(mask.sum()), sequences=self.strategy.all_reduce_sum(mask.any(-1).sum())
-        )
-        advantages = experience.advantages
-        if self.settings.whiten_advantages:
-            advantages = masked_whiten(advantages, mask)
-        sums = _Sums()
+        counts, advantages = self._counts_and_advantages(experience, mask)
+        numbers = StepNumbers()
         rates = {
-            f"optim/{label}_lr": float(optimizer.param_groups[0]["lr"]) for label, optimizer in self._optimizers.items()
+            f"optim/{label}_lr": float(optimizer.param_groups[0]["lr"]) for label, optimizer in self.optimizers.items()
         }
         try:
             for index, rows in enumerate(parts):
                 with self._gradients_stay_local(is_last=index == len(parts) - 1):
-                    part = experience.select(rows)
-                    self._actor_pass(part, advantages[rows], counts, sums)
+                    part = _part_of(experience, rows)
+                    self._actor_pass(part, advantages[rows or _FIRST], counts, numbers)
                     if self.critic is not None:
-                        self._critic_pass(self.critic, part, counts, sums)
+                        self._critic_pass(self.critic, part, counts, numbers)
             norms = self._apply_gradients(experience, int(counts.tokens))
         finally:
             # Also when a pass raises: the next batch must not inherit half of this one's gradient.
-            for optimizer in self._optimizers.values():
+            for optimizer in self.optimizers.values():
                 optimizer.zero_grad(set_to_none=True)
+        return {**self._metrics(experience, mask, counts, numbers, norms), **rates}
+
+    def _counts_and_advantages(self, experience: Experience, mask: Tensor) -> tuple[StepCounts, Tensor]:
+        """The step's denominators, and the advantages of this rank, whitened over all ranks if they are to be."""
+        numbers = StepNumbers()
+        numbers.add("tokens", mask.sum())
+        numbers.add("sequences", mask.any(-1).sum())
+        if self.settings.whiten_advantages:
+            numbers.moments["advantages"] = masked_moments(experience.advantages, mask)
+        numbers = numbers.joined(self.strategy.all_gather)
+        advantages = experience.advantages
+        if self.settings.whiten_advantages:
+            advantages = masked_whiten(advantages, mask, moments=numbers.moments["advantages"])
+        return StepCounts(numbers.shares["tokens"], numbers.shares["sequences"]), advantages
+
+    def _metrics(
+        self,
+        experience: Experience,
+        mask: Tensor,
+        counts: StepCounts,
+        numbers: StepNumbers,
+        norms: dict[str, float],
+    ) -> dict[str, float]:
+        """What the step did to the joined batch, the same on every rank."""
+        measure_off_policy(numbers, experience, self.settings.correction, num_tokens=counts.tokens)
+        if self.critic is not None:
+            returns = _targets(experience)
+            numbers.moments["returns"] = masked_moments(returns, mask)
+            numbers.moments["residuals"] = masked_moments(returns - experience.values, mask)
+        numbers = numbers.joined(self.strategy.all_gather)
+        values = numbers.values()
         metrics = {
-            "actor_loss": sums["policy/loss"],
-            **sums,
+            "actor_loss": values["policy/loss"],
+            **values,
             "policy/grad_norm": norms["actor"],
-            **rates,
-            **off_policy_metrics(experience, self.settings.correction),
+            **off_policy_metrics(numbers),
             "optim/skipped_batches": float(self.num_skipped),
-            "train/tokens": float(mask.sum()),
+            "train/tokens": float(counts.tokens),
         }
         if self.critic is not None:
             metrics |= {
-                "critic_loss": sums["value/loss"],
+                "critic_loss": values["value/loss"],
                 "value/grad_norm": norms["critic"],
-                "value/explained_variance": _explained_variance(experience, mask),
+                "value/explained_variance": explained_variance(
+                    numbers.moments["returns"], numbers.moments["residuals"]
+                ),
             }
         return metrics
 
     @torch.no_grad()
-    def _prepare(self, experience: Experience, parts: list[slice]) -> None:
+    def _prepare(self, experience: Experience, parts: list[slice | None]) -> None:
         """First sight of a batch: note what the weights that we start from think of it."""
         logprobs, values = [], []
         self.actor.eval()  # LoRA's dropout too: the proximal policy is one policy, not a random one
         for rows in parts:
-            part = experience.select(rows)
+            part = _part_of(experience, rows)
             forward = (part.sequences, part.attention_mask, part.num_actions)
-            logprobs.append(action_logprobs(self.actor, *forward, temperatures=part.temperatures)[0])
+            proximal, _ = action_logprobs(self.actor, *forward, temperatures=part.temperatures)
             needs_values = self.settings.correction.estimator == "vtrace"
-            values.append(action_values(self.models["critic"], *forward) if needs_values else part.values)
+            value = action_values(self.models["critic"], *forward) if needs_values else part.values
+            if rows is not None:
+                logprobs.append(proximal)
+                values.append(value)
         _turn_dropout_off(self.actor)
         prepare(experience, self.settings.correction, proximal_log_probs=torch.cat(logprobs), values=torch.cat(values))
 
-    def _actor_pass(self, part: Experience, advantages: Tensor, counts: StepCounts, sums: "_Sums") -> None:
+    def _actor_pass(self, part: Experience, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> None:
         settings = self.settings
         mask = part.full_action_mask()
         needs_entropy_gradient = settings.entropy_coef != 0.0
@@ -177,34 +213,34 @@ class PPOLearner:
         bonus = entropy_bonus(entropy, mask, num_tokens=counts.tokens)
         loss = policy.loss + settings.kl_loss_coef * policy.kl_term - settings.entropy_coef * bonus
         self.strategy.backward(loss, self.actor, self.actor_optimizer)
-        sums.add("policy/loss", policy.loss)
-        sums.add("policy/clip_fraction", policy.clip_fraction)
-        sums.add("policy/approx_kl", policy.approx_kl)
-        sums.add("policy/entropy", bonus)
+        numbers.add("policy/loss", policy.loss)
+        numbers.add("policy/clip_fraction", policy.clip_fraction)
+        numbers.add("policy/approx_kl", policy.approx_kl)
+        numbers.add("policy/entropy", bonus)
         if settings.kl_loss_coef:
-            sums.add("policy/kl_loss", policy.kl_term)
-        sums.largest("policy/ratio_max", policy.ratio_max)
+            numbers.add("policy/kl_loss", policy.kl_term)
+        numbers.largest("policy/ratio_max", policy.ratio_max)
 
-    def _critic_pass(self, critic: nn.Module, part: Experience, counts: StepCounts, sums: "_Sums") -> None:
+    def _critic_pass(self, critic: nn.Module, part: Experience, counts: StepCounts, numbers: StepNumbers) -> None:
         values = action_values(critic, part.sequences, part.attention_mask, part.num_actions)
         value = clipped_value_loss(
             values,
             part.values,
-            part.advantages + part.values if part.returns is None else part.returns,
+            _targets(part),
             part.full_action_mask(),
             clip=self.settings.value_clip,
             num_tokens=counts.tokens,
         )
         self.strategy.backward(value.loss, critic, self.critic_optimizer)
-        sums.add("value/loss", value.loss)
-        sums.add("value/clip_fraction", value.clip_fraction)
+        numbers.add("value/loss", value.loss)
+        numbers.add("value/clip_fraction", value.clip_fraction)
 
     def _apply_gradients(self, experience: Experience, num_tokens: int) -> dict[str, float]:
         """Clip and step all optimizers, or none. The norms are global, so all ranks decide alike."""
         max_norm = self.settings.max_grad_norm
         norms = {label: float(self.strategy.clip_grad_norm(model, max_norm)) for label, model in self.models.items()}
         if num_tokens > 0 and all(map(math.isfinite, norms.values())):
-            for optimizer in self._optimizers.values():
+            for optimizer in self.optimizers.values():
                 self.strategy.optimizer_step(optimizer)
             for schedule in self._schedules:
                 schedule.step()
@@ -219,9 +255,20 @@ class PPOLearner:
             )
         return norms
 
-    def _micro_batches(self, num_samples: int) -> list[slice]:
+    def _micro_batches(self, num_samples: int) -> list[slice | None]:
+        """The rows of each pass. All ranks make as many passes: None is one without any weight.
+
+        Sharded parameters are gathered by all ranks together, so a rank that finished early would leave the others
+        waiting in their next forward pass.
+        """
         size = self.settings.micro_batch_size or num_samples
-        return [slice(start, min(start + size, num_samples)) for start in range(0, num_samples, size)]
+        parts: list[slice | None] = [
+            slice(start, min(start + size, num_samples)) for start in range(0, num_samples, size)
+        ]
+        passes = StepNumbers()
+        passes.largest("passes", torch.tensor(len(parts)))
+        num_passes = int(passes.joined(self.strategy.all_gather).maxima["passes"])
+        return parts + [None] * (num_passes - len(parts))
 
     @contextlib.contextmanager
     def _gradients_stay_local(self, *, is_last: bool) -> Iterator[None]:
@@ -233,16 +280,6 @@ class PPOLearner:
             for model in self.models.values():
                 stack.enter_context(self.strategy.no_sync(model))
             yield
-
-
-class _Sums(dict[str, float]):
-    """Metrics of the micro-batches: each is a share of the whole batch, so they add up."""
-
-    def add(self, name: str, value: Tensor) -> None:
-        self[name] = self.get(name, 0.0) + float(value.detach())
-
-    def largest(self, name: str, value: Tensor) -> None:
-        self[name] = max(self.get(name, -math.inf), float(value.detach()))
 
 
 def _make_optimizer(optimizer_class: type[Optimizer], model: nn.Module, lr: float) -> Optimizer:
@@ -275,9 +312,14 @@ def _with_some_column(experience: Experience) -> Experience:
     return dataclasses.replace(experience, **wider)
 
 
-def _explained_variance(experience: Experience, mask: Tensor) -> float:
-    """1 - Var(target - value) / Var(target): 1 is a perfect critic, 0 one that knows only the mean."""
-    returns = experience.advantages + experience.values if experience.returns is None else experience.returns
-    target = masked_moments(returns, mask).variance
-    residual = masked_moments(returns - experience.values, mask).variance
-    return float(1.0 - residual / target) if float(target) > 0.0 else 0.0
+def _part_of(experience: Experience, rows: slice | None) -> Experience:
+    """The rows of one pass; None gives one row of which no token counts."""
+    if rows is not None:
+        return experience.select(rows)
+    part = experience.select(_FIRST)
+    return dataclasses.replace(part, action_mask=torch.zeros_like(part.action_log_probs, dtype=torch.bool))
+
+
+def _targets(experience: Experience) -> Tensor:
+    """What the critic should have said, [B, A]."""
+    return experience.advantages + experience.values if experience.returns is None else experience.returns

@@ -37,7 +37,7 @@ class PPOSettings:
 
     entropy_coef: float = 0.0
     whiten_advantages: bool = True
-    """Zero mean and unit variance over the batch (each rank's own), for the policy loss only."""
+    """Zero mean and unit variance over the batch of all ranks, for the policy loss only."""
 
     actor_lr: float = 1e-6
     critic_lr: float = 1e-5

@@ -1,6 +1,15 @@
 """Weights on their way from trainers to makers: published in chunks, staged, verified, committed whole."""
 
-from coati.weights.manifest import DEFAULT_CHUNK_MIB, UpdateHeader, WeightChunk, WeightManifest
+from coati.weights.canary import Canary, make_canary
+from coati.weights.device import DeviceChunk, DeviceSnapshots, ShareProbe, why_not_shared
+from coati.weights.manifest import (
+    DEFAULT_CHUNK_MIB,
+    UpdateHeader,
+    VerifyUpdates,
+    WeightChunk,
+    WeightManifest,
+    check_verify_updates,
+)
 from coati.weights.plain_updates import PlainUpdates
 from coati.weights.publisher import new_header, weight_messages
 from coati.weights.served import ServedModels
@@ -9,13 +18,21 @@ from coati.weights.stage import PLAIN_UPDATE, VerifiedUpdate, WeightStage
 __all__ = [
     "DEFAULT_CHUNK_MIB",
     "PLAIN_UPDATE",
+    "Canary",
+    "DeviceChunk",
+    "DeviceSnapshots",
     "PlainUpdates",
     "ServedModels",
+    "ShareProbe",
     "UpdateHeader",
     "VerifiedUpdate",
+    "VerifyUpdates",
     "WeightChunk",
     "WeightManifest",
     "WeightStage",
+    "check_verify_updates",
+    "make_canary",
     "new_header",
     "weight_messages",
+    "why_not_shared",
 ]

@@ -2,15 +2,28 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Literal, get_args
 
 import numpy as np
+from torch import Tensor
 
+from coati.errors import ConfigError
 from coati.models.lora import LayerLoRA
+from coati.weights.canary import Canary
 from coati.weights.checksum import checksum
-from coati.wire import WireTensor
+from coati.wire import WireTensor, decode
 
 # Bytes of one chunk, unless a single tensor is larger.
 DEFAULT_CHUNK_MIB = 64
+
+VerifyUpdates = Literal["checksum", "canary", "off"]
+"""What a receiver checks beyond names, shapes, dtypes and counts: bytes; bytes and behaviour; neither."""
+
+
+def check_verify_updates(value: str) -> None:
+    """Raise ConfigError unless this is a way to verify updates."""
+    if value not in get_args(VerifyUpdates):
+        raise ConfigError(f'verify_updates must be "checksum", "canary" or "off", got {value!r}.')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,12 +55,22 @@ class WeightChunk:
     index: int
     module: str
     tensors: Mapping[str, WireTensor]
-    checksum: int
+    checksum: int | None
+    """None: the sender was told not to compute it (verify_updates = "off")."""
 
     @property
     def nbytes(self) -> int:
         """Payload in bytes."""
         return sum(wire.nbytes for wire in self.tensors.values())
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Specs of the tensors, in order."""
+        return tuple(specs_of(self.module, self.tensors))
+
+    def decoded(self) -> dict[str, Tensor]:
+        """The tensors; they share the memory that the chunk came in."""
+        return {name: decode(wire) for name, wire in self.tensors.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +79,13 @@ class WeightManifest:
 
     header: UpdateHeader
     tensors: tuple[TensorSpec, ...]
-    chunk_checksums: tuple[int, ...]
+    chunk_checksums: tuple[int | None, ...]
     is_partial: bool = False
     """Only some of the model's weights travel (LoRA adapters and other trainable weights)."""
     lora: Mapping[str, Mapping[str, LayerLoRA]] = dataclasses.field(default_factory=dict)
     """Module to layer to adapter settings, for a receiver whose model has no adapters of its own."""
+    canary: Canary | None = None
+    """What the sender's actor computes; the receiver compares after the commit."""
 
     @property
     def nbytes(self) -> int:

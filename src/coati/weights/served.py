@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from coati.errors import DeadlineExceeded, WeightUpdateError
+from coati.weights.canary import Canary, canary_fault
+from coati.weights.device import copy_all
 from coati.weights.stage import VerifiedUpdate
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ class _Pending(NamedTuple):
     version: int
     tensors: Mapping[tuple[str, str], Tensor]
     is_full: bool
+    canary: Canary | None
 
 
 class ServedModels:
@@ -35,11 +38,13 @@ class ServedModels:
     Versions count up: an update that carries none (a plain call) counts as the next one.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], *, name: str = "this maker") -> None:
+        """`name` is what errors call the owner of the models."""
         self._modules = dict(modules)
+        self._name = name
         self._changed = threading.Condition()
         self._num_users = 0
-        self._fault = ""  # not empty: the models are torn and must not serve
+        self._fault = ""  # not empty: the models are torn or wrong and must not serve
         self._pending: _Pending | None = None
         self._version = 0
         self._num_commits = 0
@@ -70,9 +75,7 @@ class ServedModels:
         with self._changed:
             self._commit_if_free()
             if self._fault:
-                raise WeightUpdateError(
-                    f"{self._fault}. The models are torn; send a full update before they serve again."
-                )
+                raise WeightUpdateError(f"{self._fault}. Send a full update before the models serve again.")
             self._num_users += 1
             version = self._version
         try:
@@ -116,14 +119,22 @@ class ServedModels:
             if version < newest:
                 logger.warning("weights of version %d from %s come too late: have %d", version, update.source, newest)
                 return False
+            update.adopt()
             self._pending = _merged(self._pending, update, version)
             self._changed.notify_all()  # some wait for a version to be pending, others for it to serve
             return self._commit_if_free()
 
-    def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
-        """Wait until this version (or a newer one) serves or is pending; False after the deadline."""
+    def wait_for_version(self, at_least: int, *, deadline_seconds: float, is_committed: bool = False) -> bool:
+        """Wait until this version (or a newer one) serves or is pending; False after the deadline.
+
+        With `is_committed` a pending one is not enough.
+        """
+
+        def is_there() -> bool:
+            return (self._version if is_committed else self._newest()) >= at_least
+
         with self._changed:
-            return self._changed.wait_for(lambda: self._newest() >= at_least, timeout=deadline_seconds)
+            return self._changed.wait_for(is_there, timeout=deadline_seconds)
 
     def wait_for_full_update(self, *, deadline_seconds: float, what: str) -> None:
         """Wait for the first update of all modules; DeadlineExceeded names `what` is waited for."""
@@ -147,12 +158,15 @@ class ServedModels:
             for name, tensor in module.state_dict().items()
         }
         try:
-            for key, tensor in update.tensors.items():
-                targets[key].copy_(tensor)
+            copy_all([targets[key] for key in update.tensors], list(update.tensors.values()))
+            fault = "" if update.canary is None else canary_fault(self._modules["actor"], update.canary)
         except BaseException as error:
             # Verified weights do not fail to copy, devices do. Half a model must never serve.
-            self._fault = f"a commit of version {update.version} failed half way: {error}"
+            self._fault = f"{self._name}: a commit of version {update.version} failed half way: {error}"
             raise
+        if fault:
+            self._fault = f"{self._name} does not compute what the sender of version {update.version} does: {fault}"
+            raise WeightUpdateError(f"{self._fault}. Nothing is served until a full update passes.")
         if update.is_full:
             self._fault = ""
         self._version = update.version
@@ -166,5 +180,5 @@ class ServedModels:
 def _merged(old: _Pending | None, new: VerifiedUpdate, version: int) -> _Pending:
     """Two updates waiting: the newer wins weight by weight, and what only the older touched is kept."""
     if old is None:
-        return _Pending(version, new.tensors, new.is_full)
-    return _Pending(version, {**old.tensors, **new.tensors}, old.is_full or new.is_full)
+        return _Pending(version, new.tensors, new.is_full, new.canary)
+    return _Pending(version, {**old.tensors, **new.tensors}, old.is_full or new.is_full, new.canary)

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from coati.errors import WeightUpdateError
 from coati.models.lora import LayerLoRA, LoRAConstructor, has_adapters
 from coati.models.tied_weights import tied_names
+from coati.weights.canary import Canary
 from coati.weights.checksum import checksum
-from coati.weights.manifest import UpdateHeader, WeightChunk, WeightManifest, specs_of
+from coati.weights.device import ClonedChunk, DeviceChunk, DeviceReader
+from coati.weights.manifest import UpdateHeader, WeightChunk, WeightManifest
 from coati.wire import WireTensor, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,8 @@ class VerifiedUpdate:
     source: str
     tensors: Mapping[tuple[str, str], Tensor]
     is_full: bool  # every weight of every module of the receiver
+    adopt: Callable[[], None] = lambda: None  # called on acceptance: base weights in it are W₀ of later adapters
+    canary: Canary | None = None  # what the actor must compute afterwards
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +58,7 @@ class _OpenStage:
     version: int | None
     source: str
     last_seen: float
-    chunks: dict[int, WeightChunk] = dataclasses.field(default_factory=dict)
+    chunks: dict[int, WeightChunk | ClonedChunk] = dataclasses.field(default_factory=dict)
     plain: dict[tuple[str, str], WireTensor] = dataclasses.field(default_factory=dict)
 
 
@@ -76,6 +80,8 @@ class WeightStage:
             label: _Target(label, module, None if newest_weight is None else functools.partial(newest_weight, label))
             for label, module in modules.items()
         }
+        self.device = device_of(modules)
+        self._reader = DeviceReader(self.device)
         self._clock = clock
         self._open: dict[str, _OpenStage] = {}
 
@@ -96,17 +102,33 @@ class WeightStage:
                 logger.warning("weight update %s from %s was never finished; evicted", old_id, old.source)
         self._open[update_id] = _OpenStage(version, source, last_seen=now)
 
-    def add_chunk(self, chunk: WeightChunk) -> None:
-        """Stage one chunk after checking its bytes. The same chunk twice is the same chunk."""
+    def add_chunk(self, chunk: WeightChunk | DeviceChunk) -> None:
+        """Stage one chunk after checking its bytes. The same chunk twice is the same chunk.
+
+        A chunk without a checksum (verify_updates = "off") is taken as it is, if its manifest lists none either.
+        """
         stage = self._stage(chunk.header.update_id, f"chunk {chunk.index} from {chunk.header.source}")
-        found = checksum(chunk.tensors)
-        if found != chunk.checksum:
+        staged, found = self._taken_in(chunk)
+        if chunk.checksum is not None and found is not None and found != chunk.checksum:
             self.abort(chunk.header.update_id)
             raise WeightUpdateError(
                 f"chunk {chunk.index} of {_described(chunk.header)} is corrupt: checksum {found:#018x}, "
                 f"sent as {chunk.checksum:#018x}. Rejected whole; the old weights go on serving."
             )
-        stage.chunks[chunk.index] = chunk
+        stage.chunks[chunk.index] = staged
+
+    def _taken_in(self, chunk: WeightChunk | DeviceChunk) -> tuple[WeightChunk | ClonedChunk, int | None]:
+        """What to stage, and the checksum of the bytes that arrived (None if they came without one)."""
+        if isinstance(chunk, WeightChunk):
+            return chunk, None if chunk.checksum is None else checksum(chunk.tensors)
+        try:
+            return self._reader.clone(chunk)
+        except BaseException as error:
+            self.abort(chunk.header.update_id)
+            raise WeightUpdateError(
+                f"chunk {chunk.index} of {_described(chunk.header)} could not be read on the sender's card: {error}. "
+                "Rejected whole; the old weights go on serving."
+            ) from error
 
     def add_plain(self, module: str, state_dict: Mapping[str, Any]) -> None:
         """Stage a plain state dict (tensors or arrays), as the seed's calls send it."""
@@ -142,11 +164,13 @@ class WeightStage:
             if stage.chunks[index].checksum != sent:
                 raise WeightUpdateError(f"{where}: chunk {index} is not the one the manifest lists. Rejected whole.")
         chunks = [stage.chunks[index] for index in sorted(expected)]
-        found = [spec for chunk in chunks for spec in specs_of(chunk.module, chunk.tensors)]
+        found = [spec for chunk in chunks for spec in chunk.specs]
         if tuple(found) != manifest.tensors:
             raise WeightUpdateError(f"{where}: its chunks do not hold the tensors its manifest lists. Rejected whole.")
-        tensors = [(chunk.module, name, decode(wire)) for chunk in chunks for name, wire in chunk.tensors.items()]
-        return self._verified(header.update_id, stage, tensors, manifest.lora, allow_partial=manifest.is_partial)
+        self._reader.forget_unused()
+        tensors = [(chunk.module, name, tensor) for chunk in chunks for name, tensor in chunk.decoded().items()]
+        update = self._verified(header.update_id, stage, tensors, manifest.lora, allow_partial=manifest.is_partial)
+        return dataclasses.replace(update, canary=manifest.canary)
 
     def abort(self, update_id: str) -> None:
         """Forget an update."""
@@ -190,9 +214,14 @@ class WeightStage:
         if not allow_partial:
             for module in sorted({module for module, _ in resolved}):
                 self._targets[module].check_complete(missing[module], stage.source)
-        for module in {module for module, _ in resolved}:
-            self._targets[module].constructor.adopt()
-        return VerifiedUpdate(update_id, stage.version, stage.source, resolved, is_full=not any(missing.values()))
+        constructors = [self._targets[module].constructor for module in {module for module, _ in resolved}]
+
+        def adopt() -> None:
+            for constructor in constructors:
+                constructor.adopt()
+
+        is_full = not any(missing.values())
+        return VerifiedUpdate(update_id, stage.version, stage.source, resolved, is_full=is_full, adopt=adopt)
 
     def _without_foreign_adapters(
         self,
@@ -298,6 +327,12 @@ class _BaseWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._own_name)
+
+
+def device_of(modules: Mapping[str, nn.Module]) -> torch.device:
+    """Where the modules compute."""
+    tensors = (tensor for module in modules.values() for tensor in module.parameters())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _aliases(name: str) -> tuple[str, ...]:

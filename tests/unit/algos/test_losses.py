@@ -228,3 +228,11 @@ def test_a_tensor_of_the_wrong_shape_is_refused_by_name():
         policy_loss(ok, ok, torch.zeros(2, 1), mask, 6)
     with pytest.raises(DataError, match="old_values must have the shape"):
         value_loss(ok, torch.zeros(2), ok, mask, 6)
+
+
+def test_a_value_within_the_range_is_not_clipped_whatever_rounding_says():
+    old, current = torch.tensor([[0.3]]), torch.tensor([[0.1]])
+    assert old + (current - old) != current  # the clipped estimate is another number, further from the target
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    out = clipped_value_loss(current, old, torch.full((1, 1), 0.2), mask, clip=0.4, num_tokens=1)
+    assert out.clip_fraction == 0

@@ -153,15 +153,15 @@ def test_a_bound_that_comes_during_the_wait_decides_what_is_waited_for(first, se
     pipeline.gate.issue(4)
     asked = []
 
-    def wait_for_version(at_least, *, deadline_seconds):
-        asked.append((at_least, deadline_seconds))
+    def wait_for_version(at_least, *, deadline_seconds, is_committed):
+        asked.append((at_least, deadline_seconds, is_committed))
         pipeline.bounds.note(1, second)
         pipeline.served.offer(update(1))
         return True
 
     pipeline.served.wait_for_version = wait_for_version
     assert pipeline.wait_for_admission(7.0) == is_admitted
-    assert asked == [(1, 7.0)]  # any newer version may change what is needed
+    assert asked == [(1, 7.0, True)]  # any newer version may change what is needed
     assert (pipeline.admit(9) > 0) == is_admitted
 
 

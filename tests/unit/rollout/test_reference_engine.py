@@ -15,7 +15,7 @@ from coati.models import Actor, action_logprobs
 from coati.models.lora import LoRASettings
 from coati.randomness import keyed_uniforms
 from coati.rollout import GenerateOptions, ReferenceEngine, Rollout, RolloutRequest, mask_after_end
-from coati.rollout.reference import inverse_cdf
+from coati.rollout.sampling import inverse_cdf
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 3, 4]]
 INF, NAN = float("inf"), float("nan")

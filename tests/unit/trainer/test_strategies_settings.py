@@ -68,6 +68,10 @@ def test_a_rendezvous_nobody_comes_to_names_the_address(monkeypatch):
     [
         (lambda: DDPStrategy(timeout_seconds=0), "timeout_seconds must be positive and finite, got 0"),
         (lambda: DDPStrategy(timeout_seconds=float("inf")), "timeout_seconds"),
+        (
+            lambda: DDPStrategy(compute_dtype=torch.float16),
+            "compute_dtype must be torch.bfloat16 or None, got torch.float16",
+        ),
         (lambda: LowLevelZeroStrategy(stage=3), "stage must be 1 or 2, got 3.*GeminiStrategy"),
         (lambda: LowLevelZeroStrategy(stage=1, cpu_offload=True), "cpu_offload=True needs stage=2"),
         (lambda: GeminiStrategy("cuda"), "one of static, auto, cpu, got 'cuda'"),

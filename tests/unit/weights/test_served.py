@@ -169,6 +169,21 @@ def test_waiting_for_a_version_ends_when_it_is_pending(served_models, make_model
         assert served.version == 0
 
 
+def test_waiting_for_a_committed_version_ends_when_it_serves(served_models, make_models):
+    _, served = served_models
+    results = []
+    waiter = threading.Thread(
+        target=lambda: results.append(served.wait_for_version(1, deadline_seconds=PATIENCE, is_committed=True))
+    )
+    waiter.start()
+    with served.use():
+        served.offer(update_of(make_models(1), version=1))
+        assert served.wait_for_version(1, deadline_seconds=0.0, is_committed=True) is False
+        assert results == []
+    waiter.join(PATIENCE)
+    assert results == [True]
+
+
 def test_waiting_for_a_full_update_says_what_was_waited_for(served_models, make_models):
     _, served = served_models
     served.offer(update_of({"actor": make_models(1)["actor"]}, version=1, is_full=False))

@@ -23,9 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from coati.errors import CheckpointError, ConfigError, DeadlineExceeded
+from coati.models.deferred import deferred_weights, weights_come_later
 from coati.trainer.strategies.folders import copy_to_other_nodes, replace_folder
 from coati.trainer.strategies.gradient_norm import clip_grads
-from coati.trainer.strategies.model_files import MODEL_MARKERS, load_model_files, write_model
+from coati.trainer.strategies.model_files import (
+    MODEL_MARKERS,
+    load_model_files,
+    saves_adapters,
+    write_model,
+    write_model_in_parts,
+)
 from coati.trainer.strategies.optimizer_files import (
     OPTIMIZER_MARKERS,
     StateEntry,
@@ -62,9 +69,15 @@ class Strategy(ABC):
         backend: torch.distributed backend; by default nccl (with gloo for host tensors) on GPUs, gloo on
             CPUs.
         timeout_seconds: how long any wait for the other ranks may last.
+        compute_dtype: bfloat16 to compute in it while weights, gradients and optimizer state stay in the model's own
+            format (load the model in float32); by default all of it is in the model's format.
     """
 
+    optimizer_class: type[Optimizer] = torch.optim.Adam
+    """What a learner should build its optimizers from."""
+
     _always_needs_group = False  # whether even a single rank needs a process group
+    _shards_parameters = False
 
     def __init__(
         self,
@@ -73,7 +86,13 @@ class Strategy(ABC):
         device: str | torch.device | None = None,
         backend: str | None = None,
         timeout_seconds: float = 600,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
+        if compute_dtype not in (None, torch.bfloat16):
+            raise ConfigError(
+                f"compute_dtype must be torch.bfloat16 or None, got {compute_dtype}. Others lose small gradients."
+            )
+        self.compute_dtype = compute_dtype
         if not timeout_seconds > 0 or math.isinf(timeout_seconds):
             raise ConfigError(f"timeout_seconds must be positive and finite, got {timeout_seconds}.")
         self._ranks = RankInfo.from_env()
@@ -111,8 +130,13 @@ class Strategy(ABC):
     # Placing models
 
     def model_init_context(self) -> AbstractContextManager[None]:
-        """Build models inside this context. Models are built on the CPU; `prepare` moves them."""
-        return nullcontext()
+        """Build models inside this context.
+
+        Models are built on the CPU, and `prepare` moves them. Strategies that shard parameters build `Actor` and
+        `Critic` without weights, on the meta device: `prepare` reads those block by block, so that no rank ever holds
+        a whole model.
+        """
+        return weights_come_later() if self._shards_parameters else nullcontext()
 
     def prepare(self, *models_or_pairs: nn.Module | tuple[nn.Module, Optimizer]) -> Any:
         """Place models and optimizers; returns what came, in the same structure, ready to use.
@@ -137,7 +161,7 @@ class Strategy(ABC):
         if isinstance(model, DistributedDataParallel | FSDPModule):
             raise ConfigError("prepare got a model that was prepared before. Prepare each model once.")
         if optimizer is None:
-            return model.to(self.device)
+            return _with_weights(model).to(self.device)
         return self._prepare_trained(model, optimizer)
 
     @abstractmethod
@@ -158,22 +182,20 @@ class Strategy(ABC):
         unevenly the tokens are spread. (Data parallelism averages over ranks; the factor below undoes that.)
 
         Several calls before one `optimizer_step` accumulate; wrap forward and backward of all but the last in
-        `no_sync(model)` to talk to the other ranks only once.
+        `no_sync(model)` to exchange whole gradients only once.
         """
         (loss * self.world_size if self.world_size > 1 else loss).backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Keep gradients on this rank: for forward and backward of all but the last micro-batch."""
+        """Keep whole gradients on this rank: for forward and backward of all but the last micro-batch.
+
+        Sharded gradients are exchanged every time: to keep them would mean to hold them whole, which is what sharding
+        is there to avoid.
+        """
         if isinstance(model, DistributedDataParallel):
             with model.no_sync():
                 yield
-        elif isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(False)
-            try:
-                yield
-            finally:
-                model.set_requires_gradient_sync(True)
         else:
             yield
 
@@ -198,6 +220,15 @@ class Strategy(ABC):
         total = tensor.detach().to(self.device, copy=True)
         dist.all_reduce(total)
         return total.to(tensor.device)
+
+    def all_gather(self, vector: Tensor) -> Tensor:
+        """Every rank's vector, [W, n] from [n], in the order of ranks; all pass the same length and dtype."""
+        if self.world_size == 1:
+            return vector.detach().unsqueeze(0)
+        mine = vector.detach().to(self.device).contiguous()
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(rows, mine)
+        return torch.stack(rows).to(vector.device)
 
     def barrier(self, deadline_seconds: float) -> None:
         """Wait until all ranks are here; after `deadline_seconds` raise `DeadlineExceeded`."""
@@ -226,62 +257,84 @@ class Strategy(ABC):
     def get_model_state_dict_shard(self, model: nn.Module, **config: Any) -> Iterator[dict[str, Tensor]]:
         """Stream the unwrapped model's state dict, buffers included, in chunks of bounded size.
 
-        Config: `shard_size`, the bound in MiB (default 64); a tensor larger than that is its own chunk. Tied
-        weights come once, under their first name. Tensors are detached, whole, on their device, in their
-        dtype, and may share memory with the model: copy what must outlive the next step. All ranks must
-        iterate in step.
+        Config: `shard_size`, the bound in MiB (default 64); a tensor larger than that is its own chunk. `dtype`, the
+        format of floating-point tensors (default None: each its own). Tied weights come once, under their first
+        name. Tensors are detached, whole, on their device, and may share memory with the model: copy what must
+        outlive the next step. Sharded ones are gathered one at a time. All ranks must iterate in step.
         """
         shard_size = config.pop("shard_size", _DEFAULT_SHARD_MIB)
+        dtype = config.pop("dtype", None)
         if config:
             raise ConfigError(
-                f"get_model_state_dict_shard knows the option shard_size, got {', '.join(sorted(config))}."
+                f"get_model_state_dict_shard knows the options shard_size and dtype, got {', '.join(sorted(config))}."
             )
         if not shard_size > 0:
             raise ConfigError(f"shard_size must be a positive number of MiB, got {shard_size}.")
-        return iter_state_chunks(self.unwrap_model(model), max_bytes=int(shard_size * 2**20))
+        chunks = iter_state_chunks(self.unwrap_model(model), max_bytes=int(shard_size * 2**20))
+        if dtype is None:
+            return chunks
+        return (
+            {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in chunk.items()}
+            for chunk in chunks
+        )
 
-    def save_model(self, model: nn.Module, path: _PathLike, only_rank0: bool = False) -> None:
-        """Write the whole model to the folder `path`, by its own `save_pretrained` if it has one.
+    def save_model(self, model: nn.Module, path: _PathLike, only_rank0: bool = False, *, sharded: bool = False) -> None:
+        """Write the model to the folder `path`, by its own `save_pretrained` if it has one.
 
         The folder appears whole or not at all; a model folder that is there already is replaced, with all
         that is in it. Rank 0 writes. Unless `only_rank0`, nodes that do not see rank 0's folder get a copy of
-        it.
+        it. `sharded` writes several files of bounded size with an index, as transformers does for large models, and
+        needs no more memory than one of them; else rank 0 holds all weights for a moment. With LoRA only the adapters
+        are written, and gathered.
         """
-        is_writer = self.rank == 0
-        state: dict[str, Tensor] = {}
-        for chunk in self.get_model_state_dict_shard(model):  # all ranks take part in the gathering
-            if is_writer:
-                state.update((name, tensor.cpu()) for name, tensor in chunk.items())
         module = self.unwrap_model(model)
-        self._save_folder(Path(path), lambda folder: write_model(module, state, folder), MODEL_MARKERS, only_rank0)
+        chunks = self._chunks_to_save(module)
+
+        def write(folder: Path) -> None:
+            if sharded and not saves_adapters(module):
+                write_model_in_parts(module, chunks, folder)
+            else:
+                write_model(module, {name: tensor for chunk in chunks for name, tensor in chunk.items()}, folder)
+
+        self._save_folder(Path(path), write, MODEL_MARKERS, only_rank0, drain=chunks)
+
+    def _chunks_to_save(self, module: nn.Module) -> Iterator[dict[str, Tensor]]:
+        """What has to be on disk, on the CPU; all ranks take part in the gathering, and rank 0 gets the tensors."""
+        kept: set[str] | None = None
+        if saves_adapters(module):
+            kept = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        for chunk in iter_state_chunks(module, max_bytes=_DEFAULT_SHARD_MIB * 2**20, names=kept):
+            yield {name: tensor.cpu() for name, tensor in chunk.items()} if self.rank == 0 else {}
 
     def load_model(self, model: nn.Module, path: _PathLike) -> None:
         """Load what any strategy saved; names and shapes must match, or nothing is loaded."""
         load_model_files(self.unwrap_model(model), Path(path))
 
-    def save_optimizer(self, optimizer: Optimizer, path: _PathLike, only_rank0: bool = False) -> None:
+    def save_optimizer(
+        self, optimizer: Optimizer, path: _PathLike, only_rank0: bool = False, *, sharded: bool = False
+    ) -> None:
         """Write the optimizer's whole state to the folder `path`: safetensors and JSON, atomically.
 
         State is keyed by the parameter's number in the groups, so any strategy with any number of ranks loads
-        it.
+        it. `sharded` writes several files of bounded size, and needs no more memory than one of them.
         """
-        entries = [entry for entry in self._iter_optimizer_state(optimizer) if self.rank == 0]
+        entries = self._iter_optimizer_state(optimizer)
+        part_bytes = _DEFAULT_SHARD_MIB * 2**20 if sharded else None
         self._save_folder(
             Path(path),
-            lambda folder: write_optimizer(optimizer, entries, folder),
+            lambda folder: write_optimizer(optimizer, entries, folder, part_bytes=part_bytes),
             OPTIMIZER_MARKERS,
             only_rank0,
+            drain=entries,
         )
 
     def load_optimizer(self, optimizer: Optimizer, path: _PathLike) -> None:
         """Load what `save_optimizer` wrote: moments, step counts, and settings such as the learning rate."""
-        groups, entries = read_optimizer(optimizer, Path(path))
         parameters = parameters_of(optimizer)
-        placed = [
-            place_entry(entry, parameters[entry.index])
-            for entry in entries
-            if self._holds_state_of(optimizer, entry.index)
-        ]
+        groups, entries = read_optimizer(
+            optimizer, Path(path), wanted=lambda index: self._holds_state_of(optimizer, index)
+        )
+        placed = [place_entry(entry, parameters[entry.index]) for entry in entries]
         optimizer.load_state_dict(state_dict_of(groups, placed))
 
     def _iter_optimizer_state(self, optimizer: Optimizer) -> Iterator[StateEntry]:
@@ -292,12 +345,26 @@ class Strategy(ABC):
         """Whether this rank keeps (its part of) the state of parameter `index`."""
         return True
 
-    def _save_folder(self, path: Path, write: Callable[[Path], None], markers: Iterable[str], only_rank0: bool) -> None:
+    def _save_folder(
+        self,
+        path: Path,
+        write: Callable[[Path], None],
+        markers: Iterable[str],
+        only_rank0: bool,
+        *,
+        drain: Iterator[Any],
+    ) -> None:
+        """Let rank 0 write a folder from what `drain` gathers, which all ranks iterate over to its end."""
         markers = frozenset(markers)
 
         def write_on_rank0() -> None:
-            if self.rank == 0:
-                replace_folder(path, write, markers=markers)
+            try:
+                if self.rank == 0:
+                    replace_folder(path, write, markers=markers)
+            finally:
+                # Also after a failure: the other ranks wait in the next gathering.
+                for _ in drain:
+                    pass
 
         self._all_or_none(write_on_rank0, path)
         num_nodes = self.all_reduce_sum(torch.tensor(int(self.local_rank == 0)))
@@ -321,3 +388,12 @@ class Strategy(ABC):
             raise failure
         if num_failed > 0:
             raise CheckpointError(f"another rank could not save to {path}; its own message says why.")
+
+
+def _with_weights(model: nn.Module) -> nn.Module:
+    """A model for inference is whole, also where it was built without its weights."""
+    deferred = deferred_weights(model)
+    if deferred is not None:
+        deferred.fill(model)
+        del model.deferred_weights
+    return model

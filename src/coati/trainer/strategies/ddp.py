@@ -23,6 +23,7 @@ class DDPStrategy(Strategy):
         device: where models live; by default `cuda:LOCAL_RANK` (modulo the visible GPUs), else the CPU.
         backend: torch.distributed backend; by default nccl on GPUs and gloo on CPUs.
         timeout_seconds: how long any wait for the other ranks may last.
+        compute_dtype: bfloat16 to compute in it with weights and optimizer state in the model's own format.
         find_unused_parameters: set it if some trainable parameters take no part in the loss of some step
             (torch then raises an error that says so). It costs a walk over the graph in every backward pass,
             so it is off.
@@ -42,13 +43,19 @@ class DDPStrategy(Strategy):
         device: str | torch.device | None = None,
         backend: str | None = None,
         timeout_seconds: float = 600,
+        compute_dtype: torch.dtype | None = None,
         find_unused_parameters: bool = False,
     ) -> None:
-        super().__init__(seed, device=device, backend=backend, timeout_seconds=timeout_seconds)
+        super().__init__(
+            seed, device=device, backend=backend, timeout_seconds=timeout_seconds, compute_dtype=compute_dtype
+        )
         self._find_unused_parameters = find_unused_parameters
 
     def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         model = model.to(self.device)
+        if self.compute_dtype is not None:
+            autocast = torch.autocast(self.device.type, dtype=self.compute_dtype)
+            model.forward = autocast(model.forward)
         if optimizer.state:
             # Loading an optimizer's state into itself moves it to where the parameters are now.
             optimizer.load_state_dict(optimizer.state_dict())

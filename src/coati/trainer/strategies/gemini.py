@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from coati.errors import ConfigError
+from coati.trainer.optim import HybridAdam
 from coati.trainer.strategies.base import Strategy
 from coati.trainer.strategies.sharding import prepare_sharded
 
@@ -33,9 +34,12 @@ class GeminiStrategy(Strategy):
         device: where models compute; by default this rank's GPU, else the CPU.
         backend: torch.distributed backend; by default nccl with gloo on GPUs, gloo on CPUs.
         timeout_seconds: how long any wait for the other ranks may last.
+        compute_dtype: bfloat16 to compute in it with weights and optimizer state in the model's own format.
     """
 
+    optimizer_class = HybridAdam
     _always_needs_group = True
+    _shards_parameters = True
 
     def __init__(
         self,
@@ -45,13 +49,16 @@ class GeminiStrategy(Strategy):
         device: str | torch.device | None = None,
         backend: str | None = None,
         timeout_seconds: float = 600,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         if placement_policy not in get_args(PlacementPolicy):
             raise ConfigError(
                 f"GeminiStrategy placement_policy must be one of {', '.join(get_args(PlacementPolicy))}, "
                 f"got {placement_policy!r}."
             )
-        super().__init__(seed, device=device, backend=backend, timeout_seconds=timeout_seconds)
+        super().__init__(
+            seed, device=device, backend=backend, timeout_seconds=timeout_seconds, compute_dtype=compute_dtype
+        )
         self._placement_policy = placement_policy
 
     def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -62,6 +69,7 @@ class GeminiStrategy(Strategy):
             world_size=self.world_size,
             reshard_after_forward=True,
             cpu_offload=self._offloads(model),
+            compute_dtype=self.compute_dtype,
         )
 
     def _offloads(self, model: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from coati.errors import ConfigError
+from coati.trainer.optim import HybridAdam
 from coati.trainer.strategies.ddp import DDPStrategy
 from coati.trainer.strategies.optimizer_files import StateEntry, parameters_of
 from coati.trainer.strategies.sharding import check_optimizer_of, prepare_sharded
@@ -32,8 +33,10 @@ class LowLevelZeroStrategy(DDPStrategy):
         device: where models compute; by default this rank's GPU, else the CPU.
         backend: torch.distributed backend; by default nccl with gloo on GPUs, gloo on CPUs.
         timeout_seconds: how long any wait for the other ranks may last.
+        compute_dtype: bfloat16 to compute in it with weights and optimizer state in the model's own format.
     """
 
+    optimizer_class = HybridAdam
     _always_needs_group = True
 
     def __init__(
@@ -45,6 +48,7 @@ class LowLevelZeroStrategy(DDPStrategy):
         device: str | torch.device | None = None,
         backend: str | None = None,
         timeout_seconds: float = 600,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         if stage not in (1, 2):
             raise ConfigError(
@@ -53,8 +57,11 @@ class LowLevelZeroStrategy(DDPStrategy):
             )
         if cpu_offload and stage == 1:
             raise ConfigError("LowLevelZeroStrategy cpu_offload=True needs stage=2, got stage=1.")
-        super().__init__(seed, device=device, backend=backend, timeout_seconds=timeout_seconds)
+        super().__init__(
+            seed, device=device, backend=backend, timeout_seconds=timeout_seconds, compute_dtype=compute_dtype
+        )
         self._stage = stage
+        self._shards_parameters = stage == 2
         self._cpu_offload = cpu_offload
         self._owners: dict[Optimizer, list[int]] = {}  # stage 1: parameter index -> rank with its state
 
@@ -67,6 +74,7 @@ class LowLevelZeroStrategy(DDPStrategy):
                 world_size=self.world_size,
                 reshard_after_forward=False,
                 cpu_offload=self._cpu_offload,
+                compute_dtype=self.compute_dtype,
             )
         check_optimizer_of(optimizer, model.parameters())
         model, optimizer = super()._prepare_trained(model, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
@@ -35,6 +36,56 @@ def write_model(module: nn.Module, state: Mapping[str, Tensor], folder: Path) ->
         return
     tied = {name: state[first] for name, first in tied_names(module).items()}
     save_pretrained(folder, state_dict={**state, **tied})
+
+
+def write_model_in_parts(module: nn.Module, chunks: Iterable[Mapping[str, Tensor]], folder: Path) -> None:
+    """Write a file for each chunk, and an index: a folder that transformers and `load_model_files` both read.
+
+    A module around a transformers model writes that one under its own names, and its other children beside it.
+    """
+    body = next((name for name, child in module.named_children() if hasattr(child, "save_pretrained")), None)
+    inner: Any = module if body is None else getattr(module, body)
+    beside: dict[str, dict[str, Tensor]] = {}
+    parts: list[list[str]] = []
+    for chunk in chunks:
+        part: dict[str, Tensor] = {}
+        for name, tensor in chunk.items():
+            child, _, rest = name.partition(".")
+            if body is None or child == body:
+                part[name if body is None else rest] = tensor.contiguous()
+            else:
+                beside.setdefault(child, {})[rest] = tensor.contiguous()
+        if part:
+            parts.append(list(part))
+            save_file(part, folder / f"part-{len(parts)}", metadata={"format": "pt"})
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        (folder / f"part-{number}").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    total = sum((folder / file).stat().st_size for file in set(weight_map.values()))
+    (folder / _INDEX_FILE).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+    )
+    for child, state in beside.items():
+        save_file(state, folder / f"{child}.safetensors")
+    if hasattr(inner, "config"):
+        _write_config(inner, folder)
+
+
+def _write_config(model: Any, folder: Path) -> None:
+    """What transformers needs beside the weights."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # the prefix that sharding gives a class
+    config.dtype = next((parameter.dtype for parameter in model.parameters()), None)
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def saves_adapters(module: nn.Module) -> bool:
+    """Whether peft saves this module, or what it wraps: then its adapters are all there is to save."""
+    return any(hasattr(child, "peft_config") for child in (module, *module.children()))
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ Because what is written is whole, a run may go on under another strategy or with
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,39 +54,64 @@ def iter_whole_state(optimizer: Optimizer) -> Iterator[StateEntry]:
             yield StateEntry(index=index, key=key, value=value)
 
 
-def write_optimizer(optimizer: Optimizer, entries: Iterable[StateEntry], folder: Path) -> None:
-    """Write settings and state into `folder`."""
-    tensors: dict[str, Tensor] = {}
+def write_optimizer(
+    optimizer: Optimizer, entries: Iterable[StateEntry], folder: Path, *, part_bytes: int | None = None
+) -> None:
+    """Write settings and state into `folder`; with `part_bytes` in files of that size, one in memory at a time."""
     numbers: dict[str, Any] = {}
+    files: list[str] = []
+    tensors: dict[str, Tensor] = {}
+
+    def write_file() -> None:
+        files.append(_STATE_FILE if part_bytes is None else f"optimizer-{len(files) + 1:05d}.safetensors")
+        save_file(tensors, folder / files[-1])
+        tensors.clear()
+
     for entry in entries:
         name = f"{entry.index}.{entry.key}"
-        if isinstance(entry.value, Tensor):
-            tensors[name] = entry.value.contiguous()
-        else:
+        if not isinstance(entry.value, Tensor):
             numbers[name] = entry.value
+            continue
+        tensors[name] = entry.value.contiguous()
+        if part_bytes is not None and sum(tensor.nbytes for tensor in tensors.values()) >= part_bytes:
+            write_file()
+    if tensors or not files:
+        write_file()
     settings = {
         "format": _FORMAT,
         "family": _family(optimizer),
         "shapes": [list(parameter.shape) for parameter in parameters_of(optimizer)],
         "groups": [_plain_group(group) for group in optimizer.param_groups],
         "numbers": numbers,
+        "files": files,
     }
-    save_file(tensors, folder / _STATE_FILE)
     (folder / _SETTINGS_FILE).write_text(json.dumps(settings, indent=1))
 
 
-def read_optimizer(optimizer: Optimizer, path: Path) -> tuple[list[dict[str, Any]], list[StateEntry]]:
-    """Groups (settings and parameter indices) and state from `path`, checked against the optimizer."""
+def read_optimizer(
+    optimizer: Optimizer, path: Path, *, wanted: Callable[[int], bool]
+) -> tuple[list[dict[str, Any]], Iterator[StateEntry]]:
+    """Groups (settings and parameter indices) and state from `path`, checked against the optimizer.
+
+    State is read one value at a time, and only that of `wanted` parameters.
+    """
     settings = _read_settings(path)
     _check_belongs(optimizer, settings, path)
-    entries = [_entry(name, value) for name, value in settings["numbers"].items()]
-    try:
-        with safe_open(path / _STATE_FILE, framework="pt") as file:
-            names = list(file.keys())
-            entries += [_entry(name, file.get_tensor(name)) for name in names]
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path / _STATE_FILE} is missing or torn: {error}. Use another checkpoint.") from error
-    return settings["groups"], entries
+    return settings["groups"], _iter_entries(settings, path, wanted)
+
+
+def _iter_entries(settings: Mapping[str, Any], path: Path, wanted: Callable[[int], bool]) -> Iterator[StateEntry]:
+    for name, value in settings["numbers"].items():
+        if wanted(_index_of(name)):
+            yield _entry(name, value)
+    for file_name in settings.get("files", [_STATE_FILE]):
+        try:
+            with safe_open(path / file_name, framework="pt") as file:
+                for name in list(file.keys()):
+                    if wanted(_index_of(name)):
+                        yield _entry(name, file.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path / file_name} is missing or torn: {error}. Use another checkpoint.") from error
 
 
 def place_entry(entry: StateEntry, parameter: Tensor) -> StateEntry:
@@ -168,6 +193,10 @@ def _check_belongs(optimizer: Optimizer, settings: dict[str, Any], path: Path) -
         start += size
         if "betas" in group:  # JSON has no tuples
             group["betas"] = tuple(group["betas"])
+
+
+def _index_of(name: str) -> int:
+    return int(name.partition(".")[0])
 
 
 def _entry(name: str, value: Any) -> StateEntry:

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from coati.errors import ConfigError
+from coati.models.deferred import deferred_weights
 
 
 def prepare_sharded(
@@ -23,11 +24,19 @@ def prepare_sharded(
     world_size: int,
     reshard_after_forward: bool,
     cpu_offload: bool,
+    compute_dtype: torch.dtype | None = None,
 ) -> tuple[nn.Module, Optimizer]:
-    """Start from rank 0's weights, shard the model in place and point the optimizer at the shards."""
+    """Start from rank 0's weights, shard the model in place and point the optimizer at the shards.
+
+    A model whose weights come later (see `coati.models.deferred`) gets them here, one block at a time: none is ever
+    whole.
+    """
     before = dict(model.named_parameters())
     check_optimizer_of(optimizer, before.values())
-    if world_size > 1:
+    deferred = deferred_weights(model)
+    if deferred is not None and world_size > 1:
+        deferred.seed = _of_rank0(deferred.seed, device)
+    elif world_size > 1:
         broadcast_from_rank0(model, device)
     model = shard_model(
         model,
@@ -35,6 +44,7 @@ def prepare_sharded(
         world_size=world_size,
         reshard_after_forward=reshard_after_forward,
         cpu_offload=cpu_offload,
+        compute_dtype=compute_dtype,
     )
     after = dict(model.named_parameters())
     successor = {id(parameter): after[name] for name, parameter in before.items()}
@@ -52,18 +62,46 @@ def broadcast_from_rank0(model: nn.Module, device: torch.device) -> None:
         tensor.copy_(staged)
 
 
+def _of_rank0(number: int, device: torch.device) -> int:
+    agreed = torch.tensor(number, device=device)
+    dist.broadcast(agreed, src=0)
+    return int(agreed)
+
+
 def shard_model(
-    model: nn.Module, *, device: torch.device, world_size: int, reshard_after_forward: bool, cpu_offload: bool
+    model: nn.Module,
+    *,
+    device: torch.device,
+    world_size: int,
+    reshard_after_forward: bool,
+    cpu_offload: bool,
+    compute_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Shard the parameters over all ranks, in place: one group per transformer block, one for the rest.
 
     Groups are what is gathered together. With `reshard_after_forward` a block is whole only while it
-    computes; without, it stays whole from its forward to its backward pass.
+    computes; without, it stays whole from its forward to its backward pass. With `compute_dtype` what is gathered is
+    in that format, and gradients are added up in the format of the shards.
     """
     mesh = init_device_mesh(device.type, (world_size,))
     offload: OffloadPolicy = CPUOffloadPolicy() if cpu_offload and device.type != "cpu" else OffloadPolicy()
-    for module in [*transformer_blocks(model), model]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=offload)
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
+    )
+    deferred = deferred_weights(model)
+    blocks = list(transformer_blocks(model))
+    for module in [*blocks, model]:
+        if deferred is not None:
+            deferred.fill(model, module, skip=frozenset(blocks) - {module})
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=offload,
+            mp_policy=precision,
+        )
+    if deferred is not None:
+        del model.deferred_weights
     assert isinstance(model, FSDPModule)
     return model
 

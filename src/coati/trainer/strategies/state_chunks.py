@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,19 +11,21 @@ from torch.distributed.tensor import DTensor
 from coati.models.tied_weights import state_tensors, tied_names
 
 
-def iter_state_chunks(module: nn.Module, *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
+def iter_state_chunks(
+    module: nn.Module, *, max_bytes: int, names: Collection[str] | None = None
+) -> Iterator[dict[str, Tensor]]:
     """Yield the state dict in its own order, in chunks of at most `max_bytes`.
 
     A tensor larger than that is a chunk of its own. Tied weights come once, under their first name. Tensors
     are detached, whole, on their device and in their dtype; whole parameters still share memory with the
     module. Sharded ones are gathered one at a time, so all ranks must iterate in step, and every rank gets
-    every chunk.
+    every chunk. With `names`, only those are gathered.
     """
     tied = tied_names(module)
     chunk: dict[str, Tensor] = {}
     chunk_bytes = 0
     for name, tensor in state_tensors(module).items():
-        if name in tied:
+        if name in tied or (names is not None and name not in names):
             continue
         num_bytes = tensor.numel() * tensor.element_size()  # of the whole tensor, also for a DTensor
         if chunk and chunk_bytes + num_bytes > max_bytes:

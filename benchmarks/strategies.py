@@ -1,0 +1,291 @@
+"""What each strategy costs on one GPU: seconds and peak memory of a PPO step, and the largest model that fits a cap.
+
+    python benchmarks/strategies.py                                     a 0.5B Qwen2 shape, bfloat16, actor and critic
+    python benchmarks/strategies.py --cases ddp gemini-cpu --json rows.json
+    python benchmarks/strategies.py --largest --cap-gib 16              models that grow until they do not fit a cap
+    python benchmarks/strategies.py --device cpu --tiny                 a smoke test, in seconds
+
+Every case is a process of its own with one rank, so that no case inherits another's memory. A step is the learner's:
+policy and critic, forward and backward in micro-batches, clipping, Adam. Peak memory is what torch allocated on the
+device (`max_memory_allocated`) from before the models were built; the time is the median of the timed steps, after a
+warm-up. "mixed" cases keep float32 weights and compute in bfloat16; the others have everything in bfloat16.
+
+With one rank nothing is shared out, so what zero1, zero2 and gemini can show here is their overhead; what offloading
+saves shows in full. The cap is set with `torch.cuda.set_per_process_memory_fraction`: going over it is an
+out-of-memory error, which ends that case. Sizes double in depth and in width by turns. Offloaded weights, gradients
+and moments need the host's memory, which `--host-gib` bounds: a case that would need more is not started.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config
+
+from coati.experience_maker import Experience
+from coati.models import Actor, Critic
+from coati.trainer.ppo import PPOLearner, PPOSettings
+from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
+
+CASES = {
+    "ddp": lambda **options: DDPStrategy(**options),
+    "zero1": lambda **options: LowLevelZeroStrategy(stage=1, **options),
+    "zero2": lambda **options: LowLevelZeroStrategy(stage=2, **options),
+    "zero2-offload": lambda **options: LowLevelZeroStrategy(stage=2, cpu_offload=True, **options),
+    "gemini-static": lambda **options: GeminiStrategy("static", **options),
+    "gemini-cpu": lambda **options: GeminiStrategy("cpu", **options),
+    "ddp-mixed": lambda **options: DDPStrategy(compute_dtype=torch.bfloat16, **options),
+    "gemini-static-mixed": lambda **options: GeminiStrategy("static", compute_dtype=torch.bfloat16, **options),
+    "gemini-cpu-mixed": lambda **options: GeminiStrategy("cpu", compute_dtype=torch.bfloat16, **options),
+}
+OUT_OF_MEMORY = 77  # exit status of a case that did not fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A Qwen2 model and the batch it is trained on."""
+
+    layers: int = 24
+    width: int = 896
+    heads: int = 14
+    kv_heads: int = 2
+    intermediate: int = 4864
+    vocabulary: int = 151_936
+    samples: int = 16
+    micro_batch: int = 4
+    prompt_tokens: int = 128
+    response_tokens: int = 256
+
+    @property
+    def parameters(self) -> int:
+        """Of the actor, without norms and biases."""
+        attention = 2 * self.width**2 + 2 * self.width * self.kv_heads * (self.width // self.heads)
+        return self.vocabulary * self.width + self.layers * (attention + 3 * self.width * self.intermediate)
+
+    def training_bytes(self, itemsize: int) -> int:
+        """Weights, gradients and two moments, of actor and critic."""
+        return 2 * 4 * itemsize * self.parameters
+
+    def grown(self, doublings: int) -> "Shape":
+        """Twice the layers, then twice the width, and so on; heads keep their size."""
+        shape = self
+        for turn in range(doublings):
+            if turn % 2 == 0:
+                shape = replace(shape, layers=shape.layers * 2)
+            else:
+                shape = replace(
+                    shape,
+                    width=shape.width * 2,
+                    heads=shape.heads * 2,
+                    kv_heads=shape.kv_heads * 2,
+                    intermediate=shape.intermediate * 2,
+                )
+        return shape
+
+
+TINY = Shape(
+    layers=2,
+    width=32,
+    heads=4,
+    kv_heads=2,
+    intermediate=64,
+    vocabulary=101,
+    samples=4,
+    micro_batch=2,
+    prompt_tokens=6,
+    response_tokens=8,
+)
+
+
+def model_config(shape: Shape) -> Qwen2Config:
+    return Qwen2Config(
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.width,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+
+
+def make_batch(shape: Shape, seed: int) -> Experience:
+    """Random tokens and random numbers of the size that a run has."""
+    generator = torch.Generator().manual_seed(seed)
+    length = shape.prompt_tokens + shape.response_tokens
+
+    def noise(scale: float) -> torch.Tensor:
+        return torch.randn(shape.samples, shape.response_tokens, generator=generator) * scale
+
+    return Experience(
+        sequences=torch.randint(3, shape.vocabulary, (shape.samples, length), generator=generator),
+        action_log_probs=noise(0.1) - 11.0,
+        values=noise(0.1),
+        reward=torch.zeros(shape.samples),
+        kl=torch.zeros(shape.samples, shape.response_tokens),
+        advantages=noise(1.0),
+        attention_mask=torch.ones(shape.samples, length, dtype=torch.long),
+        action_mask=torch.ones(shape.samples, shape.response_tokens, dtype=torch.bool),
+    )
+
+
+def make_learner(case: str, shape: Shape, device: str) -> PPOLearner:
+    strategy: Strategy = CASES[case](seed=0, device=device)
+    dtype = torch.float32 if strategy.compute_dtype is not None else torch.bfloat16
+    with strategy.model_init_context():
+        actor = Actor.from_config(model_config(shape), dtype=dtype)
+        critic = Critic.from_config(model_config(shape), dtype=dtype)
+    settings = PPOSettings(actor_lr=1e-6, critic_lr=1e-5, micro_batch_size=shape.micro_batch)
+    return PPOLearner(actor, critic, strategy, settings, optimizer_class=strategy.optimizer_class)
+
+
+def measure(case: str, shape: Shape, device: str, *, steps: int, cap_gib: float) -> dict[str, object]:
+    """Build, warm up and time one case in this process."""
+    is_cuda = device == "cuda"
+    if is_cuda:
+        torch.cuda.init()
+        total = torch.cuda.get_device_properties(0).total_memory
+        if cap_gib:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total))
+        torch.cuda.reset_peak_memory_stats()
+    learner = make_learner(case, shape, device)
+    seconds = []
+    metrics: dict[str, float] = {}
+    for step in range(steps + 1):
+        experience = make_batch(shape, step)
+        if is_cuda:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        metrics = learner.step(experience)
+        if is_cuda:
+            torch.cuda.synchronize()
+        if step:  # the first is a warm-up
+            seconds.append(time.perf_counter() - started)
+    parameters = sum(p.numel() for model in learner.models.values() for p in model.parameters())
+    row: dict[str, object] = {
+        "case": case,
+        **asdict(shape),
+        "parameters": parameters,
+        "actor_parameters": sum(p.numel() for p in learner.actor.parameters()),
+        "cap_gib": cap_gib,
+        "step_seconds": statistics.median(seconds),
+        "tokens_per_second": shape.samples * (shape.prompt_tokens + shape.response_tokens) / statistics.median(seconds),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_cuda else 0.0,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if is_cuda else 0.0,
+        "loss": metrics["policy/loss"],
+        "grad_norm": metrics["policy/grad_norm"],
+        "skipped": metrics["optim/skipped_batches"],
+        "device": torch.cuda.get_device_name() if is_cuda else "cpu",
+        "torch": torch.__version__,
+    }
+    learner.strategy.close()
+    return row
+
+
+def run_in_process(case: str, shape: Shape, arguments: argparse.Namespace, *, cap_gib: float) -> dict[str, object]:
+    """The row of one case, measured in a process of its own; its error in place of numbers if it fails."""
+    host_gib = shape.training_bytes(4 if "mixed" in case else 2) / 2**30
+    if host_gib > arguments.host_gib:
+        error = f"not tried: actor, critic and their training need {host_gib:.0f} GiB of host memory"
+        return {"case": case, **asdict(shape), "cap_gib": cap_gib, "error": error}
+    command = [
+        *(sys.executable, __file__, "--one", case, "--device", arguments.device, "--steps", str(arguments.steps)),
+        *("--cap-gib", str(cap_gib), "--shape", json.dumps(asdict(shape))),
+    ]
+    places = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in places}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=arguments.case_seconds, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"case": case, **asdict(shape), "cap_gib": cap_gib, "error": f"over {arguments.case_seconds:g} s"}
+    if done.returncode == 0:
+        row: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+        return row
+    lines = done.stderr.strip().splitlines() or ["no message"]
+    error = "out of memory" if done.returncode == OUT_OF_MEMORY else lines[-1]
+    return {"case": case, **asdict(shape), "cap_gib": cap_gib, "error": error}
+
+
+def print_row(row: dict[str, object]) -> None:
+    if "error" in row:
+        what = f"{row['layers']} layers of {row['width']}"
+        print(f"{row['case']:<20} {what:<22} {str(row['error'])[:90]}", flush=True)
+        return
+    print(
+        f"{row['case']:<20} {row['actor_parameters'] / 1e6:>9.1f} M {row['step_seconds']:>9.3f} s "
+        f"{row['tokens_per_second']:>9.0f} tok/s {row['peak_gib']:>8.2f} GiB {row['reserved_gib']:>8.2f} GiB reserved",
+        flush=True,
+    )
+
+
+def compare(arguments: argparse.Namespace, shape: Shape) -> list[dict[str, object]]:
+    rows = []
+    for case in arguments.cases:
+        rows.append(run_in_process(case, shape, arguments, cap_gib=arguments.cap_gib))
+        print_row(rows[-1])
+    return rows
+
+
+def find_largest(arguments: argparse.Namespace, shape: Shape) -> list[dict[str, object]]:
+    """Grow the model until it does not fit the cap, for each case."""
+    rows = []
+    for case in arguments.cases:
+        for doublings in range(arguments.max_doublings + 1):
+            rows.append(run_in_process(case, shape.grown(doublings), arguments, cap_gib=arguments.cap_gib))
+            print_row(rows[-1])
+            if "error" in rows[-1]:
+                break
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=None)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model and a batch of nearly nothing")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--micro-batch", type=int, default=None, help="samples in one pass")
+    parser.add_argument("--cap-gib", type=float, default=0.0, help="GPU memory that a case may have; 0 = all")
+    parser.add_argument("--largest", action="store_true", help="grow the model until it does not fit the cap")
+    parser.add_argument("--max-doublings", type=int, default=4)
+    parser.add_argument("--host-gib", type=float, default=100.0, help="host memory that a case may need")
+    parser.add_argument("--case-seconds", type=float, default=300.0, help="longest that one case may take")
+    parser.add_argument("--json", type=Path, help="write the rows here too")
+    parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        try:
+            shape = Shape(**arguments.shape)
+            row = measure(arguments.one, shape, arguments.device, steps=arguments.steps, cap_gib=arguments.cap_gib)
+        except torch.cuda.OutOfMemoryError:
+            sys.exit(OUT_OF_MEMORY)
+        print(json.dumps(row))
+        return
+    shape = TINY if arguments.tiny else Shape()
+    if arguments.micro_batch is not None:
+        shape = replace(shape, micro_batch=arguments.micro_batch)
+    if arguments.largest:
+        if arguments.device == "cuda" and not arguments.cap_gib:
+            parser.error("--largest needs a cap: give --cap-gib")
+        arguments.cases = arguments.cases or ["ddp", "gemini-static", "gemini-cpu"]
+        rows = find_largest(arguments, shape)
+    else:
+        arguments.cases = arguments.cases or list(CASES)
+        rows = compare(arguments, shape)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

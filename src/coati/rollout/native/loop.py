@@ -1,0 +1,283 @@
+"""Continuous batching over fixed slots, with as little of the host as possible.
+
+Everything a step needs lies in tensors of fixed size and place: the slots' tokens and positions, the draws, what has
+been written. So a whole step (model, sampling, log-prob, stop check, bookkeeping) can be captured as a CUDA graph and
+played back without the host, which looks only every few tokens. A slot whose sample has ended goes on computing into a
+row that nobody reads, until the host looks: then it takes the next prompt; or, when nothing waits, the living slots are
+packed together and fewer are computed.
+
+On a CPU the same steps run without a graph, and the host looks after every token.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coati.rollout.engine import Rollout, RolloutRequest
+from coati.rollout.native.decoder import Decoder
+from coati.rollout.native.work import Work
+from coati.rollout.options import GenerateOptions
+from coati.rollout.sampling import inverse_cdf, score_processors
+
+# Tokens between two looks of the host at a GPU. A sample that ends in between wastes at most so many steps of a slot.
+STEPS_PER_LOOK = 8
+# Attention reads the cache up to a multiple of this, so that few lengths need a graph.
+_POSITION_STEP = 128
+
+
+class SlotLoop:
+    """Slots, buffers and graphs for one model; kept from one request to the next while they fit."""
+
+    def __init__(
+        self, decoder: Decoder, *, num_slots: int, num_positions: int, num_rows: int, max_new_tokens: int
+    ) -> None:
+        self._decoder = decoder
+        device = decoder.weight.device
+        self._is_captured = device.type == "cuda"
+        self._num_slots, self._num_positions = num_slots, num_positions
+        self._num_rows, self._max_new_tokens = num_rows, max_new_tokens
+        self._cache = decoder.new_cache(num_slots, num_positions)
+        self._slots = _Slots.empty(num_slots, device)
+        # One row more than there are: what a slot without a sample writes goes there.
+        self._pages = _Pages.empty(num_rows + 1, max_new_tokens, device)
+        self._version = torch.zeros((), dtype=torch.long, device=device)
+        self._graphs: dict[tuple[Any, ...], tuple[Any, _Sampler]] = {}
+        self._pool: Any = None
+        self._addresses: tuple[int, ...] = ()
+
+    def fits(self, *, num_slots: int, num_positions: int, num_rows: int, max_new_tokens: int) -> bool:
+        """Whether a request of these sizes can use these buffers, and the model is where it was."""
+        like, cached = self._decoder.weight, self._cache.keys[0]
+        return (
+            num_slots <= self._num_slots
+            and num_positions <= self._num_positions
+            and num_rows <= self._num_rows
+            and max_new_tokens <= self._max_new_tokens
+            and (cached.device, cached.dtype) == (like.device, like.dtype)
+        )
+
+    def generate(self, request: RolloutRequest, work: Work, *, num_slots: int) -> Rollout:
+        """Continue every prompt of the request, at most `num_slots` at a time."""
+        self._forget_graphs_of_moved_weights()
+        sampler = _Sampler(request.options, work.ends)
+        self._pages.begin(work)
+        self._slots.alive.zero_()
+        self._version.fill_(request.version)
+        count = 0  # the first so many slots are in use
+        longest = 0  # every living slot's position lies below
+        while True:
+            alive = self._slots.alive[:count].tolist()
+            if work.has_waiting and (free := [slot for slot in range(num_slots) if slot >= count or not alive[slot]]):
+                rows = work.next_rows(len(free))
+                self._admit(work, rows, free[: len(rows)], sampler, request)
+                count = max(count, free[len(rows) - 1] + 1)
+                longest = max(longest, int(work.lengths[rows].max()) + 1)
+            elif not any(alive):
+                return self._pages.rollout(request, work)
+            else:
+                count = self._packed(alive, count)
+                num_steps = min(STEPS_PER_LOOK, request.max_new_tokens) if self._is_captured else 1
+                longest = min(longest + num_steps, self._num_positions)
+                self._run(num_steps, count, longest, sampler, request.max_new_tokens)
+            if request.commit_point is not None:
+                # Weights change in place, in the memory that the graphs read; the cache stays.
+                self._version.fill_(request.commit_point())
+
+    def _admit(self, work: Work, rows: Tensor, free: list[int], sampler: "_Sampler", request: RolloutRequest) -> None:
+        """Read prompts into free slots, and draw their first tokens."""
+        slots = torch.tensor(free, dtype=torch.long, device=rows.device)
+        prompts, lengths, which = work.prompts_of(rows)
+        logits = self._decoder.prefill(prompts, lengths, self._cache, slots, which)
+        steps = torch.zeros_like(rows)
+        tokens, is_end = self._pages.draw(sampler, logits, rows, steps, self._version)
+        mine = self._slots
+        mine.rows[slots], mine.tokens[slots] = rows, tokens
+        mine.positions[slots], mine.steps[slots] = work.lengths[rows], steps + 1
+        mine.alive[slots] = ~is_end & (request.max_new_tokens > 1)
+
+    def _packed(self, alive: list[bool], count: int) -> int:
+        """Move the living slots to the front where that lets fewer be computed; how many are in use then.
+
+        Graphs exist for few sizes, so there the number is halved until it fits.
+        """
+        num_alive = smaller = sum(alive)
+        if self._is_captured:
+            smaller = count
+            while smaller % 2 == 0 and smaller // 2 >= num_alive:
+                smaller //= 2
+        if smaller < count:
+            living = torch.tensor([slot for slot, lives in enumerate(alive) if lives], device=self._slots.rows.device)
+            for tensor in (*self._cache.keys, *self._cache.values, *self._slots.tensors()):
+                tensor[:num_alive] = tensor[living]
+            self._slots.alive[num_alive:] = False
+        return smaller
+
+    def _run(self, num_steps: int, count: int, longest: int, sampler: "_Sampler", max_new_tokens: int) -> None:
+        if not self._is_captured:
+            for _ in range(num_steps):
+                self._step(count, longest, sampler, max_new_tokens)
+            return
+        length = min(self._num_positions, -(-longest // _POSITION_STEP) * _POSITION_STEP)
+        key = (count, length, max_new_tokens, sampler.key)
+        if key not in self._graphs:
+            # The sampler stays with the graph, which goes on reading its tensors.
+            graph = self._captured(lambda: self._step(count, length, sampler, max_new_tokens))
+            self._graphs[key] = (graph, sampler)
+        for _ in range(num_steps):
+            self._graphs[key][0].replay()
+
+    def _step(self, count: int, length: int, sampler: "_Sampler", max_new_tokens: int) -> None:
+        """One token for each of the first `count` slots, all on the device and in place."""
+        mine = self._slots
+        tokens, positions, steps, alive = (
+            tensor[:count] for tensor in (mine.tokens, mine.positions, mine.steps, mine.alive)
+        )
+        logits = self._decoder.decode(tokens, positions, self._cache, num_positions=length)
+        rows = torch.where(alive, mine.rows[:count], self._num_rows)
+        drawn, is_end = self._pages.draw(sampler, logits, rows, steps, self._version)
+        goes_on = alive & ~is_end & (steps + 1 < max_new_tokens)
+        tokens.copy_(drawn)
+        # Only those that go on move: a slot that is done stays at a place that exists.
+        positions.add_(goes_on)
+        steps.add_(goes_on)
+        alive.copy_(goes_on)
+
+    def _captured(self, step: Callable[[], None]) -> Any:
+        """The step as a CUDA graph. What the warm-up does is undone, or done again by the first replay."""
+        saved = [tensor.clone() for tensor in self._slots.tensors()]
+
+        def restore() -> None:
+            for tensor, value in zip(self._slots.tensors(), saved, strict=True):
+                tensor.copy_(value)
+
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+                restore()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the actor stage weights meanwhile; their allocations are none of this capture's business.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            step()
+        self._pool = self._pool or graph.pool()
+        return graph
+
+    def _forget_graphs_of_moved_weights(self) -> None:
+        addresses = self._decoder.join_weights() if self._is_captured else ()
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._graphs.clear()
+
+
+@dataclasses.dataclass
+class _Slots:
+    """What is being written in each slot, [N] each."""
+
+    rows: Tensor
+    """Which of the request's rows."""
+    tokens: Tensor
+    """The newest token, not yet in the cache."""
+    positions: Tensor
+    """Where it goes."""
+    steps: Tensor
+    """Which token of the response comes next."""
+    alive: Tensor
+
+    @classmethod
+    def empty(cls, count: int, device: torch.device) -> "_Slots":
+        rows, tokens, positions, steps = torch.zeros(4, count, dtype=torch.long, device=device)
+        return cls(rows, tokens, positions, steps, torch.zeros(count, dtype=torch.bool, device=device))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.rows, self.tokens, self.positions, self.steps, self.alive
+
+
+@dataclasses.dataclass
+class _Pages:
+    """What has been written of each row, [B + 1, A] and [B + 1], and the draws it is written by."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    versions: Tensor
+    written: Tensor
+    has_ended: Tensor
+    uniforms: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, width: int, device: torch.device) -> "_Pages":
+        return cls(
+            tokens=torch.zeros(num_rows, width, dtype=torch.long, device=device),
+            log_probs=torch.zeros(num_rows, width, device=device),
+            versions=torch.zeros(num_rows, width, dtype=torch.long, device=device),
+            written=torch.zeros(num_rows, dtype=torch.long, device=device),
+            has_ended=torch.zeros(num_rows, dtype=torch.bool, device=device),
+            uniforms=torch.zeros(num_rows, width, dtype=torch.float64, device=device),
+        )
+
+    def begin(self, work: Work) -> None:
+        """Blank pages, and the request's draws."""
+        self.tokens.fill_(work.pad)
+        for tensor in (self.log_probs, self.versions, self.written, self.has_ended):
+            tensor.zero_()
+        rows, width = work.uniforms.shape
+        self.uniforms[:rows, :width] = work.uniforms
+
+    def draw(
+        self, sampler: "_Sampler", logits: Tensor, rows: Tensor, steps: Tensor, version: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The next token of each row, written down, and whether it ends the response, [n] each."""
+        tokens, log_probs = sampler(logits, self.uniforms[rows, steps])
+        self.tokens[rows, steps] = tokens
+        self.log_probs[rows, steps] = log_probs
+        self.versions[rows, steps] = version
+        self.written[rows] = steps + 1
+        is_end = (tokens.unsqueeze(1) == sampler.ends).any(dim=1)
+        self.has_ended[rows] = is_end
+        return tokens, is_end
+
+    def rollout(self, request: RolloutRequest, work: Work) -> Rollout:
+        """All rows, as wide as the longest response."""
+        count, written = work.num_rows, self.written[: work.num_rows]
+        width = int(written.max())
+        action_mask = torch.arange(width, device=written.device) < written.unsqueeze(1)
+        return Rollout(
+            sequences=torch.cat([request.input_ids, self.tokens[:count, :width]], dim=1),
+            attention_mask=torch.cat([request.attention_mask, action_mask.to(request.attention_mask.dtype)], dim=1),
+            action_mask=action_mask,
+            rollout_log_probs=self.log_probs[:count, :width].clone(),
+            is_cut=~self.has_ended[:count],
+            token_versions=self.versions[:count, :width].clone(),
+        )
+
+
+class _Sampler:
+    """Draws tokens from logits as the options say."""
+
+    def __init__(self, options: GenerateOptions, ends: Tensor) -> None:
+        self._processors = score_processors(options)
+        self._is_greedy = not options.do_sample
+        self.ends = ends
+        self.key = (
+            options.do_sample,
+            options.temperature,
+            options.top_k,
+            options.top_p,
+            options.min_p,
+            options.typical_p,
+            options.epsilon_cutoff,
+            options.eta_cutoff,
+            tuple(ends.tolist()),
+        )
+
+    def __call__(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and their log-probs, [n] each."""
+        scores = logits
+        for process in self._processors:
+            scores = process(None, scores)
+        tokens = scores.argmax(dim=-1) if self._is_greedy else inverse_cdf(scores, uniforms)
+        return tokens, scores.gather(1, tokens.unsqueeze(1)).squeeze(1)

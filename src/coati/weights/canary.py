@@ -1,0 +1,96 @@
+"""Does a maker compute what its trainer computes? A fixed prompt, and the log-probs that the sender gives it.
+
+A checksum proves that the bytes arrived. A canary proves that they went to the right places and mean the same there:
+a layer that was mapped to the wrong name, a scale that was lost, a model of another configuration. It cannot tell two
+versions apart that differ by less than rounding.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from coati.errors import ConfigError
+from coati.models.actor import action_logprobs, unwrap
+from coati.models.positions import context_length_of
+
+CANARY_TOKENS = 16
+# Mean absolute difference of the log-probs, in nats. Other kernels, other batch shapes and adapters that are merged on
+# one side only change the last bits, and 16-bit numbers have few of them.
+_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}
+_TOLERANCE_16_BIT = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Canary:
+    """What the sender's actor says about the fixed prompt."""
+
+    logprobs: tuple[float, ...]
+    tolerance: float
+
+
+def canary_tokens(vocab_size: int, length: int = CANARY_TOKENS) -> Tensor:
+    """The fixed prompt, `[1, length]`: it depends on nothing but the vocabulary's size, and is spread over all of it.
+
+    >>> canary_tokens(50, length=4).tolist()
+    [[0, 19, 38, 7]]
+    """
+    step = max(1, round(vocab_size * 0.381966))  # the golden section: no short cycle, no clusters
+    return (torch.arange(length) * step % vocab_size).unsqueeze(0)
+
+
+def make_canary(actor: nn.Module) -> Canary:
+    """The sender's side. In a sharded group all ranks must call it, because their forward is one."""
+    return Canary(logprobs=canary_logprobs(actor), tolerance=tolerance_of(actor))
+
+
+@torch.no_grad()
+def canary_logprobs(actor: nn.Module) -> tuple[float, ...]:
+    """Log-probs of the fixed prompt's tokens but the first, with dropout off."""
+    tokens = canary_tokens(_vocab_size(actor), length=min(CANARY_TOKENS, context_length_of(unwrap(actor)) or 2**31))
+    tokens = tokens.to(next(actor.parameters()).device)
+    was_training = actor.training
+    actor.eval()
+    try:
+        logprobs, _ = action_logprobs(actor, tokens, torch.ones_like(tokens), tokens.shape[1] - 1)
+    finally:
+        actor.train(was_training)
+    return tuple(logprobs[0].double().tolist())
+
+
+def tolerance_of(actor: nn.Module) -> float:
+    """How far apart two sides may be, one of which computes like this model."""
+    dtypes = {parameter.dtype for parameter in actor.parameters() if parameter.is_floating_point()}
+    return max((_TOLERANCES.get(dtype, _TOLERANCE_16_BIT) for dtype in dtypes), default=_TOLERANCE_16_BIT)
+
+
+def canary_fault(actor: nn.Module, canary: Canary) -> str:
+    """What is wrong with the receiver's actor, or nothing."""
+    found = canary_logprobs(actor)
+    if len(found) != len(canary.logprobs):
+        return f"its log-probs of the canary are {len(found)}, expected {len(canary.logprobs)}"
+    differences = [abs(here - sent) for here, sent in zip(found, canary.logprobs, strict=True)]
+    difference = sum(differences) / max(1, len(differences))
+    tolerance = max(canary.tolerance, tolerance_of(actor))
+    if difference <= tolerance:  # and not with nan on either side
+        return ""
+    return (
+        f"its log-probs of the canary differ by {difference:.3g} nats on average, and {tolerance:g} is allowed: "
+        f"expected {_shown(canary.logprobs)}, found {_shown(found)}"
+    )
+
+
+def _shown(logprobs: Sequence[float]) -> str:
+    return "[" + ", ".join(f"{value:.4f}" for value in logprobs[:4]) + (", …]" if len(logprobs) > 4 else "]")
+
+
+def _vocab_size(actor: nn.Module) -> int:
+    config = getattr(unwrap(actor), "config", None)
+    size = getattr(config, "vocab_size", None)
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(
+            'topology.verify_updates = "canary" needs an actor whose config says its vocab_size, got '
+            f'{type(unwrap(actor)).__name__} without one. Use verify_updates = "checksum".'
+        )
+    return size

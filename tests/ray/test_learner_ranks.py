@@ -1,0 +1,253 @@
+"""Twenty PPO steps under every strategy with one rank and two, against a hand-written loop; and going on from files."""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from coati.algos import clipped_value_loss, entropy_bonus, masked_whiten
+from coati.experience_maker.naive import action_values
+from coati.models import Critic, action_logprobs
+from coati.trainer.objective import StepCounts, policy_objective
+
+WORKER = Path(__file__).with_name("learner_worker.py")
+_spec = importlib.util.spec_from_file_location("learner_worker", WORKER)
+worker = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(worker)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process():
+    """This process is the one rank; a strategy that needs a group makes one of its own."""
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(key, None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def reference_run(folder, num_steps):
+    """Plain torch, no strategy and no learner: the weights after `num_steps`, and after one more."""
+    settings = worker.SETTINGS
+    actor, critic = (model.eval() for model in worker.load_models(folder))
+    optimizers = [
+        torch.optim.Adam(actor.parameters(), lr=settings.actor_lr),
+        torch.optim.Adam(critic.parameters(), lr=settings.critic_lr),
+    ]
+    states = []
+    for step in range(num_steps + 1):
+        joined = worker.batch(step)
+        mask = joined.full_action_mask()
+        counts = StepCounts(mask.sum(), mask.any(-1).sum())
+        advantages = masked_whiten(joined.advantages, mask)
+        for start in range(0, joined.num_samples, settings.micro_batch_size):
+            rows = slice(start, start + settings.micro_batch_size)
+            part = joined.select(rows)
+            inputs = (part.sequences, part.attention_mask, part.num_actions)
+            logprobs, entropy = action_logprobs(actor, *inputs, with_entropy=True)
+            policy = policy_objective(logprobs, part, advantages[rows], counts, settings)
+            bonus = entropy_bonus(entropy, part.action_mask, num_tokens=counts.tokens)
+            (policy.loss - settings.entropy_coef * bonus).backward()
+            value = clipped_value_loss(
+                action_values(critic, *inputs),
+                part.values,
+                part.advantages + part.values,
+                part.action_mask,
+                clip=settings.value_clip,
+                num_tokens=counts.tokens,
+            )
+            value.loss.backward()
+        for model, optimizer in zip((actor, critic), optimizers, strict=True):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        named = {"actor": actor, "critic": critic}
+        states.append({f"{key}.{n}": p.detach().clone() for key, m in named.items() for n, p in m.named_parameters()})
+    return states[-2], states[-1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("learner")
+    worker.write_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    return reference_run(folder, worker.NUM_STEPS)
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What one rank saw, in this process; its checkpoints are in the folder."""
+    seen = {}
+    for name in worker.STRATEGIES:
+        learner, seen[name] = worker.train(folder, name)
+        if name in worker.SAVERS:
+            worker.save_all(learner, folder / f"{name}-1")
+        seen[f"mixed-{name}"] = worker.mixed_precision(folder, name)
+    seen["off-policy"] = worker.train(folder, "ddp", worker.OFF_POLICY, num_steps=3)[1]
+    return seen
+
+
+@pytest.fixture(scope="module")
+def together(folder, reference, alone):
+    """What each of two ranks saw, in processes of their own."""
+    torch.save(reference[1], folder / "expected.pt")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks, logs = [], []
+    for rank in range(2):
+        env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        logs.append((folder / f"rank{rank}.log").open("w"))
+        ranks.append(subprocess.Popen([sys.executable, WORKER, folder], env=env, stdout=logs[-1], stderr=logs[-1]))
+    try:
+        for process in ranks:
+            process.wait(timeout=240)
+    finally:
+        for process, log in zip(ranks, logs, strict=True):
+            process.kill()
+            log.close()
+    for rank, process in enumerate(ranks):
+        assert process.returncode == 0, (folder / f"rank{rank}.log").read_text()[-3000:]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def test_one_rank_of_ddp_is_plain_torch_to_the_bit(alone, reference):
+    ours, theirs = alone["ddp"]["state"], reference[0]
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("name", worker.STRATEGIES)
+def test_twenty_steps_end_in_the_weights_of_plain_torch(alone, together, reference, name):
+    for seen in (alone, *together):
+        assert worker.furthest(seen[name]["state"], reference[0]) < 1e-6
+
+
+@pytest.mark.parametrize("name", worker.STRATEGIES)
+def test_ranks_report_the_joined_batch(alone, together, name):
+    for step in range(worker.NUM_STEPS):
+        for seen in together:
+            assert seen[name]["metrics"][step] == pytest.approx(alone["ddp"]["metrics"][step], rel=1e-6, abs=1e-9)
+    # The batches do reach the clips, and the norms are clipped: or much of the above would go unseen.
+    metrics = alone["ddp"]["metrics"]
+    assert all(step["policy/clip_fraction"] > 0 and step["policy/grad_norm"] > 0.5 for step in metrics)
+
+
+@pytest.mark.parametrize("name", ["ddp", "gemini"])
+def test_corrections_for_age_see_the_joined_batch_too(alone, together, name):
+    expected = alone["off-policy"]
+    assert 0 < expected["metrics"][0]["off_policy/effective_tokens"] < 0.9
+    for seen in together:
+        ours = seen[f"off-policy-{name}"]
+        assert worker.furthest(ours["state"], expected["state"]) < 1e-6
+        assert ours["metrics"][0] == pytest.approx(expected["metrics"][0], rel=1e-9, abs=1e-12)
+
+
+def test_bytes_held_fall_as_each_strategy_claims(alone, together):
+    whole = alone["ddp"]["held"]
+    assert whole["parameters"] == whole["gradients"] == whole["state"] // 2  # Adam keeps two moments
+    sharded_parts = {
+        "ddp": (),
+        "zero1": ("state",),
+        "zero2": ("parameters", "gradients", "state"),
+        "gemini": ("parameters", "gradients", "state"),
+        "gemini-cpu": ("parameters", "gradients", "state"),
+    }
+    for name, sharded in sharded_parts.items():
+        assert alone[name]["held"] == whole
+        for part in whole:
+            of_ranks = [seen[name]["held"][part] for seen in together]
+            if part in sharded:
+                assert sum(of_ranks) == whole[part], (name, part)
+                assert max(of_ranks) < 0.55 * whole[part], (name, part)
+            else:
+                assert of_ranks == [whole[part]] * 2, (name, part)
+
+
+@pytest.mark.parametrize("name", ["zero2", "gemini", "gemini-cpu"])
+def test_a_sharded_model_is_never_whole_while_it_is_loaded(together, name):
+    for seen in together:
+        sizes = seen[name]["fill_bytes"]
+        assert len(sizes) == 2 * 3  # actor and critic: two blocks, then the rest
+        # At worst one block of two is whole and the other a half: 3/4 of the blocks, and nothing of the rest.
+        whole = sum(tensor.nbytes for key, tensor in seen[name]["state"].items() if key.startswith("actor."))
+        assert 0 < max(sizes) < 0.65 * whole
+
+
+@pytest.mark.parametrize("name", ["zero2", "gemini"])
+def test_weights_are_streamed_from_shards_without_gathering_the_model(together, name):
+    for seen in together:
+        whole = sum(tensor.nbytes for key, tensor in seen[name]["state"].items() if key.startswith("actor."))
+        # The chunk that is read and the one that is made, of 4 KiB or of one tensor
+        assert 0 < seen[name]["streamed"] <= 2 * 4096
+        assert whole > 4 * 2 * 4096
+
+
+def test_models_that_keep_their_parameters_whole_stream_without_a_copy(together):
+    assert [seen["ddp"]["streamed"] for seen in together] == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def resumed(folder, together, reference):
+    """For one rank, and for each of two: how far every loader of every checkpoint ended from where it should."""
+    return [worker.resume_from_all(folder, reference[1]), *(seen["resumed"] for seen in together)]
+
+
+@pytest.mark.parametrize("loader", worker.SAVERS)
+@pytest.mark.parametrize("layout", worker.LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("saver", worker.SAVERS)
+def test_every_strategy_goes_on_from_what_any_other_saved(resumed, saver, ranks, layout, loader):
+    for distances in resumed:
+        assert distances[loader, saver, ranks, layout] < 1e-6
+
+
+@pytest.mark.parametrize("layout", worker.LAYOUTS)
+@pytest.mark.parametrize("saver", ["ddp", "gemini"])
+def test_transformers_and_our_models_load_what_two_ranks_saved(folder, together, saver, layout):
+    checkpoint, state = folder / f"{saver}-2" / layout, together[0][saver]["state"]
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint / "actor", dtype=torch.float64)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, state[f"actor.model.{name}"])
+    critic = Critic.from_pretrained(checkpoint / "critic", dtype=torch.float64)
+    for name, tensor in critic.state_dict().items():
+        assert torch.equal(tensor, state[f"critic.{name}"])
+    names = {file.name for file in (checkpoint / "actor").iterdir()}
+    assert ("model.safetensors.index.json" in names) == (layout == "sharded")
+    suffixes = {file.suffix for file in checkpoint.rglob("*") if file.is_file()}
+    assert suffixes == {".json", ".safetensors"}
+
+
+@pytest.mark.parametrize("name", worker.STRATEGIES)
+def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(alone, together, name):
+    for seen in (alone, *together):
+        mixed = seen[f"mixed-{name}"]
+        assert mixed["computed"] == torch.bfloat16
+        assert mixed["stored"] == mixed["moments"] == {torch.float32}
+        assert mixed["wire"] == {torch.bfloat16}
+        # Eight bits of mantissa in a step of Adam, whose size is the learning rate
+        assert 0 < worker.furthest(mixed["state"], alone["mixed-ddp"]["state"]) < 0.01 or name == "ddp"
+
+
+def test_sharded_gradients_stay_sharded_between_micro_batches(folder):
+    learner = worker.make_learner(folder, worker.STRATEGIES["gemini"]())
+    strategy, example = learner.strategy, worker.batch(0)
+    with strategy.no_sync(learner.critic):
+        loss = learner.critic(example.sequences, example.attention_mask).sum()
+        strategy.backward(loss, learner.critic, learner.critic_optimizer)
+    assert all(isinstance(parameter.grad, DTensor) for parameter in learner.critic.parameters())

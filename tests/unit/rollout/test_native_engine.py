@@ -1,0 +1,198 @@
+"""The native engine against the reference engine: same draws, same text, same log-probs, whatever the slots."""
+
+import logging
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from coati.models import Actor, LoRASettings, action_logprobs
+from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
+from coati.rollout.native import NativeEngine, unsupported_reason
+from coati.rollout.native.fused import FusedLinear
+
+SHAPE = {
+    "vocab_size": 29,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.4,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+}
+
+
+def make_model(name, seed=0):
+    torch.manual_seed(seed)
+    if name == "llama":
+        from transformers import LlamaConfig
+
+        return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+    if name == "llama3-rope":
+        from transformers import LlamaConfig
+
+        rope = {
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }  # fmt: skip
+        return LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=rope)).eval()
+    if name == "qwen2":  # biases in the projections, tied embeddings
+        return Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)).eval()
+    if name == "qwen3":  # normalised heads, of another size than hidden / heads
+        return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8)).eval()
+    return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)).eval()
+
+
+def make_request(*, rows=9, max_new_tokens=7, commit_point=None, **options):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 29, (rows, 5), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : row % 4] = 0
+    ids[5], mask[5] = ids[1], mask[1]  # the same prompt twice, as in a group
+    return RolloutRequest(
+        input_ids=ids,
+        attention_mask=mask,
+        sample_ids=torch.arange(rows) + 40,
+        seed=1,
+        options=GenerateOptions.parse(**{"eos_token_id": [2, 5, 8, 11], **options}),
+        max_new_tokens=max_new_tokens,
+        version=4,
+        commit_point=commit_point,
+    )
+
+
+def assert_same(found, expected):
+    assert torch.equal(found.action_mask, expected.action_mask)
+    real = expected.attention_mask.bool()
+    assert torch.equal(found.attention_mask, expected.attention_mask)
+    assert torch.equal(found.sequences[real], expected.sequences[real])
+    assert torch.equal(found.is_cut, expected.is_cut)
+    mask = expected.action_mask
+    torch.testing.assert_close(found.rollout_log_probs[mask], expected.rollout_log_probs[mask], atol=1e-5, rtol=0)
+    assert not found.rollout_log_probs[~mask].any()
+    assert torch.equal(found.token_versions[mask], expected.token_versions[mask])
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3-rope", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": False}, {"top_k": 4, "temperature": 0.7}, {"top_p": 0.6}], ids=str
+)
+def test_it_writes_what_the_reference_writes(name, options):
+    model = make_model(name)
+    expected = ReferenceEngine(model).generate(make_request(**options))
+    assert 0 < int(expected.is_cut.sum()) < 9  # some end by themselves, some are cut
+    for num_slots in (64, 2):  # all at once, and two at a time with the others waiting
+        assert_same(NativeEngine(model, num_slots=num_slots).generate(make_request(**options)), expected)
+
+
+def test_rows_do_not_depend_on_slots_or_neighbours():
+    model = make_model("qwen3")
+    whole = NativeEngine(model).generate(make_request())
+    engine = NativeEngine(model, num_slots=3)
+    for _ in range(2):  # the second time over a cache that is full of the first
+        assert_same(engine.generate(make_request()), whole)
+
+
+def test_log_probs_are_the_learners():
+    model = make_model("qwen2")
+    rollout = NativeEngine(model).generate(make_request(temperature=0.8))
+    forward = action_logprobs(
+        Actor(model),
+        rollout.sequences,
+        rollout.attention_mask,
+        rollout.action_mask.shape[1],
+        temperatures=torch.full((9,), 0.8),
+    )[0]
+    mask = rollout.action_mask
+    torch.testing.assert_close(rollout.rollout_log_probs[mask], forward[mask], atol=1e-5, rtol=0)
+
+
+def test_weights_that_are_written_into_the_model_count_from_the_next_token():
+    new = {name: tensor.clone() for name, tensor in make_model("qwen2", seed=7).state_dict().items()}
+
+    def generate(engine_class):
+        model, calls = make_model("qwen2"), []
+
+        def commit_point():
+            calls.append(None)
+            if len(calls) == 3:
+                for name, tensor in model.state_dict().items():
+                    tensor.copy_(new[name])
+            return 5 if len(calls) >= 3 else 4
+
+        return engine_class(model).generate(make_request(commit_point=commit_point, eos_token_id=[]))
+
+    found, expected = generate(NativeEngine), generate(ReferenceEngine)
+    assert expected.token_versions[0].tolist() == [4, 4, 4, 5, 5, 5, 5]
+    assert_same(found, expected)
+
+
+def test_adapters_count_and_loading_a_model_anew_is_noticed():
+    torch.manual_seed(0)
+    actor = Actor(make_model("llama"), lora=LoRASettings(rank=2))
+    with torch.no_grad():
+        for name, parameter in actor.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    assert_same(NativeEngine(actor).generate(make_request()), ReferenceEngine(actor).generate(make_request()))
+
+    model = make_model("llama")
+    engine = NativeEngine(model)
+    engine.generate(make_request())
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5  # other memory than the engine saw
+    assert_same(engine.generate(make_request()), ReferenceEngine(model).generate(make_request()))
+
+
+def test_joined_layers_share_the_models_memory():
+    layers = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 4)]
+    before = [layer.weight.clone() for layer in layers]
+    fused, inputs = FusedLinear(layers), torch.randn(5, 3)
+    torch.testing.assert_close(fused(inputs), torch.cat([layer(inputs) for layer in layers], dim=-1))
+    assert all(torch.equal(layer.weight, old) for layer, old in zip(layers, before, strict=True))
+    with torch.no_grad():
+        layers[1].weight.fill_(1.0)
+        layers[1].bias.zero_()
+    torch.testing.assert_close(fused(inputs)[:, 2:], inputs.sum(dim=1, keepdim=True).expand(5, 4))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        (lambda: GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=29, n_positions=32)), {}, "GPT2"),
+        (lambda: make_model("llama"), {"repetition_penalty": 1.5}, "repetition_penalty"),
+    ],
+)
+def test_what_it_cannot_do_goes_to_the_reference_and_is_said_once(model, options, reason, caplog):
+    model = model().eval()
+    engine = NativeEngine(model)
+    request = make_request(eos_token_id=2, pad_token_id=0, **options)
+    with caplog.at_level(logging.WARNING):
+        found = [engine.generate(request) for _ in range(2)]
+    expected = ReferenceEngine(model).generate(request)
+    for rollout in found:
+        assert_same(rollout, expected)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("coati")]
+    assert len(said) == 1
+    assert reason in said[0]
+
+
+def test_a_sliding_window_is_not_ours():
+    sliding = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8))
+    assert "sliding window of 8" in unsupported_reason(sliding)
+    assert unsupported_reason(make_model("mistral")) == ""
