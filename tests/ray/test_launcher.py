@@ -145,6 +145,7 @@ import sys, os, ray
 from pathlib import Path
 from coati.config import load_config
 from coati.monitor import JsonlTracker
+from coati.monitor.run_log import RunLog
 from coati.ray.launcher import DetachedRun
 
 out = Path(sys.argv[2])

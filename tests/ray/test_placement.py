@@ -112,7 +112,9 @@ def test_places_that_do_not_come_free_are_waited_for_and_then_said(cluster, make
 NODES = """
 import ray
 from ray.cluster_utils import Cluster
+from threading import Event
 from types import SimpleNamespace
+from coati.ray.peers import wait_in_slices
 from coati.ray.placement import Placement
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 2, "include_dashboard": False})
@@ -137,9 +139,14 @@ def places(kind, gpus, trainers, makers):
     for probe in probes.values():
         ray.kill(probe)
     placement.release()
+    # Ray places by what it last heard of the nodes, and hears of freed places a little later.
+    wait_in_slices(
+        lambda seconds: ray.available_resources().get("GPU") == 6 or bool(Event().wait(min(seconds, 0.1))),
+        deadline_seconds=60,
+        what=lambda: "the places to be free again",
+    )
     return found
 
-# First, because Ray spreads by what it last heard of the nodes.
 apart = places("spread", 1.0, ["t0"], ["m0", "m1"])
 assert len({node for node, _ in apart.values()}) == 3, apart
 halves = places("pack", 0.5, ["t0", "t1"], ["m0", "m1"])
