@@ -16,6 +16,7 @@ from coati.errors import ConfigError
 from coati.ledger import StalenessController, WorkShare
 from coati.models import Actor, Critic, LoRASettings, RewardModel
 from coati.models.positions import context_length_of
+from coati.models.quantized import quantize_linear_layers
 from coati.prompts import PromptStream, load_prompts
 from coati.rewards import RewardScorer, build_reward, load_reward_function
 from coati.rollout import GenerateOptions
@@ -56,7 +57,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def make_strategy(config: RunConfig, role: Literal["trainer", "maker"]) -> Strategy:
-    """The strategy of a trainer, as `[train]` says; a maker has its models whole, in one process."""
+    """The strategy of a trainer, as `[train]` says; a maker trains nothing, and needs but a device (and a group)."""
     device = None if config.model.device == "auto" else config.model.device
     train = config.train
     common: dict[str, Any] = {
@@ -94,11 +95,15 @@ def _trained_models(config: RunConfig, dtype: torch.dtype) -> tuple[Actor, Criti
     return actor, critic
 
 
-def maker_models(config: RunConfig) -> tuple[Actor, Critic | None, RewardScorer, Actor]:
+def maker_models(
+    config: RunConfig, *, with_reward: bool = True
+) -> tuple[Actor, Critic | None, RewardScorer | None, Actor]:
     """What a maker works with: actor, critic, reward and the initial model."""
     actor, critic = _trained_models(config, _dtype(config))
     reference = _loaded("model.reference", config.reference_path, Actor, dtype=_dtype(config))
-    return actor, critic, make_scorer(config), reference
+    if config.model.quantize_reference == "int8":
+        quantize_linear_layers(reference.model)
+    return actor, critic, make_scorer(config) if with_reward else None, reference
 
 
 def make_scorer(config: RunConfig) -> RewardScorer:
@@ -107,6 +112,8 @@ def make_scorer(config: RunConfig) -> RewardScorer:
 
     def load_reward_model(path: str) -> RewardModel:
         model: RewardModel = _loaded("reward.model", path, RewardModel)
+        if config.reward.quantize == "int8":
+            quantize_linear_layers(model.body)
         return model.to(device).eval()
 
     reward = build_reward(config.reward, search_paths=config.reward_search_paths, load_model=load_reward_model)
@@ -272,7 +279,13 @@ def threads_per_actor(config: RunConfig) -> int:
     """CPU threads of each actor: the setting, or the machine's cores divided among the actors."""
     if config.topology.threads_per_actor:
         return config.topology.threads_per_actor
-    return max(1, (os.cpu_count() or 1) // (config.topology.makers + config.topology.trainers))
+    return max(1, (os.cpu_count() or 1) // num_actors(config))
+
+
+def num_actors(config: RunConfig) -> int:
+    """Actors of a run that take a CPU: trainers, and every rank of every maker."""
+    topology = config.topology
+    return topology.makers * topology.tensor_parallel + topology.trainers
 
 
 def _dtype(config: RunConfig) -> torch.dtype:

@@ -24,6 +24,11 @@ class Deadlines:
     message_every: float = 30.0
     """While waiting, say so this often."""
 
+    @property
+    def silence(self) -> float:
+        """How long a leader may say nothing to its followers: it may wait for weights, then for room, one by one."""
+        return self.start + 2 * self.batch + self.update
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

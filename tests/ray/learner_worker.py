@@ -193,13 +193,14 @@ def streamed_bytes(learner):
 
 def save_all(learner, folder):
     """Everything a run needs to go on, in both layouts; tiny files, so that there are several."""
+    strategy, usual = learner.strategy, base._DEFAULT_SHARD_MIB
     base._DEFAULT_SHARD_MIB = 1 / 256
-    strategy = learner.strategy
     for layout in LAYOUTS:
         sharded = layout == "sharded"
         for label, model in learner.models.items():
             strategy.save_model(model, folder / layout / label, sharded=sharded)
             strategy.save_optimizer(learner.optimizers[label], folder / layout / f"{label}-optimizer", sharded=sharded)
+    base._DEFAULT_SHARD_MIB = usual
 
 
 def resume(learner, checkpoint):

@@ -210,6 +210,16 @@ def test_shards_are_bounded_and_cover_the_state_once(make_strategy, name, tie):
     assert len(list(strategy.get_model_state_dict_shard(model))) == 1
 
 
+def test_shards_of_some_names_in_another_dtype(make_strategy):
+    strategy = make_strategy("gemini")
+    model = tiny_llama()
+    model, _ = strategy.prepare((model, HybridAdam(model.parameters())))
+    names = {"model.norm.weight", "model.embed_tokens.weight"}
+    (chunk,) = strategy.get_model_state_dict_shard(model, names=names, dtype=torch.bfloat16)
+    assert chunk.keys() == names
+    assert {tensor.dtype for tensor in chunk.values()} == {torch.bfloat16}
+
+
 def test_shards_keep_buffers_and_dtypes(make_strategy):
     net = nn.Module()
     net.register_buffer("count", torch.tensor([3], dtype=torch.int64))
@@ -229,7 +239,7 @@ def test_shards_keep_buffers_and_dtypes(make_strategy):
 
 def test_shard_options_are_checked(make_strategy):
     strategy = make_strategy()
-    with pytest.raises(ConfigError, match="knows the options shard_size and dtype, got max_size"):
+    with pytest.raises(ConfigError, match="knows the options shard_size, dtype and names, got max_size"):
         strategy.get_model_state_dict_shard(nn.Linear(1, 1), max_size=3)
     with pytest.raises(ConfigError, match="shard_size must be a positive number of MiB, got 0"):
         strategy.get_model_state_dict_shard(nn.Linear(1, 1), shard_size=0)

@@ -11,7 +11,9 @@ from coati import assembly
 from coati.config import build_config
 from coati.deadlines import Deadlines
 from coati.errors import ConfigError
+from coati.experience_maker import NaiveExperienceMaker
 from coati.ledger import VersionSignals, WorkShare
+from coati.models.quantized import QuantizedLinear
 from coati.trainer.off_policy import CorrectionSettings
 from coati.trainer.ppo import PPOSettings
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
@@ -259,6 +261,13 @@ def test_threads_are_shared_out_unless_set(num_cores, topology, expected, monkey
     assert assembly.threads_per_actor(config_of(topology=topology)) == expected
 
 
+def test_every_rank_of_a_maker_is_an_actor(monkeypatch):
+    config = config_of(topology={"makers": 3, "tensor_parallel": 2, "trainers": 2})
+    assert assembly.num_actors(config) == 8
+    monkeypatch.setattr("os.cpu_count", lambda: 24)
+    assert assembly.threads_per_actor(config) == 3
+
+
 def test_models_are_the_same_in_every_process_that_builds_them(model_folder):
     config = config_of(model={"path": str(model_folder), "dtype": "bfloat16", "device": "cpu"})
     torch.manual_seed(123)
@@ -269,6 +278,21 @@ def test_models_are_the_same_in_every_process_that_builds_them(model_folder):
         assert one.state_dict().keys() == other.state_dict().keys()
         assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
         assert next(one.parameters()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("quantized", ["reference", "reward"])
+def test_only_what_is_asked_for_is_quantised_and_it_takes_no_weight_updates(model_folder, quantized):
+    reward = {"function": "", "model": str(model_folder), "quantize": "int8" if quantized == "reward" else "none"}
+    reference = "int8" if quantized == "reference" else "none"
+    model = {"path": str(model_folder), "device": "cpu", "quantize_reference": reference}
+    config = config_of(model=model, reward=reward)
+    actor, critic, scorer, initial_model = assembly.maker_models(config)
+    assert assembly.maker_models(config, with_reward=False)[2] is None
+    models = {"actor": actor, "critic": critic, "reference": initial_model, "reward": scorer.reward._model}
+    found = {name for name, m in models.items() if any(isinstance(part, QuantizedLinear) for part in m.modules())}
+    assert found == {quantized}
+    maker = NaiveExperienceMaker(actor, critic, scorer, initial_model)
+    assert list(maker.trained_models.values()) == [actor, critic]
 
 
 def test_prompts_keep_to_the_sections(model_folder, tmp_path):

@@ -184,6 +184,12 @@ class TopologySection(Section):
     gpus_per_maker: float = setting(
         0.0, "GPUs (or a share of one) for each maker.", rule="0, a share below 1, or a whole number", ge=0
     )
+    tensor_parallel: int = setting(
+        1,
+        "Actors that hold one maker's models together, each a piece of every layer and its part of gpus_per_maker.",
+        rule="a whole number, 1 or more, that divides the model's heads; topology.gpus_per_maker is then 0 or the same",
+        ge=1,
+    )
     gpus_per_trainer: float = setting(
         0.0, "GPUs (or a share of one) for each trainer.", rule="0, a share below 1, or a whole number", ge=0
     )
@@ -210,6 +216,7 @@ class TopologySection(Section):
         return [
             *self._staleness_problems(),
             *self._gpu_problems(),
+            *self._tensor_parallel_problems(),
         ]
 
     def _staleness_problems(self) -> list[str]:
@@ -233,6 +240,14 @@ class TopologySection(Section):
                 f"{self.min_staleness}. Lower it, or raise topology.max_staleness."
             ]
         return []
+
+    def _tensor_parallel_problems(self) -> list[str]:
+        if self.tensor_parallel == 1 or self.gpus_per_maker in (0, self.tensor_parallel):
+            return []
+        return [
+            f"topology.gpus_per_maker must be 0 or {self.tensor_parallel} while topology.tensor_parallel is "
+            f"{self.tensor_parallel}, got {self.gpus_per_maker:g}: one GPU for each piece of the models."
+        ]
 
     def _gpu_problems(self) -> list[str]:
         return [

@@ -1,11 +1,12 @@
 """The policy: a transformers causal language model, with or without LoRA adapters."""
 
+import contextlib
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from coati.algos import logprobs_and_entropy
 from coati.models.deferred import build_deferred
@@ -32,9 +33,7 @@ class Actor(nn.Module):
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
         """Load from a folder or a hub name; `kwargs` go to `AutoModelForCausalLM.from_pretrained`."""
         deferred = build_deferred(
-            lambda: cls(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(path)), **kwargs), lora=lora),
-            weights_of=path,
-            options=kwargs,
+            lambda: cls(_causal_without_weights(str(path), **kwargs), lora=lora), weights_of=path, options=kwargs
         )
         return deferred or cls(AutoModelForCausalLM.from_pretrained(str(path), **kwargs), lora=lora)
 
@@ -73,6 +72,14 @@ class Actor(nn.Module):
         if (state_dict := kwargs.get("state_dict")) is not None:
             kwargs["state_dict"] = {name.removeprefix("model."): value for name, value in state_dict.items()}
         self.model.save_pretrained(str(path), **kwargs)
+
+
+def _causal_without_weights(path: str, **kwargs: Any) -> PreTrainedModel:
+    """What `from_pretrained` makes, before it loads the weights."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **kwargs)
+    with contextlib.suppress(OSError):  # a folder need not have one
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model.eval()
 
 
 def forward_causal(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:

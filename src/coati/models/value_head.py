@@ -46,7 +46,7 @@ class ValueHeadModel(nn.Module):
         has_own_head = not head_file.exists() and architecture.endswith("ForSequenceClassification")
         auto_class = AutoModelForSequenceClassification if has_own_head else AutoModel
         deferred = build_deferred(
-            lambda: cls(auto_class.from_config(config, **kwargs), lora=lora), weights_of=path, options=kwargs
+            lambda: cls(auto_class.from_config(config, **kwargs).eval(), lora=lora), weights_of=path, options=kwargs
         )
         if deferred is not None:
             return deferred

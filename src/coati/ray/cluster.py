@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from coati import assembly
 from coati.config import RunConfig
 from coati.errors import ConfigError, RunStopped
 
@@ -30,7 +31,7 @@ class ClusterInfo(NamedTuple):
 @contextlib.contextmanager
 def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_driver: bool) -> Iterator[ClusterInfo]:
     """Connect for the length of a run. A private Ray ends with it, and its folder too if all went well."""
-    num_actors = config.topology.makers + config.topology.trainers
+    num_actors = assembly.num_actors(config)
     if address is not None:
         _check_address(address)
         try:
@@ -43,7 +44,7 @@ def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"--address must be that of a Ray cluster that can be reached, got {address!r}: "
-                f"{str(error).strip().splitlines()[0]}"
+                f"{str(error).strip().splitlines()[0]}{_token_hint(error)}"
             ) from error
         try:
             _check_resources(config, num_cpus=num_actors)
@@ -78,6 +79,18 @@ def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_
         raise
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _token_hint(error: BaseException | None) -> str:
+    """What to do about a cluster that wants a token; Ray says so only deep inside of what it raises."""
+    while error is not None:
+        if "AuthenticationError" in f"{type(error).__name__} {error}":
+            return (
+                ". It wants a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token "
+                "that its nodes have"
+            )
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _check_address(address: str) -> None:

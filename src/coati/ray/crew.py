@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from coati.ledger import Membership, PromptPart, WorkShare
 from coati.ray.cluster import actor_options, rendezvous
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
+from coati.ray.maker_follower import MakerFollower
 from coati.ray.peers import death_reason, original_error
-from coati.ray.placement import Placement
+from coati.ray.placement import Placement, rank_names
 from coati.ray.topology import first_updaters, makers_updated_by
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 # ray.remote makes actor classes of these, which mypy cannot see.
 _MAKER: Any = ExperienceMakerHolder
 _TRAINER: Any = DetachedPPOTrainer
+_FOLLOWER: Any = MakerFollower
+
+# Name, actor options and env_info of one actor.
+_Place = tuple[str, dict[str, Any], dict[str, str] | None]
 
 
 class Crew:
@@ -44,6 +49,9 @@ class Crew:
         self.makers: dict[str, Any] = {}
         self.joining: dict[str, Any] = {}
         self.trainers: dict[str, Any] = {}
+        self.followers: dict[str, Any] = {}  # the other ranks of tensor-parallel makers
+        self.following: dict[Any, str] = {}  # their loops, which end only when something is wrong
+        self._following_newcomers: dict[Any, str] = {}
         self.membership = Membership(
             {name: assembly.work_share(config, maker_index=index) for index, name in enumerate(names)}
         )
@@ -52,20 +60,21 @@ class Crew:
     def create(self, *, should_stop: Callable[[], bool]) -> None:
         """Reserve their places and make all actors; they load their models after this."""
         self._placement.reserve(deadline_seconds=self._deadlines.start, should_stop=should_stop)
-        for rank, env_info in enumerate(self._meeting()):
-            self._create_trainer(rank, env_info)
+        for rank, place in enumerate(self._places(self._trainer_names, self._config.topology.gpus_per_trainer)):
+            self._create_trainer(rank, place)
         for index, name in enumerate(self._maker_names):
-            options = actor_options(name, self._config.topology.gpus_per_maker, **self._placement.options(name))
             share = assembly.work_share(self._config, maker_index=index)
-            self.makers[name] = self._create_maker(options, share)
+            self.makers[name], following = self._create_maker(self._maker_places(name), share)
+            self.following |= following
 
     def create_newcomers(self, count: int, *, is_private: bool) -> list[str]:
         """Make makers that will join; they are in `joining` until they do. ScalingRefused if there is no room."""
-        gpus = self._config.topology.gpus_per_maker
+        topology = self._config.topology
         # A private Ray was given as many CPUs as the run began with. They are a number and no cores.
-        cpus = 0 if is_private else 1
+        more: dict[str, Any] = {"num_cpus": 0} if is_private else {}
         free = ray.available_resources()
-        for kind, need in (("CPU", float(count * cpus)), ("GPU", count * gpus)):
+        num_cpus = 0 if is_private else count * topology.tensor_parallel
+        for kind, need in (("CPU", float(num_cpus)), ("GPU", count * topology.gpus_per_maker)):
             if need > free.get(kind, 0.0):
                 raise ScalingRefused(
                     f"{count} more {'maker needs' if count == 1 else 'makers need'} {need:g} {kind}s, but "
@@ -74,17 +83,31 @@ class Crew:
         names = [f"maker-{self._next_maker + index}" for index in range(count)]
         self._next_maker += count
         for name in names:
-            options = {**actor_options(name, gpus), "num_cpus": cpus, **self._placement.newcomer_options()}
-            self.joining[name] = self._create_maker(options, self.membership.share_in_waiting())
+            places = [
+                (actor, {**self._placement.newcomer_options(), **options, **more}, env_info)
+                for actor, options, env_info in self._maker_places(name)
+            ]
+            self.joining[name], following = self._create_maker(places, self.membership.share_in_waiting())
+            self._following_newcomers |= following
         return names
+
+    def take_in(self, names: Sequence[str]) -> None:
+        """Newcomers are makers from now on, and whatever ends one of them ends the run."""
+        self.makers |= {name: self.joining.pop(name) for name in names}
+        self.following |= self._following_newcomers
+        self._following_newcomers = {}
 
     def dismiss(self, names: Sequence[str]) -> None:
         """End makers that nobody counts on."""
         for name in names:
             self.updaters.pop(name, None)
+            ranks = [rank for rank in self.followers if rank in self._ranks(name)]
+            self.following = {ref: rank for ref, rank in self.following.items() if rank not in ranks}
+            self._following_newcomers = {}  # one change at a time: whoever is dismissed was all that joined, or left
             actor = self.makers.pop(name, None) or self.joining.pop(name, None)
-            if actor is not None:
-                _kill(actor)
+            for one in (actor, *(self.followers.pop(rank) for rank in ranks)):
+                if one is not None:
+                    _kill(one)
 
     def prompts(self, part: PromptPart) -> Callable[[], Any]:
         """What makes the prompt stream of a maker, in the maker."""
@@ -92,19 +115,18 @@ class Crew:
 
     def end(self) -> None:
         """End everybody and give their places back."""
-        for actor in (*self.trainers.values(), *self.makers.values(), *self.joining.values()):
-            _kill(actor)
+        for actors in (self.trainers, self.makers, self.joining, self.followers):
+            for actor in actors.values():
+                _kill(actor)
         try:
             self._placement.release()
         except RayError as error:
             logger.debug("could not release the placement group: %s", error)
 
-    def _create_trainer(self, rank: int, env_info: Mapping[str, str] | None) -> None:
-        config, topology, name = self._config, self._config.topology, self._trainer_names[rank]
-        places = self._placement.options(name)
-        if env_info is not None and rank == 0 and not places:  # where the group meets
-            places = {"scheduling_strategy": NodeAffinitySchedulingStrategy(self._meeting_node, soft=False)}
-        self.trainers[name] = _TRAINER.options(**actor_options(name, topology.gpus_per_trainer, **places)).remote(
+    def _create_trainer(self, rank: int, place: _Place) -> None:
+        config, topology = self._config, self._config.topology
+        name, options, env_info = place
+        self.trainers[name] = _TRAINER.options(**options).remote(
             experience_maker_holder_name_list=self._maker_names,
             strategy_fn=functools.partial(assembly.make_strategy, config, "trainer"),
             model_fn=functools.partial(assembly.trainer_models, config),
@@ -127,9 +149,23 @@ class Crew:
             chunk_mib=topology.chunk_mib,
         )
 
-    def _create_maker(self, options: dict[str, Any], share: WorkShare) -> Any:
+    def _create_maker(self, places: list[_Place], share: WorkShare) -> tuple[Any, dict[Any, str]]:
+        """A maker, and the loops of its other ranks. Those follow from the start: the first weights need them."""
         config = self._config
-        return _MAKER.options(**options).remote(
+        (_, options, env_info), *others = places
+        following = {}
+        for name, follower_options, follower_info in others:
+            self.followers[name] = _FOLLOWER.options(**follower_options).remote(
+                strategy_fn=functools.partial(assembly.make_strategy, config, "maker"),
+                model_fn=functools.partial(assembly.maker_models, config, with_reward=False),
+                env_info=follower_info,
+                algorithm=config.algorithm.resolved,
+                seed=config.run.seed,
+                deadlines=self._deadlines,
+                num_threads=assembly.threads_per_actor(config),
+            )
+            following[self.followers[name].follow.remote()] = name
+        maker = _MAKER.options(**options).remote(
             detached_trainer_name_list=self._trainer_names,
             strategy_fn=functools.partial(assembly.make_strategy, config, "maker"),
             model_fn=functools.partial(assembly.maker_models, config),
@@ -142,27 +178,43 @@ class Crew:
             num_threads=assembly.threads_per_actor(config),
             samples_kept=config.logging.samples_kept,
             in_flight=config.rollout.in_flight,
+            env_info=env_info,
+            tensor_parallel=config.topology.tensor_parallel > 1,
             **assembly.generate_options(config),
         )
+        return maker, following
 
-    def _meeting(self) -> list[dict[str, str] | None]:
-        """`env_info` of each trainer; several meet on the node that the first of them is placed on."""
-        names = self._trainer_names
+    def _ranks(self, name: str) -> list[str]:
+        """The actors of one maker: itself, and the other ranks of a tensor-parallel one."""
+        return rank_names(name, self._config.topology.tensor_parallel)
+
+    def _maker_places(self, name: str) -> list[_Place]:
+        """The places of a maker's ranks: one, or the leader and its followers, together if there is room."""
+        names = self._ranks(name)
+        return self._places(names, self._config.topology.gpus_per_maker / len(names), together=True)
+
+    def _places(self, names: list[str], num_gpus: float, *, together: bool = False) -> list[_Place]:
+        """Name, actor options and env_info of each rank of a group; rank 0 is where the group meets."""
+        places = {name: self._placement.options(name) for name in names}
         if len(names) == 1:
-            return [None]
-        task = rendezvous.options(**self._placement.options(names[0]))
-        place = get(task.remote(), "a node for the trainers to meet at", seconds=self._deadlines.start)
-        self._meeting_node, address, port = place
-        return [
-            {
+            return [(name, actor_options(name, num_gpus, **options), None) for name, options in places.items()]
+        # Reserved, or where there is room for them.
+        meeting = places[names[0]] or {"num_gpus": num_gpus * (len(names) if together else 1)}
+        what = f"a node for {names[0]} and its group to meet at"
+        node_id, address, port = get(rendezvous.options(**meeting).remote(), what, seconds=self._deadlines.start)
+        found: list[_Place] = []
+        for rank, name in enumerate(names):
+            near = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=rank > 0)}
+            options = places[name] or (near if rank == 0 or together else {})
+            env_info = {
                 "rank": str(rank),
                 "local_rank": "0",  # each actor sees only its own GPU
                 "world_size": str(len(names)),
                 "master_addr": address,
                 "master_port": str(port),
             }
-            for rank in range(len(names))
-        ]
+            found.append((name, actor_options(name, num_gpus, **options), env_info))
+        return found
 
 
 def get(refs: Any, what: str, *, seconds: float, who: str = "an actor") -> Any:

@@ -324,15 +324,15 @@ class DetachedPPOTrainer(DetachedTrainer):
         """What the makers' actors must compute afterwards; all ranks come here together."""
         if self._verify_updates != "canary":
             return None
-        return make_canary(self.strategy.unwrap_model(self._learner.actor))
+        return make_canary(self.strategy.unwrap_model(self._learner.actor), device=self.strategy.device)
 
     def _shards(self, is_partial: bool, *, shard_size: float | None = None) -> Iterator[tuple[str, dict[str, Tensor]]]:
         shard_size = self._chunk_mib if shard_size is None else shard_size
         for label, model in self._learner.models.items():
             kept = _trainable_names(self.strategy.unwrap_model(model)) if is_partial else None
-            options = {"shard_size": shard_size, "dtype": self.strategy.compute_dtype}
+            options = {"shard_size": shard_size, "dtype": self.strategy.compute_dtype, "names": kept}
             for shard in self.strategy.get_model_state_dict_shard(model, **options):
-                yield label, {name: tensor for name, tensor in shard.items() if kept is None or name in kept}
+                yield label, shard
 
     def _lora_settings(self) -> dict[str, dict[str, LayerLoRA]]:
         """Adapter settings of actor and critic, for makers whose models have no adapters."""

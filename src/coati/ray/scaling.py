@@ -75,8 +75,8 @@ class Scaler:
             yield from self._tell_trainers()
             raise ScalingRefused(f"{newcomers} could not join, so the run goes on without: {error}") from error
         parts = self._deal(joining=names)
+        crew.take_in(names)
         for name in names:
-            crew.makers[name] = crew.joining.pop(name)
             self._start(name, parts[name])
 
     def _shrink(self, count: int) -> Iterator[str]:

@@ -40,16 +40,19 @@ def canary_tokens(vocab_size: int, length: int = CANARY_TOKENS) -> Tensor:
     return (torch.arange(length) * step % vocab_size).unsqueeze(0)
 
 
-def make_canary(actor: nn.Module) -> Canary:
-    """The sender's side. In a sharded group all ranks must call it, because their forward is one."""
-    return Canary(logprobs=canary_logprobs(actor), tolerance=tolerance_of(actor))
+def make_canary(actor: nn.Module, *, device: torch.device | None = None) -> Canary:
+    """The sender's side. In a sharded group all ranks must call it, because their forward is one.
+
+    `device` is where the actor computes, which need not be where its offloaded weights rest.
+    """
+    return Canary(logprobs=canary_logprobs(actor, device=device), tolerance=tolerance_of(actor))
 
 
 @torch.no_grad()
-def canary_logprobs(actor: nn.Module) -> tuple[float, ...]:
+def canary_logprobs(actor: nn.Module, *, device: torch.device | None = None) -> tuple[float, ...]:
     """Log-probs of the fixed prompt's tokens but the first, with dropout off."""
     tokens = canary_tokens(_vocab_size(actor), length=min(CANARY_TOKENS, context_length_of(unwrap(actor)) or 2**31))
-    tokens = tokens.to(next(actor.parameters()).device)
+    tokens = tokens.to(device or next(actor.parameters()).device)
     was_training = actor.training
     actor.eval()
     try:

@@ -258,19 +258,21 @@ class Strategy(ABC):
         """Stream the unwrapped model's state dict, buffers included, in chunks of bounded size.
 
         Config: `shard_size`, the bound in MiB (default 64); a tensor larger than that is its own chunk. `dtype`, the
-        format of floating-point tensors (default None: each its own). Tied weights come once, under their first
-        name. Tensors are detached, whole, on their device, and may share memory with the model: copy what must
-        outlive the next step. Sharded ones are gathered one at a time. All ranks must iterate in step.
+        format of floating-point tensors (default None: each its own). `names`, which tensors (default None: all);
+        others are not even gathered. Tied weights come once, under their first name. Tensors are detached, whole, on
+        their device, and may share memory with the model: copy what must outlive the next step. Sharded ones are
+        gathered one at a time. All ranks must iterate in step.
         """
         shard_size = config.pop("shard_size", _DEFAULT_SHARD_MIB)
-        dtype = config.pop("dtype", None)
+        dtype, names = config.pop("dtype", None), config.pop("names", None)
         if config:
             raise ConfigError(
-                f"get_model_state_dict_shard knows the options shard_size and dtype, got {', '.join(sorted(config))}."
+                "get_model_state_dict_shard knows the options shard_size, dtype and names, got "
+                f"{', '.join(sorted(config))}."
             )
         if not shard_size > 0:
             raise ConfigError(f"shard_size must be a positive number of MiB, got {shard_size}.")
-        chunks = iter_state_chunks(self.unwrap_model(model), max_bytes=int(shard_size * 2**20))
+        chunks = iter_state_chunks(self.unwrap_model(model), max_bytes=int(shard_size * 2**20), names=names)
         if dtype is None:
             return chunks
         return (

@@ -1,0 +1,22 @@
+"""Three raylets on one machine, in a process of their own: the tests' own Ray must not notice them.
+
+Prints the address when the nodes are up. For every line on stdin it kills the youngest node, as a power cut would, and
+says so. At the end of stdin it ends the rest.
+"""
+
+import sys
+
+from ray.cluster_utils import Cluster
+
+
+def main() -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    print(cluster.address, flush=True)
+    for _ in sys.stdin:
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+        print("killed", flush=True)
+    cluster.shutdown()
+
+
+main()

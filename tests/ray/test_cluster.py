@@ -1,0 +1,250 @@
+"""docs/cluster.md: its commands on several "machines", and what a dead one does to a run.
+
+The blocks of the page that a comment names are run as they stand, each machine in a network namespace of its own, where
+the system lets us make some. Nothing here touches the session's Ray: every command is a process.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+import pytest
+from ray_testing import PATIENCE
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from coati.config import build_config
+from coati.demo.cache import ensure_base_model
+from coati.errors import ConfigError
+from coati.ray import cluster as cluster_module
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
+# The job server comes with ray[default], which coati does not need; without it the run is started directly.
+CAN_SUBMIT_JOBS = all(
+    map(importlib.util.find_spec, ("aiohttp", "aiohttp_cors", "colorful", "opencensus", "smart_open"))
+)
+REWARDS = "def length(completions, **_):\n    return [float(len(text)) for text in completions]\n"
+
+
+def block(name):
+    """A named block of shell commands of the page."""
+    found = re.search(rf"<!-- tested: {name} -->\n```sh\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert found, f"{PAGE.name} has no block {name!r}"
+    return found[1]
+
+
+def test_every_block_of_commands_is_tested():
+    named = set(re.findall(r"<!-- tested: (\S+) -->", PAGE.read_text()))
+    assert named == {"token", "every-machine", "head", "other", "status", "train", "job", "health"}
+    assert PAGE.read_text().count("```sh") == len(named)
+
+
+def test_a_cluster_that_wants_a_token_says_what_to_set(monkeypatch):
+    def refuse(**_):
+        # Ray buries the reason in the text of an inner error.
+        raise ConnectionError("Failed to connect") from RuntimeError(
+            "...\nray.exceptions.AuthenticationError: no token"
+        )
+
+    monkeypatch.setattr(cluster_module.ray, "init", refuse)
+    settings = {"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {"function": "r:f"}}
+    with (
+        pytest.raises(ConfigError, match=r"got 'auto': Failed to connect\. It wants a token: set RAY_AUTH_MODE=token"),
+        cluster_module.connected(build_config(settings), address="auto", namespace="n", log_to_driver=False),
+    ):
+        pass
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory):
+    return ensure_base_model(tmp_path_factory.mktemp("cache"), steps=2, batch_size=2)
+
+
+@pytest.fixture
+def folder(base_model):
+    """A folder with run.toml, prompts and rewards; a short name, because Ray's socket paths have a length limit."""
+    path = Path(tempfile.mkdtemp(prefix="ct-"))
+    (path / "rewards.py").write_text(REWARDS)
+    (path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "the film"}) + "\n" for _ in range(4)))
+    (path / "run.toml").write_text(
+        f"""
+        [run]
+        output = "{path / "out"}"
+        [model]
+        path = "{base_model}"
+        [prompts]
+        path = "{path / "prompts.jsonl"}"
+        [reward]
+        function = "rewards:length"
+        [rollout]
+        prompts_per_batch = 4
+        max_new_tokens = 4
+        [train]
+        total_steps = 2
+        batch_size = 2
+        [topology]
+        threads_per_actor = 1
+        [deadlines]
+        start_seconds = 120
+        batch_seconds = 60
+        update_seconds = 60
+        """
+    )
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def environ(folder):
+    """What a user's shell would have, and nothing of the Ray that these tests run in."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{clean['PATH']}"
+    return clean | {
+        "PATH": tools,
+        "HOME": str(folder),
+        "COLUMNS": "200",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": str(folder),
+    }
+
+
+@pytest.fixture
+def three_nodes(environ):
+    """A cluster of three raylets with one CPU each: its address, and a function that kills one of the nodes."""
+    health = dict(re.findall(r"(RAY_health_check\w+)=(\d+)", block("health")))
+    assert len(health) == 4
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("cluster_process.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environ | health,
+    ) as process:
+        address = process.stdout.readline().strip()
+        assert address, "the cluster did not start"
+
+        def kill_one():
+            process.stdin.write("kill\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "killed\n"
+
+        yield address, kill_one
+        process.stdin.close()
+        process.wait(timeout=PATIENCE)
+
+
+@pytest.mark.slow
+def test_a_run_over_three_nodes_ends_with_a_named_error_when_one_of_them_dies(three_nodes, folder, environ):
+    address, kill_one = three_nodes
+    host, _, port = address.partition(":")
+    command = block("train").strip().replace("$HEAD:6379", f"{host}:{port}")
+    # One CPU on each node and one for each actor: two makers and a trainer must be on three nodes.
+    command += " --set topology.makers=2 --set train.total_steps=100000"
+    with subprocess.Popen(
+        ["bash", "-c", f"exec {command}"],
+        cwd=folder,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as driver:
+        try:
+            seen = list(_until(driver.stdout, lambda line: re.match(r"step [1-9]", line)))
+            assert re.match(r"step [1-9]", seen[-1]), "".join(seen)
+            kill_one()
+            rest, _ = driver.communicate(timeout=PATIENCE)
+        finally:
+            driver.kill()
+    assert driver.returncode == 2, rest
+    assert re.search(r"error: .*(maker-\d|trainer-\d).* (died|gone)", rest), rest
+    assert "Traceback" not in rest
+
+
+@pytest.fixture
+def machines(environ):
+    """Two network namespaces with an address each, joined by a cable; the processes in them end with the test."""
+    if not shutil.which("ip"):
+        pytest.skip("no `ip` command to make network namespaces with")
+    name = f"ct{uuid.uuid4().hex[:6]}"
+    spaces = {f"{name}-{n}": f"198.18.0.{n}" for n in (1, 2)}
+    first, second = spaces
+    try:
+        for space in spaces:
+            _ip("netns", "add", space)
+        _ip("link", "add", f"{name}a", "netns", first, "type", "veth", "peer", "name", f"{name}b", "netns", second)
+        for (space, address), link in zip(spaces.items(), (f"{name}a", f"{name}b"), strict=True):
+            _ip("-n", space, "addr", "add", f"{address}/24", "dev", link)
+            _ip("-n", space, "link", "set", "lo", "up")
+            _ip("-n", space, "link", "set", link, "up")
+    except subprocess.CalledProcessError as error:
+        _remove(spaces)
+        pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+    yield spaces
+    _remove(spaces)
+
+
+@pytest.mark.slow
+def test_the_walk_through_on_two_machines(machines, folder, environ):
+    (head, head_address), (other, other_address) = machines.items()
+    prelude = block("every-machine")
+    subprocess.run(["bash", "-c", block("token")], env=environ, check=True, timeout=PATIENCE)
+
+    def start(space, name, **variables):
+        return subprocess.Popen(
+            ["ip", "netns", "exec", space, "bash", "-c", prelude + block(name)],
+            cwd=folder,
+            env=environ | {"HEAD": head_address, "ACTORS": "1", **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    with start(head, "head") as head_process, start(other, "other", NODE=other_address) as other_process:
+        try:
+            for process in (head_process, other_process):
+                seen = list(_until(process.stdout, lambda line: "Ray runtime started" in line))
+                assert "Ray runtime started" in seen[-1], "".join(seen)
+            # What `ray status` says is some seconds old.
+            statuses = (start(head, "status").communicate(timeout=PATIENCE)[0] for _ in range(20))
+            seen = list(_until(statuses, lambda status: "/2.0 CPU" in status))
+            assert "/2.0 CPU" in seen[-1], seen[-1]
+            # One CPU on each machine, so maker and trainer are on different ones.
+            with start(head, "job" if CAN_SUBMIT_JOBS else "train") as run:
+                log, _ = run.communicate(timeout=PATIENCE)
+        finally:
+            _remove(machines)
+    assert "Done after" in log, log
+    assert "succeeded" in log or not CAN_SUBMIT_JOBS, log
+    AutoModelForCausalLM.from_pretrained(folder / "out" / "model")
+    AutoTokenizer.from_pretrained(folder / "out" / "model")
+
+
+def _until(lines, is_last):
+    """The lines up to and with the first for which `is_last` holds; pytest's own deadline ends a wait for ever."""
+    for line in lines:
+        yield line
+        if is_last(line):
+            return
+
+
+def _ip(*arguments):
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=PATIENCE).stdout
+
+
+def _remove(spaces):
+    """End every process in these namespaces, and the namespaces."""
+    for space in spaces:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            for process_id in _ip("netns", "pids", space).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(process_id), signal.SIGKILL)
+            _ip("netns", "del", space)
