@@ -141,7 +141,7 @@ class StaleRun:
 
     def _next_batch(self) -> Experience:
         """The oldest batch, after the maker has made all it may: the data waits as long as the bound allows."""
-        while num_rows := self._pipeline.admissible(BATCH_SIZE):
+        while num_rows := self._pipeline.admit(BATCH_SIZE):
             batch = PromptBatch.parse(next(self._prompts))
             assert num_rows == len(batch), "the gate admits whole versions, and no sample is ever dropped here"
             experience = self._pipeline.make(batch)

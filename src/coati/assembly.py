@@ -131,7 +131,7 @@ def load_tokenizer(config: RunConfig) -> Any:
         ) from error
 
 
-def make_prompts(config: RunConfig, *, shard: int = 0, num_shards: int = 1) -> PromptStream:
+def make_prompts(config: RunConfig, *, shard: int = 0, num_shards: int = 1, first_position: int = 0) -> PromptStream:
     """The endless stream of prompt batches of one maker."""
     table = load_prompts(config.prompts.path, split=config.prompts.split, column=config.prompts.column)
     holder = torch.nn.Module()
@@ -149,6 +149,7 @@ def make_prompts(config: RunConfig, *, shard: int = 0, num_shards: int = 1) -> P
         max_new_tokens=config.rollout.max_new_tokens,
         shard=shard,
         num_shards=num_shards,
+        first_position=first_position,
     )
 
 

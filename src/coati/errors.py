@@ -51,3 +51,7 @@ class PeerDied(CoatiError, RuntimeError):
 
 class CheckpointError(CoatiError, RuntimeError):
     """A saved model or optimizer state is missing, torn or belongs to something else."""
+
+
+class ScalingRefused(CoatiError, RuntimeError):
+    """A run cannot have as many makers as it was asked to; it goes on with those it has."""

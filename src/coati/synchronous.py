@@ -100,7 +100,7 @@ class SynchronousRun:
             batch = PromptBatch.parse(raw)
             start = 0
             while start < len(batch):
-                num_rows = self._pipeline.admissible(len(batch) - start)
+                num_rows = self._pipeline.admit(len(batch) - start)
                 if num_rows == 0:
                     return
                 yield batch.rows(start, start + num_rows)

@@ -1,6 +1,8 @@
 """One local Ray for the whole test session, and a tidy end for every actor that a test makes."""
 
+import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -11,6 +13,13 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+
+from coati.config import build_config
+from coati.demo.cache import ensure_base_model
+from coati.monitor import JsonlTracker
+from coati.monitor.run_log import RunLog
+from coati.ray import cluster as cluster_module
+from coati.ray import launcher
 
 
 def _load_helpers():
@@ -88,3 +97,79 @@ def sinks(_shared_sinks):
     """Names and handles of three trainers that remember what they get, emptied; tests must not kill them."""
     ray.get([sink.reset.remote() for sink in _shared_sinks.values()])
     return _shared_sinks
+
+
+REWARDS = """
+def length(completions, **_):
+    return [float(len(text)) for text in completions]
+
+def broken(completions, **_):
+    raise KeyError("no such judge")
+"""
+
+
+@pytest.fixture(scope="session")
+def base_model(tmp_path_factory):
+    """The demo's model, hardly trained."""
+    return ensure_base_model(tmp_path_factory.mktemp("cache"), steps=2, batch_size=2)
+
+
+@pytest.fixture
+def make_config(tmp_path, base_model):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "the film"}) + "\n" for _ in range(4)))
+
+    def make(*, function="rewards:length", train=None, rollout=None, algorithm="ppo", lora=None, **topology):
+        return build_config(
+            {
+                "run": {"name": "test", "output": str(tmp_path / "out")},
+                "model": {"path": str(base_model)},
+                "prompts": {"path": str(tmp_path / "prompts.jsonl")},
+                "reward": {"function": function, "search_paths": [str(tmp_path)]},
+                "rollout": {"prompts_per_batch": 4, "max_new_tokens": 4, **(rollout or {})},
+                "algorithm": algorithm,
+                "train": {"total_steps": 2, "batch_size": 2, "actor_lr": 1e-3, **(train or {})},
+                "topology": {"threads_per_actor": 1, **topology},
+                "lora": lora or {},
+                "logging": {"samples_kept": 64},
+                "deadlines": {"start_seconds": 120, "batch_seconds": 120, "update_seconds": 120},
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def run(cluster, tmp_path, monkeypatch):
+    """Run a config on the session's Ray; returns the trainers' and makers' progress at the end.
+
+    `makers`: who is there at the end, if not those that the run began with.
+    """
+
+    @contextlib.contextmanager
+    def on_shared_cluster(config, **_):
+        yield cluster_module.ClusterInfo("tests", None)
+
+    monkeypatch.setattr(launcher, "connected", on_shared_cluster)
+
+    def go(config, *, should_stop=lambda: False, log_class=RunLog, makers=None):
+        log = log_class(JsonlTracker(tmp_path / "metrics.jsonl"), samples_path=tmp_path / "s.jsonl", total_steps=1)
+        names = makers or [f"maker-{n}" for n in range(config.topology.makers)]
+        names += [f"trainer-{n}" for n in range(config.topology.trainers)]
+        at_the_end = {}
+
+        def look(snapshot):
+            if snapshot.message == "saving the model":
+                at_the_end.update({n: ray.get(ray.get_actor(n).progress.remote()) for n in names})
+
+        detached = launcher.DetachedRun(config, log, on_progress=look, should_stop=should_stop)
+        try:
+            detached.run(str(tmp_path / "model"))
+        finally:
+            log.close()
+            for name in names:
+                with pytest.raises(ValueError, match="Failed to look up actor"):
+                    ray.get_actor(name)
+        return at_the_end
+
+    return go

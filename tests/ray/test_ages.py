@@ -212,7 +212,7 @@ class Maker:
         while not gate.is_done:
             needed = gate.version_needed()
             pause(f"version {needed}", functools.partial(self._serves, needed))
-            num_rows = self._pipeline.admissible(MAKER_BATCH)
+            num_rows = self._pipeline.admit(MAKER_BATCH)
             assert num_rows > 0
             ids = torch.arange(self._next_id, self._next_id + num_rows)
             self._next_id += num_rows
@@ -348,7 +348,7 @@ def test_a_maker_whose_new_weights_cannot_be_committed_yet_waits_and_loses_no_pr
     share = WorkShare(rounds_per_version=2, total_rounds=4, max_staleness=0)
     maker = make_maker([name], share=share, callbacks=[Watcher()])
     pipeline = maker._pipeline
-    wait_for_version, admissible = pipeline.served.wait_for_version, pipeline.admissible
+    wait_for_version, admit = pipeline.served.wait_for_version, pipeline.admit
 
     def watched_wait(*args, **kwargs):
         has_come = wait_for_version(*args, **kwargs)
@@ -356,13 +356,13 @@ def test_a_maker_whose_new_weights_cannot_be_committed_yet_waits_and_loses_no_pr
             has_looked.set()
         return has_come
 
-    def watched_admissible(wanted):
-        num_rows = admissible(wanted)
+    def watched_admit(wanted):
+        num_rows = admit(wanted)
         if is_offered.is_set():
             has_looked.set()
         return num_rows
 
-    pipeline.served.wait_for_version, pipeline.admissible = watched_wait, watched_admissible
+    pipeline.served.wait_for_version, pipeline.admit = watched_wait, watched_admit
     with pipeline.served.use():
         loop = Background(maker.workingloop, lambda: [numbered(0, 4)])
         assert half_sent.wait(PATIENCE)

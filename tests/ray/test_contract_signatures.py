@@ -122,6 +122,7 @@ def test_methods_run_in_the_groups_of_the_contract():
         "buffer_extend": "buffer_append",
         "_buffer_sample": "buffer_sample",
         "sync_models_to_remote_makers": "model_io",
+        "change_makers": "model_io",
         "strategy_save_actor": "model_io",
         "strategy_save_critic": "model_io",
         "strategy_save_actor_optimizer": "model_io",

@@ -1,7 +1,6 @@
 """Whole runs through the launcher: shares, groups, checkpoints, stops, failures, and what is left behind."""
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -15,85 +14,12 @@ from hypothesis import strategies as st
 from ray_testing import PATIENCE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coati.config import build_config
-from coati.demo.cache import ensure_base_model
 from coati.errors import ConfigError, PeerDied, RewardError, RunStopped
-from coati.monitor import JsonlTracker, read_jsonl
-from coati.monitor.run_log import RunLog
+from coati.monitor import read_jsonl
 from coati.ray import cluster as cluster_module
 from coati.ray import launcher
 from coati.ray.environment import apply_env_info
-from coati.ray.topology import makers_updated_by
-
-REWARDS = """
-def length(completions, **_):
-    return [float(len(text)) for text in completions]
-
-def broken(completions, **_):
-    raise KeyError("no such judge")
-"""
-
-
-@pytest.fixture(scope="session")
-def base_model(tmp_path_factory):
-    """The demo's model, hardly trained."""
-    return ensure_base_model(tmp_path_factory.mktemp("cache"), steps=2, batch_size=2)
-
-
-@pytest.fixture
-def make_config(tmp_path, base_model):
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": "the film"}) + "\n" for _ in range(4)))
-
-    def make(*, function="rewards:length", train=None, rollout=None, algorithm="ppo", **topology):
-        return build_config(
-            {
-                "run": {"name": "test", "output": str(tmp_path / "out")},
-                "model": {"path": str(base_model)},
-                "prompts": {"path": str(tmp_path / "prompts.jsonl")},
-                "reward": {"function": function, "search_paths": [str(tmp_path)]},
-                "rollout": {"prompts_per_batch": 4, "max_new_tokens": 4, **(rollout or {})},
-                "algorithm": algorithm,
-                "train": {"total_steps": 2, "batch_size": 2, "actor_lr": 1e-3, **(train or {})},
-                "topology": {"threads_per_actor": 1, **topology},
-                "deadlines": {"start_seconds": 120, "batch_seconds": 120, "update_seconds": 120},
-            }
-        )
-
-    return make
-
-
-@pytest.fixture
-def run(cluster, tmp_path, monkeypatch):
-    """Run a config on the session's Ray; returns the trainers' and makers' progress at the end."""
-
-    @contextlib.contextmanager
-    def on_shared_cluster(config, **_):
-        yield cluster_module.ClusterInfo("tests", None)
-
-    monkeypatch.setattr(launcher, "connected", on_shared_cluster)
-
-    def go(config, *, should_stop=lambda: False):
-        log = RunLog(JsonlTracker(tmp_path / "metrics.jsonl"), samples_path=tmp_path / "s.jsonl", total_steps=1)
-        names = [f"maker-{n}" for n in range(config.topology.makers)]
-        names += [f"trainer-{n}" for n in range(config.topology.trainers)]
-        at_the_end = {}
-
-        def look(snapshot):
-            if snapshot.message == "saving the model":
-                at_the_end.update({n: ray.get(ray.get_actor(n).progress.remote()) for n in names})
-
-        detached = launcher.DetachedRun(config, log, on_progress=look, should_stop=should_stop)
-        try:
-            detached.run(str(tmp_path / "model"))
-        finally:
-            log.close()
-            for name in names:
-                with pytest.raises(ValueError, match="Failed to look up actor"):
-                    ray.get_actor(name)
-        return at_the_end
-
-    return go
+from coati.ray.topology import first_updaters, makers_to_leave, trainer_for_newcomer
 
 
 def test_a_maker_of_two_ranks_works_in_lock_step(run, make_config):
@@ -106,7 +32,7 @@ def test_a_maker_of_two_ranks_works_in_lock_step(run, make_config):
 
 def test_a_follower_that_dies_ends_the_run_and_is_named(run, make_config, monkeypatch):
     def kill_follower(self):
-        ray.kill(self._followers["maker-0-rank-1"])
+        ray.kill(self._crew.followers["maker-0-rank-1"])
 
     monkeypatch.setattr(launcher.DetachedRun, "_look", kill_follower)
     # Its death is seen by the driver, and by the leader in the middle of a sum; whichever comes first, it is named.
@@ -282,17 +208,36 @@ def test_a_private_ray_is_gone_after_the_run(make_config, tmp_path):
 
 
 def test_a_run_that_does_not_fit_the_cluster_is_refused(cluster, make_config):
-    with pytest.raises(ConfigError, match=r"needs 1000 CPUs \(999 makers, 1 trainers\), but the cluster has 6"):
-        cluster_module._check_resources(make_config(makers=999), num_cpus=1000)
+    with pytest.raises(ConfigError, match=r"needs 65 CPUs \(64 makers, 1 trainers\), but the cluster has 6"):
+        cluster_module._check_resources(make_config(makers=64), num_cpus=65)
 
 
 @settings(max_examples=50, deadline=None)
 @given(num_makers=st.integers(0, 12), num_trainers=st.integers(1, 12))
 def test_each_maker_is_updated_by_exactly_one_trainer_and_evenly(num_makers, num_trainers):
-    names = [f"maker-{index}" for index in range(num_makers)]
-    parts = [makers_updated_by(rank, names, num_trainers) for rank in range(num_trainers)]
-    assert sorted(name for part in parts for name in part) == sorted(names)
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    updaters = first_updaters([f"maker-{index}" for index in range(num_makers)], num_trainers)
+    assert len(updaters) == num_makers
+    assert spread_over(updaters, num_trainers) <= 1
+
+
+def spread_over(updaters, num_trainers):
+    parts = [sum(updater == rank for updater in updaters.values()) for rank in range(num_trainers)]
+    return max(parts) - min(parts)
+
+
+@settings(max_examples=50, deadline=None)
+@given(changes=st.lists(st.integers(-4, 4), max_size=6), num_trainers=st.integers(1, 5))
+def test_makers_stay_evenly_spread_and_with_their_trainer_when_others_come_and_go(changes, num_trainers):
+    updaters = first_updaters(["a", "b", "c"], num_trainers)
+    for number, change in enumerate(changes):
+        before = dict(updaters)
+        for index in range(change):
+            updaters[f"{number}-{index}"] = trainer_for_newcomer(updaters, num_trainers)
+        leaving = makers_to_leave(updaters, min(-change, len(updaters) - 1)) if change < 0 else []
+        assert len(set(leaving)) == len(leaving) == min(max(0, -change), len(before) - 1)
+        updaters = {name: rank for name, rank in updaters.items() if name not in leaving}
+        assert spread_over(updaters, num_trainers) <= 1
+        assert all(updaters[name] == before[name] for name in updaters.keys() & before.keys())
 
 
 # The environment.

@@ -124,3 +124,16 @@ def test_any_other_state_means_more_may_come(state):
     story = Story("a", "b")
     story.after(0.0, a="finished", b=state)
     assert not story.after(1e6)
+
+
+def test_a_maker_that_left_by_design_is_not_gone_and_one_that_joined_is_waited_for():
+    story = Story("a", "b", existing=("a", "b"))
+    assert not story.after(1.0, b="missing")
+    assert story.watch.gone() == ["b"]
+    story.watch.follow(["a", "c"])
+    assert story.watch.gone() == []
+    assert not story.after(3.0, a="finished", c="idle")
+    assert not story.after(20.0)
+    assert not story.after(3.0, c="finished")
+    assert story.after(6.0)
+    assert story.watch.describe() == "a is finished, c is finished"

@@ -88,6 +88,18 @@ def train(
     )
 
 
+@app.command()
+def scale(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run that is training.")],
+    makers: Annotated[int, typer.Option(help="How many makers it shall have.")],
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for it; the run goes on trying after that.")] = 600.0,
+) -> None:
+    """Give a running job more makers, or fewer."""
+    from coati.cli.scale import run_scale
+
+    run_scale(folder, makers=makers, timeout=timeout)
+
+
 def main() -> None:
     """Run the command; an error of ours is one message and exit code 2, not a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

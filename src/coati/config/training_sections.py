@@ -116,8 +116,22 @@ class TrainSection(Section):
 class TopologySection(Section):
     """`[topology]`: how many makers and trainers, and how far apart they may run."""
 
-    makers: int = setting(1, "Experience makers.", rule="a whole number, 1 or more", ge=1)
-    trainers: int = setting(1, "Trainers; they share every optimizer step.", rule="a whole number, 1 or more", ge=1)
+    makers: int = setting(
+        1,
+        "Experience makers, when the run begins; `coati scale` changes it while it trains.",
+        rule="a whole number from 1 to 64",
+        ge=1,
+        le=64,
+    )
+    trainers: int = setting(
+        1, "Trainers; they share every optimizer step.", rule="a whole number from 1 to 64", ge=1, le=64
+    )
+    placement: Literal["auto", "pack", "spread"] = setting(
+        "auto",
+        "Where on a cluster they run: auto = Ray places each for itself, pack = on as few nodes as possible, a maker's "
+        "and a trainer's shares of a GPU on one card, spread = over the nodes. Both reserve all places first.",
+        rule='"auto", "pack" or "spread"',
+    )
     buffer_limit: int = setting(
         0, "Batches that may wait at a trainer; 0 = no limit.", rule="a whole number, 0 or more", ge=0
     )

@@ -76,13 +76,13 @@ class ExperiencePipeline:
         """Whether the gate has let through all samples of the run; never, without a gate."""
         return self.gate is not None and self.gate.is_done
 
-    def admissible(self, wanted: int) -> int:
-        """How many samples may be issued now."""
+    def admit(self, wanted: int) -> int:
+        """Issue as many samples as may be issued now, at most `wanted`; whoever asks must make them."""
         if self.gate is None:
             return wanted
         version = self.served.version
         self._follow_bound(version)
-        return self.gate.admissible(wanted, version=version)
+        return self.gate.admit(wanted, version=version)
 
     def version_needed(self) -> int | None:
         """The version to wait for before the next sample, as far as is known now; None if there is none to wait for."""
@@ -95,7 +95,10 @@ class ExperiencePipeline:
         """Wait for weights that admit one more sample; True when they serve, or when none is left to issue.
 
         Each new version is looked at, because it may bring another bound and with it another version to wait for.
+        While work is dealt anew, nothing is admitted.
         """
+        if self.gate is not None and not self.gate.wait_for_deal(deadline_seconds):
+            return False
         needed, version = self.version_needed(), self.served.version
         if needed is not None and version < needed:
             # Pending weights are not enough: as long as somebody else works with the models they do not serve.
@@ -108,8 +111,6 @@ class ExperiencePipeline:
 
         A run in which batch after batch is dropped has a fault that waiting will not mend: an error.
         """
-        if self.gate is not None:
-            self.gate.issue(len(batch))
         sample_ids = batch.sample_ids
         if sample_ids is None:
             sample_ids = torch.arange(len(batch)) + self._next_sample_id

@@ -3,7 +3,8 @@
 Passes over the table follow each other without end; position n of that order is prompt group n, and belongs
 to shard n % num_shards. So a sample has the same id, and with it the same random draws, however the work is
 shared. Prompts that cannot be used keep their position: they are skipped, counted by reason, and their ids
-never appear.
+never appear. When the work is shared anew in the middle of a run, all streams go on from one position, beyond
+every position that was used; those that nobody had reached by then are left out.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class PromptStream:
         shard: which of `num_shards` this stream is.
         num_shards: how many streams share the order.
         num_epochs: passes over the table; None = endless.
+        first_position: where to begin in the order; positions before it belong to others.
 
     Attributes:
         skipped: positions passed over so far, by reason. Sums over shards are sums over the run.
@@ -82,6 +84,7 @@ class PromptStream:
         shard: int = 0,
         num_shards: int = 1,
         num_epochs: int | None = None,
+        first_position: int = 0,
     ) -> None:
         if samples_per_prompt < 1 or batch_size < 1 or batch_size % samples_per_prompt:
             raise ConfigError(
@@ -92,6 +95,8 @@ class PromptStream:
             raise ConfigError(
                 f"shard must be from 0 to num_shards - 1, got shard {shard} of {num_shards}. Number the makers from 0."
             )
+        if first_position < 0:
+            raise ConfigError(f"first_position must be 0 or more, got {first_position}. Positions count from 0.")
         if column != table.column:  # the table only vouches for its own column
             check_rows(table.rows, column=column, source=table.source)
         self.skipped: Counter[str] = Counter()
@@ -102,6 +107,7 @@ class PromptStream:
         self._context_length, self._max_prompt_tokens = context_length, max_prompt_tokens
         self._max_new_tokens = max_new_tokens
         self._shard, self._num_shards, self._num_epochs = shard, num_shards, num_epochs
+        self._first_position = first_position
         self._pad_id = _pad_id(tokenizer)
         self._other_columns = _other_columns(table, column)
         self._encoded: dict[int, EncodedPrompt] = {}
@@ -114,7 +120,8 @@ class PromptStream:
 
     def _usable_groups(self) -> Iterator[tuple[int, int]]:
         """Yield (position, row) of this shard's usable prompts."""
-        epochs = itertools.count() if self._num_epochs is None else range(self._num_epochs)
+        first_epoch = self._first_position // len(self._table)
+        epochs = itertools.count(first_epoch) if self._num_epochs is None else range(first_epoch, self._num_epochs)
         fruitless_epochs = 0
         for epoch in epochs:
             fruitless_epochs += 1
@@ -135,7 +142,8 @@ class PromptStream:
             order = keyed_generator(self._seed, epoch, stream=STREAM_PROMPTS).permutation(size).tolist()
         else:
             order = list(range(size))
-        first = (self._shard - epoch * size) % self._num_shards  # the shard's first place in this pass
+        start = max(0, self._first_position - epoch * size)
+        first = start + (self._shard - epoch * size - start) % self._num_shards  # the shard's first place in this pass
         for place in range(first, size, self._num_shards):
             yield epoch * size + place, order[place]
 

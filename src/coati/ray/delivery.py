@@ -65,13 +65,17 @@ class ItemSender:
         self._should_stop = should_stop
         self._alive = list(trainer_names)
         self._share = share
-        self._turn = share.maker_index if share is not None else 0
+        self._turn = 0 if share is None else share.maker_index or 0
         self._next_number = dict.fromkeys(trainer_names, 0)
         self._in_flight: deque[_InFlight] = deque()
         self.num_delivered = 0
         self.num_redirected = 0
         self.num_unacknowledged = 0
         self._stopped_at: float | None = None
+
+    def take_share(self, share: WorkShare) -> None:
+        """Another share, which gives the items sent so far the rounds that they have."""
+        self._share = share
 
     def send(self, items: Sequence[BufferItem]) -> None:
         """Hand each item to the next trainer; waits while too many sends are unacknowledged."""

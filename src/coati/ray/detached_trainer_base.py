@@ -75,6 +75,7 @@ class DetachedTrainer(ABC):
         self._records = RecordLog()
         self._stop = threading.Event()
         self._state = "idle"
+        self._watch = MakerWatch((), self.deadlines)
         self._num_batches = 0
         self._num_samples = 0
         self._wait_seconds = 0.0
@@ -126,6 +127,11 @@ class DetachedTrainer(ABC):
     def stop(self) -> None:
         """End `fit` before its next batch; weights and buffer stay as they are."""
         self._stop.set()
+
+    def change_makers(self, maker_names: Sequence[str]) -> None:
+        """Makers have joined, or left by design: experience comes from these from now on."""
+        self.maker_names = tuple(maker_names)
+        self._watch.follow(maker_names)
 
     # The buffer, as makers and drivers reach it.
 

@@ -187,6 +187,17 @@ class DetachedPPOTrainer(DetachedTrainer):
             message_every=self.deadlines.message_every,
         )
 
+    @ray.method(concurrency_group="model_io")
+    def change_makers(self, maker_names: Sequence[str], updated_makers: Sequence[str] | None = None) -> None:
+        """Makers have joined, or left by design. Newcomers get all weights with the next version, which `fit` sends.
+
+        Ranks of a group may be told at different moments: a maker stays with the trainer that updates it.
+        """
+        with self._weights():  # not in the middle of an update
+            self._channel.change_makers(maker_names if updated_makers is None else updated_makers)
+            self._has_asked_for_card = False  # newcomers may sit on another card
+        super().change_makers(maker_names)
+
     def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
         """Sync if the weights are those of a version; checked and sent under one lock, so no step comes between."""
         with self._weights():
@@ -199,9 +210,10 @@ class DetachedPPOTrainer(DetachedTrainer):
 
     def _update_remote_makers(self, fully_update: bool = False, **config: Any) -> None:
         """Publish the weights as version `self.version`; `config` may hold `shard_size` in MiB."""
-        is_partial = self._update_lora_weights and not fully_update
         started = time.perf_counter()
         with self._weights():
+            fully_update = fully_update or self._channel.has_newcomers
+            is_partial = self._update_lora_weights and not fully_update
             bound = None if self._staleness is None else self._staleness.max_staleness
             header = new_header(version=self.version, source=self._source, max_staleness=bound)
             snapshots = self._snapshots_on_card()
@@ -299,13 +311,13 @@ class DetachedPPOTrainer(DetachedTrainer):
     def _snapshots_on_card(self) -> DeviceSnapshots | None:
         """Where weights wait for makers on this trainer's own card; None: they go through host memory.
 
-        The makers are asked once. What each rank answers is its own affair: all gather the same weights either way.
+        The makers are asked once, and again when others have come. What each rank answers is its own affair: all
+        gather the same weights either way.
         """
-        if self._snapshots is None and not self._has_asked_for_card and self.strategy.device.type == "cuda":
+        if not self._has_asked_for_card and self.strategy.device.type == "cuda":
             self._has_asked_for_card = True
-            snapshots = DeviceSnapshots(self.strategy.device)
-            if self._channel.all_can_open(snapshots.probe()):
-                self._snapshots = snapshots
+            snapshots = self._snapshots or DeviceSnapshots(self.strategy.device)
+            self._snapshots = snapshots if self._channel.all_can_open(snapshots.probe()) else None
         return self._snapshots
 
     def _canary(self) -> Canary | None:

@@ -3,11 +3,11 @@
 * `workingloop` (compute) waits for admission and weights ► makes experience ► sends items, acknowledged.
 * `update_experience_maker` (model_io) stages chunks ► verifies ► offers the whole update to the models, which
   commit it between two batches, or at once if nobody generates.
+* `hold_work` and `deal_work` exchange its part of the run, when makers join or leave.
 """
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
 import threading
@@ -22,16 +22,17 @@ from torch import nn
 from coati.algorithms import Algorithm
 from coati.cpu import set_up_cpu
 from coati.deadlines import Deadlines
-from coati.errors import ConfigError, DataError, DeadlineExceeded
+from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience_buffer.utils import split_experience_batch
 from coati.experience_maker.base import Experience
 from coati.experience_maker.lock_step import LeadingMaker, LockStep, cut_maker
 from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.prompt_batch import PromptBatch
-from coati.ledger import WorkShare
+from coati.ledger import Standing, WorkShare
 from coati.monitor.metrics import Sum
 from coati.monitor.records import RecordLog, RecordPage
+from coati.prompts.source import PromptSource
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, dispatch
 from coati.ray.delivery import ItemSender
 from coati.ray.environment import apply_env_info
@@ -65,6 +66,7 @@ class MakerProgress:
     num_redirected: int  # sent to another trainer, because theirs died
     num_unacknowledged: int  # on their way when a stop came
     version: int
+    has_weights: bool = True  # whether all its weights came from a trainer
 
 
 @ray.remote(concurrency_groups={"experience_io": 1, "model_io": 1, "compute": 1})
@@ -127,7 +129,7 @@ class ExperienceMakerHolder:
         self._stop = threading.Event()
         self._state = "idle"
         self._waits = {"weights": 0.0, "room": 0.0}
-        self._prompts: Iterable[Any] = ()
+        self._prompts = PromptSource(self._name, deadline_seconds=self._deadlines.batch, should_stop=self._stop.is_set)
         self._records = RecordLog()
 
         maker = _make_maker(
@@ -177,7 +179,7 @@ class ExperienceMakerHolder:
         try:
             self._await_first_weights()
             dispatch(self._callbacks, "on_loop_start")
-            for batch in self._batches(dataloader_fn, num_epochs, num_steps):
+            for batch in self._prompts.batches(dataloader_fn, num_epochs, num_steps):
                 if self._is_over():
                     break
                 dispatch(self._callbacks, "on_batch_start")
@@ -193,6 +195,18 @@ class ExperienceMakerHolder:
     def stop(self) -> None:
         """End the working loop before its next piece of work; what is made is delivered."""
         self._stop.set()
+
+    def hold_work(self) -> Standing:
+        """Draw no prompt and issue no sample until `deal_work`; what is issued is finished. Says how far this is."""
+        assert self._pipeline.gate is not None, "only a maker with a share can be dealt another"
+        return Standing(next_position=self._prompts.hold(), rounds_begun=self._pipeline.gate.hold())
+
+    def deal_work(self, share: WorkShare, dataloader_fn: Callable[[], Iterable[Any]] | None = None) -> None:
+        """Go on with another share, and with other prompts after the batch in work."""
+        assert self._pipeline.gate is not None, "only a maker with a share can be dealt another"
+        self._sender.take_share(share)  # first: as soon as the gate has it, items of it may be on their way
+        self._prompts.switch(dataloader_fn)
+        self._pipeline.gate.deal(share)
 
     # Weights.
 
@@ -254,6 +268,7 @@ class ExperienceMakerHolder:
             num_redirected=self._sender.num_redirected,
             num_unacknowledged=self._sender.num_unacknowledged,
             version=self._served.version,
+            has_weights=self._has_full_update(0.0),
         )
 
     @ray.method(concurrency_group="experience_io")
@@ -282,23 +297,6 @@ class ExperienceMakerHolder:
             return False
         return True
 
-    def _batches(self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int, num_steps: int) -> Iterator[Any]:
-        passes = itertools.count() if num_steps > 0 else range(num_epochs)
-        endless = (batch for _ in passes for batch in self._one_pass(dataloader_fn))
-        return itertools.islice(endless, num_steps) if num_steps > 0 else endless
-
-    def _one_pass(self, dataloader_fn: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-        is_empty = True
-        self._prompts = dataloader_fn()
-        for batch in self._prompts:
-            is_empty = False
-            yield batch
-        if is_empty:
-            raise DataError(
-                f"dataloader_fn() of maker {self._name} gave no batch. Is the dataset empty, or smaller "
-                "than one batch with drop_last=True?"
-            )
-
     def _is_over(self) -> bool:
         return self._stop.is_set() or self._pipeline.is_done
 
@@ -308,8 +306,8 @@ class ExperienceMakerHolder:
         while start < len(batch) and not self._is_over():
             with self._waiting("weights"):
                 num_rows = self._await_admission(len(batch) - start)
-            if num_rows == 0:
-                return
+            if num_rows == 0:  # a stop, or work is being dealt anew
+                continue
             part = batch.rows(start, start + num_rows)
             start += num_rows
             dispatch(self._callbacks, "on_make_experience_start")
@@ -319,7 +317,7 @@ class ExperienceMakerHolder:
                 self._send(experience)
 
     def _await_admission(self, wanted: int) -> int:
-        """Wait until at least one sample may be issued; 0 if a stop came instead."""
+        """Wait until samples may be issued, and issue them; 0 if something came between."""
         if self._pipeline.gate is None:
             return wanted
         wait_in_slices(
@@ -332,7 +330,7 @@ class ExperienceMakerHolder:
             message_every=self._deadlines.message_every,
             between=self._sender.check_trainers,
         )
-        return 0 if self._stop.is_set() else self._pipeline.admissible(wanted)
+        return 0 if self._stop.is_set() else self._pipeline.admit(wanted)
 
     def _send(self, experience: Experience) -> None:
         if self._buffer_cpu_offload:

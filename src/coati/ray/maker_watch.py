@@ -68,6 +68,10 @@ class MakerWatch:
         self._over_since: float | None = None
         self.begin_wait()
 
+    def follow(self, names: Sequence[str]) -> None:
+        """Watch these makers from now on. One that is not among them left by design: it is not gone."""
+        self._names = tuple(names)
+
     def begin_wait(self) -> None:
         """A new wait for a batch begins: time in which batches come counts against nobody."""
         self._incomplete_since: float | None = None
@@ -91,7 +95,7 @@ class MakerWatch:
 
     def gone(self) -> list[str]:
         """Makers that died or failed, as of the last look."""
-        return [name for name, state in self._states.items() if state in ("gone", "failed")]
+        return [name for name in self._names if self._states.get(name) in ("gone", "failed")]
 
     def describe(self) -> str:
         """One phrase for each maker."""

@@ -29,6 +29,18 @@ class WeightChannel:
         self._peers = NamedPeers(maker_names, role="maker", deadlines=deadlines)
         self._deadlines = deadlines
         self._lost: set[str] = set()
+        self._newcomers: set[str] = set()
+
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether makers have joined that had no full update yet: the next one must be full."""
+        return bool(self._newcomers)
+
+    def change_makers(self, maker_names: Sequence[str]) -> None:
+        """Another list, from the next update on; must not be called during one."""
+        self._newcomers = {name for name in maker_names if name in self._newcomers or name not in self._peers.names}
+        self._lost &= set(maker_names)
+        self._peers = NamedPeers(maker_names, role="maker", deadlines=self._deadlines)
 
     def all_can_open(self, probe: ShareProbe) -> bool:
         """Whether every maker can read the sender's card; says which cannot and why, and False without makers."""
@@ -80,6 +92,8 @@ class WeightChannel:
             attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(targets))
         attempt.wait(until_in_flight=0)
         self._judge(header, attempt)
+        if fully_update:
+            self._newcomers &= attempt.unreachable.keys()
         return num_bytes
 
     def _judge(self, header: UpdateHeader, attempt: "_Attempt") -> None:

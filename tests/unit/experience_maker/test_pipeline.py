@@ -89,41 +89,53 @@ def test_counts_add_up_and_dropped_samples_are_given_back_to_the_gate():
     # 8 samples in all; batches of 4 keep 4, 1 and 0: 5 issued and not given back
     share = WorkShare(rounds_per_version=8, total_rounds=8)
     pipeline = pipeline_of(4, 1, AllSamplesDropped("all bad"), share=share)
+    assert [pipeline.admit(4) for _ in range(2)] == [4, 4]
+    assert pipeline.is_done
     assert pipeline.make(batch_of(4)).num_samples == 4
     assert pipeline.make(batch_of(4)).num_samples == 1
-    assert pipeline.make(batch_of(4)) is None
-    assert (pipeline.counts.made, pipeline.counts.dropped) == (5, 7)
+    assert pipeline.admit(4) == 3
+    assert pipeline.make(batch_of(3)) is None
+    assert (pipeline.counts.made, pipeline.counts.dropped) == (5, 6)
     assert pipeline.gate.num_issued == 5
-    assert pipeline.admissible(9) == 3
     assert not pipeline.is_done
-    pipeline.make(batch_of(3))
+    assert pipeline.admit(9) == 3
     assert pipeline.is_done
-    assert pipeline.admissible(9) == 0
+    assert pipeline.admit(9) == 0
 
 
 def test_the_gate_waits_for_the_next_version():
     pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=4, max_staleness=0))
-    assert pipeline.admissible(3) == 2
-    pipeline.make(batch_of(2))
-    assert pipeline.admissible(1) == 0
+    assert pipeline.admit(3) == 2
+    assert pipeline.admit(1) == 0
     pipeline.served.offer(update(1))
-    assert pipeline.admissible(3) == 2
+    assert pipeline.admit(3) == 2
+
+
+def test_nothing_is_admitted_while_work_is_dealt_anew():
+    share = WorkShare(rounds_per_version=2, total_rounds=8)
+    pipeline = pipeline_of(share=share)
+    assert pipeline.admit(3) == 3
+    assert pipeline.gate.hold() == 3
+    assert not pipeline.wait_for_admission(0.0)
+    assert pipeline.admit(5) == 0
+    pipeline.gate.deal(share.dealt(3, 0, 2))  # every second round from the fourth on: 3, 5 and 7
+    assert pipeline.wait_for_admission(0.0)
+    assert pipeline.admit(5) == 3
 
 
 def test_a_bound_holds_from_the_version_that_brings_it():
     # 2 rounds for each version, η = 1 to begin with: 4 samples at version 0.
     pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=20, max_staleness=1))
     pipeline.bounds.note(1, 0)
-    assert pipeline.admissible(9) == 4  # version 1 is known of, but does not serve
-    pipeline.make(batch_of(4))
+    assert pipeline.admit(9) == 4  # version 1 is known of, but does not serve
     assert (pipeline.version_needed(), pipeline.wait_for_admission(0.0)) == (1, False)
     pipeline.served.offer(update(1))  # η = 0: 2 · (0 + 1 + 1) = 4 are out already
     assert (pipeline.version_needed(), pipeline.wait_for_admission(0.0)) == (2, False)
-    assert pipeline.admissible(9) == 0
+    assert pipeline.admit(9) == 0
     pipeline.bounds.note(2, 1)
     pipeline.served.offer(update(2))  # η = 1: 2 · (1 + 2 + 1) = 8
     assert pipeline.wait_for_admission(0.0)
-    assert pipeline.admissible(9) == 4
+    assert pipeline.admit(9) == 4
 
 
 @pytest.mark.parametrize(
@@ -138,7 +150,7 @@ def test_a_bound_holds_from_the_version_that_brings_it():
 def test_a_bound_that_comes_during_the_wait_decides_what_is_waited_for(first, second, is_admitted):
     pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=20, max_staleness=2))
     pipeline.bounds.note(0, first)
-    pipeline.make(batch_of(4))
+    pipeline.gate.issue(4)
     asked = []
 
     def wait_for_version(at_least, *, deadline_seconds, is_committed):
@@ -150,19 +162,19 @@ def test_a_bound_that_comes_during_the_wait_decides_what_is_waited_for(first, se
     pipeline.served.wait_for_version = wait_for_version
     assert pipeline.wait_for_admission(7.0) == is_admitted
     assert asked == [(1, 7.0, True)]  # any newer version may change what is needed
-    assert (pipeline.admissible(9) > 0) == is_admitted
+    assert (pipeline.admit(9) > 0) == is_admitted
 
 
 def test_nobody_waits_without_a_gate_or_when_all_is_issued():
     assert pipeline_of().wait_for_admission(0.0)
     pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=2, max_staleness=0))
-    pipeline.make(batch_of(2))
+    assert pipeline.admit(2) == 2
     assert pipeline.wait_for_admission(0.0)
 
 
 def test_without_a_gate_everything_is_admitted_and_the_end_never_comes():
     pipeline = pipeline_of()
-    assert pipeline.admissible(1000) == 1000
+    assert pipeline.admit(1000) == 1000
     pipeline.make(batch_of(5))
     assert not pipeline.is_done
 

@@ -270,3 +270,29 @@ def test_a_row_that_lacks_a_column_has_none_there():
 def test_impossible_options(options, message):
     with pytest.raises(ConfigError, match=message):
         stream_of(table_of("a"), **options)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_streams_that_begin_later_cover_every_position_from_there_on_once(shuffle):
+    table = table_of("a", "b", "c", "d", "e")
+    whole = {group: prompt for _, group, prompt in all_samples(stream_of(table, num_epochs=4, shuffle=shuffle))}
+    for first, num_shards in itertools.product((0, 3, 5, 11), (1, 2, 3, 7)):
+        parts = [
+            all_samples(
+                stream_of(
+                    table, num_epochs=4, shuffle=shuffle, shard=shard, num_shards=num_shards, first_position=first
+                )
+            )
+            for shard in range(num_shards)
+        ]
+        got = {group: prompt for part in parts for _, group, prompt in part}
+        assert sum(map(len, parts)) == len(got)
+        assert got == {group: prompt for group, prompt in whole.items() if group >= first}
+        assert all(group % num_shards == shard for shard, part in enumerate(parts) for _, group, _ in part)
+    with pytest.raises(ConfigError, match="first_position must be 0 or more, got -1"):
+        stream_of(table, first_position=-1)
+
+
+def test_a_stream_far_beyond_all_others_works_too():
+    stream = stream_of(table_of("a", "b", "c"), num_epochs=None, shuffle=True, first_position=2**40)
+    assert next(iter(stream))["group_ids"].tolist() == [2**40, 2**40 + 1]

@@ -1,0 +1,113 @@
+"""Where a maker draws its batches from: a data loader that can be exchanged between two batches.
+
+When makers join or leave, the prompts are shared anew. Whoever does that holds all makers, asks how far each has
+come, and gives each another loader, from one position on. A batch that was drawn before stays in work: its prompts
+are nobody else's.
+"""
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from coati.errors import DataError, DeadlineExceeded
+
+LoaderFn = Callable[[], Iterable[Any]]
+
+_SLICE_SECONDS = 1.0
+
+
+class PromptSource:
+    """Draws batches in one thread and may be held and switched from another.
+
+    >>> source = PromptSource("maker-0")
+    >>> batches = source.batches(lambda: [1, 2, 3])
+    >>> next(batches)
+    1
+    >>> source.switch(lambda: [7, 8])
+    >>> list(batches)
+    [7, 8]
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        deadline_seconds: float = 1800.0,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._name = name
+        self._deadline_seconds = deadline_seconds
+        self._should_stop = should_stop
+        self._changed = threading.Condition()
+        self._is_held = False
+        self._loader_fn: LoaderFn = tuple
+        self._loader: Any = ()
+        self._iterator: Iterator[Any] | None = None
+        self._next_position = 0
+        self._skipped_before: Counter[str] = Counter()
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """What all loaders so far have skipped, by reason, where they count it (as `PromptStream` does)."""
+        return self._skipped_before + Counter(getattr(self._loader, "skipped", {}))
+
+    def batches(self, loader_fn: LoaderFn, num_epochs: int = 1, num_steps: int = 0) -> Iterator[Any]:
+        """`num_steps` batches of as many passes as it takes, or else `num_epochs` passes over `loader_fn()`."""
+        self._loader_fn = loader_fn
+        passes = itertools.count() if num_steps > 0 else range(num_epochs)
+        endless = (batch for _ in passes for batch in self._one_pass())
+        return itertools.islice(endless, num_steps) if num_steps > 0 else endless
+
+    def hold(self) -> int:
+        """Draw nothing more until `switch`; returns the first position of the order that is beyond all drawn."""
+        with self._changed:
+            self._is_held = True
+            return self._next_position
+
+    def switch(self, loader_fn: LoaderFn | None) -> None:
+        """Go on, with the batches of another loader unless it is None."""
+        with self._changed:
+            if loader_fn is not None:
+                self._loader_fn = loader_fn
+                self._iterator = None
+            self._is_held = False
+            self._changed.notify_all()
+
+    def _one_pass(self) -> Iterator[Any]:
+        is_empty = True
+        self._iterator = None
+        while (batch := self._draw()) is not None:
+            is_empty = False
+            yield batch
+        if is_empty and not self._should_stop():
+            raise DataError(
+                f"dataloader_fn() of maker {self._name} gave no batch. Is the dataset empty, or smaller "
+                "than one batch with drop_last=True?"
+            )
+
+    def _draw(self) -> Any:
+        """The next batch; None at the end of the pass, or after a stop."""
+        with self._changed:
+            if not self._await_switch():
+                return None
+            if self._iterator is None:
+                self._skipped_before = self.skipped
+                self._loader = self._loader_fn()
+                self._iterator = iter(self._loader)
+            batch = next(self._iterator, None)
+            group_ids = batch.get("group_ids") if isinstance(batch, Mapping) else None
+            if group_ids is not None:
+                self._next_position = max(self._next_position, max(map(int, group_ids)) + 1)
+            return batch
+
+    def _await_switch(self) -> bool:
+        for _ in range(max(1, round(self._deadline_seconds / _SLICE_SECONDS))):
+            if self._changed.wait_for(lambda: not self._is_held, timeout=_SLICE_SECONDS):
+                return True
+            if self._should_stop():
+                return False
+        raise DeadlineExceeded(
+            f"maker {self._name} waited {self._deadline_seconds:g} s for its prompts to be shared anew."
+        )

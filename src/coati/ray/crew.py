@@ -1,0 +1,236 @@
+"""The actors of a run: making them as the settings say, where they are placed, and ending them."""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from coati import assembly
+from coati.config import RunConfig
+from coati.errors import DeadlineExceeded, PeerDied, ScalingRefused
+from coati.ledger import Membership, PromptPart, WorkShare
+from coati.ray.cluster import actor_options, rendezvous
+from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
+from coati.ray.experience_maker_holder import ExperienceMakerHolder
+from coati.ray.maker_follower import MakerFollower
+from coati.ray.peers import death_reason, original_error
+from coati.ray.placement import Placement, rank_names
+from coati.ray.topology import first_updaters, makers_updated_by
+
+logger = logging.getLogger(__name__)
+
+# ray.remote makes actor classes of these, which mypy cannot see.
+_MAKER: Any = ExperienceMakerHolder
+_TRAINER: Any = DetachedPPOTrainer
+_FOLLOWER: Any = MakerFollower
+
+# Name, actor options and env_info of one actor.
+_Place = tuple[str, dict[str, Any], dict[str, str] | None]
+
+
+class Crew:
+    """Makers and trainers by name, who updates whom, and which makers have a part in what is to come."""
+
+    def __init__(self, config: RunConfig, *, checkpoints: Path) -> None:
+        self._config = config
+        self._checkpoints = checkpoints
+        self._deadlines = assembly.deadlines_of(config)
+        topology = config.topology
+        names = [f"maker-{index}" for index in range(topology.makers)]
+        self._next_maker = topology.makers
+        self._maker_names = names
+        self._trainer_names = [f"trainer-{rank}" for rank in range(topology.trainers)]
+        self._placement = Placement(config, trainers=self._trainer_names, makers=names)
+        self.makers: dict[str, Any] = {}
+        self.joining: dict[str, Any] = {}
+        self.trainers: dict[str, Any] = {}
+        self.followers: dict[str, Any] = {}  # the other ranks of tensor-parallel makers
+        self.following: dict[Any, str] = {}  # their loops, which end only when something is wrong
+        self._following_newcomers: dict[Any, str] = {}
+        self.membership = Membership(
+            {name: assembly.work_share(config, maker_index=index) for index, name in enumerate(names)}
+        )
+        self.updaters = first_updaters(names, topology.trainers)
+
+    def create(self, *, should_stop: Callable[[], bool]) -> None:
+        """Reserve their places and make all actors; they load their models after this."""
+        self._placement.reserve(deadline_seconds=self._deadlines.start, should_stop=should_stop)
+        for rank, place in enumerate(self._places(self._trainer_names, self._config.topology.gpus_per_trainer)):
+            self._create_trainer(rank, place)
+        for index, name in enumerate(self._maker_names):
+            share = assembly.work_share(self._config, maker_index=index)
+            self.makers[name], following = self._create_maker(self._maker_places(name), share)
+            self.following |= following
+
+    def create_newcomers(self, count: int, *, is_private: bool) -> list[str]:
+        """Make makers that will join; they are in `joining` until they do. ScalingRefused if there is no room."""
+        topology = self._config.topology
+        # A private Ray was given as many CPUs as the run began with. They are a number and no cores.
+        more: dict[str, Any] = {"num_cpus": 0} if is_private else {}
+        free = ray.available_resources()
+        num_cpus = 0 if is_private else count * topology.tensor_parallel
+        for kind, need in (("CPU", float(num_cpus)), ("GPU", count * topology.gpus_per_maker)):
+            if need > free.get(kind, 0.0):
+                raise ScalingRefused(
+                    f"{count} more {'maker needs' if count == 1 else 'makers need'} {need:g} {kind}s, but "
+                    f"{free.get(kind, 0.0):g} are free. Ask for fewer, or add nodes."
+                )
+        names = [f"maker-{self._next_maker + index}" for index in range(count)]
+        self._next_maker += count
+        for name in names:
+            places = [
+                (actor, {**self._placement.newcomer_options(), **options, **more}, env_info)
+                for actor, options, env_info in self._maker_places(name)
+            ]
+            self.joining[name], following = self._create_maker(places, self.membership.share_in_waiting())
+            self._following_newcomers |= following
+        return names
+
+    def take_in(self, names: Sequence[str]) -> None:
+        """Newcomers are makers from now on, and whatever ends one of them ends the run."""
+        self.makers |= {name: self.joining.pop(name) for name in names}
+        self.following |= self._following_newcomers
+        self._following_newcomers = {}
+
+    def dismiss(self, names: Sequence[str]) -> None:
+        """End makers that nobody counts on."""
+        for name in names:
+            self.updaters.pop(name, None)
+            ranks = [rank for rank in self.followers if rank in self._ranks(name)]
+            self.following = {ref: rank for ref, rank in self.following.items() if rank not in ranks}
+            self._following_newcomers = {}  # one change at a time: whoever is dismissed was all that joined, or left
+            actor = self.makers.pop(name, None) or self.joining.pop(name, None)
+            for one in (actor, *(self.followers.pop(rank) for rank in ranks)):
+                if one is not None:
+                    _kill(one)
+
+    def prompts(self, part: PromptPart) -> Callable[[], Any]:
+        """What makes the prompt stream of a maker, in the maker."""
+        return functools.partial(assembly.make_prompts, self._config, **part._asdict())
+
+    def end(self) -> None:
+        """End everybody and give their places back."""
+        for actors in (self.trainers, self.makers, self.joining, self.followers):
+            for actor in actors.values():
+                _kill(actor)
+        try:
+            self._placement.release()
+        except RayError as error:
+            logger.debug("could not release the placement group: %s", error)
+
+    def _create_trainer(self, rank: int, place: _Place) -> None:
+        config, topology = self._config, self._config.topology
+        name, options, env_info = place
+        self.trainers[name] = _TRAINER.options(**options).remote(
+            experience_maker_holder_name_list=self._maker_names,
+            strategy_fn=functools.partial(assembly.make_strategy, config, "trainer"),
+            model_fn=functools.partial(assembly.trainer_models, config),
+            env_info=env_info,
+            train_batch_size=config.train.batch_size,
+            buffer_limit=topology.buffer_limit,
+            eps_clip=config.algorithm.eps_clip,
+            value_clip=config.algorithm.value_clip,
+            update_lora_weights=topology.update_lora_weights,
+            settings=assembly.ppo_settings(config),
+            deadlines=self._deadlines,
+            seed=config.run.seed,
+            num_threads=assembly.threads_per_actor(config),
+            max_staleness=topology.max_staleness if topology.max_staleness >= 0 else None,
+            staleness=assembly.staleness_controller(config),
+            updated_makers=makers_updated_by(rank, self._maker_names, topology.trainers),
+            save_every=config.train.save_every,
+            save_folder=self._checkpoints,
+            verify_updates=topology.verify_updates,
+            chunk_mib=topology.chunk_mib,
+        )
+
+    def _create_maker(self, places: list[_Place], share: WorkShare) -> tuple[Any, dict[Any, str]]:
+        """A maker, and the loops of its other ranks. Those follow from the start: the first weights need them."""
+        config = self._config
+        (_, options, env_info), *others = places
+        following = {}
+        for name, follower_options, follower_info in others:
+            self.followers[name] = _FOLLOWER.options(**follower_options).remote(
+                strategy_fn=functools.partial(assembly.make_strategy, config, "maker"),
+                model_fn=functools.partial(assembly.maker_models, config, with_reward=False),
+                env_info=follower_info,
+                algorithm=config.algorithm.resolved,
+                seed=config.run.seed,
+                deadlines=self._deadlines,
+                num_threads=assembly.threads_per_actor(config),
+            )
+            following[self.followers[name].follow.remote()] = name
+        maker = _MAKER.options(**options).remote(
+            detached_trainer_name_list=self._trainer_names,
+            strategy_fn=functools.partial(assembly.make_strategy, config, "maker"),
+            model_fn=functools.partial(assembly.maker_models, config),
+            sync_models_from_trainers=True,
+            update_lora_weights=config.topology.update_lora_weights,
+            **assembly.maker_settings(config),
+            seed=config.run.seed,
+            share=share,
+            deadlines=self._deadlines,
+            num_threads=assembly.threads_per_actor(config),
+            samples_kept=config.logging.samples_kept,
+            in_flight=config.rollout.in_flight,
+            env_info=env_info,
+            tensor_parallel=config.topology.tensor_parallel > 1,
+            **assembly.generate_options(config),
+        )
+        return maker, following
+
+    def _ranks(self, name: str) -> list[str]:
+        """The actors of one maker: itself, and the other ranks of a tensor-parallel one."""
+        return rank_names(name, self._config.topology.tensor_parallel)
+
+    def _maker_places(self, name: str) -> list[_Place]:
+        """The places of a maker's ranks: one, or the leader and its followers, together if there is room."""
+        names = self._ranks(name)
+        return self._places(names, self._config.topology.gpus_per_maker / len(names), together=True)
+
+    def _places(self, names: list[str], num_gpus: float, *, together: bool = False) -> list[_Place]:
+        """Name, actor options and env_info of each rank of a group; rank 0 is where the group meets."""
+        places = {name: self._placement.options(name) for name in names}
+        if len(names) == 1:
+            return [(name, actor_options(name, num_gpus, **options), None) for name, options in places.items()]
+        # Reserved, or where there is room for them.
+        meeting = places[names[0]] or {"num_gpus": num_gpus * (len(names) if together else 1)}
+        what = f"a node for {names[0]} and its group to meet at"
+        node_id, address, port = get(rendezvous.options(**meeting).remote(), what, seconds=self._deadlines.start)
+        found: list[_Place] = []
+        for rank, name in enumerate(names):
+            near = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=rank > 0)}
+            options = places[name] or (near if rank == 0 or together else {})
+            env_info = {
+                "rank": str(rank),
+                "local_rank": "0",  # each actor sees only its own GPU
+                "world_size": str(len(names)),
+                "master_addr": address,
+                "master_port": str(port),
+            }
+            found.append((name, actor_options(name, num_gpus, **options), env_info))
+        return found
+
+
+def get(refs: Any, what: str, *, seconds: float, who: str = "an actor") -> Any:
+    """`ray.get` with a deadline, and errors that a person can read."""
+    try:
+        return ray.get(refs, timeout=seconds)
+    except GetTimeoutError:
+        raise DeadlineExceeded(f"waited {seconds:g} s for {what}.") from None
+    except RayTaskError as error:
+        raise original_error(error) from None
+    except RayActorError as error:
+        raise PeerDied(f"{who} died while waiting for {what}: {death_reason(error)}") from None
+
+
+def _kill(actor: Any) -> None:
+    try:
+        ray.kill(actor)
+    except RayError as error:
+        logger.debug("could not kill an actor: %s", error)

@@ -1,0 +1,181 @@
+"""Bundles and placement groups: who shares a card, who shares a node, and what is said when it does not fit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.util.placement_group import placement_group_table
+
+from coati.errors import ConfigError, DeadlineExceeded, RunStopped
+from coati.ray.placement import Bundle, Placement, Seat, plan_bundles
+
+
+def seats(trainers, makers):
+    return [
+        *(Seat(f"t{index}", gpus, True) for index, gpus in enumerate(trainers)),
+        *(Seat(f"m{index}", gpus, False) for index, gpus in enumerate(makers)),
+    ]
+
+
+def names(bundles):
+    return [[seat.name for seat in bundle.seats] for bundle in bundles]
+
+
+@pytest.mark.parametrize(
+    ("trainers", "makers", "bundles"),
+    [
+        ([0.5], [0.5], [["t0", "m0"]]),
+        ([0.5], [0.6], [["t0"], ["m0"]]),
+        ([0.3, 0.3], [0.3, 0.3], [["t0", "m0", "m1"], ["t1"]]),  # two trainers on one card: NCCL refuses
+        ([0.0], [0.0, 0.0], [["t0"], ["m0"], ["m1"]]),
+        ([1.0], [0.5, 0.5], [["t0"], ["m0", "m1"]]),
+        ([2.0], [1.0], [["t0"], ["m0"]]),
+        ([0.1], [0.1] * 10, [["t0", *(f"m{n}" for n in range(9))], ["m9"]]),  # ten tenths, in floats
+    ],
+)
+def test_who_shares_a_card(trainers, makers, bundles):
+    assert names(plan_bundles(seats(trainers, makers), share_cards=True)) == bundles
+
+
+shares = st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.9, 1.0, 2.0]), min_size=1, max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trainers=shares, makers=shares, share_cards=st.booleans())
+def test_every_seat_has_one_bundle_and_none_is_more_than_a_card_or_a_seat(trainers, makers, share_cards):
+    asked = seats(trainers, makers)
+    bundles = plan_bundles(asked, share_cards=share_cards)
+    assert sorted(seat for bundle in bundles for seat in bundle.seats) == sorted(asked)
+    for bundle in bundles:
+        assert bundle.resources["CPU"] == len(bundle.seats)
+        assert len(bundle.seats) == 1 or (share_cards and bundle.resources["GPU"] <= 1)
+        assert sum(seat.is_trainer for seat in bundle.seats) <= 1
+
+
+def test_the_ranks_of_a_maker_stay_together():
+    cut = Seat("maker-0", 2.0, False, 2)
+    (first, second) = plan_bundles([Seat("trainer-0", 0.5, True), cut], share_cards=True)
+    assert second == Bundle((cut,))
+    assert (first.resources, second.resources) == ({"CPU": 1.0, "GPU": 0.5}, {"CPU": 2.0, "GPU": 2.0})
+
+
+def groups_left():
+    return [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+
+
+def test_two_packed_makers_and_a_trainer_train_their_exact_shares_and_leave_no_group(run, make_config):
+    seen = []
+
+    def look():
+        seen.append([(group["strategy"], len(group["bundles"])) for group in groups_left()])
+        return False
+
+    progress = run(make_config(makers=2, trainers=1, placement="pack", max_staleness=0), should_stop=look)
+    assert (progress["trainer-0"].num_batches, progress["trainer-0"].num_samples) == (2, 4)
+    assert [progress[f"maker-{index}"].num_delivered for index in range(2)] == [2, 2]
+    assert [("PACK", 3)] in seen
+    assert groups_left() == []
+
+
+def test_trainers_that_meet_are_placed_and_a_failure_gives_the_places_back(run, make_config):
+    with pytest.raises(Exception, match="no such judge"):
+        run(make_config(trainers=2, placement="spread", function="rewards:broken"))
+    assert groups_left() == []
+
+
+def test_a_card_that_no_node_has_is_said_at_once(cluster, make_config):
+    config = make_config(placement="pack", gpus_per_maker=0.5, gpus_per_trainer=0.5)
+    placement = Placement(config, trainers=["trainer-0"], makers=["maker-0"])
+    with pytest.raises(ConfigError) as caught:
+        placement.reserve(deadline_seconds=60)
+    text = str(caught.value)
+    assert "puts trainer-0 and maker-0 on one node, which needs 2 CPUs and 1 GPU" in text
+    assert "but the nodes have 1 × (6 CPUs)" in text
+    assert groups_left() == []
+
+
+def test_places_that_do_not_come_free_are_waited_for_and_then_said(cluster, make_config):
+    config = make_config(placement="spread", makers=8)
+    placement, other = (Placement(config, trainers=["t"], makers=list("abcdefgh")) for _ in range(2))
+    try:
+        with pytest.raises(DeadlineExceeded) as caught:
+            placement.reserve(deadline_seconds=0.1)
+        text = str(caught.value)
+        assert "waited 0.1 s for places for 9 bundles" in text
+        assert "9 × (1 CPU)" in text
+        assert "The nodes have 1 × (6 CPUs)" in text
+        with pytest.raises(RunStopped):
+            other.reserve(deadline_seconds=60, should_stop=lambda: True)
+    finally:
+        placement.release()
+        other.release()
+    assert groups_left() == []
+
+
+NODES = """
+import ray
+from ray.cluster_utils import Cluster
+from threading import Event
+from types import SimpleNamespace
+from coati.ray.peers import wait_in_slices
+from coati.ray.placement import Placement
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 2, "include_dashboard": False})
+for _ in range(2):
+    cluster.add_node(num_cpus=4, num_gpus=2)
+ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+
+@ray.remote
+class Probe:
+    def where(self):
+        return ray.get_runtime_context().get_node_id(), tuple(ray.get_gpu_ids())
+
+def places(kind, gpus, trainers, makers):
+    topology = SimpleNamespace(placement=kind, gpus_per_trainer=gpus, gpus_per_maker=gpus, tensor_parallel=1)
+    placement = Placement(SimpleNamespace(topology=topology), trainers=trainers, makers=makers)
+    placement.reserve(deadline_seconds=60)
+    probes = {
+        name: Probe.options(num_cpus=1, num_gpus=gpus, **placement.options(name)).remote()
+        for name in (*trainers, *makers)
+    }
+    found = {name: ray.get(probe.where.remote(), timeout=60) for name, probe in probes.items()}
+    for probe in probes.values():
+        ray.kill(probe)
+    placement.release()
+    # Ray places by what it last heard of the nodes, and hears of freed places a little later.
+    wait_in_slices(
+        lambda seconds: ray.available_resources().get("GPU") == 6 or bool(Event().wait(min(seconds, 0.1))),
+        deadline_seconds=60,
+        what=lambda: "the places to be free again",
+    )
+    return found
+
+apart = places("spread", 1.0, ["t0"], ["m0", "m1"])
+assert len({node for node, _ in apart.values()}) == 3, apart
+halves = places("pack", 0.5, ["t0", "t1"], ["m0", "m1"])
+assert halves["t0"] == halves["m0"] and halves["t1"] == halves["m1"], halves  # one card for two
+assert halves["t0"] != halves["t1"], halves
+assert len({node for node, _ in halves.values()}) == 1, halves  # two cards of one node
+together = places("pack", 0.0, ["t0"], ["m0", "m1"])
+assert len({node for node, _ in together.values()}) == 1, together
+ray.shutdown()
+cluster.shutdown()
+print("all placed")
+"""
+
+
+def test_halves_share_a_card_and_spread_means_nodes():
+    # Three raylets with cards that are only numbers, in a process of its own: this one has a Ray already.
+    done = subprocess.run(
+        [sys.executable, "-c", NODES],
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert "all placed" in done.stdout, done.stderr[-3000:]

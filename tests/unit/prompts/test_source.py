@@ -1,0 +1,81 @@
+"""The loader of a maker, exchanged between two batches."""
+
+import threading
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from coati.errors import DataError, DeadlineExceeded
+from coati.prompts.source import PromptSource
+
+
+def test_passes_and_steps():
+    assert list(PromptSource("m").batches(lambda: [1, 2], num_epochs=2)) == [1, 2, 1, 2]
+    assert list(PromptSource("m").batches(lambda: [1, 2], num_steps=3)) == [1, 2, 1]
+    with pytest.raises(DataError, match=r"dataloader_fn\(\) of maker m gave no batch"):
+        list(PromptSource("m").batches(list))
+
+
+def test_it_says_which_position_nobody_has_drawn():
+    source = PromptSource("m")
+    batches = source.batches(lambda: [{"group_ids": torch.tensor([6, 2])}, {"group_ids": [4]}, torch.zeros(1)])
+    assert source.hold() == 0
+    source.switch(None)
+    positions = []
+    for _ in batches:
+        positions.append(source.hold())
+        source.switch(None)
+    assert positions == [7, 7, 7]
+
+
+def test_what_was_skipped_adds_up_over_loaders():
+    class Loader(list):
+        def __init__(self, batches):
+            super().__init__(batches)
+            self.skipped = Counter({"no tokens": 2})
+
+    source = PromptSource("m")
+    batches = source.batches(lambda: Loader([1, 2]))
+    next(batches)
+    assert source.skipped == {"no tokens": 2}
+    source.switch(lambda: Loader([3]))
+    assert list(batches) == [3]
+    assert source.skipped == {"no tokens": 4}
+
+
+def test_nothing_is_drawn_while_it_is_held():
+    drawn = []
+
+    def loader():
+        for number in range(4):
+            drawn.append(number)
+            yield number
+
+    source = PromptSource("m")
+    batches = source.batches(loader)
+    assert next(batches) == 0
+    source.hold()
+    got = []
+    thread = threading.Thread(target=lambda: got.append(next(batches)))
+    thread.start()
+    source._changed.acquire()  # what the thread draws under
+    assert drawn == [0]
+    source._changed.release()
+    source.switch(lambda: [70])
+    thread.join(timeout=60)
+    assert got == [70]
+    assert drawn == [0], "the rest of the old loader is somebody else's"
+
+
+def test_a_stop_ends_the_wait_and_so_does_the_deadline(monkeypatch):
+    monkeypatch.setattr("coati.prompts.source._SLICE_SECONDS", 0.001)
+    stop = SimpleNamespace(is_set=False)
+    source = PromptSource("m", deadline_seconds=0.002, should_stop=lambda: stop.is_set)
+    batches = source.batches(lambda: [1])
+    source.hold()
+    with pytest.raises(DeadlineExceeded, match=r"maker m waited 0\.002 s for its prompts to be shared anew"):
+        next(batches)
+    stop.is_set = True
+    assert list(source.batches(lambda: [1])) == []
