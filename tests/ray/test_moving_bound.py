@@ -95,7 +95,7 @@ def test_a_group_of_ranks_decides_on_the_signals_of_all(make_trainer):
     trainer, _ = make_trainer(staleness=Recorder())
 
     class Group:
-        """Two ranks; the other has seen KL 0.3 of its share of the tokens, ESS 0.4, and did not wait."""
+        """Two ranks; the other has seen KL 0.3 and ESS 0.4, and did not wait."""
 
         world_size, device = 2, "cpu"
 
@@ -104,8 +104,7 @@ def test_a_group_of_ranks_decides_on_the_signals_of_all(make_trainer):
 
     trainer.strategy = Group()
     shared = trainer._over_all_ranks(VersionSignals(kl=0.1, idle=0.5, effective_samples=0.8))
-    # KL: the ranks' shares add up. The rest are means.
-    assert (shared.kl, shared.idle, shared.effective_samples) == pytest.approx((0.4, 0.25, 0.6))
+    assert (shared.kl, shared.idle, shared.effective_samples) == pytest.approx((0.2, 0.25, 0.6))
 
 
 def test_a_maker_waits_as_the_newest_bound_says_and_leaves_no_prompt_out(sinks):
