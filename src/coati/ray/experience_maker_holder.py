@@ -38,7 +38,7 @@ from coati.ray.peers import wait_in_slices
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy
 from coati.weights import (
-    DeviceChunk,
+    LentChunk,
     PlainUpdates,
     ServedModels,
     ShareProbe,
@@ -135,7 +135,7 @@ class ExperienceMakerHolder:
         )
         updated = maker.trained_models
         self._served = ServedModels(updated, name=f"maker {self._name}")
-        self._stage = WeightStage(updated, newest_weight=self._served.newest_weight)
+        self._stage = WeightStage(updated, newest_weight=self._served.newest_weight, let_go=self._served.let_go)
         self._plain_updates = PlainUpdates(self._stage, allow_partial=update_lora_weights)
         self._pipeline = ExperiencePipeline(
             maker,
@@ -199,7 +199,7 @@ class ExperienceMakerHolder:
         chunk_end: bool | None = None,
         *,
         update: UpdateHeader | None = None,
-        chunk: WeightChunk | DeviceChunk | None = None,
+        chunk: WeightChunk | LentChunk | None = None,
         manifest: WeightManifest | None = None,
     ) -> None:
         """Take part of a weight update, or all of it.
@@ -210,7 +210,7 @@ class ExperienceMakerHolder:
         and the old weights go on serving.
         """
         if update is not None:
-            self._stage.begin(update.update_id, version=update.version, source=update.source)
+            self._stage.begin(update.update_id, version=update.version, source=update.source, lender=update.lender)
         elif chunk is not None:
             self._stage.add_chunk(chunk)
         elif manifest is not None:
@@ -231,7 +231,7 @@ class ExperienceMakerHolder:
     # What the outside may ask at any time.
 
     def why_not_shared(self, probe: ShareProbe) -> str:
-        """Why this maker cannot take weights straight from a trainer's card; empty if it can."""
+        """Why this maker cannot take weights straight from a trainer's memory; empty if it can."""
         return why_not_shared(probe, self._stage.device)
 
     def progress(self) -> MakerProgress:
