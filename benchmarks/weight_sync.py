@@ -101,12 +101,12 @@ class BenchMaker:
         return why_not_shared(probe, self._stage.device)
 
     @ray.method(concurrency_group="model_io")
-    def update_experience_maker(self, update=None, chunk=None, manifest=None, **_) -> None:
+    def update_experience_maker(self, update=None, chunk=None, chunks=(), manifest=None, **_) -> None:
         if update is not None:
             self._stage.begin(update.update_id, version=update.version, source=update.source, lender=update.lender)
-        elif chunk is not None:
-            self._stage.add_chunk(chunk)
-        elif manifest is not None:
+        for part in (*chunks, *([chunk] if chunk is not None else [])):
+            self._stage.add_chunk(part)
+        if manifest is not None:
             self._served.offer(self._stage.finish(manifest))
 
     @ray.method(concurrency_group="compute")

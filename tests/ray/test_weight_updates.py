@@ -29,7 +29,7 @@ from coati.ray import detached_trainer_ppo, weight_channel
 from coati.ray.callbacks import MakerCallback
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.weight_channel import WeightChannel
-from coati.weights import LentChunk, DeviceSnapshots, ShareProbe, make_canary, new_header, weight_messages
+from coati.weights import DeviceSnapshots, LentChunk, ShareProbe, make_canary, new_header, weight_messages
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -199,24 +199,28 @@ class ExperienceMakerHolder:
         chunk_end: bool | None = None,
         *,
         update: UpdateHeader | None = None,
-        chunk: WeightChunk | LentChunk | None = None,
+        chunk: WeightChunk | None = None,
+        chunks: Sequence[LentChunk] = (),
         manifest: WeightManifest | None = None,
     ) -> None:
         """Take part of a weight update, or all of it.
 
-        A trainer of this project sends a header, chunks and a manifest. Plain calls work too:
-        `chunk_start=True`, any number of state dicts, `chunk_end=True`, in one call or several. Either way
-        the update is staged, verified as a whole and committed at once; if anything is wrong it is rejected
-        and the old weights go on serving.
+        A trainer of this project sends a header, chunks (one, or several that it lends) and a manifest; the last
+        chunks may come with the manifest. Plain calls work too: `chunk_start=True`, any number of state dicts,
+        `chunk_end=True`, in one call or several. Either way the update is staged, verified as a whole and committed
+        at once; if anything is wrong it is rejected and the old weights go on serving.
         """
         if update is not None:
             self._stage.begin(update.update_id, version=update.version, source=update.source, lender=update.lender)
         elif chunk is not None:
             self._stage.add_chunk(chunk)
-        elif manifest is not None:
-            whole = self._stage.finish(manifest)
-            self._pipeline.bounds.note(manifest.header.version, manifest.header.max_staleness)
-            self._served.offer(whole)
+        elif chunks or manifest is not None:
+            for lent in chunks:
+                self._stage.add_chunk(lent)
+            if manifest is not None:
+                whole = self._stage.finish(manifest)
+                self._pipeline.bounds.note(manifest.header.version, manifest.header.max_staleness)
+                self._served.offer(whole)
         else:
             verified = self._plain_updates.take(
                 {"actor": new_actor_state_dict, "critic": new_critic_state_dict},

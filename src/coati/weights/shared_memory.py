@@ -23,7 +23,7 @@ import mmap
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from coati.wire import encode
 logger = logging.getLogger(__name__)
 
 PROBE_BYTES = 256
+# A buffer is as large as all before it, so that there are few of them, up to this: each takes two file descriptors at
+# the sender and one at every receiver.
+MAX_BUFFER_BYTES = 4 * 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,20 +61,54 @@ class MemoryBuffer:
     """Memory that other processes can map; it is theirs too once they have, and outlives this object with them."""
 
     def __init__(self, size: int) -> None:
-        descriptor = os.memfd_create("coati-weights")
-        self._closing = weakref.finalize(self, os.close, descriptor)
-        # Reserved now: a write to memory that is not there would kill the process.
-        os.posix_fallocate(descriptor, 0, size)
-        self.data = torch.from_numpy(np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8))
-        self.handle = MemoryHandle(os.getpid(), descriptor, os.fstat(descriptor).st_ino, size)
+        self._descriptor = os.memfd_create("coati-weights")
+        weakref.finalize(self, os.close, self._descriptor)
+        os.ftruncate(self._descriptor, size)  # takes no memory yet
+        self._num_reserved = 0
+        self.data = torch.from_numpy(np.frombuffer(mmap.mmap(self._descriptor, size), dtype=np.uint8))
+        self.handle = MemoryHandle(os.getpid(), self._descriptor, os.fstat(self._descriptor).st_ino, size)
+
+    def reserve(self, size: int) -> int | None:
+        """Where the next `size` bytes begin; None if the buffer is full. OSError if the host has no memory for them.
+
+        Without it, writing to memory that is not to be had would kill the process.
+        """
+        start = self._num_reserved
+        if start + size > self.handle.size:
+            return None
+        os.posix_fallocate(self._descriptor, start, size)
+        self._num_reserved += size
+        return start
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region:
+    """Room for one chunk."""
+
+    buffer: MemoryBuffer
+    start: int
+    size: int
 
 
 @dataclasses.dataclass
 class _Set:
-    """Buffers of one update, by chunk, and who may look at them."""
+    """The memory of one update, and who may look at it."""
 
-    buffers: dict[int, MemoryBuffer] = dataclasses.field(default_factory=dict)
+    regions: dict[int, _Region] = dataclasses.field(default_factory=dict)  # by chunk
+    buffers: list[MemoryBuffer] = dataclasses.field(default_factory=list)
     receivers: frozenset[str] | None = frozenset()  # None: nobody knows
+
+    def region(self, index: int, size: int) -> _Region:
+        """The room of a chunk; updates of adapters only find more in it than they need."""
+        if index not in self.regions or self.regions[index].size < size:
+            start = self.buffers[-1].reserve(size) if self.buffers else None
+            if start is None:
+                total = sum(buffer.handle.size for buffer in self.buffers)
+                self.buffers.append(MemoryBuffer(max(size, min(total, MAX_BUFFER_BYTES))))
+                start = self.buffers[-1].reserve(size)
+                assert start is not None, "a new buffer has room for what it was made for"
+            self.regions[index] = _Region(self.buffers[-1], start, size)
+        return self.regions[index]
 
 
 class MemorySnapshots(Snapshots):
@@ -92,6 +129,7 @@ class MemorySnapshots(Snapshots):
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memfd_create")
         self._probe_buffer = MemoryBuffer(PROBE_BYTES)
+        self._probe_buffer.reserve(PROBE_BYTES)
         self._probe_buffer.data.copy_(torch.frombuffer(bytearray(os.urandom(PROBE_BYTES)), dtype=torch.uint8))
         return ShareProbe("memory", self._probe_buffer.handle, bytes_checksum(self._probe_buffer.data))
 
@@ -131,34 +169,29 @@ class MemorySnapshots(Snapshots):
     def retire(self) -> None:
         """Somebody may still read the set whose turn it is: it is theirs from now on."""
         current = self._sets[self._turn]
-        current.buffers, current.receivers = {}, frozenset()
+        current.regions, current.buffers, current.receivers = {}, [], frozenset()
 
     def _unhashed(
         self, header: UpdateHeader, shards: Iterable[tuple[str, Mapping[str, Tensor]]]
     ) -> Iterator[tuple[LentChunk | WeightChunk, Callable[[], int]]]:
         filled = ((module, tensors) for module, tensors in shards if tensors)
         for index, (module, tensors) in enumerate(filled):
-            slots, size = layout(tensors)
-            buffer = self._buffer(index, size)
-            if buffer is None:
+            _, size = layout(tensors)
+            region = self._region(index, size)
+            if region is None:
                 wires = {name: encode(tensor) for name, tensor in tensors.items()}
                 stored = WeightChunk(header=header, index=index, module=module, tensors=wires, checksum=None)
                 yield stored, functools.partial(checksum, wires)
                 continue
-            copy_all([view(buffer.data, slot) for slot in slots], list(tensors.values()))
-            lent = LentChunk(
-                header=header, index=index, module=module, slots=slots, handle=buffer.handle, checksum=None
-            )
-            yield lent, functools.partial(bytes_checksum, _filled_part(buffer.data, slots))
+            slots, _ = layout(tensors, start=region.start)
+            data, handle = region.buffer.data, region.buffer.handle
+            copy_all([view(data, slot) for slot in slots], list(tensors.values()))
+            lent = LentChunk(header=header, index=index, module=module, slots=slots, handle=handle, checksum=None)
+            yield lent, functools.partial(bytes_checksum, _extent(data, slots))
 
-    def _buffer(self, index: int, size: int) -> MemoryBuffer | None:
-        """The buffer of a chunk; updates of adapters only find more room in it than they need."""
-        buffers = self._sets[self._turn].buffers
-        if index in buffers and buffers[index].handle.size >= size:
-            return buffers[index]
-        buffers.pop(index, None)
+    def _region(self, index: int, size: int) -> _Region | None:
         try:
-            buffers[index] = MemoryBuffer(size)
+            return self._sets[self._turn].region(index, size)
         except OSError as error:
             if not self._has_complained:
                 self._has_complained = True
@@ -169,7 +202,6 @@ class MemorySnapshots(Snapshots):
                     self.instead,
                 )
             return None
-        return buffers[index]
 
 
 class MemoryReader:
@@ -190,11 +222,12 @@ class MemoryReader:
         """
         if chunk.handle not in self._open:
             self._open[chunk.handle] = open_memory(chunk.handle)
-        data = _filled_part(self._open[chunk.handle], chunk.slots)
+        data, slots = self._open[chunk.handle], chunk.slots
         if not may_look:
-            data = data.clone()
-        found = None if chunk.checksum is None else bytes_checksum(data)
-        return TakenChunk(module=chunk.module, slots=chunk.slots, data=data, checksum=chunk.checksum), found
+            data = _extent(data, slots).clone()
+            slots = tuple(dataclasses.replace(slot, offset=slot.offset - slots[0].offset) for slot in slots)
+        found = None if chunk.checksum is None else bytes_checksum(_extent(data, slots))
+        return TakenChunk(module=chunk.module, slots=slots, data=data, checksum=chunk.checksum), found
 
     def forget_gone(self) -> None:
         """At the end of an update: close what its sender has given up, or died with."""
@@ -222,8 +255,9 @@ def why_not_in_memory(probe: ShareProbe) -> str:
     return "" if found == probe.checksum else "it reads other bytes than the sender wrote"
 
 
-def _filled_part(buffer: Tensor, slots: Iterable[Slot]) -> Tensor:
-    return buffer[: max((slot.offset + slot.nbytes for slot in slots), default=0)]
+def _extent(data: Tensor, slots: Sequence[Slot]) -> Tensor:
+    """From the first byte of the first slot to the last of the last."""
+    return data[slots[0].offset : slots[-1].offset + slots[-1].nbytes] if slots else data[:0]
 
 
 def _is_there(handle: MemoryHandle) -> bool:

@@ -12,8 +12,8 @@ import coati.weights.device as device_module
 from coati.errors import WeightUpdateError
 from coati.trainer.strategies.state_chunks import iter_state_chunks
 from coati.weights import (
-    LentChunk,
     DeviceSnapshots,
+    LentChunk,
     ServedModels,
     WeightStage,
     new_header,
