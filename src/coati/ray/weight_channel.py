@@ -38,7 +38,7 @@ class WeightChannel:
 
         Says which cannot, why, and which way weights go `instead`.
         """
-        reasons = {name: self._why_not_shared(name, probe) for name in self._peers.names}
+        reasons = {name: self._why_not_shared(name, probe) for name in self._peers.names if name not in self._lost}
         for name, reason in reasons.items():
             if reason:
                 logger.warning("weights go %s, because of maker %s: %s", instead, name, reason)
