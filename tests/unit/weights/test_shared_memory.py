@@ -12,6 +12,7 @@ import torch
 
 import coati.weights.shared_memory as shared_memory
 from coati.errors import WeightUpdateError
+from coati.models.lora import LayerLoRA
 from coati.trainer.strategies.state_chunks import iter_state_chunks
 from coati.weights import (
     LentChunk,
@@ -212,6 +213,30 @@ def test_what_only_an_older_waiting_update_touched_is_copied_too(make_models, sn
     assert receiver.models["actor"].body.weight.equal(make_models(1)["actor"].body.weight)
 
 
+def test_the_base_of_an_adapter_does_not_stay_in_the_senders_memory(make_models, snapshots, receiver):
+    settings = {"actor": {"body": LayerLoRA(rank=1, alpha=2, dropout=0.0, scale=2.0)}}
+
+    def publish(version, base=None):
+        header = new_header(version=version, source="trainer 0", snapshots=snapshots)
+        receiver.begin(header)
+        snapshots.lend_to([receiver.name])
+        adapter = {
+            "body.lora_A.default.weight": torch.full((1, 4), float(version)),
+            "body.lora_B.default.weight": torch.ones(4, 1),
+        }
+        weights = adapter if base is None else {"body.base_layer.weight": torch.full((4, 4), base), **adapter}
+        *chunks, manifest = weight_messages(
+            header, [("actor", weights)], is_partial=True, lora=settings, snapshots=snapshots
+        )
+        return chunks, manifest
+
+    receiver.take(*publish(1, base=100.0))  # A: the base is W₀ from now on
+    receiver.take(*publish(2))  # B
+    publish(3, base=-7.0)  # overwrites A, and fails
+    receiver.take(*publish(4))  # B: 100 + 2·1·4
+    assert receiver.models["actor"].body.weight.unique().tolist() == [108.0]
+
+
 def test_an_unfinished_stage_is_dropped_when_its_memory_is_used_again(make_models, snapshots, receiver):
     header = new_header(version=1, source="trainer 0", snapshots=snapshots)
     receiver.begin(header)
@@ -232,6 +257,25 @@ def test_a_set_is_retired_if_one_who_was_lent_it_does_not_answer(is_deaf, make_m
         assert (first[0].handle == third[0].handle) is not is_deaf  # with the same regions in it
     assert fingerprint(receivers[0].models) == fingerprint(make_models(3))
     assert fingerprint(sluggish.models) == fingerprint(make_models(1 if is_deaf else 3))
+
+
+def test_what_nobody_was_asked_about_is_never_overwritten(make_models, snapshots, receiver):
+    def draw(version):
+        header = new_header(version=version, source="trainer 0", snapshots=snapshots)
+        receiver.begin(header)
+        *chunks, manifest = weight_messages(header, shards_of(make_models(version)), snapshots=snapshots)
+        return chunks, manifest
+
+    with receiver.served.use():
+        first = draw(1)
+        receiver.take(*first)
+        draw(2)
+        snapshots.next_lender()  # the third update is in the set of the first, without a word to the receiver
+        *third, _ = weight_messages(
+            new_header(version=3, source="trainer 0"), shards_of(make_models(3)), snapshots=snapshots
+        )
+        assert third[0].handle != first[0][0].handle
+    assert receiver.models["critic"].weight.equal(make_models(1)["critic"].weight)
 
 
 def test_memory_that_its_owner_gave_up_is_unmapped_at_the_next_update(make_models, snapshots, receiver):
