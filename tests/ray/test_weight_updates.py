@@ -303,20 +303,24 @@ def test_a_dead_maker_is_left_out_and_the_living_ones_are_updated(keep, unique, 
 
 def test_no_chunk_is_drawn_before_every_maker_has_answered_or_failed_to(keep, unique):
     names = [unique("taker-a"), unique("taker-b")]
-    takers = [keep(Taker.options(name=name).remote()) for name in names]
-    ray.get([taker.num_whole_updates.remote() for taker in takers], timeout=PATIENCE)
-    ray.kill(takers[1])
+    takers = [Taker.options(name=name).remote() for name in names]
+    keep(takers[0])
+    channel = WeightChannel(names, deadlines=QUICK)
     events = []
-    lender = SimpleNamespace(lend_to=events.append)
 
     def shards():
         events.append("drawn")
         yield "actor", {"w": torch.zeros(1)}
 
-    header = new_header(version=1, source="test")
-    messages = weight_messages(header, shards())
-    WeightChannel(names, deadlines=QUICK).send(header, messages, fully_update=False, snapshots=lender)
-    assert events == [names[:1], "drawn"]
+    def send(version):
+        header = new_header(version=version, source="test")
+        lender = SimpleNamespace(lend_to=events.append)
+        channel.send(header, weight_messages(header, shards()), fully_update=False, snapshots=lender)
+
+    send(1)
+    ray.kill(takers[1])
+    send(2)
+    assert events == [names, "drawn", names[:1], "drawn"]
 
 
 def test_a_maker_that_cannot_be_reached_misses_one_update_and_gets_the_next(keep, unique, monkeypatch):
