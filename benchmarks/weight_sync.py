@@ -15,12 +15,13 @@ scheduler takes from them. `--load none`: makers wait for weights and do nothing
 the maker clocks it.
 
 A plain copy is `numpy.copyto` of the same bytes on one thread, measured before every update while nobody generates. The
-first updates are warm-ups (`--warmups`): they touch the object store's memory for the first time, which costs more than
-the copy itself. Medians over the others.
+first updates are warm-ups (`--warmups`): they touch memory for the first time, which costs more than the copy itself.
+Medians over the others.
 
 With `--device cuda` the model has the 290 tensors of Qwen2-0.5B in bfloat16, makers and sender share the card, a plain
 copy is one `Tensor.copy_` of the same bytes on the device, and a step of generation ends with a synchronize.
-`path` says whether the weights stayed on the card or went through host memory (`--host` forces that).
+`path` says which way the weights went: "device" (they stayed on the card), "shared" (in memory that sender and makers
+share) or "store" (Ray's object store; `--host` forces that).
 """
 
 import argparse
@@ -38,9 +39,11 @@ from torch import nn
 
 from coati.deadlines import Deadlines
 from coati.ray.weight_channel import WeightChannel
+from coati.ray.weight_path import WeightPath
 from coati.trainer.strategies import DDPStrategy
 from coati.weights import (
     DeviceSnapshots,
+    MemorySnapshots,
     ServedModels,
     WeightStage,
     new_header,
@@ -50,6 +53,7 @@ from coati.weights import (
 
 LAYER_MB = 4
 STEPS_PER_BATCH = 16
+PATHS = {type(None): "store", MemorySnapshots: "shared", DeviceSnapshots: "device"}
 DEADLINE_SECONDS = 120.0
 
 
@@ -87,7 +91,7 @@ class BenchMaker:
         torch.set_num_threads(1)
         modules = {"actor": build(megabytes)}
         self._served = ServedModels(modules)
-        self._stage = WeightStage(modules, newest_weight=self._served.newest_weight)
+        self._stage = WeightStage(modules, newest_weight=self._served.newest_weight, let_go=self._served.let_go)
         self._should_run = True
         self._may_generate = threading.Event()
         self._gaps: list[float] = []
@@ -97,12 +101,12 @@ class BenchMaker:
         return why_not_shared(probe, self._stage.device)
 
     @ray.method(concurrency_group="model_io")
-    def update_experience_maker(self, update=None, chunk=None, manifest=None, **_) -> None:
+    def update_experience_maker(self, update=None, chunk=None, chunks=(), manifest=None, **_) -> None:
         if update is not None:
-            self._stage.begin(update.update_id, version=update.version, source=update.source)
-        elif chunk is not None:
-            self._stage.add_chunk(chunk)
-        elif manifest is not None:
+            self._stage.begin(update.update_id, version=update.version, source=update.source, lender=update.lender)
+        for part in (*chunks, *([chunk] if chunk is not None else [])):
+            self._stage.add_chunk(part)
+        if manifest is not None:
             self._served.offer(self._stage.finish(manifest))
 
     @ray.method(concurrency_group="compute")
@@ -170,9 +174,7 @@ def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace
     target = torch.zeros_like(source) if is_cuda else np.zeros_like(source)
     strategy = DDPStrategy(device=arguments.device)
     channel = WeightChannel(names, deadlines=Deadlines())
-    snapshots = DeviceSnapshots(strategy.device) if is_cuda and not arguments.host else None
-    if snapshots is not None and not channel.all_can_open(snapshots.probe()):
-        snapshots = None
+    snapshots = None if arguments.host else WeightPath(channel, strategy.device).snapshots
     copies, updates, pauses, commits = [], [], [], []
     for version in range(arguments.warmups + arguments.repeats):
         copies.append(plain_copy_seconds(source, target))
@@ -180,10 +182,10 @@ def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace
             ray.get([maker.set_generating.remote(True) for maker in makers])
             time.sleep(0.2)  # until every maker is in the middle of its work
         started = time.perf_counter()
-        header = new_header(version=version, source="benchmark")
+        header = new_header(version=version, source="benchmark", snapshots=snapshots)
         shards = (("actor", s) for s in strategy.get_model_state_dict_shard(module, shard_size=arguments.chunk_mib))
         messages = weight_messages(header, shards, has_checksums=arguments.verify != "off", snapshots=snapshots)
-        channel.send(header, messages, fully_update=False)
+        channel.send(header, messages, fully_update=False, snapshots=snapshots)
         assert all(ray.get([maker.wait_until_served.remote(version) for maker in makers]))
         updates.append(time.perf_counter() - started)
         pauses.append(max(ray.get([maker.pause_seconds.remote() for maker in makers])))
@@ -197,7 +199,7 @@ def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace
         statistics.median(values[arguments.warmups :]) for values in (copies, updates, pauses, commits)
     )
     return {
-        "path": "host" if snapshots is None else "device",
+        "path": PATHS[type(snapshots)],
         "megabytes": megabytes,
         "makers": num_makers,
         "copy_ms": copy * 1e3,
@@ -216,7 +218,7 @@ def main() -> None:
     parser.add_argument("--makers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--params", choices=["0.5B"], help="Qwen2-0.5B in bfloat16 instead of --sizes (needs cuda)")
-    parser.add_argument("--host", action="store_true", help="through host memory, whoever sits on which card")
+    parser.add_argument("--host", action="store_true", help="through the object store, whoever could open whose memory")
     parser.add_argument("--load", choices=["busy", "none"], default="busy")
     parser.add_argument("--verify", choices=["checksum", "off"], default="checksum")
     parser.add_argument("--chunk-mib", type=float, default=64)

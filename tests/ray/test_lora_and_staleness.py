@@ -116,7 +116,7 @@ def test_a_sync_in_the_middle_of_an_episode_waits_for_a_whole_version(keep):
         trained.set()
         return metrics
 
-    def send(header, messages, *, fully_update):
+    def send(header, messages, *, fully_update, snapshots=None):
         list(messages)
         sent.append((header.version, trainer._num_steps_unpublished, fully_update))
         return 0

@@ -36,7 +36,7 @@ def make_trainer(keep):
         keep(trainer._buffer)
         sent = []
 
-        def send(header, messages, *, fully_update):
+        def send(header, messages, *, fully_update, snapshots=None):
             list(messages)
             sent.append((header.version, header.max_staleness))
             return 0

@@ -1,7 +1,10 @@
 """Weight updates over Ray: staged, verified, committed whole, whoever sends them and whoever dies."""
 
 import dataclasses
+import os
+import select
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,11 +28,21 @@ from ray_testing import (
 
 from coati.errors import ActorNotFound, CheckpointError, PeerDied, WeightUpdateError
 from coati.models import action_logprobs
-from coati.ray import detached_trainer_ppo, weight_channel
+from coati.ray import weight_channel, weight_path
 from coati.ray.callbacks import MakerCallback
+from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.weight_channel import WeightChannel
-from coati.weights import DeviceChunk, DeviceSnapshots, ShareProbe, make_canary, new_header, weight_messages
+from coati.ray.weight_path import WeightPath
+from coati.weights import (
+    DeviceSnapshots,
+    MemorySnapshots,
+    ShareProbe,
+    make_canary,
+    new_header,
+    publisher,
+    weight_messages,
+)
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -288,6 +301,28 @@ def test_a_dead_maker_is_left_out_and_the_living_ones_are_updated(keep, unique, 
         send(4)
 
 
+def test_no_chunk_is_drawn_before_every_maker_has_answered_or_failed_to(keep, unique):
+    names = [unique("taker-a"), unique("taker-b")]
+    takers = [Taker.options(name=name).remote() for name in names]
+    keep(takers[0])
+    channel = WeightChannel(names, deadlines=QUICK)
+    events = []
+
+    def shards():
+        events.append("drawn")
+        yield "actor", {"w": torch.zeros(1)}
+
+    def send(version):
+        header = new_header(version=version, source="test")
+        lender = SimpleNamespace(lend_to=events.append)
+        channel.send(header, weight_messages(header, shards()), fully_update=False, snapshots=lender)
+
+    send(1)
+    ray.kill(takers[1])
+    send(2)
+    assert events == [names, "drawn", names[:1], "drawn"]
+
+
 def test_a_maker_that_cannot_be_reached_misses_one_update_and_gets_the_next(keep, unique, monkeypatch):
     name = unique("taker")
     taker = keep(Taker.options(name=name).remote())
@@ -313,53 +348,141 @@ def test_weights_stay_on_the_card_only_if_every_maker_can_open_it(shared_maker, 
     taker_name = unique("taker")
     keep(Taker.options(name=taker_name).remote())
     probe = ShareProbe("GPU-7", None, 0)
-    assert not WeightChannel([maker_name], deadlines=QUICK).all_can_open(probe)
-    assert not WeightChannel([taker_name], deadlines=QUICK).all_can_open(probe)
-    assert not WeightChannel([], deadlines=QUICK).all_can_open(probe)
-    reasons = [record.args for record in caplog.records if "host memory" in record.message]
+    assert not WeightChannel([maker_name], deadlines=QUICK).all_can_open(probe, instead="the long way")
+    assert not WeightChannel([taker_name], deadlines=QUICK).all_can_open(probe, instead="the long way")
+    assert not WeightChannel([], deadlines=QUICK).all_can_open(probe, instead="the long way")
+    reasons = [record.getMessage() for record in caplog.records if "the long way" in record.getMessage()]
     assert reasons == [
-        (maker_name, "it computes on cpu, and the sender on GPU-7"),
-        (taker_name, "it takes plain updates only"),
+        f"weights go the long way, because of maker {maker_name}: it computes on cpu, and the sender on GPU-7",
+        f"weights go the long way, because of maker {taker_name}: it takes plain updates only",
     ]
 
 
-class SameCard:
-    """Stands for a channel whose makers can open the trainer's card."""
+class Willing:
+    """Stands for a channel whose makers can open the trainer's memory, or cannot."""
 
-    def __init__(self, channel):
-        self._channel, self.num_asked = channel, 0
+    def __init__(self, *, can_open=True):
+        self.num_asked, self._can_open = 0, can_open
 
-    def all_can_open(self, probe):
+    def all_can_open(self, probe, *, instead):
         self.num_asked += 1
-        return True
-
-    def send(self, header, messages, **kwargs):
-        messages = list(messages)
-        assert all(isinstance(message, DeviceChunk) for message in messages[:-1])
-        return sum(message.nbytes for message in messages[:-1])
+        return self._can_open
 
 
-def test_a_trainer_asks_once_and_then_keeps_its_weights_on_the_card(keep, monkeypatch):
-    trainer = keep_trainer(keep, [])
-    channel = trainer._channel = SameCard(trainer._channel)
-    assert trainer._snapshots_on_card() is None  # on the CPU nobody is asked
-    monkeypatch.setattr(trainer, "strategy", OnACard(trainer.strategy))
-    monkeypatch.setattr(detached_trainer_ppo, "DeviceSnapshots", lambda _: DeviceSnapshots(torch.device("cpu")))
-    for _ in range(2):
-        trainer.sync_models_to_remote_makers()
-    assert channel.num_asked == 1
+def test_a_trainer_asks_once_and_again_when_it_is_told_to(monkeypatch):
+    monkeypatch.setattr(weight_path, "DeviceSnapshots", lambda _: DeviceSnapshots(torch.device("cpu")))
+    for device, kind in (("cuda:0", DeviceSnapshots), ("cpu", MemorySnapshots)):
+        channel = Willing()
+        path = WeightPath(channel, torch.device(device))
+        first = path.snapshots
+        assert isinstance(first, kind)
+        assert path.snapshots is first
+        assert channel.num_asked == 1
+        path.ask_again()
+        assert path.snapshots is first
+        assert channel.num_asked == 2
+    assert WeightPath(Willing(can_open=False), torch.device("cpu")).snapshots is None
 
 
-class OnACard:
-    """A strategy that says its device is a GPU."""
+def test_a_system_that_shares_no_memory_uses_the_object_store_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.delattr("os.memfd_create")
+    channel = Willing()
+    path = WeightPath(channel, torch.device("cpu"))
+    assert path.snapshots is None
+    assert path.snapshots is None
+    assert channel.num_asked == 0
+    said = [record.getMessage() for record in caplog.records if "object store" in record.getMessage()]
+    assert said == ["weights go through Ray's object store: this system has no memfd_create"]
 
-    device = torch.device("cuda", 0)
 
-    def __init__(self, strategy):
-        self._strategy = strategy
+# Weights that stay in the trainer's memory.
 
-    def __getattr__(self, name):
-        return getattr(self._strategy, name)
+
+def enter(self):
+    """Inside a maker: begin a piece of work with its models."""
+    self.held = self._served.use()
+    self.held.__enter__()
+
+
+def leave(self):
+    self.held.__exit__(None, None, None)
+
+
+def mapped(self):
+    """Inside a maker: inodes of the buffers of trainers that it has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {int(line.split()[4]) for line in lines if "memfd:coati-weights" in line}
+
+
+def lent(self):
+    """Inside a trainer: inodes of its buffers."""
+    return {buffer.handle.inode for one in self._path.snapshots._sets for buffer in one.buffers}
+
+
+def train(self):
+    """Inside a trainer: other weights, and the next version."""
+    with torch.no_grad():
+        for parameter in self._learner.actor.parameters():
+            parameter.add_(1.0)
+    self.version += 1
+
+
+def ask(actor, function):
+    return ray.get(actor.__ray_call__.remote(function), timeout=PATIENCE)
+
+
+def test_updates_while_a_maker_works_are_lent_to_it_and_the_newest_is_committed(shared_maker, keep, monkeypatch):
+    name, maker = shared_maker
+    monkeypatch.setattr(publisher, "encode", None)  # nothing goes through the object store
+    trainer = keep_trainer(keep, [name], seed=30)
+    trainer.version = version_of(maker)
+    before = weights_of(maker)
+    ask(maker, enter)
+    try:
+        for _ in range(4):  # both sets, twice
+            train(trainer)
+            trainer.sync_models_to_remote_makers(shard_size=1 / 1024)
+        assert version_of(maker) == trainer.version - 4
+        serving = weights_of(maker)
+        assert all(torch.equal(serving[key], before[key]) for key in before)
+    finally:
+        ask(maker, leave)
+    assert version_of(maker) == trainer.version
+    served = weights_of(maker)
+    assert all(torch.equal(served["actor", n], tensor) for n, tensor in trainer._learner.actor.state_dict().items())
+    assert lent(trainer) == ask(maker, mapped)
+
+
+def test_a_killed_trainers_weights_are_committed_and_its_memory_goes_with_the_next_update(shared_maker, keep, unique):
+    name, maker = shared_maker
+    version = version_of(maker) + 1
+
+    def start_at(self):
+        self.version = version
+
+    doomed = DetachedPPOTrainer.options(name=unique("doomed"), num_cpus=0).remote(
+        [name], strategy, lambda: trainer_models(31), deadlines=QUICK, num_threads=1
+    )
+    process = os.pidfd_open(ask(doomed, lambda _: os.getpid()))  # readable when the process has ended
+    ask(doomed, start_at)
+    ask(maker, enter)
+    try:
+        ray.get(doomed.sync_models_to_remote_makers.remote(), timeout=PATIENCE)
+        buffers = ask(doomed, lent)
+        assert buffers
+        assert buffers <= ask(maker, mapped)
+        ray.kill(doomed)
+    finally:
+        ask(maker, leave)
+    assert version_of(maker) == version
+    assert_serves(maker, 31)
+    assert select.select([process], [], [], PATIENCE)[0], "the killed trainer did not end"
+    os.close(process)
+    successor = keep_trainer(keep, [name], seed=32)
+    successor.version = version_of(maker) + 1
+    successor.sync_models_to_remote_makers()
+    assert_serves(maker, 32)
+    assert ask(maker, mapped) == lent(successor)
 
 
 def test_one_rank_of_a_group_does_not_save_alone_while_they_train(keep, tmp_path):

@@ -27,12 +27,12 @@ from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.environment import apply_env_info
 from coati.ray.peers import wait_in_slices
 from coati.ray.weight_channel import WeightChannel
+from coati.ray.weight_path import WeightPath
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import Strategy
 from coati.weights import (
     DEFAULT_CHUNK_MIB,
     Canary,
-    DeviceSnapshots,
     VerifyUpdates,
     check_verify_updates,
     make_canary,
@@ -126,8 +126,6 @@ class DetachedPPOTrainer(DetachedTrainer):
         self._update_lora_weights = update_lora_weights
         self._verify_updates = verify_updates
         self._chunk_mib = chunk_mib
-        self._snapshots: DeviceSnapshots | None = None
-        self._has_asked_for_card = False
         self._max_staleness = max_staleness
         self._staleness = staleness
         self._signals = SignalMeter()
@@ -139,6 +137,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         self._channel = WeightChannel(
             self.maker_names if updated_makers is None else updated_makers, deadlines=self.deadlines
         )
+        self._path = WeightPath(self._channel, self.strategy.device)
         # Held while weights change and while they are read for publishing, so that no update is torn at its
         # source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
@@ -195,7 +194,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         """
         with self._weights():  # not in the middle of an update
             self._channel.change_makers(maker_names if updated_makers is None else updated_makers)
-            self._has_asked_for_card = False  # newcomers may sit on another card
+            self._path.ask_again()  # newcomers may sit elsewhere
         super().change_makers(maker_names)
 
     def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
@@ -215,8 +214,8 @@ class DetachedPPOTrainer(DetachedTrainer):
             fully_update = fully_update or self._channel.has_newcomers
             is_partial = self._update_lora_weights and not fully_update
             bound = None if self._staleness is None else self._staleness.max_staleness
-            header = new_header(version=self.version, source=self._source, max_staleness=bound)
-            snapshots = self._snapshots_on_card()
+            snapshots = self._path.snapshots
+            header = new_header(version=self.version, source=self._source, max_staleness=bound, snapshots=snapshots)
             messages = weight_messages(
                 header,
                 self._shards(is_partial, **config),
@@ -227,7 +226,7 @@ class DetachedPPOTrainer(DetachedTrainer):
                 snapshots=snapshots,
             )
             try:
-                num_bytes = self._channel.send(header, messages, fully_update=fully_update)
+                num_bytes = self._channel.send(header, messages, fully_update=fully_update, snapshots=snapshots)
             except BaseException:
                 if snapshots is not None:
                     snapshots.retire()
@@ -307,18 +306,6 @@ class DetachedPPOTrainer(DetachedTrainer):
                 f"one of {self.strategy.world_size} trainers was asked to save while they train together, "
                 "which would block them all. Use save_every and save_folder, or save after fit."
             )
-
-    def _snapshots_on_card(self) -> DeviceSnapshots | None:
-        """Where weights wait for makers on this trainer's own card; None: they go through host memory.
-
-        The makers are asked once, and again when others have come. What each rank answers is its own affair: all
-        gather the same weights either way.
-        """
-        if not self._has_asked_for_card and self.strategy.device.type == "cuda":
-            self._has_asked_for_card = True
-            snapshots = self._snapshots or DeviceSnapshots(self.strategy.device)
-            self._snapshots = snapshots if self._channel.all_can_open(snapshots.probe()) else None
-        return self._snapshots
 
     def _canary(self) -> Canary | None:
         """What the makers' actors must compute afterwards; all ranks come here together."""

@@ -40,7 +40,7 @@ from coati.ray.peers import wait_in_slices
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy
 from coati.weights import (
-    DeviceChunk,
+    LentChunk,
     PlainUpdates,
     ServedModels,
     ShareProbe,
@@ -146,7 +146,7 @@ class ExperienceMakerHolder:
         )
         updated = maker.trained_models
         self._served = _served(maker, name=f"maker {self._name}")
-        self._stage = WeightStage(updated, newest_weight=self._served.newest_weight)
+        self._stage = WeightStage(updated, newest_weight=self._served.newest_weight, let_go=self._served.let_go)
         self._plain_updates = PlainUpdates(self._stage, allow_partial=update_lora_weights)
         self._pipeline = ExperiencePipeline(
             maker,
@@ -222,24 +222,28 @@ class ExperienceMakerHolder:
         chunk_end: bool | None = None,
         *,
         update: UpdateHeader | None = None,
-        chunk: WeightChunk | DeviceChunk | None = None,
+        chunk: WeightChunk | None = None,
+        chunks: Sequence[LentChunk] = (),
         manifest: WeightManifest | None = None,
     ) -> None:
         """Take part of a weight update, or all of it.
 
-        A trainer of this project sends a header, chunks and a manifest. Plain calls work too:
-        `chunk_start=True`, any number of state dicts, `chunk_end=True`, in one call or several. Either way
-        the update is staged, verified as a whole and committed at once; if anything is wrong it is rejected
-        and the old weights go on serving.
+        A trainer of this project sends a header, chunks (one, or several that it lends) and a manifest; the last
+        chunks may come with the manifest. Plain calls work too: `chunk_start=True`, any number of state dicts,
+        `chunk_end=True`, in one call or several. Either way the update is staged, verified as a whole and committed
+        at once; if anything is wrong it is rejected and the old weights go on serving.
         """
         if update is not None:
-            self._stage.begin(update.update_id, version=update.version, source=update.source)
+            self._stage.begin(update.update_id, version=update.version, source=update.source, lender=update.lender)
         elif chunk is not None:
             self._stage.add_chunk(chunk)
-        elif manifest is not None:
-            whole = self._stage.finish(manifest)
-            self._pipeline.bounds.note(manifest.header.version, manifest.header.max_staleness)
-            self._served.offer(whole)
+        elif chunks or manifest is not None:
+            for lent in chunks:
+                self._stage.add_chunk(lent)
+            if manifest is not None:
+                whole = self._stage.finish(manifest)
+                self._pipeline.bounds.note(manifest.header.version, manifest.header.max_staleness)
+                self._served.offer(whole)
         else:
             verified = self._plain_updates.take(
                 {"actor": new_actor_state_dict, "critic": new_critic_state_dict},
@@ -254,7 +258,7 @@ class ExperienceMakerHolder:
     # What the outside may ask at any time.
 
     def why_not_shared(self, probe: ShareProbe) -> str:
-        """Why this maker cannot take weights straight from a trainer's card; empty if it can."""
+        """Why this maker cannot take weights straight from a trainer's memory; empty if it can."""
         return why_not_shared(probe, self._stage.device)
 
     def progress(self) -> MakerProgress:

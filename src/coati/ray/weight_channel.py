@@ -1,6 +1,6 @@
 """Weights over Ray: each chunk is put into the object store once, and all makers get the reference.
 
-Where every maker sits on the sender's card, the bytes stay there, and only handles travel.
+Where every maker can open the sender's memory, the card's or the host's, the bytes stay there and only handles travel.
 """
 
 import logging
@@ -14,12 +14,15 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from coati.deadlines import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied, WeightUpdateError
 from coati.ray.peers import NamedPeers, death_reason, original_error
-from coati.weights import DeviceChunk, ShareProbe, UpdateHeader, WeightChunk, WeightManifest
+from coati.weights import LentChunk, ShareProbe, Snapshots, UpdateHeader, WeightChunk, WeightManifest
 
 logger = logging.getLogger(__name__)
 
 # Chunks that may be on their way at once; with 64 MiB chunks a quarter of a GiB of the object store.
 MAX_CHUNKS_IN_FLIGHT = 4
+# Lent chunks are a few hundred bytes each, and a call costs sender and maker about a millisecond of processor time, as
+# much as copying 16 MiB. So some travel together; not all, because makers check them while the sender copies on.
+LENT_BYTES_PER_CALL = 256 * 2**20
 
 
 class WeightChannel:
@@ -42,12 +45,15 @@ class WeightChannel:
         self._lost &= set(maker_names)
         self._peers = NamedPeers(maker_names, role="maker", deadlines=self._deadlines)
 
-    def all_can_open(self, probe: ShareProbe) -> bool:
-        """Whether every maker can read the sender's card; says which cannot and why, and False without makers."""
-        reasons = {name: self._why_not_shared(name, probe) for name in self._peers.names}
+    def all_can_open(self, probe: ShareProbe, *, instead: str) -> bool:
+        """Whether every maker can read the sender's memory; False without makers.
+
+        Says which cannot, why, and which way weights go `instead`.
+        """
+        reasons = {name: self._why_not_shared(name, probe) for name in self._peers.names if name not in self._lost}
         for name, reason in reasons.items():
             if reason:
-                logger.warning("weights go through host memory, because of maker %s: %s", name, reason)
+                logger.warning("weights go %s, because of maker %s: %s", instead, name, reason)
         return bool(reasons) and not any(reasons.values())
 
     def _why_not_shared(self, name: str, probe: ShareProbe) -> str:
@@ -57,16 +63,19 @@ class WeightChannel:
         try:
             return str(ray.get(ask.remote(probe), timeout=self._deadlines.update))
         except GetTimeoutError:
-            raise DeadlineExceeded(f"maker {name} did not say in time whether it shares the trainer's card.") from None
+            raise DeadlineExceeded(
+                f"maker {name} did not say in time whether it can open the trainer's memory."
+            ) from None
         except (RayTaskError, RayActorError) as error:
             return f"it could not be asked: {death_reason(error)}"
 
     def send(
         self,
         header: UpdateHeader,
-        messages: Iterable[WeightChunk | DeviceChunk | WeightManifest],
+        messages: Iterable[WeightChunk | LentChunk | WeightManifest],
         *,
         fully_update: bool,
+        snapshots: Snapshots | None = None,
     ) -> int:
         """Send header, chunks and manifest; returns the bytes when every maker has verified the update.
 
@@ -74,21 +83,33 @@ class WeightChannel:
         update and is sent the next. An update that any living maker rejects, or that no maker is left to
         take, is an error. With no makers the messages are still drawn, because ranks gather their weights
         together.
+
+        `snapshots` are what the messages are lent from. No chunk is drawn before every maker has said that it looks
+        no more at what the first one overwrites, or has failed to.
         """
         targets = {name: self._peers.handle(name) for name in self._peers.names if name not in self._lost}
         attempt = _Attempt(targets, deadline=time.monotonic() + self._deadlines.update)
         attempt.call(update=header, fully_update=fully_update, chunk_start=True)
+        if snapshots is not None:
+            attempt.wait(until_in_flight=0)
+            snapshots.lend_to(attempt.standing)
         num_bytes = 0
+        lent: list[LentChunk] = []
         for message in messages:
             if not targets:
                 continue
-            # Put once, so that Ray resolves it in each maker and the sender never copies it again.
-            ref = ray.put(message)
             if isinstance(message, WeightManifest):
-                attempt.call(manifest=ref, fully_update=fully_update, chunk_end=True)
+                attempt.call(chunks=lent, manifest=message, fully_update=fully_update, chunk_end=True)
+                continue
+            num_bytes += message.nbytes
+            if isinstance(message, WeightChunk):
+                # Put once, so that Ray resolves it in each maker and the sender never copies it again.
+                attempt.call(chunk=ray.put(message))
             else:
-                num_bytes += message.nbytes
-                attempt.call(chunk=ref)
+                lent.append(message)
+                if sum(chunk.nbytes for chunk in lent) >= LENT_BYTES_PER_CALL:
+                    attempt.call(chunks=lent)
+                    lent = []
             attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(targets))
         attempt.wait(until_in_flight=0)
         self._judge(header, attempt)
@@ -120,26 +141,35 @@ class _Attempt:
         self.dead: dict[str, str] = {}
         self.unreachable: dict[str, str] = {}
 
+    @property
+    def standing(self) -> list[str]:
+        """Makers that have not failed so far."""
+        failed = self.rejected.keys() | self.dead.keys() | self.unreachable.keys()
+        return [name for name in self._targets if name not in failed]
+
     def call(self, **arguments: Any) -> None:
         """Call every maker that has taken all so far; an update that lacks a part is worth nothing."""
-        for name, handle in self._targets.items():
-            if name not in self.rejected and name not in self.dead and name not in self.unreachable:
-                self._in_flight[handle.update_experience_maker.remote(**arguments)] = name
+        for name in self.standing:
+            self._in_flight[self._targets[name].update_experience_maker.remote(**arguments)] = name
 
     def wait(self, *, until_in_flight: int) -> None:
         """Wait for answers until at most so many calls are open."""
         while len(self._in_flight) > until_in_flight:
             remaining = self._deadline - time.monotonic()
-            done, _ = ray.wait(list(self._in_flight), num_returns=1, timeout=max(0.0, remaining))
+            wanted = len(self._in_flight) - until_in_flight
+            done, _ = ray.wait(list(self._in_flight), num_returns=wanted, timeout=max(0.0, remaining))
             if not done:
                 late = sorted(set(self._in_flight.values()))
                 raise DeadlineExceeded(f"makers {', '.join(late)} did not take a weight update in time.")
-            name = self._in_flight.pop(done[0])
-            try:
-                ray.get(done[0])
-            except RayTaskError as error:
-                self.rejected.setdefault(name, str(original_error(error)).strip())
-            except ActorUnavailableError as error:
-                self.unreachable.setdefault(name, death_reason(error))
-            except RayActorError as error:
-                self.dead.setdefault(name, death_reason(error))
+            for answer in done:
+                self._note(self._in_flight.pop(answer), answer)
+
+    def _note(self, name: str, answer: Any) -> None:
+        try:
+            ray.get(answer)
+        except RayTaskError as error:
+            self.rejected.setdefault(name, str(original_error(error)).strip())
+        except ActorUnavailableError as error:
+            self.unreachable.setdefault(name, death_reason(error))
+        except RayActorError as error:
+            self.dead.setdefault(name, death_reason(error))

@@ -1,7 +1,8 @@
 """Weights on their way from trainers to makers: published in chunks, staged, verified, committed whole."""
 
 from coati.weights.canary import Canary, make_canary
-from coati.weights.device import DeviceChunk, DeviceSnapshots, ShareProbe, why_not_shared
+from coati.weights.device import DeviceSnapshots
+from coati.weights.lent import LentChunk, ShareProbe, Snapshots
 from coati.weights.manifest import (
     DEFAULT_CHUNK_MIB,
     UpdateHeader,
@@ -12,18 +13,22 @@ from coati.weights.manifest import (
 )
 from coati.weights.plain_updates import PlainUpdates
 from coati.weights.publisher import new_header, weight_messages
+from coati.weights.reader import why_not_shared
 from coati.weights.served import ServedModels
+from coati.weights.shared_memory import MemorySnapshots
 from coati.weights.stage import PLAIN_UPDATE, VerifiedUpdate, WeightStage
 
 __all__ = [
     "DEFAULT_CHUNK_MIB",
     "PLAIN_UPDATE",
     "Canary",
-    "DeviceChunk",
     "DeviceSnapshots",
+    "LentChunk",
+    "MemorySnapshots",
     "PlainUpdates",
     "ServedModels",
     "ShareProbe",
+    "Snapshots",
     "UpdateHeader",
     "VerifiedUpdate",
     "VerifyUpdates",

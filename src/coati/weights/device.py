@@ -11,7 +11,6 @@ stage until its commit.
 Nothing here needs a GPU but the handles: on CPU tensors, in one process, everything else is the same code.
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,80 +18,19 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from coati.errors import WeightUpdateError
-from coati.weights.manifest import TensorSpec, UpdateHeader
+from coati.weights.lent import LentChunk, ShareProbe, Snapshots, TakenChunk, copy_all, layout, view
+from coati.weights.manifest import UpdateHeader
 
-# Where tensors begin in a buffer: any dtype is aligned, and so are vectorised loads.
-_ALIGNMENT = 256
 # Words hashed at a time, which bounds the memory that hashing takes (32 MiB).
 _BLOCK_WORDS = 4 * 2**20
 # Position of the device among what `reduce_tensor` gives for `rebuild_cuda_tensor`.
 _DEVICE_ARGUMENT = 6
 
 
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """Where one tensor lies in a chunk's buffer."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-    nbytes: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeviceChunk:
-    """Some tensors of one module in a buffer on the sender's card; only its handle travels."""
-
-    header: UpdateHeader
-    index: int
-    module: str
-    slots: tuple[Slot, ...]
-    handle: Any
-    checksum: int | None
-
-    @property
-    def nbytes(self) -> int:
-        """Payload in bytes."""
-        return sum(slot.nbytes for slot in self.slots)
-
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        """Specs of the tensors, in order."""
-        return _specs(self.module, self.slots)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClonedChunk:
-    """A chunk that a receiver has taken into memory of its own."""
-
-    module: str
-    slots: tuple[Slot, ...]
-    data: Tensor
-    checksum: int | None
-
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        """Specs of the tensors, in order."""
-        return _specs(self.module, self.slots)
-
-    def decoded(self) -> dict[str, Tensor]:
-        """The tensors, as views of the clone."""
-        return {slot.name: _view(self.data, slot) for slot in self.slots}
-
-
-@dataclasses.dataclass(frozen=True)
-class ShareProbe:
-    """A few bytes on the sender's card: can you read them?"""
-
-    card: str
-    handle: Any
-    checksum: int
-
-
-class DeviceSnapshots:
+class DeviceSnapshots(Snapshots):
     """The sender's side: chunks whose bytes stay on `device`."""
+
+    instead = "through host memory"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -108,15 +46,15 @@ class DeviceSnapshots:
 
     def chunks(
         self, header: UpdateHeader, shards: Iterable[tuple[str, Mapping[str, Tensor]]], *, has_checksums: bool
-    ) -> Iterator[DeviceChunk]:
+    ) -> Iterator[LentChunk]:
         """Copy each shard into its snapshot and describe it. The bytes are there when a chunk is handed out."""
         filled = ((module, tensors) for module, tensors in shards if tensors)
         for index, (module, tensors) in enumerate(filled):
-            slots, size = _layout(tensors)
+            slots, size = layout(tensors)
             buffer, handle = self._buffer(index, size)
-            copy_all([_view(buffer, slot) for slot in slots], list(tensors.values()))
+            copy_all([view(buffer, slot) for slot in slots], list(tensors.values()))
             checksum = device_checksum(buffer) if has_checksums else None
-            yield DeviceChunk(header=header, index=index, module=module, slots=slots, handle=handle, checksum=checksum)
+            yield LentChunk(header=header, index=index, module=module, slots=slots, handle=handle, checksum=checksum)
 
     def retire(self) -> None:
         """An update failed, and somebody may still read its snapshots: they are never written or freed again."""
@@ -139,7 +77,7 @@ class DeviceReader:
         self._used: set[object] = set()
         self._stream: torch.cuda.Stream | None = None
 
-    def clone(self, chunk: DeviceChunk) -> tuple[ClonedChunk, int | None]:
+    def clone(self, chunk: LentChunk) -> tuple[TakenChunk, int | None]:
         """The chunk in our own memory, and the checksum of what arrived (None if it was sent without one)."""
         if self._device.type == "cuda":
             # A stream of its own: staging must not queue up behind the generation that goes on meanwhile.
@@ -154,7 +92,7 @@ class DeviceReader:
         self._open = {key: buffer for key, buffer in self._open.items() if key in self._used}
         self._used = set()
 
-    def _clone(self, chunk: DeviceChunk) -> tuple[ClonedChunk, int | None]:
+    def _clone(self, chunk: LentChunk) -> tuple[TakenChunk, int | None]:
         key = _key(chunk.handle)
         if key not in self._open:
             self._open[key] = _open_shared(chunk.handle, self._device)
@@ -163,13 +101,13 @@ class DeviceReader:
         found = None if chunk.checksum is None else device_checksum(data)
         if data.is_cuda:
             torch.cuda.current_stream(self._device).synchronize()
-        return ClonedChunk(module=chunk.module, slots=chunk.slots, data=data, checksum=chunk.checksum), found
+        return TakenChunk(module=chunk.module, slots=chunk.slots, data=data, checksum=chunk.checksum), found
 
 
-def why_not_shared(probe: ShareProbe, device: torch.device) -> str:
+def why_not_on_device(probe: ShareProbe, device: torch.device) -> str:
     """Why a receiver on `device` cannot take the sender's chunks; empty if it can."""
-    if card_of(device) != probe.card:
-        return f"it computes on {card_of(device)}, and the sender on {probe.card}"
+    if card_of(device) != probe.place:
+        return f"it computes on {card_of(device)}, and the sender on {probe.place}"
     try:
         found = device_checksum(_open_shared(probe.handle, device).clone())
     except (RuntimeError, OSError) as error:  # no IPC here: MIG, other containers, an old driver
@@ -200,53 +138,6 @@ def device_checksum(data: Tensor) -> int:
         block = words[start : start + _BLOCK_WORDS]
         total += (block * factors[: block.numel()]).sum() + block.sum() * (2 * start)
     return int(total.item()) % 2**64
-
-
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors into tensors in as few launches as possible, and return when it is done.
-
-    On a GPU one launch for each tensor would take longer than the bytes do. Whoever read the targets before is waited
-    for, on whatever stream that was.
-    """
-    devices = {tensor.device for tensor in targets if tensor.is_cuda}
-    for device in devices:
-        torch.cuda.synchronize(device)
-    groups: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        kind = (target.device, target.dtype, source.device, source.dtype)
-        into, out_of = groups.setdefault(kind, ([], []))
-        into.append(target)
-        out_of.append(source)
-    with torch.no_grad():
-        for into, out_of in groups.values():
-            torch._foreach_copy_(into, out_of, non_blocking=True)
-    for device in devices:
-        torch.cuda.synchronize(device)
-
-
-def _specs(module: str, slots: Iterable[Slot]) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(module=module, name=slot.name, shape=slot.shape, dtype=slot.dtype) for slot in slots)
-
-
-def _layout(tensors: Mapping[str, Tensor]) -> tuple[tuple[Slot, ...], int]:
-    """Slots one after the other, and the size of the buffer that holds them."""
-    slots, offset = [], 0
-    for name, tensor in tensors.items():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        nbytes = tensor.numel() * tensor.element_size()
-        slots.append(Slot(name, tuple(tensor.shape), dtype, offset, nbytes))
-        offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return tuple(slots), max(offset, _ALIGNMENT)
-
-
-def _view(buffer: Tensor, slot: Slot) -> Tensor:
-    """The tensor of a slot, in place."""
-    end = slot.offset + slot.nbytes
-    if end > buffer.numel():
-        raise WeightUpdateError(
-            f"weight {slot.name!r} ends at byte {end} of a buffer of {buffer.numel()}. Rejected whole."
-        )
-    return buffer[slot.offset : end].view(getattr(torch, slot.dtype)).view(slot.shape)
 
 
 def _share(buffer: Tensor) -> Any:

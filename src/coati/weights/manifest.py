@@ -45,6 +45,9 @@ class UpdateHeader:
     source: str
     max_staleness: int | None = None
     """The staleness bound that holds at the receiver while this version serves; None: the one it has."""
+    lender: str | None = None
+    """The memory of the sender's that this update is lent from and will overwrite: a receiver answers the header when
+    it has let go of what it held there."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,16 +5,16 @@ while nobody changes the weights, because a chunk shares memory with the paramet
 """
 
 import dataclasses
+import functools
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
 from coati.models.lora import LayerLoRA
 from coati.weights.canary import Canary
-from coati.weights.checksum import checksum
-from coati.weights.device import DeviceChunk, DeviceSnapshots
+from coati.weights.checksum import checksum, hashed_ahead
+from coati.weights.lent import LentChunk, Snapshots
 from coati.weights.manifest import (
     TensorSpec,
     UpdateHeader,
@@ -24,9 +24,17 @@ from coati.weights.manifest import (
 from coati.wire import encode
 
 
-def new_header(*, version: int, source: str, max_staleness: int | None = None) -> UpdateHeader:
-    """A header for one update, with an id that no other update has."""
-    return UpdateHeader(update_id=uuid.uuid4().hex, version=version, source=source, max_staleness=max_staleness)
+def new_header(
+    *, version: int, source: str, max_staleness: int | None = None, snapshots: Snapshots | None = None
+) -> UpdateHeader:
+    """A header for one update, with an id that no other update has; `snapshots` if its bytes are lent."""
+    return UpdateHeader(
+        update_id=uuid.uuid4().hex,
+        version=version,
+        source=source,
+        max_staleness=max_staleness,
+        lender=None if snapshots is None else snapshots.next_lender(),
+    )
 
 
 def weight_messages(
@@ -37,19 +45,21 @@ def weight_messages(
     lora: Mapping[str, Mapping[str, LayerLoRA]] | None = None,
     has_checksums: bool = True,
     canary: Canary | None = None,
-    snapshots: DeviceSnapshots | None = None,
-) -> Iterator[WeightChunk | DeviceChunk | WeightManifest]:
+    snapshots: Snapshots | None = None,
+) -> Iterator[WeightChunk | LentChunk | WeightManifest]:
     """Chunks in order, then the manifest. `shards` are (module, state-dict chunk) pairs.
 
-    With `snapshots` the bytes stay on the sender's card, for receivers on the same one.
+    With `snapshots` the bytes stay in the sender's memory, for receivers that can open it.
     """
     specs: list[TensorSpec] = []
     checksums: list[int | None] = []
-    chunks: Iterator[WeightChunk | DeviceChunk]
+    chunks: Iterator[WeightChunk | LentChunk]
     if snapshots is not None:
         chunks = snapshots.chunks(header, shards, has_checksums=has_checksums)
     elif has_checksums:
-        chunks = _hashed_ahead(_host_chunks(header, shards))
+        unhashed = _host_chunks(header, shards)
+        pairs = hashed_ahead((chunk, functools.partial(checksum, chunk.tensors)) for chunk in unhashed)
+        chunks = (dataclasses.replace(chunk, checksum=digest) for chunk, digest in pairs)
     else:
         chunks = _host_chunks(header, shards)
     for chunk in chunks:
@@ -72,23 +82,3 @@ def _host_chunks(header: UpdateHeader, shards: Iterable[tuple[str, Mapping[str, 
     for index, (module, tensors) in enumerate(filled):
         wires = {name: encode(tensor) for name, tensor in tensors.items()}
         yield WeightChunk(header=header, index=index, module=module, tensors=wires, checksum=None)
-
-
-def _hashed_ahead(chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
-    """The chunks with checksums; each is hashed in a thread while whoever consumes this sends the one before it.
-
-    Hashing takes as long as a copy, and neither it nor the copy into the object store holds the interpreter's lock.
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="coati-checksum") as hasher:
-        waiting: tuple[WeightChunk, Future[int]] | None = None
-        for chunk in chunks:
-            hashing = hasher.submit(checksum, chunk.tensors)
-            if waiting is not None:
-                yield _with_checksum(*waiting)
-            waiting = (chunk, hashing)
-        if waiting is not None:
-            yield _with_checksum(*waiting)
-
-
-def _with_checksum(chunk: WeightChunk, hashing: Future[int]) -> WeightChunk:
-    return dataclasses.replace(chunk, checksum=hashing.result())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from coati.errors import DeadlineExceeded, WeightUpdateError
 from coati.weights.canary import Canary, canary_fault
-from coati.weights.device import copy_all
+from coati.weights.lent import copy_all
 from coati.weights.stage import VerifiedUpdate
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ class _Pending(NamedTuple):
 
     version: int
     tensors: Mapping[tuple[str, str], Tensor]
+    lenders: Mapping[tuple[str, str], str | None]  # whose memory each tensor is in; None: our own
     is_full: bool
     canary: Canary | None
 
@@ -124,6 +125,24 @@ class ServedModels:
             self._changed.notify_all()  # some wait for a version to be pending, others for it to serve
             return self._commit_if_free()
 
+    def let_go(self, lender: str) -> None:
+        """Look no more at the memory of this name: its owner overwrites it when this returns.
+
+        Weights that still wait there are copied. That happens beside the work of others, and not in its way.
+        """
+        while True:
+            with self._changed:  # a commit that reads from there has ended when the lock is ours
+                waiting = self._pending
+            if waiting is None or lender not in waiting.lenders.values():
+                return
+            lent = [key for key, owner in waiting.lenders.items() if owner == lender]
+            copies = {key: waiting.tensors[key].clone() for key in lent}
+            with self._changed:
+                if self._pending is waiting:
+                    self._pending = waiting._replace(
+                        tensors={**waiting.tensors, **copies}, lenders={**waiting.lenders, **dict.fromkeys(lent)}
+                    )
+
     def wait_for_version(self, at_least: int, *, deadline_seconds: float, is_committed: bool = False) -> bool:
         """Wait until this version (or a newer one) serves or is pending; False after the deadline.
 
@@ -179,6 +198,13 @@ class ServedModels:
 
 def _merged(old: _Pending | None, new: VerifiedUpdate, version: int) -> _Pending:
     """Two updates waiting: the newer wins weight by weight, and what only the older touched is kept."""
+    lenders = dict.fromkeys(new.tensors, new.lender)
     if old is None:
-        return _Pending(version, new.tensors, new.is_full, new.canary)
-    return _Pending(version, {**old.tensors, **new.tensors}, old.is_full or new.is_full, new.canary)
+        return _Pending(version, new.tensors, lenders, new.is_full, new.canary)
+    return _Pending(
+        version,
+        {**old.tensors, **new.tensors},
+        {**old.lenders, **lenders},
+        old.is_full or new.is_full,
+        new.canary,
+    )

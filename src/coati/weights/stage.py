@@ -23,8 +23,9 @@ from coati.models.lora import LayerLoRA, LoRAConstructor, has_adapters
 from coati.models.tied_weights import tied_names
 from coati.weights.canary import Canary
 from coati.weights.checksum import checksum
-from coati.weights.device import ClonedChunk, DeviceChunk, DeviceReader
+from coati.weights.lent import LentChunk, TakenChunk
 from coati.weights.manifest import UpdateHeader, WeightChunk, WeightManifest
+from coati.weights.reader import LentReader
 from coati.wire import WireTensor, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class VerifiedUpdate:
     is_full: bool  # every weight of every module of the receiver
     adopt: Callable[[], None] = lambda: None  # called on acceptance: base weights in it are W₀ of later adapters
     canary: Canary | None = None  # what the actor must compute afterwards
+    lender: str | None = None  # whose memory some of the tensors are in; None: our own
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +60,8 @@ class _OpenStage:
     version: int | None
     source: str
     last_seen: float
-    chunks: dict[int, WeightChunk | ClonedChunk] = dataclasses.field(default_factory=dict)
+    lender: str | None = None
+    chunks: dict[int, WeightChunk | TakenChunk] = dataclasses.field(default_factory=dict)
     plain: dict[tuple[str, str], WireTensor] = dataclasses.field(default_factory=dict)
 
 
@@ -70,18 +73,22 @@ class WeightStage:
         modules: Mapping[str, nn.Module],
         *,
         newest_weight: Callable[[str, str], Tensor] | None = None,
+        let_go: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`newest_weight(module, name)` gives a copy of a weight as it is after all accepted updates.
 
         It is asked for the base of a LoRA adapter; `ServedModels.newest_weight` answers it safely while others work.
+        `let_go(lender)` returns when nobody looks at that lender's memory any more (`ServedModels.let_go`); without
+        it, what a sender lends is copied when it comes.
         """
         self._targets = {
             label: _Target(label, module, None if newest_weight is None else functools.partial(newest_weight, label))
             for label, module in modules.items()
         }
         self.device = device_of(modules)
-        self._reader = DeviceReader(self.device)
+        self._reader = LentReader(self.device)
+        self._let_go = let_go
         self._clock = clock
         self._open: dict[str, _OpenStage] = {}
 
@@ -90,25 +97,38 @@ class WeightStage:
         """Ids of the updates that have begun and not ended."""
         return tuple(self._open)
 
-    def begin(self, update_id: str, *, version: int | None, source: str) -> None:
-        """Open a stage; an unfinished one with the same id is discarded."""
+    @property
+    def num_mapped(self) -> int:
+        """Buffers of senders' memory that are mapped here."""
+        return self._reader.num_mapped
+
+    def begin(self, update_id: str, *, version: int | None, source: str, lender: str | None = None) -> None:
+        """Open a stage; an unfinished one with the same id is discarded.
+
+        When this returns, nothing here looks at the memory of `lender` any more.
+        """
         if self._open.pop(update_id, None) is not None:
             logger.warning("weight update %s from %s began again; what it had staged is discarded", update_id, source)
         now = self._clock()
         for old_id, old in list(self._open.items()):
             # A sender sends one update at a time, so its unfinished one is dead; others may just be slow.
-            if old.source == source or now - old.last_seen > MAX_IDLE_SECONDS:
+            is_same_memory = lender is not None and old.lender == lender
+            if old.source == source or is_same_memory or now - old.last_seen > MAX_IDLE_SECONDS:
                 del self._open[old_id]
                 logger.warning("weight update %s from %s was never finished; evicted", old_id, old.source)
-        self._open[update_id] = _OpenStage(version, source, last_seen=now)
+        if self._let_go is None:
+            lender = None
+        elif lender is not None:
+            self._let_go(lender)
+        self._open[update_id] = _OpenStage(version, source, last_seen=now, lender=lender)
 
-    def add_chunk(self, chunk: WeightChunk | DeviceChunk) -> None:
+    def add_chunk(self, chunk: WeightChunk | LentChunk) -> None:
         """Stage one chunk after checking its bytes. The same chunk twice is the same chunk.
 
         A chunk without a checksum (verify_updates = "off") is taken as it is, if its manifest lists none either.
         """
         stage = self._stage(chunk.header.update_id, f"chunk {chunk.index} from {chunk.header.source}")
-        staged, found = self._taken_in(chunk)
+        staged, found = self._taken_in(chunk, stage)
         if chunk.checksum is not None and found is not None and found != chunk.checksum:
             self.abort(chunk.header.update_id)
             raise WeightUpdateError(
@@ -117,16 +137,19 @@ class WeightStage:
             )
         stage.chunks[chunk.index] = staged
 
-    def _taken_in(self, chunk: WeightChunk | DeviceChunk) -> tuple[WeightChunk | ClonedChunk, int | None]:
+    def _taken_in(
+        self, chunk: WeightChunk | LentChunk, stage: _OpenStage
+    ) -> tuple[WeightChunk | TakenChunk, int | None]:
         """What to stage, and the checksum of the bytes that arrived (None if they came without one)."""
         if isinstance(chunk, WeightChunk):
             return chunk, None if chunk.checksum is None else checksum(chunk.tensors)
         try:
-            return self._reader.clone(chunk)
+            may_look = stage.lender is not None and chunk.header.lender == stage.lender
+            return self._reader.take(chunk, may_look=may_look)
         except BaseException as error:
             self.abort(chunk.header.update_id)
             raise WeightUpdateError(
-                f"chunk {chunk.index} of {_described(chunk.header)} could not be read on the sender's card: {error}. "
+                f"chunk {chunk.index} of {_described(chunk.header)} could not be read in the sender's memory: {error}. "
                 "Rejected whole; the old weights go on serving."
             ) from error
 
@@ -167,7 +190,7 @@ class WeightStage:
         found = [spec for chunk in chunks for spec in chunk.specs]
         if tuple(found) != manifest.tensors:
             raise WeightUpdateError(f"{where}: its chunks do not hold the tensors its manifest lists. Rejected whole.")
-        self._reader.forget_unused()
+        self._reader.end_update()
         tensors = [(chunk.module, name, tensor) for chunk in chunks for name, tensor in chunk.decoded().items()]
         update = self._verified(header.update_id, stage, tensors, manifest.lora, allow_partial=manifest.is_partial)
         return dataclasses.replace(update, canary=manifest.canary)
@@ -221,7 +244,9 @@ class WeightStage:
                 constructor.adopt()
 
         is_full = not any(missing.values())
-        return VerifiedUpdate(update_id, stage.version, stage.source, resolved, is_full=is_full, adopt=adopt)
+        return VerifiedUpdate(
+            update_id, stage.version, stage.source, resolved, is_full=is_full, adopt=adopt, lender=stage.lender
+        )
 
     def _without_foreign_adapters(
         self,

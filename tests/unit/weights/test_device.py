@@ -12,8 +12,8 @@ import coati.weights.device as device_module
 from coati.errors import WeightUpdateError
 from coati.trainer.strategies.state_chunks import iter_state_chunks
 from coati.weights import (
-    DeviceChunk,
     DeviceSnapshots,
+    LentChunk,
     ServedModels,
     WeightStage,
     new_header,
@@ -86,7 +86,7 @@ def test_weights_arrive_to_the_bit(has_checksums, make_models, snapshots, finger
     stage, served = WeightStage(models), ServedModels(models)
     header, chunks, manifest = messages_of(sender, snapshots, has_checksums=has_checksums)
     assert len(chunks) > 2
-    assert all(isinstance(chunk, DeviceChunk) for chunk in chunks)
+    assert all(isinstance(chunk, LentChunk) for chunk in chunks)
     assert sum(chunk.nbytes for chunk in chunks) == manifest.nbytes == 40 + 80 + 8 + 2 + 20
     update = deliver(stage, header, chunks, manifest)
     assert served.offer(update)
@@ -148,7 +148,7 @@ DAMAGES = [
     (lie_about_the_checksum, "chunk 0 of .* is corrupt"),
     (lose_a_slot, "do not hold the tensors"),
     (move_to_another_module, "do not hold the tensors"),
-    (a_handle_that_does_not_open, "chunk 0 of .* could not be read on the sender's card"),
+    (a_handle_that_does_not_open, "chunk 0 of .* could not be read in the sender's memory"),
 ]
 
 
@@ -172,7 +172,7 @@ def test_a_damaged_update_is_rejected_whole_and_the_next_works(damage, message, 
 def test_a_receiver_on_the_same_card_can_and_one_elsewhere_says_why_not(snapshots):
     probe = snapshots.probe()
     assert why_not_shared(probe, CPU) == ""
-    other = dataclasses.replace(probe, card="GPU-7")
+    other = dataclasses.replace(probe, place="GPU-7")
     assert why_not_shared(other, CPU) == "it computes on cpu, and the sender on GPU-7"
 
 
