@@ -22,12 +22,13 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic
@@ -137,12 +138,28 @@ def make_batch(shape: Shape, seed: int) -> Experience:
     )
 
 
+def random_checkpoint(shape: Shape, device: str) -> Path:
+    """A folder with random weights of this shape, made once on the device: drawing them on a CPU takes minutes."""
+    sizes = "-".join(str(value) for value in asdict(shape).values())
+    folder = Path(tempfile.gettempdir()) / f"coati-strategies-{sizes}"
+    if not (folder / "config.json").exists():
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(model_config(shape), dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        del model
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    return folder
+
+
 def make_learner(case: str, shape: Shape, device: str) -> PPOLearner:
+    folder = random_checkpoint(shape, device)
     strategy: Strategy = CASES[case](seed=0, device=device)
     dtype = torch.float32 if strategy.compute_dtype is not None else torch.bfloat16
     with strategy.model_init_context():
-        actor = Actor.from_config(model_config(shape), dtype=dtype)
-        critic = Critic.from_config(model_config(shape), dtype=dtype)
+        actor = Actor.from_pretrained(folder, dtype=dtype)
+        critic = Critic.from_pretrained(folder, dtype=dtype)
     settings = PPOSettings(actor_lr=1e-6, critic_lr=1e-5, micro_batch_size=shape.micro_batch)
     return PPOLearner(actor, critic, strategy, settings, optimizer_class=strategy.optimizer_class)
 
@@ -152,6 +169,7 @@ def measure(case: str, shape: Shape, device: str, *, steps: int, cap_gib: float)
     is_cuda = device == "cuda"
     if is_cuda:
         torch.cuda.init()
+        random_checkpoint(shape, device)  # before there is a cap
         total = torch.cuda.get_device_properties(0).total_memory
         if cap_gib:
             torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total))
