@@ -115,15 +115,20 @@ class Snapshots(ABC):
         """The update failed, and somebody may still read its buffers: they are never written again."""
 
 
-def layout(tensors: Mapping[str, Tensor], *, start: int = 0) -> tuple[tuple[Slot, ...], int]:
-    """Slots one after the other from byte `start` on, and the room that they take."""
-    slots, offset = [], start
+def layout(tensors: Mapping[str, Tensor]) -> tuple[tuple[Slot, ...], int]:
+    """Slots one after the other, and the room that they take."""
+    slots, offset = [], 0
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         nbytes = tensor.numel() * tensor.element_size()
         slots.append(Slot(name, tuple(tensor.shape), dtype, offset, nbytes))
         offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return tuple(slots), max(offset - start, _ALIGNMENT)
+    return tuple(slots), max(offset, _ALIGNMENT)
+
+
+def moved(slots: Iterable[Slot], by: int) -> tuple[Slot, ...]:
+    """The same slots so many bytes further on."""
+    return tuple(dataclasses.replace(slot, offset=slot.offset + by) for slot in slots)
 
 
 def view(buffer: Tensor, slot: Slot) -> Tensor:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from coati.weights.checksum import bytes_checksum, checksum, hashed_ahead
-from coati.weights.lent import LentChunk, ShareProbe, Slot, Snapshots, TakenChunk, copy_all, layout, view
+from coati.weights.lent import LentChunk, ShareProbe, Slot, Snapshots, TakenChunk, copy_all, layout, moved, view
 from coati.weights.manifest import UpdateHeader, WeightChunk
 from coati.wire import encode
 
@@ -81,13 +81,23 @@ class MemoryBuffer:
         return start
 
 
-@dataclasses.dataclass(frozen=True)
 class _Region:
-    """Room for one chunk."""
+    """Room for one chunk, and what it was divided into last: updates look alike, and making views takes time."""
 
-    buffer: MemoryBuffer
-    start: int
-    size: int
+    def __init__(self, buffer: MemoryBuffer, start: int, size: int) -> None:
+        self.buffer = buffer
+        self.start = start
+        self.size = size
+        self.slots: tuple[Slot, ...] = ()
+        self.views: list[Tensor] = []
+        self._from_zero: tuple[Slot, ...] = ()
+
+    def divide(self, slots: tuple[Slot, ...]) -> None:
+        """Make views for slots that count from the region's start."""
+        if slots != self._from_zero:
+            self._from_zero = slots
+            self.slots = moved(slots, self.start)
+            self.views = [view(self.buffer.data, slot) for slot in self.slots]
 
 
 @dataclasses.dataclass
@@ -176,18 +186,24 @@ class MemorySnapshots(Snapshots):
     ) -> Iterator[tuple[LentChunk | WeightChunk, Callable[[], int]]]:
         filled = ((module, tensors) for module, tensors in shards if tensors)
         for index, (module, tensors) in enumerate(filled):
-            _, size = layout(tensors)
+            slots, size = layout(tensors)
             region = self._region(index, size)
             if region is None:
                 wires = {name: encode(tensor) for name, tensor in tensors.items()}
                 stored = WeightChunk(header=header, index=index, module=module, tensors=wires, checksum=None)
                 yield stored, functools.partial(checksum, wires)
                 continue
-            slots, _ = layout(tensors, start=region.start)
-            data, handle = region.buffer.data, region.buffer.handle
-            copy_all([view(data, slot) for slot in slots], list(tensors.values()))
-            lent = LentChunk(header=header, index=index, module=module, slots=slots, handle=handle, checksum=None)
-            yield lent, functools.partial(bytes_checksum, _extent(data, slots))
+            region.divide(slots)
+            copy_all(region.views, list(tensors.values()))
+            lent = LentChunk(
+                header=header,
+                index=index,
+                module=module,
+                slots=region.slots,
+                handle=region.buffer.handle,
+                checksum=None,
+            )
+            yield lent, functools.partial(bytes_checksum, _extent(region.buffer.data, region.slots))
 
     def _region(self, index: int, size: int) -> _Region | None:
         try:
@@ -225,7 +241,7 @@ class MemoryReader:
         data, slots = self._open[chunk.handle], chunk.slots
         if not may_look:
             data = _extent(data, slots).clone()
-            slots = tuple(dataclasses.replace(slot, offset=slot.offset - slots[0].offset) for slot in slots)
+            slots = moved(slots, -slots[0].offset) if slots else slots
         found = None if chunk.checksum is None else bytes_checksum(_extent(data, slots))
         return TakenChunk(module=chunk.module, slots=slots, data=data, checksum=chunk.checksum), found
 
