@@ -153,10 +153,10 @@ def test_newcomers_get_all_weights_also_where_only_adapters_travel(keep):
     sent = []
     plain_send = trainer._channel.send
 
-    def send(header, messages, *, fully_update):
+    def send(header, messages, *, fully_update, snapshots=None):
         *_, manifest = messages
         sent.append((fully_update, manifest.is_partial))
-        return plain_send(header, [], fully_update=fully_update)
+        return plain_send(header, [], fully_update=fully_update, snapshots=snapshots)
 
     trainer._channel.send = send
     for index in range(3):
