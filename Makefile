@@ -20,8 +20,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/coati demo
 
+# Two at a time: the tests over Ray spend much of their time waiting for processes to start.
 test: $(STAMP)
-	$(BIN)/python -m pytest tests
+	@mkdir -p build
+	@echo "coati: tests/ray runs beside tests/unit and tests/e2e; its output follows theirs"
+	@$(BIN)/python -m pytest tests/ray tests/gpu > build/tests-ray.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest tests/unit tests/e2e; first=$$?; \
+	wait $$beside; second=$$?; \
+	cat build/tests-ray.log; \
+	[ $$first -eq 0 ] && [ $$second -eq 0 ]
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest tests/unit

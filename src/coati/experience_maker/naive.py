@@ -45,8 +45,9 @@ class NaiveExperienceMaker(ExperienceMaker):
     finite number) are dropped and counted in `dropped`; the experience then has fewer rows than the batch.
     Where the algorithm compares the samples of a prompt, a group that lost one is dropped whole.
 
-    `algorithm` is a name ("ppo", "grpo", ...; see `coati.algorithms`) or a row of that table, perhaps changed. Those
-    without a critic take None for it.
+    `algorithm` is a name ("ppo", "grpo", ...; see `coati.algorithms`) or a row of that table, perhaps changed: it says
+    how advantages are made and where the KL penalty goes. `kl_coef` and `kl_estimator` are these arguments, and not the
+    row's. Algorithms without a critic take None for it.
     """
 
     def __init__(
@@ -151,6 +152,11 @@ class NaiveExperienceMaker(ExperienceMaker):
             raise DataError(
                 "prompts must be padded on the left, but the last attention_mask column holds zeros. "
                 "Set tokenizer.padding_side = 'left'."
+            )
+        if bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any()):
+            raise DataError(
+                "attention_mask must be zeros and then ones in every row, but one has a zero after a one. "
+                "Pad on the left only, and leave nothing out of a prompt."
             )
         num_prompts = input_ids.shape[0]
         if sample_ids is None:

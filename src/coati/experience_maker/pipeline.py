@@ -65,6 +65,7 @@ class ExperiencePipeline:
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
         self._num_dropped_in_a_row = 0
+        self._num_without_signal_in_a_row = 0
         self._num_dropped_reported = 0
         self._num_skipped_reported = 0
         self._num_without_signal_reported = 0
@@ -131,7 +132,7 @@ class ExperiencePipeline:
                 experience = None
                 self._tolerate(error, len(batch))
             else:
-                self._num_dropped_in_a_row = 0
+                self._num_dropped_in_a_row = self._num_without_signal_in_a_row = 0
         self._last_make_seconds = time.perf_counter() - started
         num_made = 0 if experience is None else experience.num_samples
         self.counts.made += num_made
@@ -188,10 +189,14 @@ class ExperiencePipeline:
             self.gate.limit_staleness(bound)
 
     def _tolerate(self, error: AllSamplesDropped, num_samples: int) -> None:
-        self._num_dropped_in_a_row += num_samples
-        self._largest_batch = max(self._largest_batch, num_samples)
-        count = self._num_dropped_in_a_row
         is_by_design = isinstance(error, NoSignal)
+        if is_by_design:  # its rewards were sound, so whatever was wrong before is over
+            self._num_dropped_in_a_row = 0
+            self._num_without_signal_in_a_row += num_samples
+        else:
+            self._num_dropped_in_a_row += num_samples
+        self._largest_batch = max(self._largest_batch, num_samples)
+        count = self._num_without_signal_in_a_row if is_by_design else self._num_dropped_in_a_row
         level = logging.DEBUG if is_by_design else logging.WARNING
         logger.log(level, "a whole batch was dropped (%d samples in a row): %s", count, error)
         max_batches = MAX_BATCHES_WITHOUT_SIGNAL if is_by_design else MAX_EMPTY_BATCHES

@@ -211,7 +211,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         """Publish the weights as version `self.version`; `config` may hold `shard_size` in MiB."""
         started = time.perf_counter()
         with self._weights():
-            fully_update = fully_update or self._channel.has_newcomers
+            fully_update = fully_update or self._any_rank_has_newcomers()
             is_partial = self._update_lora_weights and not fully_update
             bound = None if self._staleness is None else self._staleness.max_staleness
             snapshots = self._path.snapshots
@@ -306,6 +306,13 @@ class DetachedPPOTrainer(DetachedTrainer):
                 f"one of {self.strategy.world_size} trainers was asked to save while they train together, "
                 "which would block them all. Use save_every and save_folder, or save after fit."
             )
+
+    def _any_rank_has_newcomers(self) -> bool:
+        """Whether some maker needs all weights. Ranks gather them together, so they must agree on which."""
+        has_some = self._channel.has_newcomers
+        if self.strategy.world_size == 1 or not self._update_lora_weights:
+            return has_some
+        return bool(self.strategy.all_reduce_sum(torch.tensor(int(has_some), device=self.strategy.device)) > 0)
 
     def _canary(self) -> Canary | None:
         """What the makers' actors must compute afterwards; all ranks come here together."""

@@ -2,7 +2,7 @@
 
 * `workingloop` (compute) waits for admission and weights ► makes experience ► sends items, acknowledged.
 * `update_experience_maker` (model_io) stages chunks ► verifies ► offers the whole update to the models, which
-  commit it between two batches, or at once if nobody generates.
+  commit it between two batches (with `in_flight`, between two tokens), or at once if nobody generates.
 * `hold_work` and `deal_work` exchange its part of the run, when makers join or leave.
 """
 

@@ -112,6 +112,8 @@ class WeightChannel:
                     lent = []
             attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(targets))
         attempt.wait(until_in_flight=0)
+        if snapshots is not None and (attempt.unreachable or attempt.dead):
+            snapshots.retire()  # whoever did not answer may still come to read
         self._judge(header, attempt)
         if fully_update:
             self._newcomers &= attempt.unreachable.keys()

@@ -8,6 +8,7 @@ from coati.algos import (
     PolicyLossOutput,
     clipped_policy_loss,
     decoupled_policy_loss,
+    kl_estimate,
     kl_penalty,
     loss_weights,
     sequence_policy_loss,
@@ -77,10 +78,15 @@ def _clipped(
     clip = {"clip_low": settings.eps_clip, "clip_high": settings.clip_high}
     proximal = part.proximal_log_probs if settings.correction.policy != "none" else None
     if settings.ratio == "sequence":
-        if proximal is not None:
-            # A token's weight moves its advantage, as in the decoupled loss; the ratio stays that of the response.
-            behavior, advantages = proximal, advantages * token_weights(part, settings.correction)
-        return sequence_policy_loss(logprobs, behavior, advantages, mask, **clip, num_sequences=counts.sequences)
+        if proximal is None:
+            return sequence_policy_loss(logprobs, behavior, advantages, mask, **clip, num_sequences=counts.sequences)
+        # A token's weight moves its advantage, as in the decoupled loss; the ratio stays that of the response.
+        weighted = advantages * token_weights(part, settings.correction)
+        out = sequence_policy_loss(logprobs, proximal, weighted, mask, **clip, num_sequences=counts.sequences)
+        # The KL to watch is the whole way from the policy that wrote the tokens, as there.
+        whole_way = kl_estimate(behavior, logprobs.detach(), mask, kind="k3")
+        per_response = loss_weights(mask, mode="sequence", num_sequences=counts.sequences, dtype=whole_way.dtype)
+        return out._replace(approx_kl=(per_response * whole_way).sum())
     is_plain = settings.normalization == "token"
     if proximal is not None:
         return decoupled_policy_loss(

@@ -182,17 +182,21 @@ class PPOLearner:
     def _prepare(self, experience: Experience, parts: list[slice | None]) -> None:
         """First sight of a batch: note what the weights that we start from think of it."""
         logprobs, values = [], []
-        self.actor.eval()  # LoRA's dropout too: the proximal policy is one policy, not a random one
-        for rows in parts:
-            part = _part_of(experience, rows)
-            forward = (part.sequences, part.attention_mask, part.num_actions)
-            proximal, _ = action_logprobs(self.actor, *forward, temperatures=part.temperatures)
-            needs_values = self.settings.correction.estimator == "vtrace"
-            value = action_values(self.models["critic"], *forward) if needs_values else part.values
-            if rows is not None:
-                logprobs.append(proximal)
-                values.append(value)
-        _turn_dropout_off(self.actor)
+        for model in self.models.values():
+            model.eval()  # LoRA's dropout too: the proximal policy is one policy, not a random one
+        try:
+            for rows in parts:
+                part = _part_of(experience, rows)
+                forward = (part.sequences, part.attention_mask, part.num_actions)
+                proximal, _ = action_logprobs(self.actor, *forward, temperatures=part.temperatures)
+                needs_values = self.settings.correction.estimator == "vtrace"
+                value = action_values(self.models["critic"], *forward) if needs_values else part.values
+                if rows is not None:
+                    logprobs.append(proximal)
+                    values.append(value)
+        finally:
+            for model in self.models.values():
+                _turn_dropout_off(model)
         prepare(experience, self.settings.correction, proximal_log_probs=torch.cat(logprobs), values=torch.cat(values))
 
     def _actor_pass(self, part: Experience, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> None:

@@ -65,6 +65,11 @@ class PPOSettings:
         for name in ("eps_clip", "value_clip", "clip_high"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}.")
+        if self.kl_loss_coef and self.kl_estimator == "k1":
+            raise ConfigError(
+                "kl_estimator must be 'k2' or 'k3' with kl_loss_coef above 0, got 'k1', whose gradient averages to "
+                "zero. Use 'k3'."
+            )
         if self.normalization == "constant" and self.max_response_tokens < 1:
             raise ConfigError(
                 "max_response_tokens must be 1 or more for normalization='constant', which divides by it, got "

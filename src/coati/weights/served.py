@@ -84,7 +84,12 @@ class ServedModels:
         finally:
             with self._changed:
                 self._num_users -= 1
-                self._commit_if_free()
+                try:
+                    self._commit_if_free()
+                except WeightUpdateError as error:
+                    # The work that ends here was done with whole weights and must not be lost. The fault stands, and
+                    # the next one who wants to work is told.
+                    logger.error("%s", error)
 
     def newest_weight(self, module: str, name: str) -> Tensor:
         """A copy of one weight as it is, or as the pending update will make it."""

@@ -3,8 +3,7 @@
 Chunks are staged off to the side while the old weights go on serving. `finish` checks names, shapes, dtypes,
 count and checksums, and hands out a `VerifiedUpdate`, or raises and forgets the update: a receiver never
 holds half of one. Stages are keyed by update id, so two senders cannot interleave into one, and a sender that
-dies in the middle leaves nothing locked: the stage that nobody has added to for longest is evicted when newer
-ones need the room.
+dies in the middle leaves nothing locked: its stage is evicted when it begins anew, or after ten minutes without a call.
 """
 
 import dataclasses
@@ -146,7 +145,7 @@ class WeightStage:
         try:
             may_look = stage.lender is not None and chunk.header.lender == stage.lender
             return self._reader.take(chunk, may_look=may_look)
-        except BaseException as error:
+        except Exception as error:
             self.abort(chunk.header.update_id)
             raise WeightUpdateError(
                 f"chunk {chunk.index} of {_described(chunk.header)} could not be read in the sender's memory: {error}. "

@@ -543,6 +543,13 @@ def test_samples_that_cannot_be_compared_are_refused_before_they_are_made(make_m
         grouped(maker, group_ids=group_ids)
 
 
+def test_a_prompt_with_a_hole_is_refused(make_maker):
+    input_ids, attention_mask = padded(PROMPTS)
+    attention_mask[2, 1] = 0
+    with pytest.raises(DataError, match="a zero after a one"):
+        make_maker().make_experience(input_ids, attention_mask, max_new_tokens=2)
+
+
 def test_ppo_needs_a_critic(make_maker):
     with pytest.raises(ConfigError, match="critic must be a model"):
         make_maker(critic=None)

@@ -204,6 +204,16 @@ def test_dynamic_sampling_may_drop_for_longer():
         pipeline.make(batch_of(64))
 
 
+def test_batches_without_signal_do_not_count_towards_faults():
+    plan = [*[NoSignal("all the same")] * 20, AllSamplesDropped("nan"), *[NoSignal("all the same")] * 20]
+    pipeline = pipeline_of(*plan)
+    for _ in plan:
+        assert pipeline.make(batch_of(64)) is None
+    for _ in range(MAX_EMPTY_BATCHES - 1):
+        pipeline.maker.plan.append(AllSamplesDropped("nan"))
+        assert pipeline.make(batch_of(64)) is None
+
+
 def test_one_good_batch_ends_a_row_of_dropped_ones():
     bad = [AllSamplesDropped("bad")] * (MIN_DROPPED_IN_A_ROW - 1)
     pipeline = pipeline_of(*bad, 1, *bad)

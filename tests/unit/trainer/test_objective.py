@@ -105,6 +105,19 @@ def test_micro_batches_add_up_and_padding_cannot_matter(settings):
     assert whole[MASK].any()
 
 
+def test_the_kl_to_watch_is_from_the_policy_that_wrote_the_tokens_whatever_the_ratio():
+    part, current = make_part(), numbers(9)
+    counts = StepCounts(torch.tensor(sum(LENGTHS)), torch.tensor(len(LENGTHS)))
+    for settings in (OBJECTIVES[4], OBJECTIVES[9]):  # GSPO, plain and decoupled
+        expected = 0.0
+        for row, length in enumerate(LENGTHS):
+            for t in range(length):
+                log_ratio = float(current[row, t] - part.action_log_probs[row, t])
+                expected += (math.exp(log_ratio) - 1 - log_ratio) / (length * len(LENGTHS))
+        found = policy_objective(current, part, numbers(7, -2, 2), counts, settings)
+        assert float(found.approx_kl) == pytest.approx(expected, abs=1e-12)
+
+
 def test_a_kl_term_needs_the_reference():
     part = make_part()
     part.reference_log_probs = None
@@ -172,6 +185,8 @@ def test_a_kl_term_alone_pulls_the_policy_to_the_reference(actor):
 def test_settings_that_cannot_be_are_refused(actor):
     with pytest.raises(ConfigError, match="max_response_tokens must be 1 or more"):
         PPOSettings(normalization="constant")
+    with pytest.raises(ConfigError, match="kl_estimator must be 'k2' or 'k3'"):
+        PPOSettings(kl_loss_coef=0.1, kl_estimator="k1")
     with pytest.raises(ConfigError, match="clip_high must be above 0"):
         PPOSettings(eps_clip_high=0.0)
     with pytest.raises(ConfigError, match="needs a critic"):

@@ -200,6 +200,16 @@ def test_an_update_that_computes_otherwise_is_never_served_and_a_full_one_that_p
         assert version == 1
 
 
+def test_work_that_was_done_before_a_bad_update_is_not_lost(maker, caplog):
+    _, stage, served = maker
+    with served.use() as version:  # generation goes on with what serves, while the update waits
+        served.offer(deliver(stage, *messages_of(make_actor(1), 1, canary=make_canary(make_actor(2)))))
+    assert version == 0
+    assert "does not compute" in caplog.text
+    with pytest.raises(WeightUpdateError, match="version 1"), served.use():
+        pass
+
+
 def test_nan_on_both_sides_does_not_pass(maker):
     _, stage, served = maker
     trainer = make_actor(1)
