@@ -22,7 +22,7 @@ demo: $(STAMP)
 
 # Two at a time: tests over Ray spend much of their time waiting for processes to start. The ones named here run with
 # the unit and end-to-end tests, so that both halves take about as long.
-RANKS := $(addprefix tests/ray/test_,learner_ranks.py strategies_one_rank.py strategies_ranks.py tensor_parallel.py)
+RANKS := $(addprefix tests/ray/test_,learner_ranks.py strategies_ranks.py)
 
 test: $(STAMP)
 	@mkdir -p build
