@@ -314,13 +314,13 @@ def test_no_chunk_is_drawn_before_every_maker_has_answered_or_failed_to(keep, un
 
     def send(version):
         header = new_header(version=version, source="test")
-        lender = SimpleNamespace(lend_to=events.append)
+        lender = SimpleNamespace(lend_to=events.append, retire=lambda: events.append("retired"))
         channel.send(header, weight_messages(header, shards()), fully_update=False, snapshots=lender)
 
     send(1)
     ray.kill(takers[1])
     send(2)
-    assert events == [names, "drawn", names[:1], "drawn"]
+    assert events == [names, "drawn", names[:1], "drawn", "retired"]
 
 
 def test_a_maker_that_cannot_be_reached_misses_one_update_and_gets_the_next(keep, unique, monkeypatch):
