@@ -9,7 +9,8 @@ one message before the work that it is about, in the order in which the leader d
 group's store, which the leader's process holds: a follower whose leader is gone gets an error, not silence.
 """
 
-import pickle
+import dataclasses
+import json
 import threading
 import zlib
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from coati.experience_maker.base import Experience
 from coati.experience_maker.naive import AllSamplesDropped, NaiveExperienceMaker
 from coati.models.tensor_parallel import cut_model
 from coati.rollout import GenerateOptions, Rollout
+from coati.weights.canary import Canary
 from coati.weights.mirrored import CommitNotice, take_commit
 
 
@@ -66,7 +68,7 @@ class LockStep:
         """The leader's side."""
         assert self.rank == 0
         with self._lock:
-            self._store.set(f"{self._count}", pickle.dumps(notice))  # type: ignore[arg-type]  # takes bytes too
+            self._store.set(f"{self._count}", _written(notice))
             self._count += 1
 
     def hear(self) -> Any:
@@ -75,7 +77,7 @@ class LockStep:
         key = f"{self._count}"
         try:
             self._store.wait([key], self._deadline)
-            notice = pickle.loads(self._store.get(key))
+            notice = _read(self._store.get(key))
             if self._store.add(f"{key}-heard", 1) == self._num_followers:  # the last one tidies up
                 self._store.delete_key(key)
                 self._store.delete_key(f"{key}-heard")
@@ -88,6 +90,42 @@ class LockStep:
             ) from None
         self._count += 1
         return notice
+
+
+def _written(notice: MakeNotice | CommitNotice | EndNotice) -> str:
+    """The notice as JSON. Whoever reaches the store's port could write there, so nothing is ever unpickled from it."""
+    if isinstance(notice, MakeNotice):
+        return json.dumps({"make": notice._asdict()}, default=_plain)
+    if isinstance(notice, CommitNotice):
+        return json.dumps({"commit": notice._asdict()}, default=_plain)
+    return json.dumps({"end": {}})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return {"tensor": value.tolist()}  # ids and masks, all of them whole numbers
+    if isinstance(value, Canary):
+        return dataclasses.asdict(value)
+    raise ConfigError(
+        f"generate options of a tensor-parallel maker must be plain numbers and texts, got a {type(value).__name__}. "
+        "Leave it out, or set topology.tensor_parallel = 1."
+    )
+
+
+def _read(message: bytes) -> MakeNotice | CommitNotice | EndNotice:
+    ((kind, fields),) = json.loads(message, object_hook=_tensors).items()
+    if kind == "make":
+        return MakeNotice(**fields)
+    if kind == "commit":
+        keys = tuple((module, name) for module, name in fields["keys"])
+        sent = fields["canary"]
+        canary = None if sent is None else Canary(logprobs=tuple(sent["logprobs"]), tolerance=sent["tolerance"])
+        return CommitNotice(fields["version"], keys, canary)
+    return EndNotice()
+
+
+def _tensors(fields: dict[str, Any]) -> Any:
+    return torch.tensor(fields["tensor"], dtype=torch.long) if fields.keys() == {"tensor"} else fields
 
 
 class FollowingMaker(NaiveExperienceMaker):
