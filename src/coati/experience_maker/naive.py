@@ -14,6 +14,7 @@ from coati.algos import has_signal, kl_estimate
 from coati.errors import ConfigError, DataError, RewardError
 from coati.experience_maker.advantage_estimates import estimate_advantages
 from coati.experience_maker.base import Experience, ExperienceMaker
+from coati.experience_maker.prompt_rows import PromptRows, check_groups
 from coati.models import RewardModel, action_logprobs
 from coati.models.actor import unwrap
 from coati.models.critic import as_critic
@@ -135,7 +136,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         sample_ids: Tensor | None,
         group_ids: Tensor | None,
         columns: Mapping[str, Sequence[Any]],
-    ) -> "_Prompts":
+    ) -> PromptRows:
         if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.shape[0] == 0:
             raise DataError(
                 f"input_ids must be [B, P] with at least one prompt and one token, got "
@@ -171,9 +172,9 @@ class NaiveExperienceMaker(ExperienceMaker):
                     f"column {name!r} must have one entry for each of {num_prompts} prompts, got {len(column)}."
                 )
         if self.algorithm.uses_groups:
-            _check_groups(group_ids)
+            check_groups(group_ids)
         device = next(self.actor.parameters()).device
-        return _Prompts(
+        return PromptRows(
             input_ids.to(device),
             attention_mask.to(device),
             sample_ids.to(device),
@@ -181,7 +182,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             dict(columns),
         )
 
-    def _without_overlong(self, prompts: "_Prompts", options: GenerateOptions) -> "_Prompts":
+    def _without_overlong(self, prompts: PromptRows, options: GenerateOptions) -> PromptRows:
         """Drop prompts that leave no room for a single new token."""
         fits = self._room(prompts, options) >= 1
         num_dropped = int((~fits).sum())
@@ -198,19 +199,19 @@ class NaiveExperienceMaker(ExperienceMaker):
         logger.warning("%s; dropped", message)
         return prompts.select(fits)
 
-    def _room(self, prompts: "_Prompts", options: GenerateOptions) -> Tensor:
+    def _room(self, prompts: PromptRows, options: GenerateOptions) -> Tensor:
         """How many new tokens each prompt may get, [B]: options and the model's context."""
         lengths = prompts.attention_mask.sum(dim=1)
         limits = torch.tensor([options.new_token_limit(int(length)) for length in lengths], device=lengths.device)
         return torch.minimum(limits, self._context_room(prompts))
 
-    def _context_room(self, prompts: "_Prompts") -> Tensor:
+    def _context_room(self, prompts: PromptRows) -> Tensor:
         """How many new tokens fit the model's context after each prompt, [B]."""
         context = context_length_of(unwrap(self.actor))
         lengths = prompts.attention_mask.sum(dim=1)
         return torch.full_like(lengths, _NO_LIMIT) if context is None else context - lengths
 
-    def _generate(self, prompts: "_Prompts", options: GenerateOptions) -> Rollout:
+    def _generate(self, prompts: PromptRows, options: GenerateOptions) -> Rollout:
         """Generate, and give each response its own room: one long prompt does not cut its neighbours short.
 
         A call may run past the room of some rows, whose responses are cut afterwards, but never past the end
@@ -245,7 +246,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.policy_version = self.commit_point()
         return self.policy_version
 
-    def _score(self, prompts: "_Prompts", rollout: Rollout, temperatures: Tensor) -> Experience:
+    def _score(self, prompts: PromptRows, rollout: Rollout, temperatures: Tensor) -> Experience:
         """All the forward passes, and the arithmetic on top."""
         sequences, attention_mask, action_mask = (
             rollout.sequences,
@@ -340,49 +341,6 @@ class NaiveExperienceMaker(ExperienceMaker):
                 "set algorithm.dynamic_sampling = false."
             )
         return experience.select(teaches)
-
-
-def _check_groups(group_ids: Tensor | None) -> None:
-    if group_ids is None:
-        raise DataError(
-            "the algorithm compares the samples of a prompt, but the batch has no group_ids. "
-            "Pass group_ids, the same number for all samples of a prompt."
-        )
-    sizes = torch.unique(group_ids, return_counts=True)[1]
-    if int(sizes.min()) < 2:
-        raise DataError(
-            f"the algorithm compares the samples of a prompt, but {int((sizes < 2).sum())} of {len(sizes)} groups of "
-            "the batch have only one. Put at least two samples of each prompt into a batch."
-        )
-
-
-class _Prompts:
-    """The rows of one batch, filtered together."""
-
-    def __init__(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        sample_ids: Tensor,
-        group_ids: Tensor | None,
-        columns: dict[str, Sequence[Any]],
-    ) -> None:
-        self.input_ids = input_ids
-        self.attention_mask = attention_mask
-        self.sample_ids = sample_ids
-        self.group_ids = group_ids
-        self.columns = columns
-
-    def select(self, rows: Tensor) -> "_Prompts":
-        """The rows where the bool mask is True."""
-        kept = rows.nonzero().flatten().tolist()
-        return _Prompts(
-            self.input_ids[rows],
-            self.attention_mask[rows],
-            self.sample_ids[rows],
-            None if self.group_ids is None else self.group_ids[rows],
-            {name: [column[row] for row in kept] for name, column in self.columns.items()},
-        )
 
 
 def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int) -> Tensor:
