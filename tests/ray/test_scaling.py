@@ -108,8 +108,8 @@ def test_one_maker_then_three_then_two_and_every_sample_is_trained_once(run, pac
     assert len(ids) == 120
     assert max(Counter(ids).values()) == 1, "no two samples share an id, whoever made them"
     assert all(progress[name].num_delivered > 0 for name in ("maker-0", "maker-1"))
-    # maker-2 is gone, and the three delivered all there is to train on.
-    assert 0 < sum(progress[name].num_delivered for name in ("maker-0", "maker-1")) < 120
+    # maker-2 is gone: what it made before it left, if anything, is the rest.
+    assert sum(progress[name].num_delivered for name in ("maker-0", "maker-1")) <= 120
     assert {progress[name].version for name in ("maker-0", "maker-1")} == {30}
     ages = [row["train/age_max"] for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/age_max" in row]
     assert len(ages) == 30

@@ -93,13 +93,16 @@ class WeightChannel:
         if snapshots is not None:
             attempt.wait(until_in_flight=0)
             snapshots.lend_to(attempt.standing)
+        checks = _SharedChecks(attempt, is_enough=snapshots is not None and snapshots.is_one_check_enough)
         num_bytes = 0
         lent: list[LentChunk] = []
         for message in messages:
             if not targets:
                 continue
             if isinstance(message, WeightManifest):
-                attempt.call(chunks=lent, manifest=message, fully_update=fully_update, chunk_end=True)
+                lent = checks.settle(lent)
+                end = {"manifest": message, "fully_update": fully_update, "chunk_end": True}
+                attempt.call(chunks=lent, checked=checks.passed(), **end)
                 continue
             num_bytes += message.nbytes
             if isinstance(message, WeightChunk):
@@ -108,7 +111,7 @@ class WeightChannel:
             else:
                 lent.append(message)
                 if sum(chunk.nbytes for chunk in lent) >= LENT_BYTES_PER_CALL:
-                    attempt.call(chunks=lent)
+                    checks.call(lent)
                     lent = []
             attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(targets))
         attempt.wait(until_in_flight=0)
@@ -132,6 +135,45 @@ class WeightChannel:
             raise PeerDied(f"every maker ({', '.join(self._peers.names)}) is gone; nobody takes the weights.")
 
 
+class _SharedChecks:
+    """Which maker checks which chunk, where all of them look at the same bytes: each chunk once, in turn."""
+
+    def __init__(self, attempt: "_Attempt", *, is_enough: bool) -> None:
+        self._attempt = attempt
+        self._is_enough = is_enough
+        self._checker: dict[int, str] = {}
+
+    @property
+    def _is_shared(self) -> bool:
+        return self._is_enough and len(self._attempt.standing) > 1
+
+    def call(self, chunks: Sequence[LentChunk]) -> None:
+        """Send chunks to every maker, and tell each which of them others check."""
+        makers = self._attempt.standing
+        if not self._is_shared:
+            self._attempt.call(chunks=chunks)
+            return
+        checkers = {chunk.index: makers[chunk.index % len(makers)] for chunk in chunks}
+        self._checker |= checkers
+        for name in makers:
+            others = frozenset(index for index, checker in checkers.items() if checker != name)
+            self._attempt.call_one(name, chunks=chunks, others_check=others)
+
+    def settle(self, chunks: Sequence[LentChunk]) -> list[LentChunk]:
+        """Before the manifest: have all chunks checked. Returns those that may go with it."""
+        if not self._is_shared:
+            return list(chunks)
+        if chunks:
+            self.call(chunks)
+        self._attempt.wait(until_in_flight=0)
+        return []
+
+    def passed(self) -> frozenset[int]:
+        """Chunks that somebody has found right; a maker that failed has answered for none."""
+        standing = self._attempt.standing
+        return frozenset(index for index, checker in self._checker.items() if checker in standing)
+
+
 class _Attempt:
     """The calls of one update, and what became of them."""
 
@@ -152,7 +194,11 @@ class _Attempt:
     def call(self, **arguments: Any) -> None:
         """Call every maker that has taken all so far; an update that lacks a part is worth nothing."""
         for name in self.standing:
-            self._in_flight[self._targets[name].update_experience_maker.remote(**arguments)] = name
+            self.call_one(name, **arguments)
+
+    def call_one(self, name: str, **arguments: Any) -> None:
+        """Call one maker."""
+        self._in_flight[self._targets[name].update_experience_maker.remote(**arguments)] = name
 
     def wait(self, *, until_in_flight: int) -> None:
         """Wait for answers until at most so many calls are open."""
