@@ -100,7 +100,7 @@ class Decoder:
             group=int(config.num_attention_heads) // num_kv_heads,
             scale=float(attention.scaling),
         )
-        self._operations = operations_for(self.weight.device, self._geometry)
+        self.operations = operations_for(self.weight, self._geometry)
         self._parameters = list(base.parameters())
         self._angles: tuple[Tensor, Tensor] | None = None  # [L, D] each: see `_rotation`
 
@@ -122,6 +122,7 @@ class Decoder:
 
     def new_cache(self, num_slots: int, num_positions: int) -> SlotCache:
         """Room for so many slots of so many positions, where the model is now."""
+        self.operations = operations_for(self.weight, self._geometry)
         shape = (num_slots, self._geometry.num_kv_heads, num_positions, self._geometry.head_dim)
         like = self.weight
         return SlotCache(
@@ -157,7 +158,7 @@ class Decoder:
             )
             hidden = hidden + layer.module.self_attn.o_proj(mixed.transpose(1, 2).reshape(num_prompts, width, -1))
             both = layer.gate_and_up(rms_norm(layer.module.post_attention_layernorm, hidden))
-            hidden = hidden + layer.module.mlp.down_proj(self._operations.gated(both, layer.module.mlp.act_fn))
+            hidden = hidden + layer.module.mlp.down_proj(self.operations.gated(both, layer.module.mlp.act_fn))
         last = hidden[torch.arange(num_prompts, device=tokens.device), lengths - 1]
         logits: Tensor = self._head(rms_norm(self._final_norm, last))
         return logits[rows]
@@ -168,7 +169,7 @@ class Decoder:
         `tokens` and `positions` are [n]; `num_positions` is one past the largest position, so that no more of the
         cache is read than holds anything.
         """
-        run = self._operations
+        run = self.operations
         attend = run.attention(positions, num_positions, self._rotation(cache.num_positions))
         hidden = self._embedding(tokens)  # [n, d]
         delta = None  # what the last product adds to it

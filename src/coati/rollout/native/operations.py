@@ -5,12 +5,17 @@ Both compute the same, up to rounding. The torch functions are the definition, a
 
 import dataclasses
 import functools
-import importlib.util
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from coati.rollout.sampling import inverse_cdf
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +44,12 @@ class TorchOperations:
         gate, up = both.chunk(2, dim=-1)
         result: Tensor = activation(gate) * up
         return result
+
+    def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Tokens by inverse CDF and their log-probs at a temperature, [n] each."""
+        log_probs = torch.log_softmax(logits.float() / temperature, dim=-1)
+        tokens = inverse_cdf(log_probs, uniforms)
+        return tokens, log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
     def attention(self, positions: Tensor, num_positions: int, angles: tuple[Tensor, Tensor]) -> "TorchAttention":
         """The attention of one decode step; `num_positions` is one past the largest position."""
@@ -96,6 +107,10 @@ class TritonOperations:
             return self._plain.gated(both, activation)
         return self._kernels.gated(both)
 
+    def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """As above."""
+        return self._kernels.draw(logits, uniforms, temperature)
+
     def attention(self, positions: Tensor, num_positions: int, angles: tuple[Tensor, Tensor]) -> Any:  # noqa: ARG002
         """As above; each slot's own position says how far its program reads."""
         return functools.partial(self._attend, positions, angles)
@@ -118,18 +133,72 @@ class TritonOperations:
         )
 
 
-def operations_for(device: torch.device, geometry: Geometry) -> TorchOperations | TritonOperations:
-    """Kernels where there is a GPU that runs them and the heads have a size that they can cut."""
-    is_cut_evenly = geometry.head_dim >= 16 and geometry.head_dim & (geometry.head_dim - 1) == 0
-    if device.type == "cuda" and is_cut_evenly and has_triton():
-        return TritonOperations(geometry)
-    return TorchOperations(geometry)
+def operations_for(like: Tensor, geometry: Geometry) -> TorchOperations | TritonOperations:
+    """Kernels for a GPU on which they have shown that they compute what torch does; torch otherwise.
+
+    `like` is a weight of the model, for its device and dtype.
+    """
+    if like.device.type != "cuda":
+        return TorchOperations(geometry)
+    if reason := why_no_kernels(like.device, like.dtype, geometry):
+        logger.warning("generation goes without Triton kernels, which is slower: %s", reason)
+        return TorchOperations(geometry)
+    return TritonOperations(geometry)
 
 
 @functools.cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
+def why_no_kernels(device: torch.device, dtype: torch.dtype, geometry: Geometry) -> str:
+    """Why this machine's Triton cannot be used for such a model; empty if it can.
+
+    Triton compiles with whatever compiler and driver it finds, so its kernels are tried before they are trusted.
+    """
+    if geometry.head_dim < 16 or geometry.head_dim & (geometry.head_dim - 1):
+        return f"heads have {geometry.head_dim} dimensions, and the kernels need a power of two from 16 on"
+    try:
+        kernels, plain = TritonOperations(geometry), TorchOperations(geometry)
+        errors = _trial_errors(kernels, plain, device, dtype, geometry)
+    except Exception as error:  # not installed, no compiler, a card or driver that it does not know
+        return f"{type(error).__name__}: {error}"
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1  # of numbers around 1, some of them sums of a few roundings
+    wrong = [name for name, error in errors.items() if not error <= tolerance]
+    return f"they compute something else than torch does ({', '.join(wrong)})" if wrong else ""
+
+
+@torch.no_grad()
+def _trial_errors(
+    kernels: TritonOperations,
+    plain: TorchOperations,
+    device: torch.device,
+    dtype: torch.dtype,
+    geometry: Geometry,
+) -> dict[str, float]:
+    """How far the kernels are from torch on three slots of different lengths, by operation."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    kv_heads, dim = geometry.num_kv_heads, geometry.head_dim
+    norm = SimpleNamespace(weight=random(48), variance_epsilon=1e-6)
+    hidden, delta, both = random(3, 48), random(3, 48), random(3, 96)
+    projected = random(3, (geometry.group + 2) * kv_heads * dim)
+    cache, angles = random(2, 3, kv_heads, 100, dim), (random(100, dim), random(100, dim))
+    positions = torch.tensor([0, 7, 99], device=device)
+    logits, uniforms = random(3, 5000), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device=device)
+    results = []
+    for run in (kernels, plain):
+        keys, values = cache.clone()
+        mixed = run.attention(positions, 100, angles)(projected, nn.Module(), keys, values)
+        drawn = run.draw(logits, uniforms, 1.0)
+        results.append(
+            {
+                "add_norm": torch.cat(run.add_norm(hidden, delta, norm)),
+                "gated": run.gated(both, nn.SiLU()),
+                "attention": torch.cat([mixed.flatten(), keys.flatten(), values.flatten()]),
+                "draw": torch.cat([part.double() for part in drawn]),
+            }
+        )
+    return {name: float((found - results[1][name]).abs().max()) for name, found in results[0].items()}
 
 
 def split_heads(
