@@ -14,13 +14,16 @@ from coati.algos import has_signal, kl_estimate
 from coati.errors import ConfigError, DataError, RewardError
 from coati.experience_maker.advantage_estimates import estimate_advantages
 from coati.experience_maker.base import Experience, ExperienceMaker
+from coati.experience_maker.model_scores import action_values, score_with_models
 from coati.experience_maker.prompt_rows import PromptRows, check_groups
-from coati.models import RewardModel, action_logprobs
+from coati.models import RewardModel
 from coati.models.actor import unwrap
 from coati.models.critic import as_critic
 from coati.models.positions import context_length_of
 from coati.rewards import RewardScorer
 from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, make_engine
+
+__all__ = ["AllSamplesDropped", "NaiveExperienceMaker", "NoSignal", "action_values"]
 
 logger = logging.getLogger(__name__)
 
@@ -253,13 +256,9 @@ class NaiveExperienceMaker(ExperienceMaker):
             rollout.attention_mask,
             rollout.action_mask,
         )
-        num_actions = action_mask.shape[1]
-        forward = (sequences, attention_mask, num_actions)
-        logprobs, _ = action_logprobs(self.actor, *forward, temperatures=temperatures)
-        reference_logprobs, _ = action_logprobs(self.initial_model, *forward, temperatures=temperatures)
-        values = torch.zeros_like(logprobs)
-        if self.critic is not None:
-            values = action_values(self.critic, *forward).masked_fill(~action_mask, 0.0)
+        logprobs, reference_logprobs, values = score_with_models(
+            self.actor, self.initial_model, self.critic, sequences, attention_mask, action_mask, temperatures
+        )
         scores = self._rewards(sequences, attention_mask, action_mask, prompts.columns)
         kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.kl_estimator)
         return Experience(
@@ -341,24 +340,6 @@ class NaiveExperienceMaker(ExperienceMaker):
                 "set algorithm.dynamic_sampling = false."
             )
         return experience.select(teaches)
-
-
-def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int) -> Tensor:
-    """V(state before each response token), [B, A]: the critic's output one position earlier.
-
-    A critic that already returns [B, A] (a hand-written module) is taken at its word.
-    """
-    values = critic(sequences, attention_mask)
-    batch, length = sequences.shape
-    came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-    if came == (batch, length) and num_actions < length:
-        values = values[:, length - num_actions - 1 : length - 1]
-    elif came != (batch, num_actions):
-        raise DataError(
-            f"the critic {type(critic).__name__} must return [{batch}, {length}] (one value for each token) "
-            f"or [{batch}, {num_actions}] (one for each response token), got {came}."
-        )
-    return values  # type: ignore[no-any-return]
 
 
 def _merge_rollouts(rollouts: Sequence[Rollout], parts: Sequence[Tensor], num_prompt_tokens: int) -> Rollout:

@@ -14,9 +14,13 @@ from torch.optim import Optimizer
 from coati.algos import clipped_value_loss, entropy_bonus, masked_moments, masked_whiten
 from coati.errors import ConfigError
 from coati.experience_maker.base import Experience
-from coati.experience_maker.naive import action_values
+from coati.experience_maker.model_scores import action_values
 from coati.models import action_logprobs
+from coati.models.actor import packed_scoring_problem
+from coati.models.packing import row_parts, row_tokens
+from coati.models.value_head import packs
 from coati.trainer.joined import StepNumbers, explained_variance
+from coati.trainer.modes import checkpoint_activations, compile_blocks, make_optimizer, set_learning_mode
 from coati.trainer.objective import StepCounts, policy_objective
 from coati.trainer.off_policy import measure_off_policy, off_policy_metrics, prepare
 from coati.trainer.schedule import make_schedule
@@ -53,7 +57,7 @@ class PPOLearner:
         self.num_skipped = 0
         rates = {"actor": (actor, settings.actor_lr), "critic": (critic, settings.critic_lr)}
         pairs = {
-            label: (model, _make_optimizer(optimizer_class, model, rate))
+            label: (model, make_optimizer(optimizer_class, model, rate, device=strategy.device))
             for label, (model, rate) in rates.items()
             if model is not None
         }
@@ -63,7 +67,11 @@ class PPOLearner:
         """What is trained, and published: "actor" and, if there is one, "critic"."""
         self.optimizers: dict[str, Optimizer] = {label: optimizer for label, (_, optimizer) in parts.items()}
         for model in self.models.values():
-            _turn_dropout_off(model)
+            if settings.activation_checkpointing:
+                checkpoint_activations(model)
+            if settings.compile:
+                compile_blocks(model)
+            set_learning_mode(model)
         self._schedules = [
             make_schedule(
                 optimizer,
@@ -108,7 +116,7 @@ class PPOLearner:
         experience.validate()
         experience.to_device(self.device)
         experience = _with_some_column(experience)
-        parts = self._micro_batches(experience.num_samples)
+        parts = self._micro_batches(experience)
         if self.settings.correction.is_active and experience.proximal_log_probs is None:
             self._prepare(experience, parts)
         mask = experience.full_action_mask()
@@ -196,7 +204,7 @@ class PPOLearner:
                     values.append(value)
         finally:
             for model in self.models.values():
-                _turn_dropout_off(model)
+                set_learning_mode(model)
         prepare(experience, self.settings.correction, proximal_log_probs=torch.cat(logprobs), values=torch.cat(values))
 
     def _actor_pass(self, part: Experience, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> None:
@@ -210,6 +218,7 @@ class PPOLearner:
             part.num_actions,
             temperatures=part.temperatures,
             with_entropy=True,
+            compiled=settings.compile,
         )
         assert entropy is not None
         policy = policy_objective(logprobs, part, advantages, counts, settings)
@@ -259,15 +268,17 @@ class PPOLearner:
             )
         return norms
 
-    def _micro_batches(self, num_samples: int) -> list[slice | None]:
+    def _micro_batches(self, experience: Experience) -> list[slice | None]:
         """The rows of each pass. All ranks make as many passes: None is one without any weight.
 
         Sharded parameters are gathered by all ranks together, so a rank that finished early would leave the others
         waiting in their next forward pass.
         """
-        size = self.settings.micro_batch_size or num_samples
+        settings = self.settings
+        is_packed = not packed_scoring_problem(self.actor) and (self.critic is None or packs(self.critic))
+        costs = row_tokens(experience.sequences, experience.attention_mask, is_packed=is_packed)
         parts: list[slice | None] = [
-            slice(start, min(start + size, num_samples)) for start in range(0, num_samples, size)
+            *row_parts(costs, max_tokens=settings.micro_batch_tokens, max_rows=settings.micro_batch_size)
         ]
         passes = StepNumbers()
         passes.largest("passes", torch.tensor(len(parts)))
@@ -284,21 +295,6 @@ class PPOLearner:
             for model in self.models.values():
                 stack.enter_context(self.strategy.no_sync(model))
             yield
-
-
-def _make_optimizer(optimizer_class: type[Optimizer], model: nn.Module, lr: float) -> Optimizer:
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise ConfigError(f"{type(model).__name__} has no trainable parameters, so there is nothing to learn.")
-    return optimizer_class(trainable, lr=lr)  # type: ignore[call-arg]
-
-
-def _turn_dropout_off(model: nn.Module) -> None:
-    """Dropout would make the ratio to the sampling policy differ from 1 on its own data. LoRA's stays on."""
-    model.eval()
-    for name, module in model.named_modules():
-        if "lora_dropout" in name:
-            module.train()
 
 
 def _with_some_column(experience: Experience) -> Experience:
