@@ -5,14 +5,11 @@ from collections import Counter
 
 import pytest
 import ray
-import torch
-from ray_testing import PATIENCE, QUICK, experience, make_ppo_trainer
+from ray_testing import PATIENCE
 
 from coati.errors import PeerDied
 from coati.monitor import read_jsonl
 from coati.monitor.run_log import RunLog
-from coati.ray.weight_channel import WeightChannel
-from coati.weights import new_header, weight_messages
 
 PACED = """
 import ray
@@ -145,66 +142,3 @@ def test_a_maker_that_dies_when_work_is_dealt_anew_ends_the_run_by_name(run, pac
     with pytest.raises(PeerDied, match="maker-1 died"):
         run(config, should_stop=kill_and_direct)
     assert json.loads((tmp_path / "out" / "state.json").read_text())["status"] == "ended"
-
-
-def test_newcomers_get_all_weights_also_where_only_adapters_travel(keep):
-    trainer = make_ppo_trainer([], update_lora_weights=True)
-    keep(trainer._buffer)
-    sent = []
-    plain_send = trainer._channel.send
-
-    def send(header, messages, *, fully_update, snapshots=None):
-        *_, manifest = messages
-        sent.append((fully_update, manifest.is_partial))
-        return plain_send(header, [], fully_update=fully_update, snapshots=snapshots)
-
-    trainer._channel.send = send
-    for index in range(3):
-        if index == 1:
-            trainer.change_makers(["maker-5"], [])
-            trainer._channel._newcomers = {"maker-5"}  # as if it were this trainer's to update
-        trainer.buffer_append(experience(4 * index, 4))
-        trainer.fit(1, 1)
-    assert sent == [(False, True), (True, False), (False, True)]
-    assert trainer.maker_names == ("maker-5",)
-
-
-@ray.remote(num_cpus=0)
-class Taker:
-    """A maker that takes every update, and says which were whole."""
-
-    def __init__(self):
-        self._taken = []
-
-    def update_experience_maker(self, *, update=None, fully_update=False, **_):
-        if update is not None:
-            self._taken.append((update.version, fully_update))
-
-    def taken(self):
-        return self._taken
-
-
-def test_the_list_of_updated_makers_changes_between_updates(keep, unique):
-    names = [unique(word) for word in ("first", "second", "third")]
-    takers = {name: keep(Taker.options(name=name).remote()) for name in names}
-    channel = WeightChannel(names[:1], deadlines=QUICK)
-
-    def send(version, *, fully_update):
-        header = new_header(version=version, source="the test")
-        weights = [("actor", {"weight": torch.zeros(2)})]
-        channel.send(header, weight_messages(header, weights), fully_update=fully_update)
-
-    assert not channel.has_newcomers, "those who were there at first are synced by whoever made them"
-    send(1, fully_update=False)
-    channel.change_makers(names)
-    assert channel.has_newcomers
-    send(2, fully_update=False)  # it was on its way already
-    assert channel.has_newcomers
-    send(3, fully_update=True)
-    assert not channel.has_newcomers
-    ray.kill(takers[names[0]])  # by design, and off the list
-    channel.change_makers(names[1:])
-    assert not channel.has_newcomers
-    send(4, fully_update=False)
-    answers = ray.get([takers[name].taken.remote() for name in names[1:]], timeout=PATIENCE)
-    assert answers == [[(2, False), (3, True), (4, False)]] * 2
