@@ -457,13 +457,14 @@ class Willing:
 
     def __init__(self, *, can_open=True):
         self.num_asked, self._can_open = 0, can_open
+        self.has_newcomers = False
 
     def all_can_open(self, probe, *, instead):
         self.num_asked += 1
         return self._can_open
 
 
-def test_a_trainer_asks_once_and_again_when_it_is_told_to(monkeypatch):
+def test_a_trainer_asks_once_and_again_when_it_is_told_to_and_while_makers_join(monkeypatch):
     monkeypatch.setattr(weight_path, "DeviceSnapshots", lambda _: DeviceSnapshots(torch.device("cpu")))
     for device, kind in (("cuda:0", DeviceSnapshots), ("cpu", MemorySnapshots)):
         channel = Willing()
@@ -475,6 +476,9 @@ def test_a_trainer_asks_once_and_again_when_it_is_told_to(monkeypatch):
         path.ask_again()
         assert path.snapshots is first
         assert channel.num_asked == 2
+        channel.has_newcomers = True
+        assert path.snapshots is first
+        assert channel.num_asked == 3
     assert WeightPath(Willing(can_open=False), torch.device("cpu")).snapshots is None
 
 
