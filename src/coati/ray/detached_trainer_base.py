@@ -109,6 +109,7 @@ class DetachedTrainer(ABC):
             publish=self._publish_next_version,
             notify=self._notify,
             agree=self._agree,
+            look_ahead=lambda: self._buffer.look_ahead(self._prepared),
             should_stop=self._stop.is_set,
             seed=self._seed,
         )
@@ -120,6 +121,8 @@ class DetachedTrainer(ABC):
         except BaseException:
             self._state = "failed"
             raise
+        finally:
+            self._buffer.stop_looking()
         self._state = "finished"
 
     def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
@@ -227,7 +230,7 @@ class DetachedTrainer(ABC):
         while not self._stop.is_set():
             batch = self._buffer.try_sample(_SLICE_SECONDS)
             if batch is not None:
-                return batch.pin_memory() if self.dataloader_pin_memory else batch
+                return self._prepared(batch)
             self._fail_if_rounds_are_lost()
             if self._watch.all_finished():
                 # Finished makers have been acknowledged, so whatever they made is here by now.
@@ -242,6 +245,10 @@ class DetachedTrainer(ABC):
             self._watch.speak(waited)
         return None
 
+    def _prepared(self, batch: Experience) -> Experience:
+        """The batch, ready for training; called in another thread for the next one while this one is trained on."""
+        return batch.pin_memory() if self.dataloader_pin_memory else batch
+
     def _fail_if_rounds_are_lost(self) -> None:
         """Items wait for rounds of a maker that is gone: those will not come, and the others wait for weights."""
         if len(self._rounds) > 0 and (gone := self._watch.gone()):
@@ -252,6 +259,7 @@ class DetachedTrainer(ABC):
 
     def _last_batch(self) -> Experience | None:
         """What finished makers have left behind; items whose earlier rounds never came are trained on too."""
+        self._buffer.stop_looking()
         batch = self._buffer.try_sample(0.0)
         if batch is not None:
             return batch

@@ -29,6 +29,7 @@ from coati.ray.environment import apply_env_info
 from coati.ray.peers import wait_in_slices
 from coati.ray.weight_channel import WeightChannel
 from coati.ray.weight_path import WeightPath
+from coati.trainer.batch_mover import BatchMover
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import Strategy
 from coati.weights import (
@@ -139,6 +140,7 @@ class DetachedPPOTrainer(DetachedTrainer):
             self.maker_names if updated_makers is None else updated_makers, deadlines=self.deadlines
         )
         self._path = WeightPath(self._channel, self.strategy.device)
+        self._move = BatchMover(self.strategy.device)
         # Held while weights change and while they are read for publishing, so that no update is torn at its
         # source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
@@ -278,6 +280,9 @@ class DetachedPPOTrainer(DetachedTrainer):
         batch = super()._next_batch()
         self._is_fresh = batch is not None
         return batch
+
+    def _prepared(self, batch: Experience) -> Experience:
+        return self._move(super()._prepared(batch))
 
     def _note_signals(self, metrics: Mapping[str, float]) -> None:
         """Later epochs are left out: their distance from the data is what was learnt from it, and not its age."""
