@@ -6,12 +6,14 @@ needs, by `make_experience_batch`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from coati.errors import DataError
 from coati.experience_maker.base import (
@@ -148,9 +150,9 @@ def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
         raise DataError("make_experience_batch needs at least one item, got none.")
     for item in items:
         item.validate()
-    width_prompt = max(item.num_prompt_tokens for item in items)
-    width_response = max(item.num_actions for item in items)
-    is_ragged = any((item.num_prompt_tokens, item.num_actions) != (width_prompt, width_response) for item in items)
+    prompts = [item.num_prompt_tokens for item in items]
+    width_prompt = max(prompts)
+    is_ragged = min(prompts) < width_prompt or len({item.num_actions for item in items}) > 1
     fields: dict[str, Tensor | None] = {}
     for name in EXPERIENCE_FIELDS:
         parts = [getattr(item, name) for item in items]
@@ -164,12 +166,22 @@ def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
         if name in PER_SAMPLE_FIELDS:
             fields[name] = torch.stack([part.reshape(()) for part in parts])
             continue
-        padded = []
-        for item, part in zip(items, parts, strict=True):
-            left = width_prompt - item.num_prompt_tokens if name in PER_TOKEN_FIELDS else 0
-            padded.append(F.pad(part, (left, width_response - item.num_actions)))
-        fields[name] = torch.stack(padded)
+        if name in PER_TOKEN_FIELDS and is_ragged:
+            parts = [
+                F.pad(part, (width_prompt - prompt, 0)) if prompt < width_prompt else part
+                for part, prompt in zip(parts, prompts, strict=True)
+            ]
+        fields[name] = pad_sequence(_of_one_dtype(parts), batch_first=True) if is_ragged else torch.stack(parts)
     return Experience(**fields)  # type: ignore[arg-type]
+
+
+def _of_one_dtype(parts: list[Tensor]) -> list[Tensor]:
+    """The tensors in a dtype that holds them all; `pad_sequence` would take that of the first."""
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) == 1:
+        return parts
+    widest = functools.reduce(torch.promote_types, dtypes)
+    return [part.to(widest) for part in parts]
 
 
 def _mask_of(item: BufferItem, name: str) -> Tensor:
