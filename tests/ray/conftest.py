@@ -165,7 +165,13 @@ def run(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "connected", on_shared_cluster)
 
     def go(config, *, should_stop=lambda: False, log_class=RunLog, makers=None):
-        log = log_class(JsonlTracker(tmp_path / "metrics.jsonl"), samples_path=tmp_path / "s.jsonl", total_steps=1)
+        log = log_class(
+            JsonlTracker(tmp_path / "metrics.jsonl"),
+            samples_path=tmp_path / "s.jsonl",
+            total_steps=1,
+            spans_path=tmp_path / "spans.jsonl",
+            max_spans=10_000,
+        )
         names = makers or [f"maker-{n}" for n in range(config.topology.makers)]
         names += [f"trainer-{n}" for n in range(config.topology.trainers)]
         at_the_end = {}

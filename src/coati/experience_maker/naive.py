@@ -20,6 +20,7 @@ from coati.models import RewardModel
 from coati.models.actor import unwrap
 from coati.models.critic import as_critic
 from coati.models.positions import context_length_of
+from coati.monitor.timeline import Timeline
 from coati.rewards import RewardScorer
 from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, make_engine
 
@@ -88,6 +89,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.policy_version = 0
         # Set to pick new weights up between tokens: commits what is pending and returns the version that serves.
         self.commit_point: Callable[[], int] | None = None
+        self.timeline = Timeline()  # exchanged by whoever keeps one for the whole actor
         self.dropped: Counter[str] = Counter()
         self._next_anonymous_id = 0
         for model in (actor, critic, reward_model, initial_model):
@@ -114,9 +116,11 @@ class NaiveExperienceMaker(ExperienceMaker):
         options = GenerateOptions.parse(**generate_kwargs)
         prompts = self._checked_prompts(input_ids, attention_mask, sample_ids, group_ids, columns or {})
         prompts = self._without_overlong(prompts, options)
-        rollout = self._generate(prompts, options)
+        with self.timeline.span("generate"):
+            rollout = self._generate(prompts, options)
         temperatures = torch.full_like(prompts.sample_ids, options.sampling_temperature, dtype=torch.float32)
-        experience = self._without_bad_rewards(self._score(prompts, rollout, temperatures))
+        with self.timeline.span("score"):
+            experience = self._without_bad_rewards(self._score(prompts, rollout, temperatures))
         if self.algorithm.dynamic_sampling:
             experience = self._without_equal_scores(experience)
         experience.advantages = estimate_advantages(

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from coati.experience_maker.statistics import maker_record
 from coati.ledger.admission import AdmissionGate, WorkShare
 from coati.ledger.staleness import BoundSchedule
 from coati.models.actor import unwrap
-from coati.monitor.metrics import Max, Mean, Metric, Sum
+from coati.monitor.metrics import Max, Mean, Sum
+from coati.monitor.timeline import Timeline, maker_metrics
 from coati.rollout import GenerateOptions
 from coati.weights import ServedModels
 
@@ -54,7 +54,9 @@ class ExperiencePipeline:
         generate_kwargs: dict[str, Any] | None = None,
         first_sample_id: int = 0,
         in_flight: bool = False,
+        timeline: Timeline | None = None,
     ) -> None:
+        self.timeline = maker.timeline = served.timeline = timeline or Timeline()
         self.maker = maker
         self.served = served
         if in_flight:  # new weights are taken between two tokens, and not only between two batches
@@ -147,7 +149,6 @@ class ExperiencePipeline:
         *,
         samples_kept: int,
         prompts: Any = None,
-        extra: Mapping[str, Metric] | None = None,
     ) -> dict[str, Any]:
         """What there is to report of the batch just made: version, typed metrics, and a few samples as text.
 
@@ -177,8 +178,8 @@ class ExperiencePipeline:
                 **terms,
                 "weights/commit_seconds": Max(self.served.last_commit_seconds),
                 "maker/skipped_prompts": Sum(num_skipped),
+                **maker_metrics(self.timeline.take()),
                 **({"maker/no_signal": Sum(num_without_signal)} if self.maker.algorithm.dynamic_sampling else {}),
-                **(extra or {}),
             },
         )
 

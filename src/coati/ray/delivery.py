@@ -16,6 +16,7 @@ from coati.errors import DeadlineExceeded, PeerDied
 from coati.experience_buffer.bundle import ItemBundle
 from coati.experience_buffer.utils import BufferItem
 from coati.ledger import UNBOUNDED, WorkShare
+from coati.monitor.timeline import Timeline
 from coati.ray.peers import NamedPeers, death_reason, is_alive, original_error, wait_in_slices
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class ItemSender:
         share: WorkShare | None = None,
         max_in_flight: int = 2,
         should_stop: Callable[[], bool] = lambda: False,
+        timeline: Timeline | None = None,
     ) -> None:
         self._peers = NamedPeers(trainer_names, role="trainer", deadlines=deadlines)
         self._sender = sender
@@ -64,6 +66,7 @@ class ItemSender:
         self._deadlines = deadlines
         self._max_in_flight = max_in_flight
         self._should_stop = should_stop
+        self._timeline = timeline or Timeline()
         self._alive = list(trainer_names)
         self._share = share
         self._turn = 0 if share is None else share.maker_index or 0
@@ -132,7 +135,8 @@ class ItemSender:
         """Wait for the oldest acknowledgement, and deal with what came instead of it."""
         flight = self._in_flight.popleft()
         try:
-            self._wait_for(flight)
+            with self._timeline.span("wait_room"):
+                self._wait_for(flight)
         except ActorUnavailableError as error:
             self._retry(flight, error)
         except RayTaskError as error:

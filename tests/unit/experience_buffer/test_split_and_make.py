@@ -273,3 +273,13 @@ def test_pickled_items_hold_no_torch_tensors(item):
 def test_an_empty_response_pickles(item):
     original = item(1, actions=0)
     assert_same(pickle.loads(pickle.dumps(original)), original)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_samples_of_different_dtypes_mix_without_loss(item, order):
+    fine = torch.tensor([0.1, 0.2])
+    items = [item(1, values=fine), item(2, values=torch.tensor([0.5, 0.25, 0.75], dtype=torch.bfloat16), actions=3)]
+    values = make_experience_batch(items[::order]).values
+    values = values if order == 1 else values.flip(0)
+    assert values.dtype == torch.float32
+    assert torch.equal(values, torch.tensor([[0.1, 0.2, 0.0], [0.5, 0.25, 0.75]]))
