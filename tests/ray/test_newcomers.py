@@ -305,4 +305,7 @@ def test_a_newcomer_whose_ranks_find_no_place_or_lose_one_does_not_join(monkeypa
     with pytest.raises(ScalingRefused, match=r"maker-2 could not join, .* maker-2-rank-1 died while waiting"):
         stage.scale_to(2)
     assert stage.killed == ["maker-2", "maker-2-rank-1"]
-    assert list(stage.crew.following.values()) == ["maker-0-rank-1"], "the run does not wait for ranks that are gone"
+    stage.trainer.on_change = lambda: None
+    stage.scale_to(2)
+    following = list(stage.crew.following.values())
+    assert following == ["maker-0-rank-1", "maker-3-rank-1"], "the run does not watch ranks that it sent away"
