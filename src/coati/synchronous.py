@@ -18,6 +18,7 @@ from coati.experience_maker.prompt_batch import PromptBatch
 from coati.ledger import age_metrics
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
+from coati.monitor.timeline import Timeline
 from coati.trainer.fit_loop import FitLoop
 from coati.trainer.ppo import PPOLearner
 from coati.weights import ServedModels, WeightManifest, WeightStage, make_canary, new_header, weight_messages
@@ -40,6 +41,8 @@ class SynchronousRun:
         self._on_progress = on_progress
         self._should_stop = should_stop
         self._version = 0
+        self._timeline = Timeline()
+        self._num_spans = 0
         self._num_batches = 0
         strategy = assembly.make_strategy(config, "trainer")
         with strategy.model_init_context():
@@ -67,6 +70,7 @@ class SynchronousRun:
             seed=self._config.run.seed,
         )
         loop.run(train.total_steps, train.update_steps, train.epochs)
+        self._log_spans()
 
     def save(self, path: str) -> None:
         """Write the actor as a folder that transformers loads."""
@@ -92,6 +96,7 @@ class SynchronousRun:
             # Whatever the topology says: here one maker does all the work, for one trainer.
             share=dataclasses.replace(assembly.work_share(config, max_staleness=0), num_makers=1, num_trainers=1),
             generate_kwargs=assembly.generate_options(config),
+            timeline=self._timeline,
         )
 
     def _admitted_prompts(self) -> Iterator[PromptBatch]:
@@ -126,7 +131,8 @@ class SynchronousRun:
             self._ready.append(make_experience_batch(items))
 
     def _train(self, experience: Experience) -> dict[str, float]:
-        metrics = self._learner.step(experience)
+        with self._timeline.span("train"):
+            metrics = self._learner.step(experience)
         self._num_batches += 1
         metrics |= {
             "train/version": float(self._version),
@@ -134,12 +140,19 @@ class SynchronousRun:
             **age_metrics(experience, self._version, max_staleness=0),
         }
         self._log.trainer_records([{"batch": self._num_batches, "version": self._version, "metrics": metrics}])
+        self._log_spans()
         self._on_progress(self._log.snapshot())
         return metrics
 
+    def _log_spans(self) -> None:
+        page = self._timeline.since(self._num_spans)
+        self._num_spans = page.cursor
+        self._log.spans("this process", page.records)
+
     def _publish_next_version(self) -> None:
         self._version += 1
-        self._publish()
+        with self._timeline.span("publish"):
+            self._publish()
 
     def _publish(self) -> None:
         """The same messages that travel over Ray, handed over by hand."""

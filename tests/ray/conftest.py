@@ -9,6 +9,7 @@ import sys
 import tempfile
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -84,6 +85,17 @@ def keep(cluster):
             ray.kill(thing)
 
 
+@pytest.fixture(scope="module")
+def answers(cluster):
+    """`never()` is a reference that is not resolved, `dead()` one to an actor that is gone."""
+    from ray_testing import Gate, resolved
+
+    gate, killed = Gate.remote(), Gate.remote()
+    ray.kill(killed)
+    yield SimpleNamespace(never=lambda: gate.wait.remote("never"), dead=lambda: resolved(killed.wait.remote("never")))
+    ray.kill(gate)
+
+
 @pytest.fixture(scope="session")
 def _shared_sinks(cluster):
     from ray_testing import Sink
@@ -153,7 +165,13 @@ def run(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "connected", on_shared_cluster)
 
     def go(config, *, should_stop=lambda: False, log_class=RunLog, makers=None):
-        log = log_class(JsonlTracker(tmp_path / "metrics.jsonl"), samples_path=tmp_path / "s.jsonl", total_steps=1)
+        log = log_class(
+            JsonlTracker(tmp_path / "metrics.jsonl"),
+            samples_path=tmp_path / "s.jsonl",
+            total_steps=1,
+            spans_path=tmp_path / "spans.jsonl",
+            max_spans=10_000,
+        )
         names = makers or [f"maker-{n}" for n in range(config.topology.makers)]
         names += [f"trainer-{n}" for n in range(config.topology.trainers)]
         at_the_end = {}

@@ -16,18 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coati.errors import ConfigError, PeerDied, RewardError, RunStopped
 from coati.monitor import read_jsonl
+from coati.monitor.report import read_run, run_times
 from coati.ray import cluster as cluster_module
 from coati.ray import launcher
 from coati.ray.environment import apply_env_info
 from coati.ray.topology import first_updaters, makers_to_leave, trainer_for_newcomer
-
-
-def test_a_maker_of_two_ranks_works_in_lock_step(run, make_config):
-    progress = run(make_config(tensor_parallel=2, max_staleness=0))
-    assert (progress["maker-0"].num_delivered, progress["maker-0"].version) == (4, 2)
-    assert progress["trainer-0"].num_batches == 2
-    with pytest.raises(ValueError, match="Failed to look up actor"):
-        ray.get_actor("maker-0-rank-1")  # ended with the rest
 
 
 def test_a_follower_that_dies_ends_the_run_and_is_named(run, make_config, monkeypatch):
@@ -52,9 +45,31 @@ def test_one_maker_and_three_trainers_train_their_exact_shares(run, make_config,
         )
     assert progress["maker-0"].num_delivered == 12
     assert progress["maker-0"].version == 2
+    check_times(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.generate(**tokenizer("the film", return_tensors="pt"), max_new_tokens=2).shape[0] == 1
+
+
+def check_times(folder):
+    """Everybody's time is in the run's folder: on-policy, all of them wait for each other."""
+    run = read_run(folder)
+    times = run_times(run.spans)
+    assert [actor.actor for actor in times.actors] == ["maker-0", "trainer-0", "trainer-1", "trainer-2"]
+    maker, *trainers = times.actors
+    assert maker.seconds.keys() >= {"generate", "score", "send", "commit", "wait_weights", "wait_prompts"}
+    assert "weights" in maker.other_lanes
+    for trainer in trainers:
+        assert trainer.seconds.keys() >= {"train", "publish", "wait_data", "wait_ranks"}
+        assert "buffer" in trainer.other_lanes
+        assert sum(piece.what == "train" for piece in trainer.pieces) == 2
+    # Nobody's time is counted twice, and hardly any belongs to nobody.
+    assert all(0.5 < actor.busy_share + actor.idle_share <= 1.0 + 1e-9 for actor in times.actors)
+    made = [row for row in run.metrics if "wait/weights_share" in row]
+    assert made
+    assert all(0 < row["maker/busy_share"] <= 1 and row["maker/generate_seconds"] > 0 for row in made)
+    assert all(0 < row["trainer/busy_share"] <= 1 for row in run.metrics if "trainer/busy_share" in row)
+    assert any("trainer/busy_share" in row for row in run.metrics)
 
 
 def test_three_makers_and_two_sharded_trainers_train_their_shares_and_save_on_the_way(run, make_config, tmp_path):

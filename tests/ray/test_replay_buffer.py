@@ -176,3 +176,74 @@ def test_the_queue_is_a_light_process(make_buffer):
 def test_impossible_sizes_are_refused(arguments, rule):
     with pytest.raises(ConfigError, match=rule):
         DetachedReplayBuffer(*arguments)
+
+
+def test_a_batch_taken_ahead_is_prepared_elsewhere_and_counts_as_waiting(make_buffer):
+    buffer = make_buffer(2, limit=1)
+    prepared_in = []
+
+    def prepare(batch):
+        prepared_in.append(threading.current_thread())
+        return batch
+
+    buffer.look_ahead(prepare)  # nothing is there yet
+    assert buffer.try_sample(0.0) is None
+    buffer.extend(items(0, 2))
+    producer = blocked_producer(buffer, items(2, 2))  # whether it is still in the queue or already taken
+    buffer.look_ahead(prepare)  # one at a time: it does nothing more
+    assert buffer.get_length() == 1
+    assert ids(buffer.sample()) == [0, 1]
+    producer.result()
+    assert ids(buffer.sample()) == [2, 3]
+    assert len(prepared_in) == 1
+    assert prepared_in[0] is not threading.current_thread()
+
+
+def test_a_look_ahead_that_is_stopped_loses_nothing(make_buffer):
+    buffer = make_buffer(1)
+    buffer.look_ahead()
+    buffer.stop_looking()
+    buffer.extend(items(0, 2))
+    assert [ids(buffer.try_sample(0.0)) for _ in range(2)] == [[0], [1]]
+    taken = threading.Event()
+    buffer.look_ahead(lambda batch: taken.set() or batch)
+    buffer.extend(items(2, 2))
+    assert taken.wait(PATIENCE)
+    buffer.stop_looking()
+    assert buffer.get_length() == 2
+    assert [ids(buffer.try_sample(0.0)) for _ in range(2)] == [[2], [3]]
+
+
+def test_clear_drops_a_batch_that_was_taken_ahead_and_not_the_next(make_buffer):
+    buffer = make_buffer(1)
+    taken, may_go_on = threading.Event(), threading.Event()
+
+    def hold(batch):
+        taken.set()
+        assert may_go_on.wait(PATIENCE)
+        return batch
+
+    buffer.look_ahead(hold)
+    buffer.extend(items(0, 1))
+    assert taken.wait(PATIENCE)
+    buffer.clear()
+    assert buffer.get_length() == 0
+    may_go_on.set()
+    buffer.extend(items(5, 1))
+    assert ids(buffer.sample()) == [5]
+    buffer.look_ahead()  # begun before the next clear, but it takes what comes after
+    buffer.clear()
+    buffer.extend(items(7, 1))
+    assert ids(buffer.sample()) == [7]
+
+
+def test_what_fails_while_looking_ahead_is_raised_where_the_batch_is_asked_for(make_buffer):
+    buffer = make_buffer(1)
+
+    def fail(batch):
+        raise MemoryError("no room on the card")
+
+    buffer.look_ahead(fail)
+    buffer.extend(items(0, 1))
+    with pytest.raises(MemoryError, match="no room on the card"):
+        buffer.sample()

@@ -100,6 +100,28 @@ def test_the_buffer_takes_and_tells_while_fit_computes(make_trainer):
     )
 
 
+def test_the_next_batch_is_prepared_while_one_is_trained_on(make_trainer):
+    trainer = make_trainer()
+    prepared = []
+    is_next_ready = threading.Event()
+
+    def prepare(batch):
+        prepared.append(batch.sample_ids.tolist())
+        if prepared[-1] == [2, 3]:
+            is_next_ready.set()
+        return batch
+
+    def wait_for_next():
+        assert is_next_ready.wait(PATIENCE)
+
+    trainer._prepared = prepare
+    trainer.in_step = wait_for_next  # the first step ends only when the second batch is ready
+    trainer.buffer_extend(items(0, 4))
+    trainer.fit(2, 1)
+    assert trainer.trained == [[0, 1], [2, 3]]
+    assert prepared[:2] == [[0, 1], [2, 3]]
+
+
 @ray.remote(concurrency_groups={"buffer_length": 1, "buffer_append": 1, "buffer_sample": 1, "compute": 1}, num_cpus=0)
 class GatedTrainer(RecordingTrainer):
     def __init__(self, gate, **kwargs):

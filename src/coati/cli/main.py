@@ -100,6 +100,24 @@ def scale(
     run_scale(folder, makers=makers, timeout=timeout)
 
 
+@app.command()
+def report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run, also one that goes on.")
+    ],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write the page; report.html in the folder by default.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev or chrome://tracing too.")
+    ] = None,
+) -> None:
+    """Show where the time of a run went: who worked, who waited for what; with curves and samples on a page."""
+    from coati.cli.report import run_report
+
+    run_report(folder, html=html, trace=trace)
+
+
 def main() -> None:
     """Run the command; an error of ours is one message and exit code 2, not a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -38,6 +38,8 @@ def execute(config: RunConfig, console: Console, *, sync: bool, address: str | N
         total_steps=config.train.total_steps * config.train.epochs,
         samples_every_versions=config.logging.samples_every_versions,
         steps_per_version=config.train.update_steps * config.train.epochs,
+        spans_path=files.spans,
+        max_spans=config.logging.spans_kept,
     )
     try:
         with StopSignal(console) as should_stop, LiveView(console) as view:

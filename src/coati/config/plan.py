@@ -25,6 +25,8 @@ class OutputFiles:
     """The resolved settings."""
     metrics: Path
     samples: Path
+    spans: Path | None
+    """What every actor did when; None when it is off."""
     tensorboard: Path | None
     """A folder; None when it is off."""
     model: Path
@@ -38,6 +40,7 @@ def output_files(config: RunConfig) -> OutputFiles:
         config=folder / "config.toml",
         metrics=folder / "metrics.jsonl",
         samples=folder / "samples.jsonl",
+        spans=folder / "spans.jsonl" if config.logging.spans_kept else None,
         tensorboard=folder / "tensorboard" if config.logging.tensorboard else None,
         model=folder / "model",
     )
@@ -146,6 +149,7 @@ class Plan:
             files.config,
             files.metrics,
             files.samples,
+            *([files.spans] if files.spans else []),
             *([files.tensorboard] if files.tensorboard else []),
         ]
         adapters = f" with LoRA adapters of rank {config.lora.rank}" if config.lora.rank else ""

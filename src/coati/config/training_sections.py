@@ -311,3 +311,10 @@ class LoggingSection(Section):
         1, "Write samples every so many weight versions; 0 = never.", rule="a whole number, 0 or more", ge=0
     )
     samples_kept: int = setting(4, "Samples written each time.", rule="a whole number, 0 or more", ge=0)
+    spans_kept: int = setting(
+        200_000,
+        "Spans of the actors' time (generate, train, wait for data, …) written to spans.jsonl for coati report, about "
+        "110 bytes each; 0 = none.",
+        rule="a whole number, 0 or more",
+        ge=0,
+    )

@@ -1,4 +1,8 @@
-"""The forward passes of scoring: actor, reference and critic over what was generated, a bounded part at a time."""
+"""The forward passes of scoring: reference and critic over what was generated, a bounded part at a time.
+
+The actor's own log-probs come from the rollout engine, which drew the tokens by them; a few rows of each batch are
+computed again, to see how far the two are apart.
+"""
 
 from typing import NamedTuple
 
@@ -9,6 +13,7 @@ from coati.errors import DataError
 from coati.models import action_logprobs
 from coati.models.actor import packed_scoring_problem
 from coati.models.packing import row_parts, row_tokens
+from coati.rollout import Rollout
 
 SCORED_TOKENS = 32768
 """Tokens that are scored in one pass: enough to keep a large GPU busy, and a bound on what it has to hold."""
@@ -17,14 +22,12 @@ SCORED_TOKENS = 32768
 class ModelScores(NamedTuple):
     """[B, A] each; values are 0 outside of responses, and everywhere without a critic."""
 
-    logprobs: Tensor
     reference_logprobs: Tensor
     values: Tensor
 
 
 @torch.no_grad()
 def score_with_models(
-    actor: nn.Module,
     initial_model: nn.Module,
     critic: nn.Module | None,
     sequences: Tensor,  # [B, S]
@@ -36,19 +39,39 @@ def score_with_models(
 ) -> ModelScores:
     """What the models say of each response token."""
     num_actions = action_mask.shape[1]
-    costs = row_tokens(sequences, attention_mask, is_packed=not packed_scoring_problem(actor))
+    costs = row_tokens(sequences, attention_mask, is_packed=not packed_scoring_problem(initial_model))
     parts = []
     for rows in row_parts(costs, max_tokens=max_tokens):
         forward = (sequences[rows], attention_mask[rows], num_actions)
-        logprobs, _ = action_logprobs(actor, *forward, temperatures=temperatures[rows])
         reference, _ = action_logprobs(initial_model, *forward, temperatures=temperatures[rows])
-        values = torch.zeros_like(logprobs)
+        values = torch.zeros_like(reference)
         if critic is not None:
             values = action_values(critic, *forward).masked_fill(~action_mask[rows], 0.0)
-        parts.append(ModelScores(logprobs, reference, values))
+        parts.append(ModelScores(reference, values))
     if len(parts) == 1:
         return parts[0]
     return ModelScores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+class LogprobGap(NamedTuple):
+    """|log-prob of the engine - log-prob of a forward pass|, over response tokens."""
+
+    mean: float
+    largest: float
+    num_tokens: int
+
+
+@torch.no_grad()
+def logprob_gap(actor: nn.Module, rollout: Rollout, temperatures: Tensor, *, num_rows: int) -> LogprobGap:
+    """How far the engine's log-probs are from those that a learner with these weights computes, in a few rows."""
+    rows = slice(0, num_rows)
+    mask = rollout.action_mask[rows]
+    forward = (rollout.sequences[rows], rollout.attention_mask[rows], mask.shape[1])
+    logprobs, _ = action_logprobs(actor, *forward, temperatures=temperatures[rows])
+    gaps = (logprobs.float() - rollout.rollout_log_probs[rows]).abs()[mask]
+    if not len(gaps):
+        return LogprobGap(0.0, 0.0, 0)
+    return LogprobGap(float(gaps.mean()), float(gaps.max()), len(gaps))
 
 
 def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int) -> Tensor:

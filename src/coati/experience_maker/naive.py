@@ -14,12 +14,13 @@ from coati.algos import has_signal, kl_estimate
 from coati.errors import ConfigError, DataError, RewardError
 from coati.experience_maker.advantage_estimates import estimate_advantages
 from coati.experience_maker.base import Experience, ExperienceMaker
-from coati.experience_maker.model_scores import action_values, score_with_models
+from coati.experience_maker.model_scores import LogprobGap, action_values, logprob_gap, score_with_models
 from coati.experience_maker.prompt_rows import PromptRows, check_groups
 from coati.models import RewardModel
 from coati.models.actor import unwrap
 from coati.models.critic import as_critic
 from coati.models.positions import context_length_of
+from coati.monitor.timeline import Timeline
 from coati.rewards import RewardScorer
 from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, make_engine
 
@@ -31,6 +32,8 @@ DROPPED_PROMPT_TOO_LONG = "prompt_too_long"
 DROPPED_REWARD_NOT_FINITE = "reward_not_finite"
 DROPPED_GROUP_INCOMPLETE = "group_incomplete"
 DROPPED_NO_SIGNAL = "no_signal"
+# Rows of each batch whose log-probs are computed once more, to watch the engine.
+_PROBED_ROWS = 2
 _NO_LIMIT = 1 << 62
 
 
@@ -88,6 +91,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.policy_version = 0
         # Set to pick new weights up between tokens: commits what is pending and returns the version that serves.
         self.commit_point: Callable[[], int] | None = None
+        self.timeline = Timeline()  # exchanged by whoever keeps one for the whole actor
+        self.last_logprob_gap: LogprobGap | None = None  # of the last batch
         self.dropped: Counter[str] = Counter()
         self._next_anonymous_id = 0
         for model in (actor, critic, reward_model, initial_model):
@@ -114,9 +119,11 @@ class NaiveExperienceMaker(ExperienceMaker):
         options = GenerateOptions.parse(**generate_kwargs)
         prompts = self._checked_prompts(input_ids, attention_mask, sample_ids, group_ids, columns or {})
         prompts = self._without_overlong(prompts, options)
-        rollout = self._generate(prompts, options)
+        with self.timeline.span("generate"):
+            rollout = self._generate(prompts, options)
         temperatures = torch.full_like(prompts.sample_ids, options.sampling_temperature, dtype=torch.float32)
-        experience = self._without_bad_rewards(self._score(prompts, rollout, temperatures))
+        with self.timeline.span("score"):
+            experience = self._without_bad_rewards(self._score(prompts, rollout, temperatures))
         if self.algorithm.dynamic_sampling:
             experience = self._without_equal_scores(experience)
         experience.advantages = estimate_advantages(
@@ -256,17 +263,21 @@ class NaiveExperienceMaker(ExperienceMaker):
             rollout.attention_mask,
             rollout.action_mask,
         )
-        logprobs, reference_logprobs, values = score_with_models(
-            self.actor, self.initial_model, self.critic, sequences, attention_mask, action_mask, temperatures
+        # The engine drew the tokens by these, so they are the behaviour policy's, whatever a second pass would say.
+        logprobs = rollout.rollout_log_probs.masked_fill(~action_mask, 0.0)
+        reference_logprobs, values = score_with_models(
+            self.initial_model, self.critic, sequences, attention_mask, action_mask, temperatures
+        )
+        # Weights that changed in flight wrote some tokens, and no single pass can say them again.
+        is_repeatable = self.commit_point is None
+        self.last_logprob_gap = (
+            logprob_gap(self.actor, rollout, temperatures, num_rows=_PROBED_ROWS) if is_repeatable else None
         )
         scores = self._rewards(sequences, attention_mask, action_mask, prompts.columns)
         kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.kl_estimator)
         return Experience(
             sequences=sequences,
-            # With weights that changed in flight only the engine knows the log-probs under which tokens were drawn.
-            action_log_probs=(rollout.rollout_log_probs if self.commit_point is not None else logprobs).masked_fill(
-                ~action_mask, 0.0
-            ),
+            action_log_probs=logprobs,
             values=values,
             reward=scores,
             kl=kl,

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from coati.ledger.admission import AdmissionGate, WorkShare
 from coati.ledger.staleness import BoundSchedule
 from coati.models.actor import unwrap
 from coati.monitor.metrics import Max, Mean, Metric, Sum
+from coati.monitor.timeline import Timeline, maker_metrics
 from coati.rollout import GenerateOptions
 from coati.weights import ServedModels
 
@@ -54,7 +54,9 @@ class ExperiencePipeline:
         generate_kwargs: dict[str, Any] | None = None,
         first_sample_id: int = 0,
         in_flight: bool = False,
+        timeline: Timeline | None = None,
     ) -> None:
+        self.timeline = maker.timeline = served.timeline = timeline or Timeline()
         self.maker = maker
         self.served = served
         if in_flight:  # new weights are taken between two tokens, and not only between two batches
@@ -147,7 +149,6 @@ class ExperiencePipeline:
         *,
         samples_kept: int,
         prompts: Any = None,
-        extra: Mapping[str, Metric] | None = None,
     ) -> dict[str, Any]:
         """What there is to report of the batch just made: version, typed metrics, and a few samples as text.
 
@@ -177,10 +178,20 @@ class ExperiencePipeline:
                 **terms,
                 "weights/commit_seconds": Max(self.served.last_commit_seconds),
                 "maker/skipped_prompts": Sum(num_skipped),
+                **maker_metrics(self.timeline.take()),
+                **self._gap_metrics(),
                 **({"maker/no_signal": Sum(num_without_signal)} if self.maker.algorithm.dynamic_sampling else {}),
-                **(extra or {}),
             },
         )
+
+    def _gap_metrics(self) -> dict[str, Metric]:
+        gap = self.maker.last_logprob_gap
+        if gap is None or not gap.num_tokens:
+            return {}
+        return {
+            "rollout/logprob_gap": Mean(gap.mean, float(gap.num_tokens)),
+            "rollout/logprob_gap_max": Max(gap.largest),
+        }
 
     def _follow_bound(self, version: int) -> None:
         """A bound that came with the weights holds from the moment they serve."""

@@ -74,18 +74,33 @@ METRICS: Final[Mapping[str, str]] = MappingProxyType(
         "maker/samples": "Samples made.",
         "maker/version": "Policy version that the makers' numbers beside this one are of.",
         "maker/samples_per_second": "Samples made per second.",
+        "maker/generate_seconds": "Time makers spent writing text, over all of them.",
+        "maker/score_seconds": "Time makers spent on rewards, values and log-probs.",
+        "maker/send_seconds": "Time makers spent handing items over, without waiting for room.",
+        "rollout/logprob_gap": "Mean |log-prob by which the engine drew a token - the same by a learner's "
+        "forward pass|, in a few samples of each batch.",
+        "rollout/logprob_gap_max": "The largest of these differences.",
+        "maker/busy_share": "Share of their time in which makers wrote, scored or sent.",
         "maker/dropped": "Samples dropped, for whatever reason: no room for a response, a reward that is not a finite "
         "number (and the rest of its group, where the algorithm compares them), or dynamic sampling.",
         "maker/no_signal": "Samples that dynamic sampling replaced: all of their prompt scored the same.",
         "maker/skipped_prompts": "Prompts passed over because they do not fit the context or the limit.",
         "trainer/samples_per_second": "Samples trained per second.",
+        "trainer/train_seconds": "Time the trainer spent on the training steps of the last version.",
+        "trainer/busy_share": "Share of the last version's time that the trainer trained.",
         "weights/bytes": "Bytes of one weight update.",
         "weights/publish_seconds": "Time the trainer spent to publish an update to all its makers.",
         "weights/commit_seconds": "Time a maker stood still to take a staged update into use.",
         "wait/data_seconds": "Time the trainer waited for a batch.",
         "wait/data_share": "Share of the last version's time that the trainer waited for data.",
-        "wait/room_seconds": "Time a maker waited for room in a trainer's buffer.",
-        "wait/weights_seconds": "Time a maker waited for weights.",
+        "wait/ranks_seconds": "Time the trainer waited for the other ranks of its group before a batch, in the last "
+        "version.",
+        "wait/room_seconds": "Time makers waited for room in a trainer's buffer, over all of them.",
+        "wait/room_share": "Share of their time that makers waited for room.",
+        "wait/weights_seconds": "Time makers waited for weights, over all of them.",
+        "wait/weights_share": "Share of their time that makers waited for weights.",
+        "wait/prompts_seconds": "Time makers waited for prompts, over all of them.",
+        "wait/prompts_share": "Share of their time that makers waited for prompts.",
     }
 )
 """Every metric name the system reports, with its meaning in one line."""

@@ -2,17 +2,19 @@
 
 import threading
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
-class RecordPage(NamedTuple):
+class RecordPage(NamedTuple, Generic[T]):
     """Records from some point on, and the cursor to ask with next time."""
 
-    records: list[dict[str, Any]]
+    records: list[T]
     cursor: int
 
 
-class RecordLog:
+class RecordLog(Generic[T]):
     """A bounded log read by cursor: fetching is idempotent, so a fetch that was lost can be repeated.
 
     >>> log = RecordLog()
@@ -22,17 +24,17 @@ class RecordLog:
     """
 
     def __init__(self, capacity: int = 10_000) -> None:
-        self._records: deque[dict[str, Any]] = deque(maxlen=capacity)
+        self._records: deque[T] = deque(maxlen=capacity)
         self._num_ever = 0
         self._lock = threading.Lock()
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: T) -> None:
         """Keep a record; the oldest goes when the log is full."""
         with self._lock:
             self._records.append(record)
             self._num_ever += 1
 
-    def since(self, cursor: int) -> RecordPage:
+    def since(self, cursor: int) -> RecordPage[T]:
         """Everything appended after `cursor` that is still there; all of it if the log began anew."""
         with self._lock:
             if cursor > self._num_ever:  # whoever kept the log was restarted

@@ -1,14 +1,18 @@
 """What a run writes down while it runs: metrics, samples, and the snapshot that a person watches."""
 
 import json
+import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coati.monitor.metrics import Metric, MetricBag
 from coati.monitor.progress import RunSnapshot
+from coati.monitor.timeline import Span
 from coati.monitor.trackers import Tracker
+
+logger = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -26,12 +30,16 @@ class RunLog:
         total_steps: int,
         samples_every_versions: int = 1,
         steps_per_version: int = 1,
+        spans_path: Path | None = None,
+        max_spans: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tracker = tracker
         self._samples_path = samples_path
         self._samples_every = samples_every_versions
         self._steps_per_version = steps_per_version
+        self._spans_path = spans_path
+        self._num_spans_left = max_spans
         self._clock = clock
         self._bag = MetricBag()
         self._bag_version = 0
@@ -73,6 +81,18 @@ class RunLog:
             self.trainer_version = max(self.trainer_version, int(record["version"]))
             metrics = {name: value for name, value in record["metrics"].items() if "/" in name}
             self._tracker.log(int(record["batch"]), metrics)
+
+    def spans(self, actor: str, spans: Sequence[Span]) -> None:
+        """Write down what an actor did when, one span a line, as long as there is room."""
+        if self._spans_path is None or not spans or self._num_spans_left == 0:
+            return
+        kept = spans[: self._num_spans_left]
+        lines = (json.dumps({"actor": actor, **span._asdict()}) + "\n" for span in kept)
+        with self._spans_path.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+        self._num_spans_left -= len(kept)
+        if self._num_spans_left == 0:
+            logger.warning("%s is full; the run goes on without. Raise logging.spans_kept.", self._spans_path.name)
 
     def flush(self) -> None:
         """Log what the makers of the current version have reported."""

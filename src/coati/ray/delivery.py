@@ -13,8 +13,10 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from coati.deadlines import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied
+from coati.experience_buffer.bundle import ItemBundle
 from coati.experience_buffer.utils import BufferItem
 from coati.ledger import UNBOUNDED, WorkShare
+from coati.monitor.timeline import Timeline
 from coati.ray.peers import NamedPeers, death_reason, is_alive, original_error, wait_in_slices
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class ItemSender:
         share: WorkShare | None = None,
         max_in_flight: int = 2,
         should_stop: Callable[[], bool] = lambda: False,
+        timeline: Timeline | None = None,
     ) -> None:
         self._peers = NamedPeers(trainer_names, role="trainer", deadlines=deadlines)
         self._sender = sender
@@ -63,6 +66,7 @@ class ItemSender:
         self._deadlines = deadlines
         self._max_in_flight = max_in_flight
         self._should_stop = should_stop
+        self._timeline = timeline or Timeline()
         self._alive = list(trainer_names)
         self._share = share
         self._turn = 0 if share is None else share.maker_index or 0
@@ -124,14 +128,15 @@ class ItemSender:
         return self._share.round_of(number)
 
     def _call(self, trainer: str, items: list[BufferItem], since: float) -> None:
-        ref = self._peers.handle(trainer).buffer_extend.remote(items)
+        ref = self._peers.handle(trainer).buffer_extend.remote(ItemBundle(items))
         self._in_flight.append(_InFlight(ref, trainer, items, since))
 
     def _await_oldest(self) -> None:
         """Wait for the oldest acknowledgement, and deal with what came instead of it."""
         flight = self._in_flight.popleft()
         try:
-            self._wait_for(flight)
+            with self._timeline.span("wait_room"):
+                self._wait_for(flight)
         except ActorUnavailableError as error:
             self._retry(flight, error)
         except RayTaskError as error:

@@ -1,7 +1,8 @@
 """The replay buffer between makers and a trainer: items in, whole batches out, through a Ray queue.
 
-An item is always in exactly one of three places: the collector (it waits for its batch to fill), the outbox
-(its batch is full but the queue has no room), or the queue. A producer that gives up waiting for room loses
+An item is always in exactly one of four places: the collector (it waits for its batch to fill), the outbox
+(its batch is full but the queue has no room), the queue, or the batch that was taken ahead (`look_ahead`: unpacked and
+prepared in another thread while the consumer works on the one before). A producer that gives up waiting for room loses
 nothing: the consumer moves the outbox on.
 """
 
@@ -9,7 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,8 @@ from coati.wire import WireTensor, decode, encode
 
 logger = logging.getLogger(__name__)
 
-# A consumer that dies inside `Queue.get` leaves a waiter behind that swallows the next batch, so it never
-# waits long.
+# Producers are in this process and say when a batch has come, so this is only how often we look all the same. The
+# queue itself is never waited at: a consumer that dies inside `Queue.get` leaves a waiter that swallows the next batch.
 _SLICE_SECONDS = 0.5
 _POLL_SECONDS = 0.02
 DEFAULT_WAIT_SECONDS = 1800.0
@@ -45,8 +47,13 @@ class DetachedReplayBuffer:
         self.limit = limit
         self._collector = BatchCollector(sample_batch_size)
         self._outbox: deque[_Packed] = deque()
-        self._lock = threading.RLock()  # guards collector and outbox; never held while waiting for room
+        # Guards everything below; never held while waiting for room or for a batch.
+        self._lock = threading.RLock()
+        self._arrived = threading.Condition(self._lock)
         self._num_clears = 0
+        self._ahead: Future[Experience | None] | None = None
+        self._num_ahead = 0  # batches taken out of the queue that nobody has got yet: 0 or 1
+        self._should_look = False
         self._queue = BatchQueue(limit)
 
     def append(self, experience: Experience) -> None:
@@ -89,13 +96,42 @@ class DetachedReplayBuffer:
         """The oldest whole batch, or None if none comes in time."""
         deadline = time.monotonic() + timeout_seconds
         while True:
-            self._move_outbox()
-            wait = min(_SLICE_SECONDS, deadline - time.monotonic())
-            packed = self._queue.get(wait)
-            if packed is not None:
-                return _unpack(packed)
-            if time.monotonic() >= deadline:
+            with self._lock:
+                ahead = self._ahead
+            if ahead is None:
+                packed = self._take(deadline)
+                return None if packed is None else _unpack(packed)
+            wait([ahead], timeout=max(0.0, deadline - time.monotonic()))
+            if not ahead.done():
                 return None
+            batch = self._hand_over(ahead)
+            if batch is not None:
+                return batch
+
+    def look_ahead(self, prepare: Callable[[Experience], Experience] = lambda batch: batch) -> None:
+        """Take the next batch as soon as it is there and prepare it in another thread, for `try_sample` to hand out.
+
+        One batch at a time, in the order of the queue; it counts as waiting until somebody gets it.
+        """
+        with self._lock:
+            if self._ahead is None:
+                self._ahead = Future()
+                self._should_look = True
+                threading.Thread(
+                    target=self._look, args=(self._ahead, prepare), name="coati-look-ahead", daemon=True
+                ).start()
+
+    def stop_looking(self) -> None:
+        """End a look ahead that has found nothing; a batch that it has found is the next to be handed out."""
+        with self._lock:
+            ahead, self._should_look = self._ahead, False
+            self._arrived.notify_all()
+        if ahead is None:
+            return
+        wait([ahead], timeout=DEFAULT_WAIT_SECONDS)
+        with self._lock:
+            if self._ahead is ahead and ahead.exception() is None and ahead.result() is None:
+                self._ahead = None
 
     def flush(self) -> Experience | None:
         """The samples that do not fill a batch, as a smaller one: they are trained on when no more come."""
@@ -110,10 +146,12 @@ class DetachedReplayBuffer:
             self._collector.clear()
             self._outbox.clear()
             self._queue.drop_all()
+            self._num_ahead = 0
 
     def get_length(self) -> int:
         """Whole batches waiting."""
-        return self._queue.size()
+        with self._lock:
+            return self._queue.size() + self._num_ahead
 
     @property
     def num_items_waiting(self) -> int:
@@ -123,6 +161,9 @@ class DetachedReplayBuffer:
 
     def close(self) -> None:
         """End the queue actor."""
+        with self._lock:
+            self._should_look = False
+            self._arrived.notify_all()
         self._queue.close()
 
     def _move_outbox(self) -> bool:
@@ -130,14 +171,45 @@ class DetachedReplayBuffer:
         with self._lock:
             if not self._outbox:
                 return True
-            room = len(self._outbox) if self.limit == 0 else self.limit - self._queue.size()
+            room = len(self._outbox) if self.limit == 0 else self.limit - self._queue.size() - self._num_ahead
             num_moved = min(room, len(self._outbox))
             if num_moved > 0:
                 # We are the only producer (the lock is ours), so the room is still there.
                 self._queue.put_all([self._outbox[index] for index in range(num_moved)])
                 for _ in range(num_moved):
                     self._outbox.popleft()
+                self._arrived.notify_all()
             return not self._outbox
+
+    def _take(self, deadline: float | None, *, is_ahead: bool = False) -> _Packed | None:
+        """The oldest whole batch of the queue; None after the deadline, or when looking ahead shall stop."""
+        while True:
+            self._move_outbox()
+            with self._lock:
+                packed: _Packed | None = self._queue.get(0.0)
+                if packed is not None:
+                    self._num_ahead += is_ahead
+                    return packed
+                seconds = _SLICE_SECONDS if deadline is None else min(_SLICE_SECONDS, deadline - time.monotonic())
+                if seconds <= 0 or (is_ahead and not self._should_look):
+                    return None
+                self._arrived.wait(seconds)
+
+    def _look(self, ahead: "Future[Experience | None]", prepare: Callable[[Experience], Experience]) -> None:
+        try:
+            packed = self._take(None, is_ahead=True)
+            ahead.set_result(None if packed is None else prepare(_unpack(packed)))
+        except BaseException as error:  # whatever it is, it is raised where the batch is asked for
+            ahead.set_exception(error)
+
+    def _hand_over(self, ahead: "Future[Experience | None]") -> Experience | None:
+        with self._lock:
+            if self._ahead is not ahead:  # another consumer was quicker
+                return None
+            was_cleared = self._num_ahead == 0
+            self._ahead, self._num_ahead = None, 0
+            batch = ahead.result()
+            return None if was_cleared else batch
 
 
 def _pack(experience: Experience) -> _Packed:

@@ -24,6 +24,7 @@ from coati.experience_buffer.utils import BufferItem, split_experience_batch
 from coati.experience_maker.base import Experience
 from coati.ledger import DeliveryLog, RoundOrder
 from coati.monitor.records import RecordLog, RecordPage
+from coati.monitor.timeline import BUFFER, WEIGHTS, Span, Timeline
 from coati.ray.callbacks import TrainerCallback, dispatch
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 from coati.ray.maker_watch import MakerWatch
@@ -72,13 +73,13 @@ class DetachedTrainer(ABC):
         self._deliveries = DeliveryLog()
         self._rounds = RoundOrder()
         self._delivery_lock = threading.Lock()
-        self._records = RecordLog()
+        self._records: RecordLog[dict[str, Any]] = RecordLog()
+        self._timeline = Timeline()
         self._stop = threading.Event()
         self._state = "idle"
         self._watch = MakerWatch((), self.deadlines)
         self._num_batches = 0
         self._num_samples = 0
-        self._wait_seconds = 0.0
         if debug:
             logging.getLogger("coati").setLevel(logging.DEBUG)
 
@@ -108,30 +109,39 @@ class DetachedTrainer(ABC):
             publish=self._publish_next_version,
             notify=self._notify,
             agree=self._agree,
+            look_ahead=lambda: self._buffer.look_ahead(self._prepared),
             should_stop=self._stop.is_set,
             seed=self._seed,
         )
         self._state = "fitting"
+        self._timeline.take()  # what came before is nobody's time in the metrics of this fit
         self._watch = MakerWatch(self.maker_names, self.deadlines)
         try:
             loop.run(total_steps, update_steps, train_epochs)
         except BaseException:
             self._state = "failed"
             raise
+        finally:
+            self._buffer.stop_looking()
         self._state = "finished"
 
     def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
         """Send all weights to the makers now; a maker with `sync_models_from_trainers` starts after this."""
-        self._update_remote_makers(fully_update=True, **kwargs)
+        self._timeline.version = self.version
+        with self._timeline.span("publish", WEIGHTS):
+            self._update_remote_makers(fully_update=True, **kwargs)
 
     def stop(self) -> None:
         """End `fit` before its next batch; weights and buffer stay as they are."""
         self._stop.set()
 
-    def change_makers(self, maker_names: Sequence[str]) -> None:
-        """Makers have joined, or left by design: experience comes from these from now on."""
+    def change_makers(self, maker_names: Sequence[str], *, newcomers: Sequence[str] = ()) -> None:
+        """Makers have joined, or left by design: experience comes from these from now on.
+
+        `newcomers` are those among them that have no work yet, so that nothing is lost with them.
+        """
         self.maker_names = tuple(maker_names)
-        self._watch.follow(maker_names)
+        self._watch.follow(maker_names, newcomers=newcomers)
 
     # The buffer, as makers and drivers reach it.
 
@@ -168,12 +178,16 @@ class DetachedTrainer(ABC):
             num_samples=self._num_samples,
             version=self.version,
             buffer_batches=self._buffer.get_length(),
-            wait_seconds=self._wait_seconds,
+            wait_seconds=self._timeline.total("wait_data"),
         )
 
-    def records_since(self, cursor: int) -> RecordPage:
+    def records_since(self, cursor: int) -> RecordPage[dict[str, Any]]:
         """Metrics of the training steps after `cursor`."""
         return self._records.since(cursor)
+
+    def spans_since(self, cursor: int) -> RecordPage[Span]:
+        """What this trainer did and waited for after `cursor`."""
+        return self._timeline.since(cursor)
 
     # Inside.
 
@@ -182,9 +196,10 @@ class DetachedTrainer(ABC):
             if not isinstance(item, BufferItem):
                 raise DataError(f"buffer_extend takes a list of BufferItem, got a {type(item).__name__} in it.")
             item.validate()  # before it is noted as delivered: a refused item was not
-        with self._delivery_lock:
-            ready = self._rounds.add(self._deliveries.fresh(items))
-        self._buffer.extend(ready, timeout_seconds=self.deadlines.batch)
+        with self._timeline.span("take_in", BUFFER):
+            with self._delivery_lock:
+                ready = self._rounds.add(self._deliveries.fresh(items))
+            self._buffer.extend(ready, timeout_seconds=self.deadlines.batch)
 
     def _notify(self, hook: str, *args: Any) -> None:
         dispatch(self.callbacks, hook, *args)
@@ -194,7 +209,8 @@ class DetachedTrainer(ABC):
         return has_batch
 
     def _train_and_count(self, experience: Experience) -> dict[str, Any]:
-        metrics = self.training_step(experience)
+        with self._timeline.span("train"):
+            metrics = self.training_step(experience)
         self._num_batches += 1
         self._num_samples += experience.num_samples
         self._records.append({"batch": self._num_batches, "version": self.version, "metrics": dict(metrics or {})})
@@ -202,32 +218,39 @@ class DetachedTrainer(ABC):
 
     def _publish_next_version(self) -> None:
         self.version += 1
-        self._update_remote_makers()
+        self._timeline.version = self.version
+        with self._timeline.span("publish"):
+            self._update_remote_makers()
 
     def _next_batch(self) -> Experience | None:
         """Wait for a batch. None: a stop came, or all makers are finished and nothing is left."""
+        with self._timeline.span("wait_data"):
+            return self._await_batch()
+
+    def _await_batch(self) -> Experience | None:
         started = time.monotonic()
         self._watch.begin_wait()
-        try:
-            while not self._stop.is_set():
-                batch = self._buffer.try_sample(_SLICE_SECONDS)
-                if batch is not None:
-                    return batch.pin_memory() if self.dataloader_pin_memory else batch
-                self._fail_if_rounds_are_lost()
-                if self._watch.all_finished():
-                    # Finished makers have been acknowledged, so whatever they made is here by now.
-                    return self._last_batch()
-                waited = time.monotonic() - started
-                if waited >= self.deadlines.batch:
-                    raise DeadlineExceeded(
-                        f"fit waited {waited:.0f} s for a batch of {self._buffer.sample_batch_size} samples; "
-                        f"{self._buffer.num_items_waiting + len(self._rounds)} are there. "
-                        f"Makers: {self._watch.describe()}."
-                    )
-                self._watch.speak(waited)
-            return None
-        finally:
-            self._wait_seconds += time.monotonic() - started
+        while not self._stop.is_set():
+            batch = self._buffer.try_sample(_SLICE_SECONDS)
+            if batch is not None:
+                return self._prepared(batch)
+            self._fail_if_rounds_are_lost()
+            if self._watch.all_finished():
+                # Finished makers have been acknowledged, so whatever they made is here by now.
+                return self._last_batch()
+            waited = time.monotonic() - started
+            if waited >= self.deadlines.batch:
+                raise DeadlineExceeded(
+                    f"fit waited {waited:.0f} s for a batch of {self._buffer.sample_batch_size} samples; "
+                    f"{self._buffer.num_items_waiting + len(self._rounds)} are there. "
+                    f"Makers: {self._watch.describe()}."
+                )
+            self._watch.speak(waited)
+        return None
+
+    def _prepared(self, batch: Experience) -> Experience:
+        """The batch, ready for training; called in another thread for the next one while this one is trained on."""
+        return batch.pin_memory() if self.dataloader_pin_memory else batch
 
     def _fail_if_rounds_are_lost(self) -> None:
         """Items wait for rounds of a maker that is gone: those will not come, and the others wait for weights."""
@@ -239,6 +262,7 @@ class DetachedTrainer(ABC):
 
     def _last_batch(self) -> Experience | None:
         """What finished makers have left behind; items whose earlier rounds never came are trained on too."""
+        self._buffer.stop_looking()
         batch = self._buffer.try_sample(0.0)
         if batch is not None:
             return batch

@@ -22,12 +22,14 @@ from coati.experience_maker.base import Experience
 from coati.ledger import SignalMeter, StalenessController, VersionSignals, age_metrics
 from coati.models.critic import as_critic
 from coati.models.lora import LayerLoRA, LoRAConstructor
+from coati.monitor.timeline import trainer_metrics
 from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator
 from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.environment import apply_env_info
 from coati.ray.peers import wait_in_slices
 from coati.ray.weight_channel import WeightChannel
 from coati.ray.weight_path import WeightPath
+from coati.trainer.batch_mover import BatchMover
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import Strategy
 from coati.weights import (
@@ -138,6 +140,7 @@ class DetachedPPOTrainer(DetachedTrainer):
             self.maker_names if updated_makers is None else updated_makers, deadlines=self.deadlines
         )
         self._path = WeightPath(self._channel, self.strategy.device)
+        self._move = BatchMover(self.strategy.device)
         # Held while weights change and while they are read for publishing, so that no update is torn at its
         # source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
@@ -164,7 +167,7 @@ class DetachedPPOTrainer(DetachedTrainer):
             "train/version": float(self.version),
             "train/samples": float(experience.num_samples),
             **ages,
-            "wait/data_seconds": self._wait_seconds,
+            "wait/data_seconds": self._timeline.total("wait_data"),
         }
 
     @ray.method(concurrency_group="model_io")
@@ -187,15 +190,27 @@ class DetachedPPOTrainer(DetachedTrainer):
         )
 
     @ray.method(concurrency_group="model_io")
-    def change_makers(self, maker_names: Sequence[str], updated_makers: Sequence[str] | None = None) -> None:
-        """Makers have joined, or left by design. Newcomers get all weights with the next version, which `fit` sends.
+    def change_makers(
+        self,
+        maker_names: Sequence[str],
+        updated_makers: Sequence[str] | None = None,
+        *,
+        newcomers: Sequence[str] = (),
+    ) -> None:
+        """Makers have joined, or left by design. Who joined gets all weights with the next version, which `fit` sends.
 
-        Ranks of a group may be told at different moments: a maker stays with the trainer that updates it.
+        Ranks of a group may be told at different moments: a maker stays with the trainer that updates it. `newcomers`
+        are those that nobody counts on yet; whatever happens to one of them is in `newcomer_faults` and nowhere else.
         """
         with self._weights():  # not in the middle of an update
-            self._channel.change_makers(maker_names if updated_makers is None else updated_makers)
+            updated = maker_names if updated_makers is None else updated_makers
+            self._channel.change_makers(updated, newcomers=newcomers)
             self._path.ask_again()  # newcomers may sit elsewhere
-        super().change_makers(maker_names)
+        super().change_makers(maker_names, newcomers=newcomers)
+
+    def newcomer_faults(self) -> dict[str, str]:
+        """Why makers that joined did not take the last update, by name."""
+        return self._channel.faults
 
     def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
         """Sync if the weights are those of a version; checked and sent under one lock, so no step comes between."""
@@ -273,10 +288,13 @@ class DetachedPPOTrainer(DetachedTrainer):
             self.strategy.save_optimizer(self._learner.optimizers[label], path, only_rank0=only_rank0)
 
     def _next_batch(self) -> Experience | None:
-        self._signals.begin(now=time.monotonic(), waited=self._wait_seconds)
+        self._signals.begin(now=time.monotonic(), waited=self._timeline.total("wait_data"))
         batch = super()._next_batch()
         self._is_fresh = batch is not None
         return batch
+
+    def _prepared(self, batch: Experience) -> Experience:
+        return self._move(super()._prepared(batch))
 
     def _note_signals(self, metrics: Mapping[str, float]) -> None:
         """Later epochs are left out: their distance from the data is what was learnt from it, and not its age."""
@@ -287,13 +305,14 @@ class DetachedPPOTrainer(DetachedTrainer):
             self._signals.add(kl=metrics["policy/approx_kl"], effective_samples=ess)
 
     def _publish_next_version(self) -> None:
-        signals = self._signals.take(now=time.monotonic(), waited=self._wait_seconds)
-        self._version_metrics = {"wait/data_share": signals.idle}
+        signals = self._signals.take(now=time.monotonic(), waited=self._timeline.total("wait_data"))
+        self._version_metrics = {"wait/data_share": signals.idle, **trainer_metrics(self._timeline.take())}
         if self._staleness is not None:
             self._staleness.decide(self._over_all_ranks(signals))
         super()._publish_next_version()
         if self._save_every and self.version % self._save_every == 0:
-            self._save(self._learner.actor, str(self._save_folder / f"version-{self.version}"), True)
+            with self._timeline.span("save"):
+                self._save(self._learner.actor, str(self._save_folder / f"version-{self.version}"), True)
 
     def _save(self, model: nn.Module, path: str, only_rank0: bool) -> None:
         with self._weights():
@@ -356,8 +375,9 @@ class DetachedPPOTrainer(DetachedTrainer):
         """All ranks train on a batch, or none: a rank that went alone would wait for the others for ever."""
         if self.strategy.world_size == 1:
             return has_batch
-        have = self.strategy.all_reduce_sum(torch.tensor(int(has_batch), device=self.strategy.device))
-        return int(have) == self.strategy.world_size
+        with self._timeline.span("wait_ranks"):
+            have = self.strategy.all_reduce_sum(torch.tensor(int(has_batch), device=self.strategy.device))
+            return int(have) == self.strategy.world_size
 
 
 class _TimedLock:

@@ -6,14 +6,12 @@
 * `hold_work` and `deal_work` exchange its part of the run, when makers join or leave.
 """
 
-import contextlib
 import dataclasses
 import logging
 import os
 import threading
-import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -30,8 +28,8 @@ from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.ledger import Standing, WorkShare
-from coati.monitor.metrics import Sum
 from coati.monitor.records import RecordLog, RecordPage
+from coati.monitor.timeline import WEIGHTS, Span, Timeline
 from coati.prompts.source import PromptSource
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, dispatch
 from coati.ray.delivery import ItemSender
@@ -128,9 +126,9 @@ class ExperienceMakerHolder:
         self._name = _own_name()
         self._stop = threading.Event()
         self._state = "idle"
-        self._waits = {"weights": 0.0, "room": 0.0}
+        self._timeline = Timeline()
         self._prompts = PromptSource(self._name, deadline_seconds=self._deadlines.batch, should_stop=self._stop.is_set)
-        self._records = RecordLog()
+        self._records: RecordLog[dict[str, Any]] = RecordLog()
 
         maker = _make_maker(
             strategy_fn,
@@ -155,6 +153,7 @@ class ExperienceMakerHolder:
             generate_kwargs=generate_kwargs,
             first_sample_id=_first_sample_id(self._name),
             in_flight=in_flight,
+            timeline=self._timeline,
         )
         self._sender = ItemSender(
             detached_trainer_name_list,
@@ -162,6 +161,7 @@ class ExperienceMakerHolder:
             deadlines=self._deadlines,
             share=share,
             should_stop=self._stop.is_set,
+            timeline=self._timeline,
         )
         if eval_performance:
             models = (maker.actor, maker.critic, maker.initial_model, maker.reward_model)
@@ -177,9 +177,12 @@ class ExperienceMakerHolder:
         """
         self._state = "working"
         try:
-            self._await_first_weights()
+            with self._timeline.span("wait_weights"):
+                self._await_first_weights()
+            self._timeline.take()  # what came before is nobody's time in the metrics of this loop
             dispatch(self._callbacks, "on_loop_start")
-            for batch in self._prompts.batches(dataloader_fn, num_epochs, num_steps):
+            batches = self._prompts.batches(dataloader_fn, num_epochs, num_steps)
+            for batch in self._timeline.each("wait_prompts", batches):
                 if self._is_over():
                     break
                 dispatch(self._callbacks, "on_batch_start")
@@ -225,35 +228,39 @@ class ExperienceMakerHolder:
         chunk: WeightChunk | None = None,
         chunks: Sequence[LentChunk] = (),
         manifest: WeightManifest | None = None,
+        others_check: Collection[int] = (),
+        checked: Collection[int] = (),
     ) -> None:
         """Take part of a weight update, or all of it.
 
         A trainer of this project sends a header, chunks (one, or several that it lends) and a manifest; the last
-        chunks may come with the manifest. Plain calls work too: `chunk_start=True`, any number of state dicts,
-        `chunk_end=True`, in one call or several. Either way the update is staged, verified as a whole and committed
-        at once; if anything is wrong it is rejected and the old weights go on serving.
+        chunks may come with the manifest. It names lent chunks that other makers of the host check (`others_check`),
+        and those that they found right (`checked`). Plain calls work too: `chunk_start=True`, any number of state
+        dicts, `chunk_end=True`, in one call or several. Either way the update is staged, verified as a whole and
+        committed at once; if anything is wrong it is rejected and the old weights go on serving.
         """
-        if update is not None:
-            self._stage.begin(update.update_id, version=update.version, source=update.source, lender=update.lender)
-        elif chunk is not None:
-            self._stage.add_chunk(chunk)
-        elif chunks or manifest is not None:
-            for lent in chunks:
-                self._stage.add_chunk(lent)
-            if manifest is not None:
-                whole = self._stage.finish(manifest)
-                self._pipeline.bounds.note(manifest.header.version, manifest.header.max_staleness)
-                self._served.offer(whole)
-        else:
-            verified = self._plain_updates.take(
-                {"actor": new_actor_state_dict, "critic": new_critic_state_dict},
-                {"actor": new_actor_lora_config_dict, "critic": new_critic_lora_config_dict},
-                fully_update=fully_update,
-                chunk_start=chunk_start,
-                chunk_end=chunk_end,
-            )
-            if verified is not None:
-                self._served.offer(verified)
+        with self._timeline.span("receive", WEIGHTS):
+            if update is not None:
+                self._stage.begin(update.update_id, version=update.version, source=update.source, lender=update.lender)
+            elif chunk is not None:
+                self._stage.add_chunk(chunk)
+            elif chunks or manifest is not None:
+                for lent in chunks:
+                    self._stage.add_chunk(lent, may_trust=lent.index in others_check)
+                if manifest is not None:
+                    whole = self._stage.finish(manifest, checked=checked)
+                    self._pipeline.bounds.note(manifest.header.version, manifest.header.max_staleness)
+                    self._served.offer(whole)
+            else:
+                verified = self._plain_updates.take(
+                    {"actor": new_actor_state_dict, "critic": new_critic_state_dict},
+                    {"actor": new_actor_lora_config_dict, "critic": new_critic_lora_config_dict},
+                    fully_update=fully_update,
+                    chunk_start=chunk_start,
+                    chunk_end=chunk_end,
+                )
+                if verified is not None:
+                    self._served.offer(verified)
 
     # What the outside may ask at any time.
 
@@ -276,9 +283,14 @@ class ExperienceMakerHolder:
         )
 
     @ray.method(concurrency_group="experience_io")
-    def records_since(self, cursor: int) -> RecordPage:
+    def records_since(self, cursor: int) -> RecordPage[dict[str, Any]]:
         """Metrics and samples of the batches made after `cursor`."""
         return self._records.since(cursor)
+
+    @ray.method(concurrency_group="experience_io")
+    def spans_since(self, cursor: int) -> RecordPage[Span]:
+        """What this maker did and waited for after `cursor`."""
+        return self._timeline.since(cursor)
 
     # Inside.
 
@@ -308,7 +320,7 @@ class ExperienceMakerHolder:
         """Make and send all of a batch, in as many parts as admission asks for."""
         start = 0
         while start < len(batch) and not self._is_over():
-            with self._waiting("weights"):
+            with self._timeline.span("wait_weights"):
                 num_rows = self._await_admission(len(batch) - start)
             if num_rows == 0:  # a stop, or work is being dealt anew
                 continue
@@ -339,24 +351,11 @@ class ExperienceMakerHolder:
     def _send(self, experience: Experience) -> None:
         if self._buffer_cpu_offload:
             experience.to_device("cpu")
-        waits = {f"wait/{what}_seconds": Sum(seconds) for what, seconds in self._waits.items()}
-        self._waits = dict.fromkeys(self._waits, 0.0)
-        self._records.append(
-            self._pipeline.record(experience, samples_kept=self._samples_kept, prompts=self._prompts, extra=waits)
-        )
+        self._records.append(self._pipeline.record(experience, samples_kept=self._samples_kept, prompts=self._prompts))
         dispatch(self._callbacks, "on_send_start")
-        with self._waiting("room"):
+        with self._timeline.span("send"):
             self._sender.send(split_experience_batch(experience))
         dispatch(self._callbacks, "on_send_end")
-
-    @contextlib.contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        """Count the time inside as waiting for `what`."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._waits[what] += time.perf_counter() - started
 
 
 def _make_maker(

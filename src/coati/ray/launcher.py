@@ -60,7 +60,7 @@ class DetachedRun:
         self._checkpoints = self._folder / "checkpoints"
         self._crew = Crew(self._config, checkpoints=self._checkpoints)
         self._waiting: dict[Any, str] = {}  # the loops that go on, and whose they are
-        self._cursors: dict[str, int] = {}
+        self._cursors: dict[str, tuple[int, int]] = {}  # of records and of spans
         self._is_stopping = False
         self._scaling: Iterator[str] | None = None
 
@@ -206,16 +206,20 @@ class DetachedRun:
         """Fetch what the actors have recorded and show it. A busy actor is asked again next time."""
         for name, actor in self._actors():
             try:
-                page = ray.get(actor.records_since.remote(self._cursors.get(name, 0)), timeout=_POLL_SECONDS * 10)
-                self._cursors[name] = page.cursor
+                at, spans_at = self._cursors.get(name, (0, 0))
+                asked = [actor.records_since.remote(at), actor.spans_since.remote(spans_at)]
+                page, spans = ray.get(asked, timeout=_POLL_SECONDS * 10)
+                self._cursors[name] = page.cursor, spans.cursor
+                self._log.spans(name, spans.records)
                 if name in self._crew.makers:
                     self._log.maker_records(page.records)
                 elif name == next(iter(self._crew.trainers)):
                     self._log.trainer_records(page.records)  # the ranks of a group report the same steps
                     length = actor.buffer_get_length.remote()
                     self._log.buffer_batches = ray.get(length, timeout=_POLL_SECONDS * 10)
-            except (GetTimeoutError, RayActorError):
-                continue  # the loops' own references tell whether it died, and why
+            except (GetTimeoutError, RayActorError, RayTaskError) as error:
+                # The loops' own references tell whether it died, or lost what it works with, and why.
+                logger.debug("%s could not be asked: %s", name, error)
         self._complete_checkpoints()
         self._on_progress(self._log.snapshot())
 

@@ -23,7 +23,8 @@ class FitLoop:
     """Consumes batches, trains on them, publishes weights. Waits only inside `next_batch` and `publish`.
 
     `next_batch` returns None when no more data will come; `agree` lets the ranks of a group decide together
-    whether all of them go on and have a batch, so that none waits alone in a collective operation.
+    whether all of them go on and have a batch, so that none waits alone in a collective operation. `look_ahead` is
+    called before a batch is trained on if another fresh one will be asked for, so that it can be fetched meanwhile.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class FitLoop:
         publish: Callable[[], None],
         notify: Callable[..., None] = _no_hook,
         agree: Callable[[bool], bool] = bool,
+        look_ahead: Callable[[], None] = lambda: None,
         should_stop: Callable[[], bool] = lambda: False,
         seed: int = 0,
     ) -> None:
@@ -42,6 +44,8 @@ class FitLoop:
         self._publish = publish
         self._notify = notify
         self._agree = agree
+        self._look_ahead = look_ahead
+        self._num_wanted = 0
         self._should_stop = should_stop
         self._seed = seed
         self.num_episodes = 0
@@ -60,6 +64,7 @@ class FitLoop:
                 raise ConfigError(f"fit's {name} must be 1 or more, got {value}.")
         self._notify("on_fit_start")
         num_done = 0
+        self._num_wanted = total_steps
         while num_done < total_steps and self._agree(not self._should_stop()):
             wanted = min(update_steps, total_steps - num_done)
             num_fresh = self._episode(self.num_episodes, wanted, train_epochs)
@@ -100,6 +105,9 @@ class FitLoop:
                     logger.warning("dropped a batch of %d samples: another rank has no data left", batch.num_samples)
                 break
             assert batch is not None
+            self._num_wanted -= 1
+            if self._num_wanted > 0 and not self._should_stop():
+                self._look_ahead()
             self._train_on(batch)
             batches.append(batch)
         self._notify("on_epoch_end", 0)

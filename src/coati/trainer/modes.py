@@ -28,6 +28,11 @@ def set_learning_mode(model: nn.Module) -> None:
             module.training = True
 
 
+def is_random(model: nn.Module) -> bool:
+    """Whether two passes of a model that learns give two results: only LoRA's dropout is left on."""
+    return any("lora_dropout" in name and getattr(module, "p", 0.0) > 0 for name, module in model.named_modules())
+
+
 def checkpoint_activations(model: nn.Module) -> None:
     """Keep the inputs of each transformer block and nothing else; the backward pass computes the rest once more."""
     inner = unwrap(model)

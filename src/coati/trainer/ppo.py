@@ -20,7 +20,7 @@ from coati.models.actor import packed_scoring_problem
 from coati.models.packing import row_parts, row_tokens
 from coati.models.value_head import packs
 from coati.trainer.joined import StepNumbers, explained_variance
-from coati.trainer.modes import checkpoint_activations, compile_blocks, make_optimizer, set_learning_mode
+from coati.trainer.modes import checkpoint_activations, compile_blocks, is_random, make_optimizer, set_learning_mode
 from coati.trainer.objective import StepCounts, policy_objective
 from coati.trainer.off_policy import measure_off_policy, off_policy_metrics, prepare
 from coati.trainer.schedule import make_schedule
@@ -72,6 +72,9 @@ class PPOLearner:
             if settings.compile:
                 compile_blocks(model)
             set_learning_mode(model)
+        # The weights that a step starts from are those of its own pass, so nobody has to ask them twice; unless V-trace
+        # wants advantages before the pass, or dropout makes every pass another policy.
+        self._is_prepared_by_its_pass = settings.correction.estimator == "gae" and not is_random(self.models["actor"])
         self._schedules = [
             make_schedule(
                 optimizer,
@@ -117,11 +120,13 @@ class PPOLearner:
         experience.to_device(self.device)
         experience = _with_some_column(experience)
         parts = self._micro_batches(experience)
-        if self.settings.correction.is_active and experience.proximal_log_probs is None:
+        is_new = self.settings.correction.is_active and experience.proximal_log_probs is None
+        if is_new and not self._is_prepared_by_its_pass:
             self._prepare(experience, parts)
         mask = experience.full_action_mask()
         counts, advantages = self._counts_and_advantages(experience, mask)
         numbers = StepNumbers()
+        passes: list[Tensor] = []
         rates = {
             f"optim/{label}_lr": float(optimizer.param_groups[0]["lr"]) for label, optimizer in self.optimizers.items()
         }
@@ -129,9 +134,18 @@ class PPOLearner:
             for index, rows in enumerate(parts):
                 with self._gradients_stay_local(is_last=index == len(parts) - 1):
                     part = _part_of(experience, rows)
-                    self._actor_pass(part, advantages[rows or _FIRST], counts, numbers)
+                    logprobs = self._actor_pass(part, advantages[rows or _FIRST], counts, numbers)
+                    if rows is not None:
+                        passes.append(logprobs)
                     if self.critic is not None:
                         self._critic_pass(self.critic, part, counts, numbers)
+            if is_new and self._is_prepared_by_its_pass:
+                prepare(
+                    experience,
+                    self.settings.correction,
+                    proximal_log_probs=torch.cat(passes),
+                    values=experience.values,
+                )
             norms = self._apply_gradients(experience, int(counts.tokens))
         finally:
             # Also when a pass raises: the next batch must not inherit half of this one's gradient.
@@ -207,7 +221,8 @@ class PPOLearner:
                 set_learning_mode(model)
         prepare(experience, self.settings.correction, proximal_log_probs=torch.cat(logprobs), values=torch.cat(values))
 
-    def _actor_pass(self, part: Experience, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> None:
+    def _actor_pass(self, part: Experience, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> Tensor:
+        """Add a part's gradient; its log-probs, [B, A]."""
         settings = self.settings
         mask = part.full_action_mask()
         needs_entropy_gradient = settings.entropy_coef != 0.0
@@ -221,6 +236,8 @@ class PPOLearner:
             compiled=settings.compile,
         )
         assert entropy is not None
+        if settings.correction.policy != "none" and part.proximal_log_probs is None:
+            part = dataclasses.replace(part, proximal_log_probs=logprobs.detach().masked_fill(~mask, 0.0))
         policy = policy_objective(logprobs, part, advantages, counts, settings)
         entropy = entropy if needs_entropy_gradient else entropy.detach()
         bonus = entropy_bonus(entropy, mask, num_tokens=counts.tokens)
@@ -233,6 +250,7 @@ class PPOLearner:
         if settings.kl_loss_coef:
             numbers.add("policy/kl_loss", policy.kl_term)
         numbers.largest("policy/ratio_max", policy.ratio_max)
+        return logprobs.detach()
 
     def _critic_pass(self, critic: nn.Module, part: Experience, counts: StepCounts, numbers: StepNumbers) -> None:
         values = action_values(critic, part.sequences, part.attention_mask, part.num_actions)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from coati.errors import DeadlineExceeded, WeightUpdateError
+from coati.monitor.timeline import Timeline
 from coati.weights.canary import Canary, canary_fault
 from coati.weights.lent import copy_all
 from coati.weights.stage import VerifiedUpdate
@@ -51,6 +52,7 @@ class ServedModels:
         self._num_commits = 0
         self._full_commits = 0
         self._last_commit_seconds = 0.0
+        self.timeline = Timeline()  # exchanged by whoever keeps one for the whole actor
 
     @property
     def version(self) -> int:
@@ -196,7 +198,10 @@ class ServedModels:
         self._version = update.version
         self._num_commits += 1
         self._full_commits += update.is_full
-        self._last_commit_seconds = time.perf_counter() - started
+        ended = time.perf_counter()
+        self._last_commit_seconds = ended - started
+        self.timeline.version = self._version
+        self.timeline.add("commit", started, ended)
         self._changed.notify_all()
         return True
 

@@ -87,7 +87,7 @@ def test_the_plan_says_which_reward_and_where_files_go():
     )
     text = words(plan)
     assert "0.5 x kind (a:kind), 1 x rm (models/rm)" in text
-    assert "out/ (config.toml, metrics.jsonl, samples.jsonl; final model in model/)" in text
+    assert "out/ (config.toml, metrics.jsonl, samples.jsonl, spans.jsonl; final model in model/)" in text
     assert "LoRA adapters of rank 8" in text
     assert output_files(plan.config).tensorboard is None
 

@@ -190,11 +190,13 @@ def test_a_sample_without_prompt_survives(item):
 
 
 def test_items_do_not_keep_their_batch_alive_or_share_its_memory(item):
-    batch = make_experience_batch([item(1), item(2)])
+    batch = make_experience_batch([item(1), item(2, actions=7)])
     part = split_experience_batch(batch)[0]
-    batch.values.zero_()
+    for _, tensor in batch.tensors():
+        tensor.zero_()
     assert part.values.tolist() == [110.0, 111.0]
-    assert part.values.untyped_storage().nbytes() == 2 * 4  # its own two floats, not the batch
+    assert part.reward.item() == 1.0
+    assert part.values.untyped_storage().nbytes() == (2 + 7) * 4  # what the items hold, without the batch's padding
 
 
 def test_items_carry_no_graph(item):
@@ -271,3 +273,13 @@ def test_pickled_items_hold_no_torch_tensors(item):
 def test_an_empty_response_pickles(item):
     original = item(1, actions=0)
     assert_same(pickle.loads(pickle.dumps(original)), original)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_samples_of_different_dtypes_mix_without_loss(item, order):
+    fine = torch.tensor([0.1, 0.2])
+    items = [item(1, values=fine), item(2, values=torch.tensor([0.5, 0.25, 0.75], dtype=torch.bfloat16), actions=3)]
+    values = make_experience_batch(items[::order]).values
+    values = values if order == 1 else values.flip(0)
+    assert values.dtype == torch.float32
+    assert torch.equal(values, torch.tensor([[0.1, 0.2, 0.0], [0.5, 0.25, 0.75]]))

@@ -6,6 +6,7 @@ import pytest
 
 from coati.monitor.metrics import Mean, Sum
 from coati.monitor.run_log import RunLog
+from coati.monitor.timeline import Span
 
 
 class FakeTracker:
@@ -190,3 +191,24 @@ def test_a_batch_without_samples_leaves_the_turn_to_the_next(make_log, tmp_path)
     log = make_log()
     log.maker_records([made(0, 0.5), made(0, 0.5, texts=[sample()])])
     assert [line["version"] for line in written(tmp_path)] == [0]
+
+
+def test_spans_are_written_as_long_as_there_is_room(make_log, tmp_path, caplog):
+    path = tmp_path / "spans.jsonl"
+    log = make_log(spans_path=path, max_spans=3)
+    log.spans("maker-0", [])
+    assert not path.exists()
+    log.spans("maker-0", [Span("work", "generate", 1.0, 2.5, 4), Span("work", "score", 2.5, 2.75, 4)])
+    log.spans("trainer-0", [Span("work", "train", 2.0, 3.0, 4), Span("work", "publish", 3.0, 4.0, 5)])
+    log.spans("trainer-0", [Span("work", "train", 4.0, 5.0, 5)])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows[0] == {"actor": "maker-0", "lane": "work", "what": "generate", "start": 1.0, "end": 2.5, "version": 4}
+    assert [(row["actor"], row["what"]) for row in rows[1:]] == [("maker-0", "score"), ("trainer-0", "train")]
+    assert [record.getMessage() for record in caplog.records] == [
+        "spans.jsonl is full; the run goes on without. Raise logging.spans_kept."
+    ]
+
+
+def test_a_log_without_a_place_for_spans_writes_none(make_log, tmp_path):
+    make_log().spans("maker-0", [Span("work", "generate", 1.0, 2.5, 4)])
+    assert list(tmp_path.iterdir()) == []

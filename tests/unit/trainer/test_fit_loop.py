@@ -179,3 +179,30 @@ def test_zeros_are_refused_before_anything_happens(arguments, name):
     with pytest.raises(ConfigError, match=f"fit's {name} must be 1 or more, got 0"):
         recorder.loop.run(*arguments)
     assert recorder.events == []
+
+
+def test_it_looks_ahead_while_another_fresh_batch_is_to_come():
+    events = []
+    numbers = iter(range(10))
+    loop = FitLoop(
+        next_batch=lambda: batch(next(numbers)),
+        train=lambda experience: events.append(f"train {int(experience.values.item())}") or {},
+        publish=lambda: events.append("publish"),
+        look_ahead=lambda: events.append("look"),
+    )
+    loop.run(3, 2, 2)
+    first_epoch = ["look", "train 0", "look", "train 1"]  # the second look is for the next episode
+    assert events[:4] == first_epoch
+    assert sorted(events[4:6]) == ["train 0", "train 1"]
+    assert events[6:] == ["publish", "train 2", "train 2", "publish"]
+    events.clear()
+    loop.run(2, 1)
+    assert events == ["look", "train 3", "publish", "train 4", "publish"], "every run counts anew"
+
+
+def test_after_a_stop_it_does_not_look_ahead():
+    looks = []
+    recorder = Recorder(should_stop=lambda: bool(recorder.trained))
+    recorder.loop._look_ahead = lambda: looks.append(len(recorder.trained))
+    recorder.loop.run(5, 5)
+    assert looks == [0]

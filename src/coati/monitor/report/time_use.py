@@ -1,0 +1,183 @@
+"""Where the time of each actor went, from its spans: no moment counts twice, and idle time has a cause."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from coati.monitor.report.folder import ActorSpan
+from coati.monitor.timeline import ACTIVITIES, WORK, Span
+
+# A run begins when somebody does one of these for the first time; before that it starts up.
+_FIRST_WORK: Final = frozenset({"generate", "train", "wait_data"})
+_NOTABLE_SHARE: Final = 0.15
+
+
+class Piece(NamedTuple):
+    """A stretch of time with one activity."""
+
+    what: str
+    start: float
+    end: float
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorTime:
+    """What one actor did with its time in the window of the run."""
+
+    actor: str
+    pieces: list[Piece]
+    """Of the lane of work, one after the other, inside the window."""
+    other_lanes: Mapping[str, list[Piece]]
+    """What it did beside that."""
+    elapsed: float
+
+    @functools.cached_property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each activity, in the order of `ACTIVITIES`."""
+        totals = dict.fromkeys(ACTIVITIES, 0.0)
+        for piece in self.pieces:
+            totals[piece.what] = totals.get(piece.what, 0.0) + piece.end - piece.start
+        return {what: seconds for what, seconds in totals.items() if seconds > 0}
+
+    def share(self, *activities: str) -> float:
+        """The part of the window that went into these activities."""
+        spent = self.seconds
+        return sum(spent.get(what, 0.0) for what in activities) / self.elapsed if self.elapsed > 0 else 0.0
+
+    @property
+    def busy_share(self) -> float:
+        """The part of the window in which it worked."""
+        return self.share(*(what for what in self.seconds if not is_idle(what)))
+
+    @property
+    def idle_share(self) -> float:
+        """The part of the window in which it waited for a reason that is known."""
+        return self.share(*(what for what in self.seconds if is_idle(what)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTimes:
+    """The times of all actors, in one window: from the first work to the last span."""
+
+    start: float
+    end: float
+    actors: list[ActorTime]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the window."""
+        return self.end - self.start
+
+    @property
+    def busiest(self) -> ActorTime:
+        """Whoever worked most: the run cannot be quicker than that actor."""
+        return max(self.actors, key=lambda actor: actor.busy_share)
+
+    def verdict(self) -> str:
+        """One or two sentences on what limits the run, and what to do about it."""
+        trainers = [actor for actor in self.actors if "train" in actor.seconds]
+        makers = [actor for actor in self.actors if "generate" in actor.seconds]
+        busiest = self.busiest
+        lead = f"{busiest.actor} worked {busiest.busy_share:.0%} of the time, more than any other."
+        if not trainers or not makers or trainers == makers:
+            return f"{lead} One process did everything in turn, so nothing overlapped."
+        data = _mean(actor.share("wait_data") for actor in trainers)
+        weights = _mean(actor.share("wait_weights") for actor in makers)
+        room = _mean(actor.share("wait_room") for actor in makers)
+        if data >= _NOTABLE_SHARE and weights >= _NOTABLE_SHARE:
+            return (
+                f"{lead} Trainers waited for data ({data:.0%}) and makers for weights ({weights:.0%}) in turn. "
+                "A greater topology.max_staleness lets them overlap."
+            )
+        if data >= _NOTABLE_SHARE:
+            return (
+                f"{lead} Trainers waited for data {data:.0%} of the time: generation is the limit. More makers "
+                "(coati scale), or shorter responses."
+            )
+        if max(weights, room) >= _NOTABLE_SHARE:
+            cause = "weights" if weights >= room else "room in the buffer"
+            return (
+                f"{lead} Makers waited for {cause} {max(weights, room):.0%} of the time: training is the limit. Fewer "
+                "makers do, or more trainers."
+            )
+        return f"{lead} Nobody waited long: makers and trainers are in balance."
+
+
+def run_times(spans: Sequence[ActorSpan]) -> RunTimes | None:
+    """Cut all spans to the window of the run; None if no span tells of work."""
+    starts = [span.start for _, span in spans if span.what in _FIRST_WORK]
+    if not starts:
+        return None
+    start, end = min(starts), max(span.end for _, span in spans)
+    by_actor: dict[str, dict[str, list[Span]]] = {}
+    for actor, span in spans:
+        by_actor.setdefault(actor, {}).setdefault(span.lane, []).append(span)
+    actors = []
+    for actor in sorted(by_actor, key=_in_natural_order):
+        lanes = {lane: pieces_of(found, start, end) for lane, found in by_actor[actor].items()}
+        work = lanes.pop(WORK, [])
+        actors.append(ActorTime(actor=actor, pieces=work, other_lanes=lanes, elapsed=end - start))
+    return RunTimes(start=start, end=end, actors=actors)
+
+
+def pieces_of(spans: Iterable[Span], start: float, end: float) -> list[Piece]:
+    """Cut spans that lie inside or across each other into pieces: of those at one moment, the latest begun counts.
+
+    So a span inside another takes its time away from that one.
+    """
+    ordered = sorted(
+        (span for span in spans if span.end > start and span.start < end and span.end > span.start),
+        key=lambda span: (span.start, -span.end),
+    )
+    pieces: list[Piece] = []
+    open_spans: list[tuple[float, int, Span]] = []  # the latest begun first
+
+    def emit(until: float, since: float) -> float:
+        """Give the time up to `until` to whoever has it; returns how far we are."""
+        while open_spans and since < until:
+            span = open_spans[0][2]
+            if span.end <= since:
+                heapq.heappop(open_spans)
+                continue
+            stop = min(span.end, until)
+            _append(pieces, Piece(span.what, max(since, start), min(stop, end), span.version))
+            since = stop
+        return until
+
+    now = start
+    for index, span in enumerate(ordered):
+        now = emit(max(span.start, start), now)
+        heapq.heappush(open_spans, (-span.start, -index, span))
+    emit(end, now)
+    return pieces
+
+
+def is_idle(what: str) -> bool:
+    """Whether this is a wait and no work."""
+    return what in ACTIVITIES and ACTIVITIES[what].kind == "idle"
+
+
+def label_of(what: str) -> str:
+    """What people call an activity."""
+    return ACTIVITIES[what].label if what in ACTIVITIES else what
+
+
+def _append(pieces: list[Piece], piece: Piece) -> None:
+    if piece.end > piece.start:
+        pieces.append(piece)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0
+
+
+def _in_natural_order(actor: str) -> tuple[list[str], list[int]]:
+    """maker-2 before maker-10."""
+    return re.findall(r"\D+", actor), [int(number) for number in re.findall(r"\d+", actor)]

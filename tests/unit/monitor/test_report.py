@@ -1,0 +1,272 @@
+"""Reports of run folders, from spans worked by hand to a page and a trace."""
+
+import io
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from rich.console import Console
+
+from coati.cli.report import run_report, time_table
+from coati.errors import ConfigError, DataError
+from coati.monitor.report import ActorSpan, read_run, render_page, run_times, trace_events
+from coati.monitor.report.drawing import columns_of, curve, thinned, typical_window
+from coati.monitor.report.page import chosen_samples
+from coati.monitor.report.time_use import Piece, pieces_of
+from coati.monitor.timeline import Span
+
+
+def work(what, start, end, version=0):
+    return Span("work", what, start, end, version)
+
+
+def shares(**actors):
+    """The times of actors that divided 10 s in the given way."""
+    found = []
+    for actor, seconds in actors.items():
+        now = 0.0
+        for what, length in seconds.items():
+            found.append(ActorSpan(actor, work(what, now, now + length)))
+            now += length
+    return run_times(found)
+
+
+# Maker: starts up until 100, then generates 2, scores 1, sends 1 of which 0.5 is waiting for room, waits 2 for
+# weights with a commit of 0.5 at its end, generates 4. Trainer: waits 4, trains 4, publishes 2.
+SPANS = [
+    ActorSpan("maker-0", work("wait_weights", 90.0, 100.0)),
+    ActorSpan("maker-0", work("generate", 100.0, 102.0)),
+    ActorSpan("maker-0", work("score", 102.0, 103.0)),
+    ActorSpan("maker-0", work("wait_room", 103.25, 103.75)),
+    ActorSpan("maker-0", work("send", 103.0, 104.0)),
+    ActorSpan("maker-0", work("commit", 105.5, 106.0, 1)),
+    ActorSpan("maker-0", work("wait_weights", 104.0, 106.0, 1)),
+    ActorSpan("maker-0", work("generate", 106.0, 110.0, 1)),
+    ActorSpan("maker-0", Span("weights", "receive", 105.0, 105.25, 0)),
+    ActorSpan("trainer-0", work("wait_data", 100.0, 104.0)),
+    ActorSpan("trainer-0", work("train", 104.0, 108.0)),
+    ActorSpan("trainer-0", work("publish", 108.0, 110.0, 1)),
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """What a short run leaves."""
+    rows = [{"actor": actor, **span._asdict()} for actor, span in SPANS]
+    (tmp_path / "spans.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics = [
+        {"step": 0, "time": 101.0, "tag": "samples/first", "text": "a sample"},
+        {"step": 0, "time": 101.0, "reward/mean": 0.25, "maker/version": 0.0, "maker/samples": 8.0},
+        {"step": 1, "time": 108.0, "train/version": 0.0, "policy/entropy": None},
+        {"step": 1, "time": 109.0, "reward/mean": 0.75, "maker/version": 1.0, "maker/samples": 12.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    samples = [
+        {"version": version, "prompt": "the <b>film</b>", "response": f" number {index} & more", "reward": 0.5}
+        for version in range(3)
+        for index in range(5)
+    ]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    (tmp_path / "config.toml").write_text('[run]\nname = "film"\n[algorithm]\nname = "ppo"\n')
+    return tmp_path
+
+
+def test_of_spans_at_one_moment_the_latest_begun_has_the_time():
+    # a ──────────────────────── 0 to 10
+    #      b ─────────── 2 to 6          d across the end: 9 to 12, cut at 11
+    #           c ── 3 to 4
+    spans = [work("c", 3, 4), work("b", 2, 6), work("a", 0, 10), work("d", 9, 12)]
+    assert pieces_of(spans, 1, 11) == [
+        Piece("a", 1, 2, 0),
+        Piece("b", 2, 3, 0),
+        Piece("c", 3, 4, 0),
+        Piece("b", 4, 6, 0),
+        Piece("a", 6, 9, 0),
+        Piece("d", 9, 11, 0),
+    ]
+
+
+def test_of_two_that_begin_together_the_shorter_is_inside():
+    assert pieces_of([work("inner", 0, 1), work("outer", 0, 3)], 0, 5) == [
+        Piece("inner", 0, 1, 0),
+        Piece("outer", 1, 3, 0),
+    ]
+
+
+def test_times_of_both_actors_by_hand():
+    times = run_times(SPANS)
+    assert (times.start, times.end) == (100.0, 110.0)  # start-up is left out
+    maker, trainer = times.actors
+    assert maker.seconds == {
+        "generate": 6.0,
+        "score": 1.0,
+        "send": 0.5,
+        "commit": 0.5,
+        "wait_weights": 1.5,
+        "wait_room": 0.5,
+    }
+    assert (maker.busy_share, maker.idle_share) == (pytest.approx(0.8), pytest.approx(0.2))
+    assert trainer.seconds == {"train": 4.0, "publish": 2.0, "wait_data": 4.0}
+    assert times.busiest is maker
+    assert maker.other_lanes == {"weights": [Piece("receive", 105.0, 105.25, 0)]}
+
+
+@pytest.mark.parametrize(
+    ("maker", "trainer", "says"),
+    [
+        ({"generate": 5, "wait_weights": 5}, {"train": 5, "wait_data": 5}, "max_staleness"),
+        ({"generate": 10}, {"train": 6, "wait_data": 4}, "generation is the limit"),
+        ({"generate": 4, "wait_weights": 6}, {"train": 10}, "waited for weights 60%.*training is the limit"),
+        ({"generate": 7, "wait_room": 3}, {"train": 10}, "waited for room in the buffer 30%"),
+        ({"generate": 9, "wait_weights": 1}, {"train": 9, "wait_data": 1}, "in balance"),
+    ],
+)
+def test_the_verdict_names_what_limits_the_run(maker, trainer, says):
+    times = shares(**{"maker-0": maker, "trainer-0": trainer})
+    assert re.search(says, times.verdict())
+
+
+def test_one_process_has_nothing_to_overlap():
+    assert "nothing overlapped" in shares(only={"generate": 5, "train": 5}).verdict()
+
+
+def test_actors_are_in_natural_order_and_many_are_shown_by_kind():
+    names = [f"maker-{index}" for index in range(12)]
+    times = shares(**{name: {"generate": 8, "wait_weights": 2} for name in names}, trainer={"train": 10})
+    assert [actor.actor for actor in times.actors] == [*names, "trainer"]
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(time_table(times))
+    text = console.export_text()
+    assert "maker, mean of 12" in text
+    assert "maker-3" not in text
+    assert "80%" in text
+
+
+def test_spans_without_work_have_no_times():
+    assert run_times([ActorSpan("maker-0", work("wait_weights", 0, 1))]) is None
+
+
+def test_columns_share_pieces_out():
+    # 4 columns of 2 s: [a 2], [a 1, b 1], [b 2], [b 0.5]
+    columns = columns_of([Piece("a", 0, 3, 0), Piece("b", 3, 6.5, 0)], 0.0, 8.0, 4)
+    assert columns == [{"a": 1.0}, {"a": 0.5, "b": 0.5}, {"b": 1.0}, {"b": 0.25}]
+
+
+def test_curves_are_thinned_to_averages_and_drawn_even_if_flat():
+    assert thinned([(0, 1), (1, 3), (2, 5), (3, 7)], most=2) == [(0.5, 2.0), (2.5, 6.0)]
+    assert thinned([(0, 1)], most=5) == [(0, 1)]
+    picture = ElementTree.fromstring(curve([(0, 2.0), (1, 2.0)], title="a < b", x_label="step"))
+    texts = [node.text for node in picture.iter() if node.text]
+    assert texts[:2] == ["a < b", "2"]
+
+
+def test_the_close_up_is_of_steps_in_the_middle():
+    trained = [ActorSpan("trainer-0", work("train", 10 * index, 10 * index + 5)) for index in range(20)]
+    times = run_times(trained)
+    assert typical_window(times, num_steps=4) == (80.0, 115.0)  # steps 8 to 11
+
+
+def test_the_page_holds_everything_and_loads_nothing(folder):
+    run = read_run(folder)
+    page = render_page(run, run_times(run.spans))
+    assert "<script" not in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "the &lt;b&gt;film&lt;/b&gt;" in page
+    assert "<b>film</b>" not in page
+    assert "0.250 → 0.750" in page
+    start = page.index("<svg")
+    pictures = []
+    while start >= 0:
+        end = page.index("</svg>", start) + len("</svg>")
+        pictures.append(ElementTree.fromstring(page[start:end]))
+        start = page.find("<svg", end)
+    overview, close_up, *curves = pictures
+    hints = [node.text for node in overview.iter("{http://www.w3.org/2000/svg}title")]
+    assert "maker-0: generate, 60% of the time" in hints
+    assert "trainer-0: wait for data, 40% of the time" in hints
+    hints = [node.text for node in close_up.iter("{http://www.w3.org/2000/svg}title")]
+    assert "train, version 0: 4.00 s, at 4.000 s" in hints
+    assert len(curves) == 1  # the reward is the only metric with two points
+
+
+def test_samples_are_of_the_first_and_the_last_version(folder):
+    chosen = chosen_samples(read_run(folder).samples)
+    assert [sample["version"] for sample in chosen] == [0, 0, 0, 0, 2, 2, 2, 2]
+
+
+def test_the_trace_has_an_event_for_every_span_and_a_lane_for_each_thread(folder):
+    trace = trace_events(read_run(folder))
+    events = trace["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(SPANS)
+    train = next(event for event in spans if event["name"] == "train")
+    assert (train["ts"], train["dur"], train["cat"]) == (14e6, 4e6, "work")  # the first span begins at 90
+    names = {
+        (event["name"], event["pid"], event["tid"]): event["args"]["name"] for event in events if event["ph"] == "M"
+    }
+    assert names[("process_name", 1, 0)] == "maker-0"
+    assert names[("thread_name", 1, 0)] == "work"
+    receive = next(event for event in spans if event["name"] == "receive weights")
+    assert names[("thread_name", 1, receive["tid"])] == "weights"
+    rewards = [event["args"]["value"] for event in events if event["ph"] == "C" and event["name"] == "reward/mean"]
+    assert rewards == [0.25, 0.75]
+    json.dumps(trace, allow_nan=False)
+
+
+def test_the_command_prints_a_table_and_writes_page_and_trace(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    run_report(folder, html=None, trace=tmp_path / "trace.json")
+    printed = capsys.readouterr().out
+    for part in ("film", "wait for data", "40%", "0.250 → 0.750", "report.html", "trace.json"):
+        assert part in printed
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_a_run_without_spans_has_a_report_but_no_trace(folder, tmp_path, capsys):
+    (folder / "spans.jsonl").unlink()
+    run_report(folder, html=tmp_path / "page.html", trace=None)
+    assert "no timeline" in capsys.readouterr().out
+    assert "wrote no spans" in (tmp_path / "page.html").read_text()
+    with pytest.raises(ConfigError, match=r"--trace needs spans.*spans_kept"):
+        run_report(folder, html=None, trace=tmp_path / "trace.json")
+
+
+def test_folders_that_are_no_runs_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere', which does not exist"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"neither metrics.jsonl nor spans.jsonl"):
+        read_run(tmp_path)
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        read_run(file)
+    with pytest.raises(ConfigError, match="has written nothing yet"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("spans.jsonl", '{"actor": "a"}\n', r"line 1: a span must have actor, lane, .*KeyError"),
+        ("spans.jsonl", json.dumps({"actor": "a", **work("train", 2.0, 1.0)._asdict()}) + "\n", "end after it starts"),
+        ("metrics.jsonl", "no json\n{}\n", r"metrics.jsonl, line 1: every line must be a JSON object"),
+        ("config.toml", "= broken", "must be the run's settings as TOML"),
+    ],
+)
+def test_damaged_files_are_named(folder, file, content, message):
+    (folder / file).write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_run(folder)
+
+
+def test_a_line_that_is_still_being_written_is_left_out(folder):
+    with (folder / "spans.jsonl").open("a") as file:
+        file.write('{"actor": "maker-0", "la')
+    assert len(read_run(folder).spans) == len(SPANS)
+
+
+def test_a_page_that_cannot_be_written_says_so(folder):
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run_report(folder, html=folder / "no" / "page.html", trace=None)

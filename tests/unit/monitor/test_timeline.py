@@ -1,0 +1,150 @@
+"""Spans and sums under a fake clock, worked by hand."""
+
+import threading
+
+import pytest
+
+from coati.monitor.metrics import METRICS, Mean, Sum, undeclared
+from coati.monitor.timeline import ACTIVITIES, WEIGHTS, Span, Timeline, TimeUse, maker_metrics, trainer_metrics
+
+
+class FakeClock:
+    def __init__(self):
+        self.now = 50.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def timeline(clock):
+    return Timeline(clock=clock, wall_clock=lambda: clock.now + 1000.0)
+
+
+def test_spans_have_wall_times_and_the_version_at_their_end(timeline, clock):
+    with timeline.span("wait_weights"):
+        clock.now += 2.0
+        timeline.version = 3
+    clock.now += 1.0
+    with timeline.span("receive", WEIGHTS):
+        clock.now += 0.5
+    assert timeline.since(0).records == [
+        Span("work", "wait_weights", 1050.0, 1052.0, 3),
+        Span("weights", "receive", 1053.0, 1053.5, 3),
+    ]
+    assert timeline.since(1).records == [Span("weights", "receive", 1053.0, 1053.5, 3)]
+
+
+def test_time_inside_another_span_counts_once(timeline, clock):
+    # send 1 + wait 4 + send 2, a commit of 0.5 in the wait: send 3, wait 3.5, commit 0.5
+    with timeline.span("send"):
+        clock.now += 1.0
+        with timeline.span("wait_room"):
+            clock.now += 4.0
+            timeline.add("commit", clock.now - 0.5, clock.now)
+        clock.now += 2.0
+    clock.now += 3.0
+    use = timeline.take()
+    assert use.elapsed == 10.0
+    assert use.seconds == {"commit": 0.5, "wait_room": 3.5, "send": 3.0}
+    assert (use.share("send", "commit"), use.share("train")) == (0.35, 0.0)
+    assert timeline.total("send") == 3.0
+
+
+def test_two_spans_one_after_the_other_in_a_third(timeline, clock):
+    with timeline.span("publish"):
+        for seconds in (1.0, 2.0):
+            with timeline.span("save"):
+                clock.now += seconds
+        clock.now += 4.0
+    assert timeline.take().seconds == {"save": 3.0, "publish": 4.0}
+
+
+def test_taking_begins_anew_and_totals_go_on(timeline, clock):
+    for seconds in (1.0, 4.0):
+        with timeline.span("train"):
+            clock.now += seconds
+        assert timeline.take().seconds["train"] == seconds
+    assert timeline.total("train") == 5.0
+    assert timeline.take() == TimeUse(0.0, {"train": 0.0})
+    assert timeline.take().share("train") == 0.0
+
+
+def test_other_lanes_and_other_threads_do_not_count_into_a_span(timeline, clock):
+    def receive():
+        with timeline.span("receive", WEIGHTS):
+            clock.now += 1.0
+        timeline.add("commit", clock.now, clock.now + 0.25)
+
+    with timeline.span("generate"):
+        thread = threading.Thread(target=receive)
+        thread.start()
+        thread.join()
+        clock.now += 1.0
+    assert timeline.take().seconds == {"commit": 0.25, "generate": 2.0}
+
+
+def test_a_span_counts_when_its_body_raises(timeline, clock):
+    def fail():
+        with timeline.span("score"):
+            clock.now += 1.5
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert timeline.total("score") == 1.5
+    with timeline.span("score"):
+        clock.now += 1.0
+    assert timeline.total("score") == 2.5
+
+
+def test_each_times_the_wait_for_every_item_and_not_its_use(timeline, clock):
+    def slow():
+        for item in (1, 2):
+            clock.now += item
+            yield item
+
+    for _ in timeline.each("wait_prompts", slow()):
+        clock.now += 10.0
+    assert timeline.total("wait_prompts") == 3.0
+
+
+def test_memory_is_bounded(clock):
+    timeline = Timeline(capacity=2, clock=clock, wall_clock=clock)
+    for what in ("generate", "score", "send"):
+        with timeline.span(what):
+            clock.now += 1.0
+    page = timeline.since(0)
+    assert [span.what for span in page.records] == ["score", "send"]
+    assert page.cursor == 3
+
+
+def test_metrics_of_two_makers_add_up():
+    # One maker waits 1 of 4 s for weights, the other 3 of 6 s: 4 of 10 s.
+    one = maker_metrics(TimeUse(4.0, {"generate": 2.0, "score": 0.5, "wait_weights": 1.0}))
+    other = maker_metrics(TimeUse(6.0, {"generate": 2.0, "send": 0.5, "wait_weights": 3.0}))
+    merged = {name: metric.merge(other[name]) for name, metric in one.items()}
+    assert merged["wait/weights_seconds"] == Sum(4.0)
+    assert merged["wait/weights_share"].value == pytest.approx(0.4)
+    assert merged["maker/busy_share"] == Mean(0.5, 10.0)  # 2.5 + 2.5 of 10
+    assert merged["maker/generate_seconds"] == Sum(4.0)
+    assert merged["wait/prompts_seconds"] == Sum(0.0)
+
+
+def test_metrics_of_a_trainer():
+    metrics = trainer_metrics(TimeUse(8.0, {"train": 6.0, "wait_ranks": 0.5}))
+    assert metrics == {"trainer/train_seconds": 6.0, "trainer/busy_share": 0.75, "wait/ranks_seconds": 0.5}
+
+
+def test_every_metric_is_in_the_table_and_every_wait_is_idle():
+    use = TimeUse(1.0, {})
+    assert undeclared([*maker_metrics(use), *trainer_metrics(use)]) == []
+    assert METRICS["wait/room_share"]
+    assert {what for what, activity in ACTIVITIES.items() if activity.kind == "idle"} == {
+        what for what in ACTIVITIES if what.startswith("wait_")
+    }
