@@ -2,6 +2,7 @@
 
     python benchmarks/train_step.py                            a 0.5B Qwen2 shape, bfloat16, up to 4,096 tokens a sample
     python benchmarks/train_step.py --cases padded packed packed-compiled --json step.json
+    python benchmarks/train_step.py --cases packed --profile   and where the time of a step goes, by kernel
     python benchmarks/train_step.py --device cpu --tiny        a smoke test, in seconds
 
 A step is the learner's, of the policy alone: forward and backward in micro-batches, clipping, Adam. Two batches, both
@@ -31,6 +32,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -220,6 +222,26 @@ def measure_step(name: str, kind: str, learner: PPOLearner, arguments: argparse.
     }
 
 
+def profile_step(kind: str, learner: PPOLearner, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """The kernels (on a CPU, operations) that take most of one more step."""
+    is_cuda = arguments.device == "cuda"
+    batch, _, _ = make_batch(arguments.shape, kind, seed=0)
+    with torch.profiler.profile(activities=[getattr(ProfilerActivity, arguments.device.upper())]) as profiler:
+        learner.step(batch)
+    spent = "self_device_time_total" if is_cuda else "self_cpu_time_total"
+    events = [event for event in profiler.key_averages() if getattr(event, spent) > 0]
+    total = sum(getattr(event, spent) for event in events)
+    events.sort(key=lambda event: -getattr(event, spent))
+    rows: list[dict[str, object]] = [
+        {"name": event.key[:90], "calls": event.count, "ms": getattr(event, spent) / 1e3} for event in events[:15]
+    ]
+    for row in rows:
+        print(
+            f"    {row['ms']:>9.1f} ms {1e5 * row['ms'] / total:>5.1f} % {row['calls']:>6} x {row['name']}", flush=True
+        )
+    return rows
+
+
 def measure_case(name: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """One learner, both batches; an error in place of numbers if there is no memory for it."""
     case = CASES[name]
@@ -232,6 +254,8 @@ def measure_case(name: str, arguments: argparse.Namespace) -> list[dict[str, obj
             except torch.cuda.OutOfMemoryError:
                 rows.append({"case": name, "batch": kind, "error": "out of memory"})
             print_step(rows[-1])
+        if arguments.profile:
+            rows[-1]["profile"] = profile_step("full", learner, arguments)
     learner.strategy.close()
     del learner
     gc.collect()
@@ -331,6 +355,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model and batches of nearly nothing")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
     parser.add_argument("--warm-up", type=int, default=1, help="steps before them")
+    parser.add_argument("--profile", action="store_true", help="also say where a step's time goes")
     parser.add_argument("--memory-tokens", type=int, nargs="*", help="sizes for the second table")
     parser.add_argument("--limit-seconds", type=float, default=0.0, help="start no case after this; 0 = no limit")
     parser.add_argument("--json", type=Path, help="write all numbers here too")
