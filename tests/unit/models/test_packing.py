@@ -198,6 +198,9 @@ def test_a_model_set_to_packed_rows_computes_ordinary_calls_to_the_bit():
     again = model.generate(sequences[:, :4], attention_mask=mask[:, :4], max_new_tokens=3, do_sample=False)
     assert torch.equal(again, written)
     assert PACKED_ATTENTION not in str(model.config.to_diff_dict())  # it is not saved
+    twin = AutoModelForCausalLM.from_config(model.config).double().eval()  # and a config that has it is as good as any
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin(sequences, attention_mask=mask).logits, before)
 
 
 def test_rows_without_tokens_and_batches_without_any():
