@@ -147,6 +147,7 @@ def read_off(
     """Log-prob of each token and entropy of its distribution, [n] each, in at least float32."""
     log_p = _log_softmax(logits, scale)
     chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    # entr(p) = -p log p, and 0 at p = 0: a token that cannot come adds nothing.
     return chosen, torch.special.entr(log_p.exp()).sum(-1) if with_entropy else None
 
 
@@ -155,8 +156,12 @@ def _read_off_in_place(
 ) -> tuple[Tensor, Tensor | None]:
     log_p = _log_softmax(logits, scale)
     chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    # entr(p) = -p log p, and 0 at p = 0: a token that cannot come adds nothing.
-    return chosen, torch.special.entr(log_p.exp_()).sum(-1) if with_entropy else None
+    if not with_entropy:
+        return chosen, None
+    if logits.device.type == "cpu":  # where torch's entr is many times slower than a product
+        p = log_p.exp()
+        return chosen, -log_p.clamp_(min=torch.finfo(log_p.dtype).min).mul_(p).sum(-1)
+    return chosen, torch.special.entr(log_p.exp_()).sum(-1)
 
 
 def logit_gradient(

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Decoders whose layers hand on what they do not know to their attention, and whose body ends in what the head reads:
 # no scaling, no soft cap. Each is held against its padded self in the tests.
-PACKED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+PACKED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "olmo2", "gpt2", "gpt_neox")
 
 
 @dataclasses.dataclass(frozen=True)

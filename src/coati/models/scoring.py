@@ -77,7 +77,8 @@ def score_padded(
     *,
     inner: nn.Module | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same from the logits of any policy. `inner` is the model whose arguments count, below wrappers."""
+    """The same from the logits of any policy; padding gets 0 too. `inner` is the model whose arguments count, below
+    wrappers."""
     kwargs: dict[str, Any] = {}
     if accepts(inner or model, "logits_to_keep"):  # those of response positions will do
         kwargs["logits_to_keep"] = scoring.num_actions + 1
@@ -85,12 +86,16 @@ def score_padded(
     logits = output if isinstance(output, Tensor) else output["logits"]
     # The logits at position t score the token at t + 1.
     logits = logits[:, -scoring.num_actions - 1 : -1]
-    return logprobs_and_entropy(
+    logprobs, entropy = logprobs_and_entropy(
         logits,
         sequences[:, -scoring.num_actions :],
         temperature=1.0 if scoring.temperatures is None else scoring.temperatures,
         with_entropy=scoring.with_entropy,
     )
+    if attention_mask is None:
+        return logprobs, entropy
+    is_padding = attention_mask[:, -scoring.num_actions :] == 0
+    return logprobs.masked_fill(is_padding, 0.0), None if entropy is None else entropy.masked_fill(is_padding, 0.0)
 
 
 def forward_causal(

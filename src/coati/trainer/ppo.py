@@ -210,7 +210,9 @@ class PPOLearner:
             for rows in parts:
                 part = _part_of(experience, rows)
                 forward = (part.sequences, part.attention_mask, part.num_actions)
-                proximal, _ = action_logprobs(self.actor, *forward, temperatures=part.temperatures)
+                proximal, _ = action_logprobs(
+                    self.actor, *forward, temperatures=part.temperatures, compiled=self.settings.compile
+                )
                 needs_values = self.settings.correction.estimator == "vtrace"
                 value = action_values(self.models["critic"], *forward) if needs_values else part.values
                 if rows is not None:

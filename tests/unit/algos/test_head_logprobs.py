@@ -93,6 +93,21 @@ def test_gradients_match_finite_differences(with_bias):
     assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_token_that_cannot_come_adds_nothing(compiled):
+    # Two of three tokens possible, equally: entropy log 2, whose gradient is zero because it is the largest.
+    hidden = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    weight = torch.ones(3, 1, dtype=torch.float64, requires_grad=True)
+    bias = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
+    with mock.patch("coati.algos.head_logprobs._compiled", lambda function: function):
+        logprobs, entropy = head_logprobs_and_entropy(hidden, weight, torch.tensor([1]), bias=bias, compiled=compiled)
+        (logprobs + entropy).sum().backward()
+    assert logprobs.item() == pytest.approx(-math.log(2))
+    assert entropy.item() == pytest.approx(math.log(2))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    assert hidden.grad.item() == pytest.approx(0.0)
+
+
 def test_a_frozen_head_gets_no_gradient_and_a_tied_one_both():
     hidden, weight, _, targets = random_case(4, tokens=3, vocab=7)
     logprobs, _ = head_logprobs_and_entropy(hidden, weight.detach(), targets)

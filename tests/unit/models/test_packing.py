@@ -9,10 +9,14 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
     StableLmConfig,
 )
 
@@ -34,6 +38,7 @@ SIZES = {
     "max_position_embeddings": 256,
     "initializer_range": 0.5,
 }
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # theirs lie beyond a vocabulary this small
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES),
     "llama-tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -41,6 +46,10 @@ CONFIGS = {
     "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=3),
     "qwen2": lambda: Qwen2Config(**SIZES),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=4),
+    "smollm3": lambda: SmolLM3Config(**SIZES, **ENDS),
+    "phi3": lambda: Phi3Config(**SIZES, **ENDS),
+    "olmo2": lambda: Olmo2Config(**SIZES, **ENDS),
+    "gpt_neox": lambda: GPTNeoXConfig(**{name: size for name, size in SIZES.items() if "key_value" not in name}),
     "gpt2": lambda: GPT2Config(vocab_size=13, n_embd=8, n_layer=2, n_head=2, n_positions=256, initializer_range=0.5),
 }
 NUM_ACTIONS = 5
@@ -198,6 +207,9 @@ def test_a_model_set_to_packed_rows_computes_ordinary_calls_to_the_bit():
     again = model.generate(sequences[:, :4], attention_mask=mask[:, :4], max_new_tokens=3, do_sample=False)
     assert torch.equal(again, written)
     assert PACKED_ATTENTION not in str(model.config.to_diff_dict())  # it is not saved
+    twin = AutoModelForCausalLM.from_config(model.config).double().eval()  # and a config that has it is as good as any
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin(sequences, attention_mask=mask).logits, before)
 
 
 def test_rows_without_tokens_and_batches_without_any():
@@ -236,11 +248,10 @@ def test_models_that_we_do_not_know_are_padded_and_it_is_said_once(caplog, monke
             Critic(model)(sequences, mask)
     expected, _ = score_padded(model, sequences, mask, Scoring(NUM_ACTIONS))
     assert torch.equal(logprobs, expected)
+    reason = f"is not one of the known decoders ({', '.join(PACKED_MODEL_TYPES)})"
     assert [record.getMessage() for record in caplog.records] == [
-        "StableLmForCausalLM is called with padding: StableLmForCausalLM is not one of the known decoders "
-        "(llama, mistral, qwen2, qwen3, gpt2)",
-        "StableLmModel is called with padding: StableLmModel is not one of the known decoders "
-        "(llama, mistral, qwen2, qwen3, gpt2)",
+        f"StableLmForCausalLM is called with padding: StableLmForCausalLM {reason}",
+        f"StableLmModel is called with padding: StableLmModel {reason}",
     ]
 
 
