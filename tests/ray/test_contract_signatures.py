@@ -113,6 +113,7 @@ def test_methods_run_in_the_groups_of_the_contract():
         "workingloop": "compute",
         "update_experience_maker": "model_io",
         "records_since": "experience_io",
+        "spans_since": "experience_io",
     }
     assert PPO.method_meta.concurrency_group_for_methods == {
         "fit": "compute",

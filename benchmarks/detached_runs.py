@@ -1,0 +1,201 @@
+"""What benchmarks of whole detached runs share: a random model of any size, a run of it, and its times from spans."""
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from coati.config import RunConfig, build_config
+from coati.monitor import JsonlTracker
+from coati.monitor.report.folder import read_run
+from coati.monitor.report.time_use import pieces_of
+from coati.monitor.run_log import RunLog
+from coati.monitor.timeline import WORK, Span
+
+SPIN = """
+import sys, time
+end, count = time.monotonic() + float(sys.argv[1]), 0
+while time.monotonic() < end:
+    count += 1
+print(count)
+"""
+
+
+def machine_gain(processes: int, *, seconds: float = 1.0, repeats: int = 3) -> float:
+    """How much more so many busy processes get done than one, now: as many as there are free cores, at most."""
+
+    def rounds(count: int) -> int:
+        spinning = [
+            subprocess.Popen([sys.executable, "-c", SPIN, str(seconds)], stdout=subprocess.PIPE, text=True)
+            for _ in range(count)
+        ]
+        return sum(int(process.communicate()[0]) for process in spinning)
+
+    return statistics.median(rounds(processes) / rounds(1) for _ in range(repeats))
+
+
+def reward(completions: list[str], **_: object) -> list[float]:
+    """Something to learn that costs nothing to compute."""
+    return [float(len(text) % 7) for text in completions]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and what is done with it. Responses always have `new_tokens` tokens."""
+
+    hidden: int = 64
+    layers: int = 2
+    inner: int = 0
+    """Width of the feed-forward layers; 0: twice `hidden`."""
+    kv_heads: int = 0
+    """0: as many as there are heads."""
+    vocabulary: int = 0
+    """0: as many words as the tokenizer has. Otherwise input and output share their embeddings, as in small models."""
+    prompt_tokens: int = 8
+    new_tokens: int = 16
+    batch: int = 64
+    """Samples of a training step; the makers of a run share them."""
+    micro_batch: int = 0
+    """Samples of one pass of the learner; 0: all of them."""
+    steps: int = 24
+    device: str = "cpu"
+    dtype: str = "float32"
+    seed: int = 0
+
+    def save_model(self, folder: Path) -> Path:
+        """Random weights and the demo's tokenizer, as a folder that transformers loads."""
+        import torch
+        from transformers import LlamaForCausalLM
+
+        from coati.demo.pretrain import build_model_config
+        from coati.demo.tokenizer import build_tokenizer
+
+        path = folder / f"model-{self.hidden}-{self.layers}-{self.inner}-{self.kv_heads}-{self.vocabulary}"
+        if not path.exists():
+            torch.manual_seed(self.seed)
+            tokenizer = build_tokenizer()
+            heads = max(4, self.hidden // 64)
+            config = build_model_config(tokenizer, hidden_size=self.hidden, num_layers=self.layers, num_heads=heads)
+            config.max_position_embeddings = 4096
+            config.intermediate_size = self.inner or config.intermediate_size
+            config.num_key_value_heads = self.kv_heads or config.num_key_value_heads
+            config.vocab_size = self.vocabulary or config.vocab_size
+            config.tie_word_embeddings = self.vocabulary > 0
+            tokenizer.model_max_length = config.max_position_embeddings
+            LlamaForCausalLM(config).to(getattr(torch, self.dtype)).save_pretrained(path)
+            tokenizer.save_pretrained(path)
+        return path
+
+    def config(self, folder: Path, *, makers: int, staleness: int) -> RunConfig:
+        """Settings of one run; the demo's learning rates would do, but nothing is to be learnt here."""
+        prompts = folder / "prompts.jsonl"
+        text = " ".join(["the film"] * max(1, self.prompt_tokens // 2))
+        prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for _ in range(self.batch)))
+        on_gpu = self.device == "cuda"
+        return build_config(
+            {
+                "run": {"name": "bench", "seed": self.seed, "output": str(folder / "out")},
+                "model": {"path": str(self.save_model(folder)), "device": self.device, "dtype": self.dtype},
+                "prompts": {"path": str(prompts)},
+                "reward": {"function": "detached_runs:reward", "search_paths": [str(Path(__file__).parent)]},
+                "rollout": {
+                    "prompts_per_batch": self.batch // makers,
+                    "max_new_tokens": self.new_tokens,
+                    "generate": {"eos_token_id": [], "pad_token_id": 0},
+                },
+                "train": {
+                    "total_steps": self.steps,
+                    "batch_size": self.batch,
+                    "micro_batch_size": self.micro_batch,
+                },
+                "topology": {
+                    "makers": makers,
+                    "max_staleness": staleness,
+                    "buffer_limit": 4,
+                    "threads_per_actor": 0 if on_gpu else 1,
+                    "gpus_per_maker": 0.5 / makers if on_gpu else 0.0,
+                    "gpus_per_trainer": 0.5 if on_gpu else 0.0,
+                },
+                "logging": {"tensorboard": False, "samples_every_versions": 0},
+            }
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The steady part of a run: between the ends of two training steps, the first of them after the warm-up."""
+
+    seconds: float
+    steps: int
+    samples: int
+    makers: int
+    spent: dict[str, dict[str, float]]
+    """Seconds of each activity in that part, by actor."""
+    medians: dict[str, float]
+    """Median seconds of one span of each activity, over all actors."""
+
+    @property
+    def seconds_per_step(self) -> float:
+        return self.seconds / self.steps
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds
+
+    @property
+    def cost(self) -> float:
+        """Seconds of actors for a thousand samples."""
+        return (self.makers + 1) * self.seconds / self.samples * 1000
+
+    def work_per_step(self, actor: str) -> float:
+        """Seconds in which an actor did something, for each step."""
+        return sum(s for what, s in self.spent[actor].items() if not what.startswith("wait_")) / self.steps
+
+
+def run(workload: Workload, folder: Path, *, makers: int = 1, staleness: int = 1, warmup: int = 4) -> Measured:
+    """Train once, on a private Ray, and read the times off the spans."""
+    from coati.cli.run import quiet_libraries
+    from coati.ray.launcher import DetachedRun
+
+    quiet_libraries(verbose=False)
+    here = folder / f"run-{makers}-{staleness}-{len(list(folder.iterdir()))}"
+    here.mkdir()
+    log = RunLog(
+        JsonlTracker(here / "metrics.jsonl"),
+        samples_path=here / "samples.jsonl",
+        total_steps=workload.steps,
+        spans_path=here / "spans.jsonl",
+        max_spans=1_000_000,
+    )
+    DetachedRun(workload.config(folder, makers=makers, staleness=staleness), log).run(str(here / "model"))
+    log.close()
+    by_actor: dict[str, list[Span]] = {}
+    for actor, span in read_run(here).spans:
+        by_actor.setdefault(actor, []).append(span)
+    return measure(by_actor, batch=workload.batch, warmup=warmup)
+
+
+def measure(by_actor: dict[str, list[Span]], *, batch: int, warmup: int) -> Measured:
+    """Cut the warm-up off and add up."""
+    steps = sorted(span.end for span in by_actor["trainer-0"] if span.what == "train")
+    start, end = steps[warmup - 1], steps[-1]
+    spent: dict[str, dict[str, float]] = {}
+    lengths: dict[str, list[float]] = {}
+    for actor, spans in by_actor.items():
+        spent[actor] = {}
+        for piece in pieces_of((span for span in spans if span.lane == WORK), start, end):
+            spent[actor][piece.what] = spent[actor].get(piece.what, 0.0) + piece.end - piece.start
+        for span in spans:
+            if span.start >= start and span.end <= end:
+                lengths.setdefault(span.what, []).append(span.end - span.start)
+    num_steps = len(steps) - warmup
+    return Measured(
+        seconds=end - start,
+        steps=num_steps,
+        samples=num_steps * batch,
+        makers=sum(actor.startswith("maker") for actor in by_actor),
+        spent=spent,
+        medians={what: statistics.median(values) for what, values in lengths.items()},
+    )
