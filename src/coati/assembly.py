@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from coati.algorithms import algorithm_of
 from coati.config import RunConfig
 from coati.deadlines import Deadlines
 from coati.errors import ConfigError
@@ -218,9 +219,12 @@ def ppo_settings(config: RunConfig) -> PPOSettings:
 
 
 def correction_settings(config: RunConfig) -> CorrectionSettings:
-    """What the learner does about old data; on-policy runs need no correction."""
+    """What the learner does about old data; on-policy runs need no correction.
+
+    But where the ratio is that of whole responses, its clip is so narrow that the engine's rounding would reach it.
+    """
     algorithm = config.algorithm
-    is_off_policy = config.topology.max_staleness != 0
+    is_off_policy = config.topology.max_staleness != 0 or algorithm_of(algorithm.name).ratio == "sequence"
     automatic: Literal["none", "decoupled"] = "decoupled" if is_off_policy else "none"
     return CorrectionSettings(
         policy=automatic if algorithm.correction == "auto" else algorithm.correction,

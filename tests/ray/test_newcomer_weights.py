@@ -138,7 +138,7 @@ def test_a_newcomer_that_is_late_is_left_out_and_what_it_was_lent_is_not_written
     channel = impatient_channel
     channel.new.take = answers.never
     events = []
-    lender = SimpleNamespace(lend_to=events.append, retire=lambda: events.append("retired"))
+    lender = SimpleNamespace(lend_to=events.append, retire=lambda: events.append("retired"), is_one_check_enough=True)
     channel.send(snapshots=lender)
     assert events == [["old"], "retired"]
     assert "did not take a weight update within 0.2 s" in channel.channel.faults["new"]
@@ -146,6 +146,22 @@ def test_a_newcomer_that_is_late_is_left_out_and_what_it_was_lent_is_not_written
     assert events[2:] == [["old"]]
     assert (channel.old.versions, channel.new.versions) == ([1, 2, 3], [2])
     assert not channel.channel.has_newcomers, "nobody waits for a full update"
+
+
+def test_a_newcomer_that_was_late_gets_weights_again_as_soon_as_it_has_work(impatient_channel, answers):
+    """It has to finish what it was dealt, and may need the next version for that."""
+    channel = impatient_channel
+    channel.channel.change_makers(["old", "new"], newcomers=["new"])
+    channel.send()
+    channel.new.take = answers.never
+    channel.send()
+    channel.new.take = lambda: None
+    channel.send()
+    assert (channel.new.versions, channel.channel.faults.keys()) == ([2, 3], {"new"})
+    channel.channel.change_makers(["old", "new"])
+    assert channel.channel.faults.keys() == {"new"}, "whoever dealt it in can still see it"
+    channel.send()
+    assert (channel.new.versions, channel.channel.faults) == ([2, 3, 5], {})
 
 
 def test_a_maker_that_is_late_is_still_an_error(impatient_channel, answers):

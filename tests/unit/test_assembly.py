@@ -167,6 +167,7 @@ def test_mixed_precision_trains_in_float32_and_makes_in_bfloat16(model_folder):
     [
         ({}, 0, CorrectionSettings()),
         ({}, -1, CorrectionSettings(policy="decoupled")),
+        ({"name": "gspo"}, 0, CorrectionSettings(policy="decoupled", kl_coef=0.0)),
         ({"correction": "none"}, 4, CorrectionSettings()),
         ({"correction": "decoupled", "kl_coef": 0.3, "lam": 0.9, "gamma": 0.8}, 0,
          CorrectionSettings(policy="decoupled", kl_coef=0.3, lam=0.9, gamma=0.8)),
@@ -175,7 +176,9 @@ def test_mixed_precision_trains_in_float32_and_makes_in_bfloat16(model_folder):
     ],
 )  # fmt: skip
 def test_old_data_is_corrected_for_as_the_settings_say(algorithm, max_staleness, expected):
-    config = config_of(algorithm=algorithm, topology={"max_staleness": max_staleness})
+    config = config_of(
+        algorithm=algorithm, rollout={"samples_per_prompt": 4}, topology={"max_staleness": max_staleness}
+    )
     assert assembly.correction_settings(config) == expected
 
 

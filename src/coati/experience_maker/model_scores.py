@@ -4,6 +4,7 @@ The actor's own log-probs come from the rollout engine, which drew the tokens by
 computed again, to see how far the two are apart.
 """
 
+import logging
 from typing import NamedTuple
 
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from coati.errors import DataError
 from coati.models import action_logprobs
 from coati.models.actor import packed_scoring_problem
-from coati.models.packing import row_parts, row_tokens
+from coati.models.packing import SCORED_TOKENS, row_parts, row_tokens
 from coati.rollout import Rollout
 
-SCORED_TOKENS = 32768
-"""Tokens that are scored in one pass: enough to keep a large GPU busy, and a bound on what it has to hold."""
+logger = logging.getLogger(__name__)
+
+# Mean gap between engine and learner beyond which something is wrong, and not only rounded.
+_EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
 
 
 class ModelScores(NamedTuple):
@@ -72,6 +75,34 @@ def logprob_gap(actor: nn.Module, rollout: Rollout, temperatures: Tensor, *, num
     if not len(gaps):
         return LogprobGap(0.0, 0.0, 0)
     return LogprobGap(float(gaps.mean()), float(gaps.max()), len(gaps))
+
+
+class GapWatch:
+    """Computes a few rows of each batch once more, and says so once if the engine is further off than by rounding."""
+
+    num_rows = 2
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def look(self, actor: nn.Module, rollout: Rollout, temperatures: Tensor, *, version: int) -> LogprobGap | None:
+        """The gap; None where older weights wrote some of the tokens in flight, which no single pass can say again."""
+        written_by = rollout.token_versions[: self.num_rows][rollout.action_mask[: self.num_rows]]
+        if bool((written_by != version).any()):
+            return None
+        gap = logprob_gap(actor, rollout, temperatures, num_rows=self.num_rows)
+        dtype = next((parameter.dtype for parameter in actor.parameters()), torch.float32)
+        limit = _EXACT_GAP if dtype in (torch.float32, torch.float64) else _ROUNDED_GAP
+        if not gap.mean <= limit and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the engine's log-probs are %.3g from the learner's on average, more than %s arithmetic explains "
+                '(%g): the data is more off-policy than its age says. Try rollout.engine = "reference".',
+                gap.mean,
+                str(dtype).removeprefix("torch."),
+                limit,
+            )
+        return gap
 
 
 def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int) -> Tensor:

@@ -14,9 +14,9 @@ from coati.algos import has_signal, kl_estimate
 from coati.errors import ConfigError, DataError, RewardError
 from coati.experience_maker.advantage_estimates import estimate_advantages
 from coati.experience_maker.base import Experience, ExperienceMaker
-from coati.experience_maker.model_scores import LogprobGap, action_values, logprob_gap, score_with_models
+from coati.experience_maker.model_scores import GapWatch, LogprobGap, action_values, score_with_models
 from coati.experience_maker.prompt_rows import PromptRows, check_groups
-from coati.models import RewardModel
+from coati.models import RewardModel, action_logprobs
 from coati.models.actor import unwrap
 from coati.models.critic import as_critic
 from coati.models.positions import context_length_of
@@ -32,8 +32,6 @@ DROPPED_PROMPT_TOO_LONG = "prompt_too_long"
 DROPPED_REWARD_NOT_FINITE = "reward_not_finite"
 DROPPED_GROUP_INCOMPLETE = "group_incomplete"
 DROPPED_NO_SIGNAL = "no_signal"
-# Rows of each batch whose log-probs are computed once more, to watch the engine.
-_PROBED_ROWS = 2
 _NO_LIMIT = 1 << 62
 
 
@@ -93,6 +91,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.commit_point: Callable[[], int] | None = None
         self.timeline = Timeline()  # exchanged by whoever keeps one for the whole actor
         self.last_logprob_gap: LogprobGap | None = None  # of the last batch
+        self._gap_watch = GapWatch()
         self.dropped: Counter[str] = Counter()
         self._next_anonymous_id = 0
         for model in (actor, critic, reward_model, initial_model):
@@ -123,7 +122,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             rollout = self._generate(prompts, options)
         temperatures = torch.full_like(prompts.sample_ids, options.sampling_temperature, dtype=torch.float32)
         with self.timeline.span("score"):
-            experience = self._without_bad_rewards(self._score(prompts, rollout, temperatures))
+            experience = self._without_bad_rewards(self._score(prompts, rollout, temperatures, options))
         if self.algorithm.dynamic_sampling:
             experience = self._without_equal_scores(experience)
         experience.advantages = estimate_advantages(
@@ -256,22 +255,18 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.policy_version = self.commit_point()
         return self.policy_version
 
-    def _score(self, prompts: PromptRows, rollout: Rollout, temperatures: Tensor) -> Experience:
+    def _score(
+        self, prompts: PromptRows, rollout: Rollout, temperatures: Tensor, options: GenerateOptions
+    ) -> Experience:
         """All the forward passes, and the arithmetic on top."""
         sequences, attention_mask, action_mask = (
             rollout.sequences,
             rollout.attention_mask,
             rollout.action_mask,
         )
-        # The engine drew the tokens by these, so they are the behaviour policy's, whatever a second pass would say.
-        logprobs = rollout.rollout_log_probs.masked_fill(~action_mask, 0.0)
+        logprobs = self._policy_logprobs(rollout, temperatures, options).masked_fill(~action_mask, 0.0)
         reference_logprobs, values = score_with_models(
             self.initial_model, self.critic, sequences, attention_mask, action_mask, temperatures
-        )
-        # Weights that changed in flight wrote some tokens, and no single pass can say them again.
-        is_repeatable = self.commit_point is None
-        self.last_logprob_gap = (
-            logprob_gap(self.actor, rollout, temperatures, num_rows=_PROBED_ROWS) if is_repeatable else None
         )
         scores = self._rewards(sequences, attention_mask, action_mask, prompts.columns)
         kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.kl_estimator)
@@ -293,6 +288,19 @@ class NaiveExperienceMaker(ExperienceMaker):
                 reference_logprobs.masked_fill(~action_mask, 0.0) if self.algorithm.kl_in == "loss" else None
             ),
         )
+
+    def _policy_logprobs(self, rollout: Rollout, temperatures: Tensor, options: GenerateOptions) -> Tensor:
+        """log-probs of the policy that wrote the responses, [B, A].
+
+        The engine drew the tokens by its own, so they are the ones, whatever a second pass would say; unless options
+        of `generate` (penalties, forced tokens) had a part in them, which the policy has not.
+        """
+        is_in_flight = self.commit_point is not None
+        if options.extra and not is_in_flight:
+            forward = (rollout.sequences, rollout.attention_mask, rollout.action_mask.shape[1])
+            return action_logprobs(self.actor, *forward, temperatures=temperatures)[0]
+        self.last_logprob_gap = self._gap_watch.look(self.actor, rollout, temperatures, version=self.policy_version)
+        return rollout.rollout_log_probs
 
     def _rewards(
         self,

@@ -103,8 +103,8 @@ def action_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """log-probs (and entropies) of the last `num_actions` tokens, [B, A], by the code that everyone shares.
 
-    Maker and learner both call this, so they agree on the same weights to the last bit. Real tokens only are computed,
-    and logits of a few at a time, where we know the model well enough. Padding gets 0.
+    The learner's policy and everybody's reference go through this. Real tokens only are computed, and logits of a few
+    at a time, where we know the model well enough. Padding gets 0.
     """
     if num_actions == 0:
         empty = torch.zeros(sequences.shape[0], 0, device=sequences.device)

@@ -24,6 +24,9 @@ from coati.models.packed_attention import PACKED_ATTENTION, check_flash_once
 
 logger = logging.getLogger(__name__)
 
+SCORED_TOKENS = 32768
+"""Tokens that are scored in one pass: enough to keep a large GPU busy, and a bound on what it has to hold."""
+
 # Decoders whose layers hand on what they do not know to their attention, and whose body ends in what the head reads:
 # no scaling, no soft cap. Each is held against its padded self in the tests.
 PACKED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "olmo2", "gpt2", "gpt_neox")

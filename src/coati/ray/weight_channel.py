@@ -38,6 +38,7 @@ class WeightChannel:
         self._peers = NamedPeers(maker_names, role="maker", deadlines=deadlines)
         self._deadlines = deadlines
         self._lost: set[str] = set()
+        self._late: set[str] = set()  # newcomers that are sent nothing while they are newcomers
         self._unsynced: set[str] = set()  # joined, and had no full update yet
         self._on_trial: set[str] = set()  # joined, and have no work yet
         self._faults: dict[str, str] = {}
@@ -45,7 +46,7 @@ class WeightChannel:
     @property
     def has_newcomers(self) -> bool:
         """Whether makers have joined that had no full update yet: the next one must be full."""
-        return bool(self._unsynced - self._lost)
+        return bool(self._unsynced - self._lost - self._late)
 
     @property
     def faults(self) -> dict[str, str]:
@@ -62,6 +63,7 @@ class WeightChannel:
         self._unsynced = {name for name in names if name in self._unsynced or name not in self._peers.names}
         self._on_trial = names.intersection(newcomers)
         self._lost &= names
+        self._late &= self._on_trial  # whoever has work needs weights to end it, late or not
         self._faults = {name: reason for name, reason in self._faults.items() if name in names}
         self._peers = self._peers.changed_to(maker_names)
 
@@ -90,7 +92,8 @@ class WeightChannel:
             what = "did not say in time whether it can open the trainer's memory"
             if not is_newcomer:
                 raise DeadlineExceeded(f"maker {name} {what}.") from None
-            self._give_up(name, f"it {what} ({seconds:g} s)")
+            self._late.add(name)
+            self._faults[name] = f"it {what} ({seconds:g} s)"
             return None
         except (RayTaskError, RayActorError) as error:
             if is_newcomer and isinstance(error, RayActorError):
@@ -161,7 +164,7 @@ class WeightChannel:
         """Handles of the makers to talk to: of newcomers those that are there, of the others all, or ActorNotFound."""
         found = {}
         for name in self._peers.names:
-            if name in self._lost:
+            if name in self._lost or name in self._late:
                 continue
             if name not in self._newcomers:
                 found[name] = self._peers.handle(name)
@@ -171,28 +174,21 @@ class WeightChannel:
                 self._faults[name] = "no actor has this name"
         return found
 
-    def _give_up(self, name: str, reason: str) -> None:
-        """Send this maker nothing more."""
-        self._lost.add(name)
-        if name in self._newcomers:
-            self._faults[name] = reason
-
     def _judge(self, header: UpdateHeader, attempt: "_Attempt") -> None:
+        newcomers = self._newcomers
+        self._lost |= attempt.dead.keys()
+        self._late |= attempt.late.keys()
         for name, reason in attempt.dead.items():
-            self._give_up(name, reason)
             logger.error("maker %s is gone and gets no more weights: %s", name, reason)
-        for name, reason in attempt.late.items():
-            self._give_up(name, reason)
-            logger.error("newcomer %s is late with version %d and gets no more weights", name, header.version)
-        missed = {name: reason for name, reason in attempt.rejected.items() if name in self._newcomers}
-        for name, reason in {**attempt.unreachable, **missed}.items():
+        missed = {name: reason for name, reason in attempt.rejected.items() if name in newcomers}
+        for name, reason in {**attempt.unreachable, **attempt.late, **missed}.items():
             logger.error("maker %s missed the weights of version %d: %s", name, header.version, reason)
-            if name in self._newcomers:
-                self._faults[name] = reason
+        failed = {**attempt.dead, **attempt.unreachable, **attempt.late, **missed}
+        self._faults |= {name: reason for name, reason in failed.items() if name in newcomers}
         rejected = [f"maker {name}: {why}" for name, why in attempt.rejected.items() if name not in missed]
         if rejected:
             raise WeightUpdateError(f"weights of version {header.version} were rejected. {'; '.join(rejected)}")
-        has_counted_on_some = any(name not in self._newcomers for name in self._peers.names)
+        has_counted_on_some = any(name not in newcomers for name in self._peers.names)
         if has_counted_on_some and self._lost.issuperset(self._peers.names):
             raise PeerDied(f"every maker ({', '.join(self._peers.names)}) is gone; nobody takes the weights.")
 
@@ -243,10 +239,9 @@ class _Attempt:
         self._targets = targets
         self._newcomers = newcomers
         self._newcomer_seconds = seconds * NEWCOMER_TIME_SHARE
-        started = time.monotonic()
-        self._deadline = started + seconds
-        self._newcomer_deadline = started + self._newcomer_seconds
+        self._deadline = time.monotonic() + seconds
         self._in_flight: dict[Any, str] = {}
+        self._since: dict[str, float] = {}  # of makers with open calls: when they were last free, or answered
         self.rejected: dict[str, str] = {}
         self.dead: dict[str, str] = {}
         self.unreachable: dict[str, str] = {}
@@ -265,23 +260,35 @@ class _Attempt:
 
     def call_one(self, name: str, **arguments: Any) -> None:
         """Call one maker."""
+        if name not in self._in_flight.values():
+            self._since[name] = time.monotonic()
         self._in_flight[self._targets[name].update_experience_maker.remote(**arguments)] = name
 
     def wait(self, *, until_in_flight: int) -> None:
         """Wait for answers until at most so many calls are open; late newcomers are not waited for any longer."""
         while len(self._in_flight) > until_in_flight:
-            has_newcomers = any(name in self._newcomers for name in self._in_flight.values())
-            remaining = (self._newcomer_deadline if has_newcomers else self._deadline) - time.monotonic()
+            now, open_calls = time.monotonic(), set(self._in_flight.values())
+            # A newcomer's time counts from its own last answer: an update may be long for reasons that are not its.
+            ends = [self._since[name] + self._newcomer_seconds for name in open_calls if name in self._newcomers]
+            remaining = min([self._deadline, *ends]) - now
             wanted = len(self._in_flight) - until_in_flight
             done, _ = ray.wait(list(self._in_flight), num_returns=wanted, timeout=max(0.0, remaining))
             for answer in done:
-                self._note(self._in_flight.pop(answer), answer)
+                name = self._in_flight.pop(answer)
+                self._since[name] = time.monotonic()
+                self._note(name, answer)
             if not done:
-                self._note_late()
+                self._note_late(time.monotonic())
 
-    def _note_late(self) -> None:
+    def _note_late(self, now: float) -> None:
         late = sorted(set(self._in_flight.values()))
-        newcomers = [name for name in late if name in self._newcomers]
+        newcomers = [
+            name
+            for name in late
+            if name in self._newcomers and now >= min(self._deadline, self._since[name] + self._newcomer_seconds)
+        ]
+        if not newcomers and now < self._deadline:
+            return
         if not newcomers:
             raise DeadlineExceeded(f"makers {', '.join(late)} did not take a weight update in time.")
         reason = (

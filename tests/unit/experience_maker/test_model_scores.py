@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from coati.experience_maker.model_scores import logprob_gap, score_with_models
+from coati.experience_maker.model_scores import GapWatch, logprob_gap, score_with_models
 from coati.models import Actor, Critic, action_logprobs
 from coati.rollout import Rollout
 
@@ -60,3 +60,26 @@ def test_the_gap_is_that_of_the_first_rows_and_of_response_tokens_only(llama):
     assert gap.largest == pytest.approx(0.5, abs=1e-6)
     nothing = dataclasses.replace(rollout, action_mask=torch.zeros_like(action_mask))
     assert logprob_gap(actor, nothing, temperatures, num_rows=2) == (0.0, 0.0, 0)
+
+
+def test_an_engine_that_is_further_off_than_rounding_is_named_once(llama, caplog):
+    actor = llama()
+    sequences = torch.randint(3, 11, (3, 5), generator=torch.Generator().manual_seed(0))
+    exact, _ = action_logprobs(actor, sequences, None, 3)
+    rollout = Rollout(
+        sequences=sequences,
+        attention_mask=torch.ones_like(sequences),
+        action_mask=torch.ones(3, 3, dtype=torch.bool),
+        rollout_log_probs=exact.detach(),
+        is_cut=torch.ones(3, dtype=torch.bool),
+        token_versions=torch.full((3, 3), 7),
+    )
+    watch, ones = GapWatch(), torch.ones(3)
+    assert watch.look(actor, rollout, ones, version=7).largest < 1e-5
+    assert not caplog.records
+    wrong = dataclasses.replace(rollout, rollout_log_probs=exact.detach() - 0.01)
+    for _ in range(2):
+        assert watch.look(actor, wrong, ones, version=7).mean == pytest.approx(0.01, abs=1e-5)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "the engine's log-probs are 0.01 from the learner's on average" in caplog.text
+    assert watch.look(actor, wrong, ones, version=8) is None, "older weights wrote them"

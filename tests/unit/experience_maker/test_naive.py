@@ -181,6 +181,21 @@ def test_kl_is_zero_while_the_actor_is_the_initial_model(make_maker, llama):
     assert make_experience(make_maker(actor=actor)).kl.abs().max() > 0.01
 
 
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.5}, {"min_new_tokens": 5}], ids=str)
+def test_options_that_bend_what_is_sampled_do_not_bend_the_policys_log_probs(make_maker, llama, options):
+    maker = make_maker(actor=llama(seed=1), initial_model=llama(seed=1))
+    experience = make_experience(maker, **options)
+    assert experience.kl.abs().max() < 1e-5
+    assert (experience.rollout_log_probs - experience.action_log_probs)[experience.action_mask].abs().max() > 1e-3
+
+
+def test_the_engine_is_watched_and_found_exact(make_maker):
+    maker = make_maker(engine="native")
+    experience = make_experience(maker)
+    assert maker.last_logprob_gap.num_tokens == int(experience.action_mask[:2].sum())
+    assert maker.last_logprob_gap.largest < 1e-5
+
+
 def test_models_are_switched_to_evaluation_mode(make_maker, gpt2):
     actor = gpt2(resid_pdrop=0.5, embd_pdrop=0.5).train()
     maker = make_maker(actor=actor, initial_model=gpt2(resid_pdrop=0.5, embd_pdrop=0.5).train())

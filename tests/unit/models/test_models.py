@@ -231,6 +231,23 @@ def test_a_reward_is_read_at_the_last_real_token(llama):
     assert_close(reward_model(ids, mask), torch.stack([values[0, 3], values[1, 1]]))
 
 
+def test_rewards_of_a_large_batch_are_computed_a_part_at_a_time(llama, monkeypatch):
+    reward_model = randomise_head(RewardModel(llama()))
+    ids, mask = IDS.repeat(3, 1), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).repeat(3, 1)
+    whole = reward_model(ids, mask).detach()
+    calls = []
+    reward_model.body.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    monkeypatch.setattr("coati.models.reward_model.SCORED_TOKENS", 6)
+    with torch.no_grad():
+        assert_close(reward_model(ids, mask), whole)
+    assert calls == [6, 6, 6]
+    calls.clear()
+    assert reward_model(ids, mask).requires_grad
+    assert calls == [18]
+
+
 @pytest.mark.parametrize("kind", [Critic, RewardModel])
 def test_two_labels_are_refused(kind, llama_config, tmp_path):
     model = LlamaForSequenceClassification(llama_config(num_labels=2))

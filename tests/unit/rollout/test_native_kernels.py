@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 pytest.importorskip("triton")
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.skipif(
     reason="needs a CUDA device, or TRITON_INTERPRET=1",
 )
 
-from coati.rollout.native import kernels  # noqa: E402
+from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest  # noqa: E402
+from coati.rollout.native import NativeEngine, decoder, kernels  # noqa: E402
 from coati.rollout.native.operations import (  # noqa: E402
     Geometry,
     TorchOperations,
@@ -58,9 +60,10 @@ def test_add_norm(width, has_delta, dtype):
         torch.testing.assert_close(one, other, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_gated(dtype):
-    both = random(3, 2 * 1500, dtype=dtype)
-    expected = torch.nn.functional.silu(both[:, :1500]) * both[:, 1500:]
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 4)])
+def test_gated(shape, dtype):
+    both = random(*shape, 2 * 1500, dtype=dtype)
+    expected = torch.nn.functional.silu(both[..., :1500]) * both[..., 1500:]
     torch.testing.assert_close(kernels.gated(both), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -114,9 +117,36 @@ def test_nan_stays_nan_and_names_a_token_that_exists():
 def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
     geometry = Geometry(head_dim=16, num_kv_heads=2, group=3, scale=0.25)
     assert why_no_kernels(torch.device(DEVICE), torch.float32, geometry) == ""
-    monkeypatch.setattr(kernels, "gated", lambda both: both[:, :48])
+    monkeypatch.setattr(kernels, "gated", lambda both: both[..., :48])
     why_no_kernels.cache_clear()
     assert why_no_kernels(torch.device(DEVICE), torch.float32, geometry) == (
         "they compute something else than torch does (gated)"
     )
     why_no_kernels.cache_clear()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("num_prompts", [1, 3, 4])  # of 4 tokens: as many prompts as tokens, and more or fewer
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_the_engine_writes_what_the_reference_writes(family, num_prompts, do_sample, monkeypatch):
+    shape = {
+        "vocab_size": 29, "hidden_size": 48, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3,
+        "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.4, "head_dim": 16,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(**shape) if family == "qwen2" else transformers.Qwen3Config(**shape)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().to(DEVICE)
+    ids = torch.randint(3, 29, (num_prompts, 4), generator=torch.Generator().manual_seed(1))
+    ids = ids.repeat_interleave(2, dim=0).to(DEVICE)  # two samples of each
+    request = RolloutRequest(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        sample_ids=torch.arange(len(ids)),
+        seed=0,
+        options=GenerateOptions.parse(eos_token_id=[2], pad_token_id=0, do_sample=do_sample),
+        max_new_tokens=6,
+    )
+    monkeypatch.setattr(decoder, "operations_for", lambda _, geometry: TritonOperations(geometry))
+    ours, theirs = NativeEngine(model).generate(request), ReferenceEngine(model).generate(request)
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    torch.testing.assert_close(ours.rollout_log_probs, theirs.rollout_log_probs, atol=1e-4, rtol=1e-4)

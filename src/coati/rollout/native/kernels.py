@@ -68,10 +68,11 @@ def _gated_kernel(both, out, width, BLOCK: tl.constexpr):
 
 
 def gated(both: Tensor) -> Tensor:
-    """`silu(gate) * up` of [n, gate and up]."""
+    """`silu(gate) * up` of [..., gate and up]."""
     width = both.shape[-1] // 2
-    out = both.new_empty(len(both), width)
-    _gated_kernel[(len(both), triton.cdiv(width, 1024))](both, out, width, BLOCK=1024)
+    rows = both.reshape(-1, 2 * width)
+    out = both.new_empty(*both.shape[:-1], width)
+    _gated_kernel[(len(rows), triton.cdiv(width, 1024))](rows, out, width, BLOCK=1024)
     return out
 
 

@@ -17,6 +17,9 @@ from coati.rollout.sampling import inverse_cdf
 
 logger = logging.getLogger(__name__)
 
+# How far kernels may be from torch in their trial: numbers are around 1, some of them sums of a few roundings.
+_KERNEL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
@@ -40,7 +43,7 @@ class TorchOperations:
         return hidden, rms_norm(norm, hidden)
 
     def gated(self, both: Tensor, activation: nn.Module) -> Tensor:
-        """`activation(gate) * up` of [n, gate and up]."""
+        """`activation(gate) * up` of [..., gate and up]."""
         gate, up = both.chunk(2, dim=-1)
         result: Tensor = activation(gate) * up
         return result
@@ -154,13 +157,14 @@ def why_no_kernels(device: torch.device, dtype: torch.dtype, geometry: Geometry)
     """
     if geometry.head_dim < 16 or geometry.head_dim & (geometry.head_dim - 1):
         return f"heads have {geometry.head_dim} dimensions, and the kernels need a power of two from 16 on"
+    if dtype not in _KERNEL_TOLERANCE:
+        return f"weights are {dtype}, and the kernels add up in float32"
     try:
         kernels, plain = TritonOperations(geometry), TorchOperations(geometry)
         errors = _trial_errors(kernels, plain, device, dtype, geometry)
     except Exception as error:  # not installed, no compiler, a card or driver that it does not know
         return f"{type(error).__name__}: {error}"
-    tolerance = 1e-4 if dtype == torch.float32 else 0.1  # of numbers around 1, some of them sums of a few roundings
-    wrong = [name for name, error in errors.items() if not error <= tolerance]
+    wrong = [name for name, error in errors.items() if not error <= _KERNEL_TOLERANCE[dtype]]
     return f"they compute something else than torch does ({', '.join(wrong)})" if wrong else ""
 
 
@@ -180,7 +184,9 @@ def _trial_errors(
 
     kv_heads, dim = geometry.num_kv_heads, geometry.head_dim
     norm = SimpleNamespace(weight=random(48), variance_epsilon=1e-6)
-    hidden, delta, both = random(3, 48), random(3, 48), random(3, 96)
+    hidden, delta, both = random(3, 48), random(3, 48), random(2, 3, 96)
+    query_norm, key_norm = (SimpleNamespace(weight=random(dim), variance_epsilon=1e-6) for _ in range(2))
+    modules = (SimpleNamespace(), SimpleNamespace(q_norm=query_norm, k_norm=key_norm))  # as Llama's, and as Qwen3's
     projected = random(3, (geometry.group + 2) * kv_heads * dim)
     cache, angles = random(2, 3, kv_heads, 100, dim), (random(100, dim), random(100, dim))
     positions = torch.tensor([0, 7, 99], device=device)
@@ -188,13 +194,14 @@ def _trial_errors(
     results = []
     for run in (kernels, plain):
         keys, values = cache.clone()
-        mixed = run.attention(positions, 100, angles)(projected, nn.Module(), keys, values)
+        attend = run.attention(positions, 100, angles)
+        mixed = [attend(projected, module, keys, values).flatten() for module in modules]
         drawn = run.draw(logits, uniforms, 1.0)
         results.append(
             {
                 "add_norm": torch.cat(run.add_norm(hidden, delta, norm)),
                 "gated": run.gated(both, nn.SiLU()),
-                "attention": torch.cat([mixed.flatten(), keys.flatten(), values.flatten()]),
+                "attention": torch.cat([*mixed, keys.flatten(), values.flatten()]),
                 "draw": torch.cat([part.double() for part in drawn]),
             }
         )
