@@ -7,7 +7,7 @@ needs, by `make_experience_batch`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ _MASKS = ("attention_mask", "action_mask")
 class BufferItem:
     """One sample without padding: the fields of `Experience`, less the batch dimension.
 
-    Pickles as numpy arrays, which Ray moves far faster than many small torch tensors.
+    Pickles as numpy arrays, which Ray moves far faster than many small torch tensors; many items at once as an
+    `ItemParcel` faster still.
     """
 
     sequences: Tensor  # [S]
@@ -115,27 +116,30 @@ def _unpack_item(packed: dict[str, Any], delivery_id: tuple[str, int] | None, ro
     return BufferItem(**fields, delivery_id=delivery_id, round_index=round_index)
 
 
-def split_experience_batch(experience: Experience) -> list[BufferItem]:
-    """One item for each sample, without the prompt's left padding and the response's right padding."""
+def split_experience_batch(experience: Experience, *, share_memory: bool = False) -> list[BufferItem]:
+    """One item for each sample, without the prompt's left padding and the response's right padding.
+
+    Each item has memory of its own. With `share_memory` all of them look at one copy of the batch, which is quicker and
+    right for items that stay together until they are sent.
+    """
     experience.validate()
     num_prompt_tokens = experience.num_prompt_tokens
     starts = _leading_zeros(experience.attention_mask, num_prompt_tokens, experience.num_samples)
     lengths = _last_true(experience.full_action_mask())
-    items = []
-    for row in range(experience.num_samples):
-        start, end = starts[row], lengths[row]
-        fields: dict[str, Any] = dict.fromkeys(EXPERIENCE_FIELDS)
-        for name, tensor in experience.tensors():
-            if name in PER_SAMPLE_FIELDS:
-                part = tensor[row]
-            elif name in PER_TOKEN_FIELDS:
-                part = tensor[row, start : num_prompt_tokens + end]
-            else:
-                part = tensor[row, :end]
-            # A clone, so that an item does not keep its whole batch alive.
-            fields[name] = part.detach().clone()
-        items.append(BufferItem(**fields))
-    return items
+    fields: dict[str, list[Tensor]] = {}
+    for name, tensor in experience.tensors():
+        rows: Iterable[Tensor] = (tensor.detach().clone() if share_memory else tensor.detach()).unbind(0)
+        if name in PER_TOKEN_FIELDS:
+            rows = (row[start : num_prompt_tokens + end] for row, start, end in zip(rows, starts, lengths, strict=True))
+        elif name not in PER_SAMPLE_FIELDS:
+            rows = (row[:end] for row, end in zip(rows, lengths, strict=True))
+        # Clones, so that an item does not keep its whole batch alive.
+        fields[name] = list(rows) if share_memory else [row.clone() for row in rows]
+    nothing: dict[str, Any] = dict.fromkeys(EXPERIENCE_FIELDS)
+    return [
+        BufferItem(**nothing | {name: parts[row] for name, parts in fields.items()})
+        for row in range(experience.num_samples)
+    ]
 
 
 def make_experience_batch(items: Sequence[BufferItem]) -> Experience:

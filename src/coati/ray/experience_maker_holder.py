@@ -351,7 +351,7 @@ class ExperienceMakerHolder:
         self._records.append(self._pipeline.record(experience, samples_kept=self._samples_kept, prompts=self._prompts))
         dispatch(self._callbacks, "on_send_start")
         with self._timeline.span("send"):
-            self._sender.send(split_experience_batch(experience))
+            self._sender.send(split_experience_batch(experience, share_memory=True))
         dispatch(self._callbacks, "on_send_end")
 
 
