@@ -22,13 +22,13 @@ demo: $(STAMP)
 
 # Two at a time: tests over Ray spend much of their time waiting for processes to start. The ones named here run with
 # the unit and end-to-end tests, so that both halves take about as long.
-RANKS := $(addprefix tests/ray/test_,learner_ranks.py strategies_ranks.py)
+BESIDE := $(addprefix tests/ray/test_,cluster.py learner_ranks.py placement.py strategies_ranks.py)
 
 test: $(STAMP)
 	@mkdir -p build
 	@echo "coati: two halves of the tests run side by side; the output of the second follows that of the first"
-	@$(BIN)/python -m pytest tests/ray tests/gpu $(addprefix --ignore=,$(RANKS)) > build/tests-ray.log 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest tests/unit tests/e2e $(RANKS); first=$$?; \
+	@$(BIN)/python -m pytest tests/ray tests/gpu $(addprefix --ignore=,$(BESIDE)) > build/tests-ray.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest tests/unit tests/e2e $(BESIDE); first=$$?; \
 	wait $$beside; second=$$?; \
 	cat build/tests-ray.log; \
 	[ $$first -eq 0 ] && [ $$second -eq 0 ]

@@ -101,13 +101,15 @@ class BenchMaker:
         return why_not_shared(probe, self._stage.device)
 
     @ray.method(concurrency_group="model_io")
-    def update_experience_maker(self, update=None, chunk=None, chunks=(), manifest=None, **_) -> None:
+    def update_experience_maker(
+        self, update=None, chunk=None, chunks=(), manifest=None, others_check=(), checked=(), **_
+    ) -> None:
         if update is not None:
             self._stage.begin(update.update_id, version=update.version, source=update.source, lender=update.lender)
         for part in (*chunks, *([chunk] if chunk is not None else [])):
-            self._stage.add_chunk(part)
+            self._stage.add_chunk(part, may_trust=part.index in others_check)
         if manifest is not None:
-            self._served.offer(self._stage.finish(manifest))
+            self._served.offer(self._stage.finish(manifest, checked=checked))
 
     @ray.method(concurrency_group="compute")
     def generate(self) -> None:

@@ -210,6 +210,9 @@ def ppo_settings(config: RunConfig) -> PPOSettings:
         total_steps=train.total_steps * train.epochs,
         max_grad_norm=train.max_grad_norm,
         micro_batch_size=train.micro_batch_size,
+        micro_batch_tokens=train.micro_batch_tokens,
+        activation_checkpointing=train.activation_checkpointing,
+        compile=train.compile,
         correction=correction_settings(config),
     )
 

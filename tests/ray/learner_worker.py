@@ -15,7 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic
+from coati.models.actor import packed_scoring_problem
 from coati.models.deferred import DeferredWeights
+from coati.models.value_head import packs
 from coati.trainer.off_policy import CorrectionSettings
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, base
@@ -155,6 +157,7 @@ def train(folder, name, settings=SETTINGS, num_steps=NUM_STEPS):
     strategy.optimizer_step = optimizer_step
     for step in range(num_steps):
         seen["metrics"].append(learner.step(part_of(strategy, step)))
+    seen["is_packed"] = not packed_scoring_problem(learner.actor) and packs(learner.critic)
     seen["state"] = whole_state(learner)
     seen["held"] = held(learner, sum(grad_bytes[-2:]))
     seen["streamed"] = streamed_bytes(learner)

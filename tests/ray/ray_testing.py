@@ -184,6 +184,31 @@ def pass_gate(gate, call, point):
     ray.get(getattr(gate, call).remote(point), timeout=PATIENCE)
 
 
+@ray.remote(num_cpus=0, max_retries=0)
+def failing(error):
+    raise error
+
+
+def resolved(ref):
+    """The reference, when it has its value or error: no deadline of the code under test depends on Ray's own work."""
+    assert ray.wait([ref], timeout=PATIENCE)[0]
+    return ref
+
+
+class Method:
+    """A method of an actor's handle: answers with what `function` returns or raises; a reference it returns is used."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def remote(self, *args, **kwargs):
+        try:
+            answer = self._function(*args, **kwargs)
+        except Exception as error:
+            return resolved(failing.remote(error))
+        return answer if isinstance(answer, ray.ObjectRef) else ray.put(answer)
+
+
 @ray.remote(num_cpus=0)
 class Sink:
     """A trainer that implements only what makers call. It can hold, refuse or repeat."""

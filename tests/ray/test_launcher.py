@@ -23,14 +23,6 @@ from coati.ray.environment import apply_env_info
 from coati.ray.topology import first_updaters, makers_to_leave, trainer_for_newcomer
 
 
-def test_a_maker_of_two_ranks_works_in_lock_step(run, make_config):
-    progress = run(make_config(tensor_parallel=2, max_staleness=0))
-    assert (progress["maker-0"].num_delivered, progress["maker-0"].version) == (4, 2)
-    assert progress["trainer-0"].num_batches == 2
-    with pytest.raises(ValueError, match="Failed to look up actor"):
-        ray.get_actor("maker-0-rank-1")  # ended with the rest
-
-
 def test_a_follower_that_dies_ends_the_run_and_is_named(run, make_config, monkeypatch):
     def kill_follower(self):
         ray.kill(self._crew.followers["maker-0-rank-1"])

@@ -1,5 +1,6 @@
 """Adapters-only updates between real actors, and the trainer's last word on old data."""
 
+import functools
 import threading
 
 import pytest
@@ -42,19 +43,22 @@ def logits_of(actor_handle, find_actor):
     return ray.get(actor_handle.__ray_call__.remote(look))
 
 
-def test_a_plain_maker_follows_a_lora_trainer_by_adapters_alone(keep, unique, sinks):
-    maker_name = unique("maker")
-    maker = keep(
-        ExperienceMakerHolder.options(name=maker_name, num_cpus=0).remote(
+def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets_the_base_too(keep, unique, sinks):
+    maker_name, newcomer_name = unique("maker"), unique("newcomer")
+
+    def make(name, seed):
+        actor = ExperienceMakerHolder.options(name=name, num_cpus=0).remote(
             list(sinks),
             strategy,
-            maker_models,
+            functools.partial(maker_models, seed),
             deadlines=QUICK,
             num_threads=1,
             update_lora_weights=True,
             max_new_tokens=4,
         )
-    )
+        return keep(actor)
+
+    maker, newcomer = make(maker_name, 0), make(newcomer_name, 7)  # the newcomer has another base, and no adapters
     trainer = keep(
         DetachedPPOTrainer.options(name=unique("trainer"), num_cpus=0).remote(
             [maker_name], strategy, lora_models, deadlines=QUICK, num_threads=1, update_lora_weights=True
@@ -74,13 +78,21 @@ def test_a_plain_maker_follows_a_lora_trainer_by_adapters_alone(keep, unique, si
 
     for seed in range(5):
         ray.get(trainer.__ray_call__.remote(shake, seed))
-    adapters = ray.get(trainer.records_since.remote(0)).records[-1]["metrics"]["weights/bytes"]
-    assert adapters < full
+    ray.get(trainer.change_makers.remote([maker_name, newcomer_name], newcomers=[newcomer_name]))
+    for seed in range(5, 7):
+        ray.get(trainer.__ray_call__.remote(shake, seed))
+    *_, adapters, joined, again = (
+        record["metrics"]["weights/bytes"] for record in ray.get(trainer.records_since.remote(0)).records
+    )
+    assert adapters == again < full == joined
+    assert ray.get(trainer.newcomer_faults.remote()) == {}
     of_maker = logits_of(maker, lambda self: self._pipeline.maker.actor)
     of_trainer = logits_of(trainer, lambda self: self._learner.actor)
+    of_newcomer = logits_of(newcomer, lambda self: self._pipeline.maker.actor)
     torch.testing.assert_close(of_maker, of_trainer, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(of_newcomer, of_trainer, atol=1e-5, rtol=1e-5)
     assert (of_maker - Actor(tiny_llama(0)).eval()(torch.tensor([[1, 2, 3]])).logits).abs().max() > 1e-2
-    assert ray.get(maker.progress.remote()).version == 5
+    assert [ray.get(one.progress.remote()).version for one in (maker, newcomer)] == [7, 7]
 
 
 def test_a_trainer_refuses_what_breaks_the_bound(keep):

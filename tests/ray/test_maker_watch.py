@@ -137,3 +137,24 @@ def test_a_maker_that_left_by_design_is_not_gone_and_one_that_joined_is_waited_f
     assert not story.after(3.0, c="finished")
     assert story.after(6.0)
     assert story.watch.describe() == "a is finished, c is finished"
+
+
+@pytest.mark.parametrize("state", ["missing", "gone", "failed"])
+def test_nobody_misses_a_newcomer_that_is_not_there_until_it_is_counted_on(state):
+    story = Story("a", existing=("a",))
+    story.watch.follow(["a", "b"], newcomers=["b"])
+    assert not story.after(0.0, a="finished", b="idle")
+    assert not story.after(10.0), "more may come from a newcomer"
+    assert not story.after(3.0, b=state)
+    assert story.watch.gone() == []
+    assert story.after(5.0)
+    story.watch.follow(["a", "b"])
+    assert story.after(3.0)
+    assert story.watch.gone() == ["b"]
+
+
+def test_a_newcomer_that_is_gone_does_not_hide_that_all_others_are():
+    story = Story("a", "b", existing=("a", "b"))
+    story.watch.follow(["a", "b"], newcomers=["b"])
+    with pytest.raises(PeerDied, match="every maker is gone"):
+        story.after(1.0, a="gone", b="failed")

@@ -5,14 +5,10 @@ from collections import Counter
 
 import pytest
 import ray
-import torch
-from ray_testing import PATIENCE, QUICK, experience, make_ppo_trainer
+from ray_testing import PATIENCE
 
-from coati.errors import PeerDied
 from coati.monitor import read_jsonl
 from coati.monitor.run_log import RunLog
-from coati.ray.weight_channel import WeightChannel
-from coati.weights import new_header, weight_messages
 
 PACED = """
 import ray
@@ -37,13 +33,14 @@ class Pace:
         if not self._is_free:
             await self._permits.acquire()
 
-    async def permit(self, number):
-        for _ in range(number):
+    async def permit_one(self):
+        if self._permits.locked():  # the last one was used
             self._permits.release()
 
     async def set_free(self):
         self._is_free = True
-        await self.permit(1000)
+        for _ in range(1000):
+            self._permits.release()
 
 
 class SampleLog(RunLog):
@@ -59,8 +56,9 @@ class SampleLog(RunLog):
 class Director:
     """Asks a run for makers, one request after the other, from inside its loop; training goes on only as needed."""
 
-    def __init__(self, folder, pace, wanted):
+    def __init__(self, folder, pace, wanted, *, killed=None):
         self._folder, self._pace, self._wanted = folder, pace, list(wanted)
+        self._killed = killed  # a newcomer that dies while it waits for weights
         self._asked = 0
         self.states = []
 
@@ -75,7 +73,10 @@ class Director:
             if is_first or (state["request_id"] == str(self._asked) and state["answer"] in ("done", "refused")):
                 self._ask_next()
             elif "weights" in state["message"] or "finishing" in state["message"]:
-                ray.get(self._pace.permit.remote(2), timeout=PATIENCE)
+                if self._killed is not None and f"{self._killed} to get the weights" in state["message"]:
+                    ray.kill(ray.get_actor(self._killed))
+                    self._killed = None
+                ray.get(self._pace.permit_one.remote(), timeout=PATIENCE)
         return False
 
     def _ask_next(self):
@@ -85,6 +86,11 @@ class Director:
         self._asked += 1
         request = {"request_id": str(self._asked), "makers": self._wanted.pop(0)}
         (self._folder / "control.json").write_text(json.dumps(request))
+
+    def answer(self, number):
+        """What the run said in the end to its n-th request."""
+        mine = [state for state in self.states if state["request_id"] == str(number)]
+        return next(state for state in mine if state["answer"] in ("done", "refused"))
 
 
 @pytest.fixture
@@ -98,113 +104,42 @@ def paced_config(make_config, tmp_path, keep):
     return make
 
 
-def test_one_maker_then_three_then_two_and_every_sample_is_trained_once(run, paced_config, tmp_path):
-    config, pace = paced_config(makers=1, trainers=2, max_staleness=1, train={"total_steps": 30})
-    director = Director(tmp_path / "out", pace, [3, 2])
-    progress = run(config, should_stop=director, log_class=SampleLog, makers=["maker-0", "maker-1"])
+def test_makers_are_refused_come_and_go_and_every_sample_is_trained_once(run, paced_config, tmp_path):
+    """There is no room for 60. maker-1 dies while it waits for its weights. Then there are three, and then two."""
+    config, pace = paced_config(makers=1, trainers=2, max_staleness=1, train={"total_steps": 20})
+    director = Director(tmp_path / "out", pace, [60, 2, 3, 2], killed="maker-1")
+    progress = run(config, should_stop=director, log_class=SampleLog, makers=["maker-0", "maker-2"])
+    no_room, died, three, two = (director.answer(number) for number in range(1, 5))
+    assert (no_room["answer"], no_room["makers"]) == (died["answer"], died["makers"]) == ("refused", 1)
+    assert "59 more makers need 59 CPUs, but 3 are free" in no_room["message"]
+    assert "maker-1 could not join, so the run goes on without: " in died["message"]
+    assert (three["answer"], three["makers"]) == ("done", 3)
+    assert (two["answer"], two["makers"]) == ("done", 2)
     for trainer in (progress[f"trainer-{rank}"] for rank in range(2)):
-        assert (trainer.state, trainer.num_batches, trainer.num_samples, trainer.version) == ("finished", 30, 60, 30)
+        assert (trainer.state, trainer.num_batches, trainer.num_samples, trainer.version) == ("finished", 20, 40, 20)
     ids = SampleLog.last.sample_ids
-    assert len(ids) == 120
+    assert len(ids) == 80
     assert max(Counter(ids).values()) == 1, "no two samples share an id, whoever made them"
-    assert all(progress[name].num_delivered > 0 for name in ("maker-0", "maker-1"))
-    # maker-2 is gone, and the three delivered all there is to train on.
-    assert 0 < sum(progress[name].num_delivered for name in ("maker-0", "maker-1")) < 120
-    assert {progress[name].version for name in ("maker-0", "maker-1")} == {30}
+    assert all(progress[name].num_delivered > 0 for name in ("maker-0", "maker-2"))
+    # maker-3 is gone: what it made before it left, if anything, is the rest.
+    assert sum(progress[name].num_delivered for name in ("maker-0", "maker-2")) <= 80
+    assert {progress[name].version for name in ("maker-0", "maker-2")} == {20}
     ages = [row["train/age_max"] for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/age_max" in row]
-    assert len(ages) == 30
+    assert len(ages) == 20
     assert max(ages) <= 1
-    answers = [(state["request_id"], state["answer"], state["makers"]) for state in director.states]
-    assert ("1", "done", 3) in answers
-    assert ("2", "done", 2) in answers
     state = json.loads((tmp_path / "out" / "state.json").read_text())
     assert (state["status"], state["makers"], state["message"]) == ("ended", 2, "all is trained")
 
 
-def test_a_newcomer_that_finds_no_room_is_refused_and_the_run_goes_on(run, paced_config, tmp_path):
-    config, pace = paced_config(makers=1, trainers=1, max_staleness=0, train={"total_steps": 3})
-    director = Director(tmp_path / "out", pace, [60])
-    progress = run(config, should_stop=director)
-    assert progress["trainer-0"].num_samples == 6
-    refused = [state for state in director.states if state["answer"] == "refused"]
-    assert "59 more makers need 59 CPUs, but 4 are free" in refused[0]["message"]
-    assert refused[0]["makers"] == 1
-
-
-def test_a_maker_that_dies_when_work_is_dealt_anew_ends_the_run_by_name(run, paced_config, tmp_path):
-    config, pace = paced_config(makers=2, trainers=1, max_staleness=0, train={"total_steps": 100})
-    director = Director(tmp_path / "out", pace, [1])
-
-    def kill_and_direct():
-        if (tmp_path / "out" / "state.json").exists() and not director._asked:
-            state = json.loads((tmp_path / "out" / "state.json").read_text())
-            if state["status"] == "running":
-                ray.kill(ray.get_actor("maker-1"))
-        return director()
-
-    with pytest.raises(PeerDied, match="maker-1 died"):
-        run(config, should_stop=kill_and_direct)
-    assert json.loads((tmp_path / "out" / "state.json").read_text())["status"] == "ended"
-
-
-def test_newcomers_get_all_weights_also_where_only_adapters_travel(keep):
-    trainer = make_ppo_trainer([], update_lora_weights=True)
-    keep(trainer._buffer)
-    sent = []
-    plain_send = trainer._channel.send
-
-    def send(header, messages, *, fully_update, snapshots=None):
-        *_, manifest = messages
-        sent.append((fully_update, manifest.is_partial))
-        return plain_send(header, [], fully_update=fully_update, snapshots=snapshots)
-
-    trainer._channel.send = send
-    for index in range(3):
-        if index == 1:
-            trainer.change_makers(["maker-5"], [])
-            trainer._channel._newcomers = {"maker-5"}  # as if it were this trainer's to update
-        trainer.buffer_append(experience(4 * index, 4))
-        trainer.fit(1, 1)
-    assert sent == [(False, True), (True, False), (False, True)]
-    assert trainer.maker_names == ("maker-5",)
-
-
-@ray.remote(num_cpus=0)
-class Taker:
-    """A maker that takes every update, and says which were whole."""
-
-    def __init__(self):
-        self._taken = []
-
-    def update_experience_maker(self, *, update=None, fully_update=False, **_):
-        if update is not None:
-            self._taken.append((update.version, fully_update))
-
-    def taken(self):
-        return self._taken
-
-
-def test_the_list_of_updated_makers_changes_between_updates(keep, unique):
-    names = [unique(word) for word in ("first", "second", "third")]
-    takers = {name: keep(Taker.options(name=name).remote()) for name in names}
-    channel = WeightChannel(names[:1], deadlines=QUICK)
-
-    def send(version, *, fully_update):
-        header = new_header(version=version, source="the test")
-        weights = [("actor", {"weight": torch.zeros(2)})]
-        channel.send(header, weight_messages(header, weights), fully_update=fully_update)
-
-    assert not channel.has_newcomers, "those who were there at first are synced by whoever made them"
-    send(1, fully_update=False)
-    channel.change_makers(names)
-    assert channel.has_newcomers
-    send(2, fully_update=False)  # it was on its way already
-    assert channel.has_newcomers
-    send(3, fully_update=True)
-    assert not channel.has_newcomers
-    ray.kill(takers[names[0]])  # by design, and off the list
-    channel.change_makers(names[1:])
-    assert not channel.has_newcomers
-    send(4, fully_update=False)
-    answers = ray.get([takers[name].taken.remote() for name in names[1:]], timeout=PATIENCE)
-    assert answers == [[(2, False), (3, True), (4, False)]] * 2
+def test_a_maker_of_two_ranks_is_joined_by_another(run, paced_config, tmp_path):
+    config, pace = paced_config(tensor_parallel=2, max_staleness=0, train={"total_steps": 8})
+    director = Director(tmp_path / "out", pace, [2])
+    progress = run(config, should_stop=director, makers=["maker-0", "maker-1"])
+    assert (director.answer(1)["answer"], director.answer(1)["makers"]) == ("done", 2)
+    makers = [progress[f"maker-{index}"] for index in range(2)]
+    assert all(maker.num_delivered > 0 for maker in makers)
+    assert sum(maker.num_delivered for maker in makers) == progress["trainer-0"].num_samples == 16
+    assert {maker.version for maker in makers} == {progress["trainer-0"].version} == {8}
+    for name in ("maker-0-rank-1", "maker-1-rank-1"):
+        with pytest.raises(ValueError, match="Failed to look up actor"):
+            ray.get_actor(name)  # ended with the rest

@@ -37,7 +37,9 @@ from coati.ray.weight_path import WeightPath
 from coati.weights import (
     DeviceSnapshots,
     MemorySnapshots,
+    ServedModels,
     ShareProbe,
+    WeightStage,
     make_canary,
     new_header,
     publisher,
@@ -314,13 +316,105 @@ def test_no_chunk_is_drawn_before_every_maker_has_answered_or_failed_to(keep, un
 
     def send(version):
         header = new_header(version=version, source="test")
-        lender = SimpleNamespace(lend_to=events.append, retire=lambda: events.append("retired"))
+        lender = SimpleNamespace(
+            lend_to=events.append, retire=lambda: events.append("retired"), is_one_check_enough=False
+        )
         channel.send(header, weight_messages(header, shards()), fully_update=False, snapshots=lender)
 
     send(1)
     ray.kill(takers[1])
     send(2)
     assert events == [names, "drawn", names[:1], "drawn", "retired"]
+
+
+@ray.remote(num_cpus=0)
+class Looker:
+    """The real weight side of a maker, which notes what it was told and may die when it gets its first chunk."""
+
+    def __init__(self, *, is_fragile):
+        self._is_fragile = is_fragile
+        models = {"actor": torch.nn.ParameterDict({f"w{i}": torch.zeros(1) for i in range(4)})}
+        self._served = ServedModels(models)
+        self._stage = WeightStage(models, let_go=self._served.let_go)
+        self._told = []
+
+    def update_experience_maker(self, update=None, chunks=(), manifest=None, others_check=(), checked=(), **_):
+        if chunks and self._is_fragile:
+            os._exit(1)
+        if update is not None:
+            self._stage.begin(update.update_id, version=update.version, source=update.source, lender=update.lender)
+        for chunk in chunks:
+            self._told.append((chunk.index, chunk.index in others_check))
+            self._stage.add_chunk(chunk, may_trust=chunk.index in others_check)
+        if manifest is not None:
+            self._told.append(sorted(checked))
+            self._served.offer(self._stage.finish(manifest, checked=checked))
+
+    def told(self):
+        return self._told, self._served.version
+
+
+def damaged_in_memory(messages, snapshots, index):
+    """The messages; a bit of one chunk flips after it was hashed."""
+    for message in messages:
+        if index is not None and getattr(message, "index", None) == index:
+            region = snapshots._sets[snapshots._turn].regions[index]
+            region.buffer.data[region.start] ^= 1
+        yield message
+
+
+def send_four_chunks(names, *, damaged=None):
+    snapshots = MemorySnapshots()
+    header = new_header(version=1, source="test", snapshots=snapshots)
+    shards = [("actor", {f"w{i}": torch.ones(1)}) for i in range(4)]
+    messages = damaged_in_memory(weight_messages(header, shards, snapshots=snapshots), snapshots, damaged)
+    WeightChannel(names, deadlines=QUICK).send(header, messages, fully_update=False, snapshots=snapshots)
+
+
+@pytest.fixture
+def lookers(keep, unique):
+    def make(*fragile):
+        names = [unique(f"looker-{index}") for index in range(len(fragile))]
+        actors = [
+            keep(Looker.options(name=name).remote(is_fragile=is_fragile))
+            for name, is_fragile in zip(names, fragile, strict=True)
+        ]
+        return names, actors
+
+    return make
+
+
+@pytest.mark.parametrize("bytes_per_call", [1, 8, 2**20])
+def test_makers_that_look_at_the_same_memory_check_each_chunk_once(lookers, monkeypatch, bytes_per_call):
+    monkeypatch.setattr(weight_channel, "LENT_BYTES_PER_CALL", bytes_per_call)
+    names, actors = lookers(False, False)
+    send_four_chunks(names)
+    whole = [0, 1, 2, 3]
+    assert ray.get([actor.told.remote() for actor in actors], timeout=PATIENCE) == [
+        ([(0, False), (1, True), (2, False), (3, True), whole], 1),
+        ([(0, True), (1, False), (2, True), (3, False), whole], 1),
+    ]
+
+
+@pytest.mark.parametrize("damaged", [0, 3])
+def test_a_chunk_that_one_of_them_finds_damaged_is_served_by_none(lookers, damaged):
+    names, actors = lookers(False, False)
+    with pytest.raises(WeightUpdateError) as caught:
+        send_four_chunks(names, damaged=damaged)
+    assert all(f"maker {name}: chunk {damaged} of weight update" in str(caught.value) for name in names)
+    assert [version for _, version in ray.get([actor.told.remote() for actor in actors], timeout=PATIENCE)] == [0, 0]
+
+
+@pytest.mark.parametrize("damaged", [None, 0])
+def test_what_a_maker_that_died_was_to_check_the_others_check(lookers, damaged):
+    names, actors = lookers(True, False, False)
+    if damaged is None:
+        send_four_chunks(names)
+    else:
+        with pytest.raises(WeightUpdateError, match=r"chunk 0 of weight update .* is corrupt"):
+            send_four_chunks(names, damaged=damaged)
+    told = ray.get([actor.told.remote() for actor in actors[1:]], timeout=PATIENCE)
+    assert [(calls[-1], version) for calls, version in told] == [([1, 2], int(damaged is None))] * 2
 
 
 def test_a_maker_that_cannot_be_reached_misses_one_update_and_gets_the_next(keep, unique, monkeypatch):
@@ -363,13 +457,14 @@ class Willing:
 
     def __init__(self, *, can_open=True):
         self.num_asked, self._can_open = 0, can_open
+        self.has_newcomers = False
 
     def all_can_open(self, probe, *, instead):
         self.num_asked += 1
         return self._can_open
 
 
-def test_a_trainer_asks_once_and_again_when_it_is_told_to(monkeypatch):
+def test_a_trainer_asks_once_and_again_when_it_is_told_to_and_while_makers_join(monkeypatch):
     monkeypatch.setattr(weight_path, "DeviceSnapshots", lambda _: DeviceSnapshots(torch.device("cpu")))
     for device, kind in (("cuda:0", DeviceSnapshots), ("cpu", MemorySnapshots)):
         channel = Willing()
@@ -381,6 +476,9 @@ def test_a_trainer_asks_once_and_again_when_it_is_told_to(monkeypatch):
         path.ask_again()
         assert path.snapshots is first
         assert channel.num_asked == 2
+        channel.has_newcomers = True
+        assert path.snapshots is first
+        assert channel.num_asked == 3
     assert WeightPath(Willing(can_open=False), torch.device("cpu")).snapshots is None
 
 

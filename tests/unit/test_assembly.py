@@ -97,6 +97,9 @@ def test_every_learner_setting_arrives():
             "epochs": 2,
             "batch_size": 8,
             "micro_batch_size": 4,
+            "micro_batch_tokens": 999,
+            "activation_checkpointing": True,
+            "compile": True,
             "max_grad_norm": 0.5,
         },
     )
@@ -115,6 +118,9 @@ def test_every_learner_setting_arrives():
         total_steps=20,  # 10 fresh batches, each trained on twice
         max_grad_norm=0.5,
         micro_batch_size=4,
+        micro_batch_tokens=999,
+        activation_checkpointing=True,
+        compile=True,
         # max_staleness is 1 unless told otherwise, and old data is corrected for unless told otherwise.
         correction=CorrectionSettings(policy="decoupled"),
     )

@@ -14,6 +14,7 @@ from coati.algos.groups import (
     rloo_advantages,
     spread,
 )
+from coati.algos.head_logprobs import head_logprobs_and_entropy
 from coati.algos.importance import (
     ImportanceKind,
     ImportanceLevel,
@@ -62,6 +63,7 @@ __all__ = [
     "gae",
     "grpo_advantages",
     "has_signal",
+    "head_logprobs_and_entropy",
     "importance_weights",
     "k1",
     "k2",

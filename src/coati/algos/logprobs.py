@@ -4,6 +4,7 @@
 numbers and gradients for training: it widens to float32 one chunk of tokens at a time, keeps nothing but the
 logits it was given, and recomputes each chunk in the backward pass straight into one gradient buffer.
 (`torch.utils.checkpoint` over slices would hold the chunks' gradients and their concatenation at once.)
+Where the hidden states and the head are at hand, `coati.algos.head_logprobs` needs no logits at all.
 
 In all three, `temperature` divides the logits: a number, or a tensor whose shape leads that of the tokens,
 such as `[B]` for one temperature per sample. Where the optional `mask` is False, logits and tokens may be
@@ -36,7 +37,7 @@ def logprobs_of(
     -1.3863
     """
     _check_shapes(logits, tokens, mask)
-    scale = _temperature_per_token(logits, temperature)
+    scale = temperature_per_token(temperature, logits.shape[:-1], like=logits)
     return _pick(_log_softmax(logits, scale, mask), tokens, mask)
 
 
@@ -54,7 +55,9 @@ def entropy_of(
     0.6931
     """
     _check_shapes(logits, None, mask)
-    return _entropy(_log_softmax(logits, _temperature_per_token(logits, temperature), mask), mask)
+    return _entropy(
+        _log_softmax(logits, temperature_per_token(temperature, logits.shape[:-1], like=logits), mask), mask
+    )
 
 
 @overload
@@ -99,7 +102,7 @@ def logprobs_and_entropy(
     _check_shapes(logits, tokens, mask)
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens must be 1 or more, got {chunk_tokens}. Use 4096, or less to save memory.")
-    scale = _temperature_per_token(logits, temperature)
+    scale = temperature_per_token(temperature, logits.shape[:-1], like=logits)
     # [N, T, ...]: chunks are cut as views along N and T, because flattening a slice of the logits, such as
     # logits[:, prompt:-1], into [N * T, V] would copy all of it.
     flat_logits = logits.unsqueeze(0) if logits.dim() == 2 else logits.flatten(0, -3)
@@ -234,9 +237,8 @@ def _safe_tokens(tokens: Tensor, mask: Tensor | None) -> Tensor:
     return tokens if mask is None else tokens.masked_fill(~mask, 0)
 
 
-def _temperature_per_token(logits: Tensor, temperature: float | Tensor) -> Tensor | None:
-    """The temperature as `[..., T, 1]`, or None when it is the number 1 and nothing needs dividing."""
-    shape = logits.shape[:-1]
+def temperature_per_token(temperature: float | Tensor, shape: torch.Size, *, like: Tensor) -> Tensor | None:
+    """The temperature as `[*shape, 1]`, or None when it is the number 1 and nothing needs dividing."""
     if not isinstance(temperature, Tensor):
         if not (math.isfinite(temperature) and temperature > 0):
             raise ConfigError(_temperature_rule(temperature))
@@ -251,10 +253,10 @@ def _temperature_per_token(logits: Tensor, temperature: float | Tensor) -> Tenso
             f"{tuple(temperature.shape)}. Pass one temperature per sample."
         )
     # float64 does not exist on every accelerator; what is computed in decides.
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    column = temperature.detach().to(device=logits.device, dtype=dtype)
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    column = temperature.detach().to(device=like.device, dtype=dtype)
     column = column.reshape(column.shape + (1,) * (len(shape) - column.dim()))
-    return column.expand(shape).unsqueeze(-1)  # [..., T, 1]
+    return column.expand(shape).unsqueeze(-1)  # [*shape, 1]
 
 
 def _temperature_rule(value: object) -> str:

@@ -30,6 +30,13 @@ class TrainSection(Section):
         rule="0, or a whole number that divides train.batch_size",
         ge=0,
     )
+    micro_batch_tokens: int = setting(
+        16384,
+        "Tokens per forward and backward pass, padding not counted where the model takes rows without it; 0 = no "
+        "limit. Smaller needs less memory, same result.",
+        rule="a whole number, 0 or more",
+        ge=0,
+    )
     actor_lr: float = setting(1e-6, "Learning rate of the policy.", rule="a number above 0", gt=0)
     critic_lr: float = setting(1e-5, "Learning rate of the critic.", rule="a number above 0", gt=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
@@ -63,6 +70,17 @@ class TrainSection(Section):
         False,
         "Trainers keep weights, gradients and optimizer state in float32 and compute in bfloat16.",
         rule='true or false, and true only with model.dtype = "bfloat16"',
+    )
+    activation_checkpointing: bool = setting(
+        False,
+        "Keep the inputs of each block only and compute the rest again in the backward pass: less memory, a third more "
+        "work.",
+        rule="true or false",
+    )
+    compile: bool = setting(
+        False,
+        "Compile the blocks of the models with torch.compile: quicker steps on a GPU, after a minute of compiling.",
+        rule="true or false",
     )
     save_every: int = setting(
         0,

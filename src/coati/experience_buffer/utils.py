@@ -6,14 +6,11 @@ needs, by `make_experience_batch`.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from coati.errors import DataError
 from coati.experience_maker.base import (
@@ -34,8 +31,7 @@ _MASKS = ("attention_mask", "action_mask")
 class BufferItem:
     """One sample without padding: the fields of `Experience`, less the batch dimension.
 
-    Pickles as numpy arrays, which Ray moves far faster than many small torch tensors; many items at once as an
-    `ItemParcel` faster still.
+    Pickles as numpy arrays, which Ray moves far faster than many small torch tensors.
     """
 
     sequences: Tensor  # [S]
@@ -72,8 +68,8 @@ class BufferItem:
 
     def validate(self) -> None:
         """Raise DataError if the fields do not fit each other, before the item can poison a batch."""
-        for name in EXPERIENCE_FIELDS:
-            value = getattr(self, name)
+        values = {name: getattr(self, name) for name in EXPERIENCE_FIELDS}
+        for name, value in values.items():
             if not isinstance(value, Tensor) and (value is not None or name in REQUIRED_FIELDS):
                 raise DataError(f"buffer item.{name} must be a tensor, got {type(value).__name__}.")
         if self.sequences.ndim != 1 or self.action_log_probs.ndim != 1:
@@ -82,15 +78,15 @@ class BufferItem:
                 f"{list(self.sequences.shape)} and {list(self.action_log_probs.shape)}. "
                 "Use split_experience_batch to take a batch apart."
             )
-        for name in EXPERIENCE_FIELDS:
-            tensor = getattr(self, name)
+        token_shape, response_shape = self.sequences.shape, self.action_log_probs.shape
+        for name, tensor in values.items():
             if tensor is None:
                 continue
             if name in PER_SAMPLE_FIELDS:
                 if tensor.numel() != 1:
                     raise DataError(f"buffer item.{name} must hold one number, got shape {list(tensor.shape)}.")
                 continue
-            expected = self.sequences.shape if name in PER_TOKEN_FIELDS else self.action_log_probs.shape
+            expected = token_shape if name in PER_TOKEN_FIELDS else response_shape
             if tensor.shape != expected:
                 raise DataError(
                     f"buffer item.{name} must be {list(expected)}, got {list(tensor.shape)}. "
@@ -116,30 +112,30 @@ def _unpack_item(packed: dict[str, Any], delivery_id: tuple[str, int] | None, ro
     return BufferItem(**fields, delivery_id=delivery_id, round_index=round_index)
 
 
-def split_experience_batch(experience: Experience, *, share_memory: bool = False) -> list[BufferItem]:
+def split_experience_batch(experience: Experience) -> list[BufferItem]:
     """One item for each sample, without the prompt's left padding and the response's right padding.
 
-    Each item has memory of its own. With `share_memory` all of them look at one copy of the batch, which is quicker and
-    right for items that stay together until they are sent.
+    The items of a batch share memory: each field is one tensor without padding, of which every item has its part.
     """
     experience.validate()
-    num_prompt_tokens = experience.num_prompt_tokens
+    num_prompt_tokens, device = experience.num_prompt_tokens, experience.sequences.device
     starts = _leading_zeros(experience.attention_mask, num_prompt_tokens, experience.num_samples)
     lengths = _last_true(experience.full_action_mask())
-    fields: dict[str, list[Tensor]] = {}
+    token_columns = torch.arange(experience.sequences.shape[1], device=device)
+    starts_at, ends_at = torch.tensor([starts, lengths], device=device).unsqueeze(-1)  # [B, 1] each
+    is_response = token_columns[: experience.num_actions] < ends_at
+    is_token = (token_columns >= starts_at) & (token_columns < num_prompt_tokens + ends_at)
+    num_tokens = [num_prompt_tokens + length - start for start, length in zip(starts, lengths, strict=True)]
+    columns: dict[str, Sequence[Any]] = dict.fromkeys(EXPERIENCE_FIELDS, [None] * experience.num_samples)
     for name, tensor in experience.tensors():
-        rows: Iterable[Tensor] = (tensor.detach().clone() if share_memory else tensor.detach()).unbind(0)
-        if name in PER_TOKEN_FIELDS:
-            rows = (row[start : num_prompt_tokens + end] for row, start, end in zip(rows, starts, lengths, strict=True))
-        elif name not in PER_SAMPLE_FIELDS:
-            rows = (row[:end] for row, end in zip(rows, lengths, strict=True))
-        # Clones, so that an item does not keep its whole batch alive.
-        fields[name] = list(rows) if share_memory else [row.clone() for row in rows]
-    nothing: dict[str, Any] = dict.fromkeys(EXPERIENCE_FIELDS)
-    return [
-        BufferItem(**nothing | {name: parts[row] for name, parts in fields.items()})
-        for row in range(experience.num_samples)
-    ]
+        tensor = tensor.detach()
+        if name in PER_SAMPLE_FIELDS:
+            columns[name] = tensor.clone().unbind()
+        elif name in PER_TOKEN_FIELDS:
+            columns[name] = torch.split(tensor[is_token], num_tokens)
+        else:
+            columns[name] = torch.split(tensor[is_response], lengths)
+    return [BufferItem(*row) for row in zip(*columns.values(), strict=True)]
 
 
 def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
@@ -154,9 +150,17 @@ def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
         raise DataError("make_experience_batch needs at least one item, got none.")
     for item in items:
         item.validate()
-    prompts = [item.num_prompt_tokens for item in items]
-    width_prompt = max(prompts)
-    is_ragged = min(prompts) < width_prompt or len({item.num_actions for item in items}) > 1
+    prompts, responses = [item.num_prompt_tokens for item in items], [item.num_actions for item in items]
+    width_prompt, width_response = max(prompts), max(responses)
+    is_ragged = min(prompts) != width_prompt or min(responses) != width_response
+    device = items[0].sequences.device
+    token_places = _Places(
+        starts=[width_prompt - length for length in prompts],
+        lengths=[prompt + response for prompt, response in zip(prompts, responses, strict=True)],
+        width=width_prompt + width_response,
+        device=device,
+    )
+    response_places = _Places(starts=[0] * len(items), lengths=responses, width=width_response, device=device)
     fields: dict[str, Tensor | None] = {}
     for name in EXPERIENCE_FIELDS:
         parts = [getattr(item, name) for item in items]
@@ -169,23 +173,26 @@ def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
         parts = [_unknown(item, name) if part is None else part for item, part in zip(items, parts, strict=True)]
         if name in PER_SAMPLE_FIELDS:
             fields[name] = torch.stack([part.reshape(()) for part in parts])
-            continue
-        if name in PER_TOKEN_FIELDS and is_ragged:
-            parts = [
-                F.pad(part, (width_prompt - prompt, 0)) if prompt < width_prompt else part
-                for part, prompt in zip(parts, prompts, strict=True)
-            ]
-        fields[name] = pad_sequence(_of_one_dtype(parts), batch_first=True) if is_ragged else torch.stack(parts)
+        else:
+            fields[name] = (token_places if name in PER_TOKEN_FIELDS else response_places).filled(parts)
     return Experience(**fields)  # type: ignore[arg-type]
 
 
-def _of_one_dtype(parts: list[Tensor]) -> list[Tensor]:
-    """The tensors in a dtype that holds them all; `pad_sequence` would take that of the first."""
-    dtypes = {part.dtype for part in parts}
-    if len(dtypes) == 1:
-        return parts
-    widest = functools.reduce(torch.promote_types, dtypes)
-    return [part.to(widest) for part in parts]
+class _Places:
+    """Where the entries of all rows go in a padded batch, worked out once for all fields of the same shape."""
+
+    def __init__(self, *, starts: list[int], lengths: list[int], width: int, device: torch.device) -> None:
+        self._shape = (len(lengths), width)
+        counts = torch.tensor(lengths, device=device)
+        # Row r begins at r·width + start; within it the entries follow each other.
+        begins = torch.arange(len(lengths), device=device) * width + torch.tensor(starts, device=device)
+        before = counts.cumsum(0) - counts
+        self._flat = torch.arange(sum(lengths), device=device) + (begins - before).repeat_interleave(counts)
+
+    def filled(self, parts: Sequence[Tensor]) -> Tensor:
+        """The parts in their places, and 0 everywhere else."""
+        entries = torch.cat(list(parts))
+        return entries.new_zeros(self._shape[0] * self._shape[1]).index_copy_(0, self._flat, entries).view(self._shape)
 
 
 def _mask_of(item: BufferItem, name: str) -> Tensor:
@@ -214,7 +221,8 @@ def _leading_zeros(attention_mask: Tensor | None, num_prompt_tokens: int, num_sa
     if attention_mask is None or num_prompt_tokens == 0:
         return [0] * num_samples
     seen = attention_mask[:, :num_prompt_tokens].ne(0).long().cumsum(dim=1)
-    return [int(count) for count in seen.eq(0).sum(dim=1)]
+    counts: list[int] = seen.eq(0).sum(dim=1).tolist()
+    return counts
 
 
 def _last_true(mask: Tensor) -> list[int]:
@@ -222,4 +230,5 @@ def _last_true(mask: Tensor) -> list[int]:
     if mask.shape[1] == 0:
         return [0] * mask.shape[0]
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return [int(length) for length in (mask.long() * positions).amax(dim=1)]
+    lengths: list[int] = (mask.long() * positions).amax(dim=1).tolist()
+    return lengths

@@ -54,7 +54,7 @@ class Experience:
     group_ids: Tensor | None = None
     # Version of the weights that wrote each token, [B, A] int64.
     policy_versions: Tensor | None = None
-    # log-probs as the rollout engine saw them while sampling, [B, A]; action_log_probs but for rounding.
+    # log-probs as the rollout engine saw them while sampling, [B, A]; our makers' action_log_probs are these.
     rollout_log_probs: Tensor | None = None
     # Sampling temperature; log-probs above and in training are those of softmax(logits / temperature), [B].
     temperatures: Tensor | None = None

@@ -14,8 +14,9 @@ from coati.algos import has_signal, kl_estimate
 from coati.errors import ConfigError, DataError, RewardError
 from coati.experience_maker.advantage_estimates import estimate_advantages
 from coati.experience_maker.base import Experience, ExperienceMaker
+from coati.experience_maker.model_scores import LogprobGap, action_values, logprob_gap, score_with_models
 from coati.experience_maker.prompt_rows import PromptRows, check_groups
-from coati.models import RewardModel, action_logprobs
+from coati.models import RewardModel
 from coati.models.actor import unwrap
 from coati.models.critic import as_critic
 from coati.models.positions import context_length_of
@@ -23,12 +24,16 @@ from coati.monitor.timeline import Timeline
 from coati.rewards import RewardScorer
 from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, make_engine
 
+__all__ = ["AllSamplesDropped", "NaiveExperienceMaker", "NoSignal", "action_values"]
+
 logger = logging.getLogger(__name__)
 
 DROPPED_PROMPT_TOO_LONG = "prompt_too_long"
 DROPPED_REWARD_NOT_FINITE = "reward_not_finite"
 DROPPED_GROUP_INCOMPLETE = "group_incomplete"
 DROPPED_NO_SIGNAL = "no_signal"
+# Rows of each batch whose log-probs are computed once more, to watch the engine.
+_PROBED_ROWS = 2
 _NO_LIMIT = 1 << 62
 
 
@@ -87,6 +92,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         # Set to pick new weights up between tokens: commits what is pending and returns the version that serves.
         self.commit_point: Callable[[], int] | None = None
         self.timeline = Timeline()  # exchanged by whoever keeps one for the whole actor
+        self.last_logprob_gap: LogprobGap | None = None  # of the last batch
         self.dropped: Counter[str] = Counter()
         self._next_anonymous_id = 0
         for model in (actor, critic, reward_model, initial_model):
@@ -257,21 +263,21 @@ class NaiveExperienceMaker(ExperienceMaker):
             rollout.attention_mask,
             rollout.action_mask,
         )
-        num_actions = action_mask.shape[1]
-        forward = (sequences, attention_mask, num_actions)
-        logprobs, _ = action_logprobs(self.actor, *forward, temperatures=temperatures)
-        reference_logprobs, _ = action_logprobs(self.initial_model, *forward, temperatures=temperatures)
-        values = torch.zeros_like(logprobs)
-        if self.critic is not None:
-            values = action_values(self.critic, *forward).masked_fill(~action_mask, 0.0)
+        # The engine drew the tokens by these, so they are the behaviour policy's, whatever a second pass would say.
+        logprobs = rollout.rollout_log_probs.masked_fill(~action_mask, 0.0)
+        reference_logprobs, values = score_with_models(
+            self.initial_model, self.critic, sequences, attention_mask, action_mask, temperatures
+        )
+        # Weights that changed in flight wrote some tokens, and no single pass can say them again.
+        is_repeatable = self.commit_point is None
+        self.last_logprob_gap = (
+            logprob_gap(self.actor, rollout, temperatures, num_rows=_PROBED_ROWS) if is_repeatable else None
+        )
         scores = self._rewards(sequences, attention_mask, action_mask, prompts.columns)
         kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.kl_estimator)
         return Experience(
             sequences=sequences,
-            # With weights that changed in flight only the engine knows the log-probs under which tokens were drawn.
-            action_log_probs=(rollout.rollout_log_probs if self.commit_point is not None else logprobs).masked_fill(
-                ~action_mask, 0.0
-            ),
+            action_log_probs=logprobs,
             values=values,
             reward=scores,
             kl=kl,
@@ -345,24 +351,6 @@ class NaiveExperienceMaker(ExperienceMaker):
                 "set algorithm.dynamic_sampling = false."
             )
         return experience.select(teaches)
-
-
-def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int) -> Tensor:
-    """V(state before each response token), [B, A]: the critic's output one position earlier.
-
-    A critic that already returns [B, A] (a hand-written module) is taken at its word.
-    """
-    values = critic(sequences, attention_mask)
-    batch, length = sequences.shape
-    came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-    if came == (batch, length) and num_actions < length:
-        values = values[:, length - num_actions - 1 : length - 1]
-    elif came != (batch, num_actions):
-        raise DataError(
-            f"the critic {type(critic).__name__} must return [{batch}, {length}] (one value for each token) "
-            f"or [{batch}, {num_actions}] (one for each response token), got {came}."
-        )
-    return values  # type: ignore[no-any-return]
 
 
 def _merge_rollouts(rollouts: Sequence[Rollout], parts: Sequence[Tensor], num_prompt_tokens: int) -> Rollout:

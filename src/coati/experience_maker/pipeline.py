@@ -16,7 +16,7 @@ from coati.experience_maker.statistics import maker_record
 from coati.ledger.admission import AdmissionGate, WorkShare
 from coati.ledger.staleness import BoundSchedule
 from coati.models.actor import unwrap
-from coati.monitor.metrics import Max, Mean, Sum
+from coati.monitor.metrics import Max, Mean, Metric, Sum
 from coati.monitor.timeline import Timeline, maker_metrics
 from coati.rollout import GenerateOptions
 from coati.weights import ServedModels
@@ -179,9 +179,19 @@ class ExperiencePipeline:
                 "weights/commit_seconds": Max(self.served.last_commit_seconds),
                 "maker/skipped_prompts": Sum(num_skipped),
                 **maker_metrics(self.timeline.take()),
+                **self._gap_metrics(),
                 **({"maker/no_signal": Sum(num_without_signal)} if self.maker.algorithm.dynamic_sampling else {}),
             },
         )
+
+    def _gap_metrics(self) -> dict[str, Metric]:
+        gap = self.maker.last_logprob_gap
+        if gap is None or not gap.num_tokens:
+            return {}
+        return {
+            "rollout/logprob_gap": Mean(gap.mean, float(gap.num_tokens)),
+            "rollout/logprob_gap_max": Max(gap.largest),
+        }
 
     def _follow_bound(self, version: int) -> None:
         """A bound that came with the weights holds from the moment they serve."""

@@ -66,6 +66,15 @@ class Membership:
         """Makers that have a part in what is to come."""
         return tuple(self._shares)
 
+    @property
+    def shares(self) -> dict[str, WorkShare]:
+        """What each of them has been dealt."""
+        return dict(self._shares)
+
+    def restore(self, shares: Mapping[str, WorkShare]) -> None:
+        """Take back a deal that no maker works by: these were the shares before it."""
+        self._shares = dict(shares)
+
     def share_in_waiting(self) -> WorkShare:
         """The share of a maker that is to join: nothing, until it is dealt in."""
         some = next(iter(self._shares.values()))

@@ -6,12 +6,14 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from coati.algos import logprobs_and_entropy
 from coati.models.deferred import build_deferred
 from coati.models.lora import LoRASettings, add_lora
-from coati.models.positions import accepts, context_length_of, position_ids_from_mask
+from coati.models.packing import say_padded_once
+from coati.models.positions import context_length_of
+from coati.models.scoring import Scoring, forward_causal, score_actions, score_padded, scoring_problem
 
 
 class Actor(nn.Module):
@@ -59,8 +61,15 @@ class Actor(nn.Module):
         """How many tokens fit the model, or None where the model does not say."""
         return context_length_of(self.model)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        """The wrapped model's output. Positions count real tokens only, so left padding cannot matter."""
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, scoring: Scoring | None = None, **kwargs: Any
+    ) -> Any:
+        """The wrapped model's output. Positions count real tokens only, so left padding cannot matter.
+
+        With `scoring` the log-probs and entropies that it asks for; use `action_logprobs`, which knows who can.
+        """
+        if scoring is not None:
+            return score_actions(self.model, input_ids, attention_mask, scoring)
         return forward_causal(self.model, input_ids, attention_mask, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,18 +91,6 @@ def _causal_without_weights(path: str, **kwargs: Any) -> PreTrainedModel:
     return model.eval()
 
 
-def forward_causal(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
-    """Call a causal LM, wrapped or not, so that padding on the left does not shift its positions."""
-    inner = unwrap(model)
-    if attention_mask is not None and "position_ids" not in kwargs and accepts(inner, "position_ids"):
-        kwargs["position_ids"] = position_ids_from_mask(attention_mask)
-    if accepts(inner, "use_cache"):
-        kwargs.setdefault("use_cache", False)
-    if not accepts(inner, "input_ids"):  # a hand-written module may call its arguments what it likes
-        return model(input_ids, attention_mask, **kwargs)
-    return model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-
-
 def action_logprobs(
     actor: nn.Module,
     sequences: Tensor,  # [B, S]
@@ -102,32 +99,47 @@ def action_logprobs(
     *,
     temperatures: Tensor | None = None,  # [B]
     with_entropy: bool = False,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """log-probs (and entropies) of the last `num_actions` tokens, [B, A], by the code that everyone shares.
 
-    Maker and learner both call this, so they agree on the same weights to the last bit. Only the logits of
-    response positions are computed, where the model lets us ask for that.
+    Maker and learner both call this, so they agree on the same weights to the last bit. Real tokens only are computed,
+    and logits of a few at a time, where we know the model well enough. Padding gets 0.
     """
     if num_actions == 0:
         empty = torch.zeros(sequences.shape[0], 0, device=sequences.device)
         return empty, (empty if with_entropy else None)
-    kwargs: dict[str, Any] = {}
-    if accepts(unwrap(actor), "logits_to_keep"):
-        kwargs["logits_to_keep"] = num_actions + 1
-    output = forward_causal(actor, sequences, attention_mask, **kwargs)
-    logits = output if isinstance(output, Tensor) else output["logits"]
-    # The logits at position t score the token at t + 1.
-    logits = logits[:, -num_actions - 1 : -1]
-    temperature: float | Tensor = 1.0 if temperatures is None else temperatures
-    return logprobs_and_entropy(logits, sequences[:, -num_actions:], temperature=temperature, with_entropy=with_entropy)
+    scoring = Scoring(num_actions, temperatures, with_entropy, compiled)
+    inner = unwrap(actor)
+    if problem := packed_scoring_problem(actor):
+        say_padded_once(type(inner).__name__, problem)
+        return score_padded(actor, sequences, attention_mask, scoring, inner=inner)
+    if inner is actor:
+        return score_actions(actor, sequences, attention_mask, scoring)
+    # Through every wrapper, whose hooks gather weights and share gradients.
+    scores: tuple[Tensor, Tensor | None] = actor(sequences, attention_mask, scoring=scoring)
+    return scores
+
+
+def packed_scoring_problem(actor: nn.Module) -> str:
+    """Why `action_logprobs` computes this policy's padding and logits too; empty if it does not."""
+    inner = unwrap(actor)
+    if isinstance(inner, FSDPModule) or not (inner is actor or isinstance(_without_ddp(actor), Actor)):
+        return "its weights are gathered, or its gradients shared, around a call of the whole model; wrap it in Actor"
+    return scoring_problem(inner)
+
+
+def _without_ddp(module: nn.Module) -> nn.Module:
+    while hasattr(module, "module") and isinstance(module.module, nn.Module):
+        module = module.module
+    return module
 
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The transformers model inside an `Actor`, a DDP wrapper, or both."""
     while True:
-        if hasattr(module, "module") and isinstance(module.module, nn.Module):  # DistributedDataParallel
-            module = module.module
-        elif isinstance(module, Actor):
+        outer, module = module, _without_ddp(module)
+        if isinstance(module, Actor):
             module = module.model
-        else:
+        if module is outer:
             return module

@@ -18,6 +18,7 @@ from transformers import (
 from coati.errors import CheckpointError, ConfigError
 from coati.models.deferred import build_deferred
 from coati.models.lora import LoRASettings, add_lora
+from coati.models.packing import PackedRows, packed_hidden, packing_problem, say_padded_once
 from coati.models.positions import accepts, position_ids_from_mask
 
 HEAD_FILE = "value_head.safetensors"
@@ -76,7 +77,14 @@ class ValueHeadModel(nn.Module):
         return self.body.config
 
     def token_values(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """One number at each position, [B, S], in float32 (or float64 for a float64 model)."""
+        """One number at each position, [B, S], in float32 (or float64 for a float64 model).
+
+        Where the body can take packed rows, padding is not computed and gets 0.
+        """
+        if problem := packing_problem(self.body):
+            say_padded_once(type(self.body).__name__, problem)
+        elif len(packed := PackedRows.of(input_ids, attention_mask)) > 0:
+            return packed.unpacked(self._values_of(packed_hidden(self.body, packed)))
         kwargs: dict[str, Any] = {}
         if attention_mask is not None and accepts(self.body, "position_ids"):
             kwargs["position_ids"] = position_ids_from_mask(attention_mask)
@@ -84,7 +92,11 @@ class ValueHeadModel(nn.Module):
             kwargs["use_cache"] = False
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, **kwargs)[0]
         # A copy, not a view: sharding hangs its backward hook on what a module returns, and a view can lose it.
-        values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).clone()
+        return self._values_of(hidden).clone()
+
+    def _values_of(self, hidden: Tensor) -> Tensor:
+        """What the head makes of hidden states, [..., d] to [...]."""
+        values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
         return values if values.dtype == torch.float64 else values.float()
 
     def save_pretrained(self, path: str | Path, **kwargs: Any) -> None:
@@ -98,6 +110,12 @@ class ValueHeadModel(nn.Module):
         }
         self.body.save_pretrained(str(path), state_dict=body, **kwargs)  # type: ignore[operator]
         save_file(head, Path(path) / HEAD_FILE, metadata={"kind": json.dumps(type(self).__name__)})
+
+
+def packs(model: nn.Module) -> bool:
+    """Whether this critic or reward model, wrapped or not, computes real tokens only."""
+    inner = getattr(model, "module", model)  # DistributedDataParallel
+    return isinstance(inner, ValueHeadModel) and not packing_problem(inner.body)
 
 
 def _take_apart(model: PreTrainedModel) -> tuple[nn.Module, nn.Linear]:

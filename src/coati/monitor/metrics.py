@@ -77,6 +77,9 @@ METRICS: Final[Mapping[str, str]] = MappingProxyType(
         "maker/generate_seconds": "Time makers spent writing text, over all of them.",
         "maker/score_seconds": "Time makers spent on rewards, values and log-probs.",
         "maker/send_seconds": "Time makers spent handing items over, without waiting for room.",
+        "rollout/logprob_gap": "Mean |log-prob by which the engine drew a token - the same by a learner's "
+        "forward pass|, in a few samples of each batch.",
+        "rollout/logprob_gap_max": "The largest of these differences.",
         "maker/busy_share": "Share of their time in which makers wrote, scored or sent.",
         "maker/dropped": "Samples dropped, for whatever reason: no room for a response, a reward that is not a finite "
         "number (and the rest of its group, where the algorithm compares them), or dynamic sampling.",

@@ -6,6 +6,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.queue import Empty, Queue
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coati.errors import DeadlineExceeded, PeerDied
 
@@ -13,10 +14,14 @@ _ANSWER_SECONDS = 60.0
 
 
 class BatchQueue:
-    """First in, first out. The queue is an actor that reserves no CPU, so that a small machine cannot stall on it."""
+    """First in, first out. The queue is an actor that reserves no CPU, so that a small machine cannot stall on it.
+
+    It is on the node of whoever makes it: batches travel once, and no third machine's death can take it away.
+    """
 
     def __init__(self, maxsize: int) -> None:
-        self._queue = Queue(maxsize=maxsize, actor_options={"num_cpus": 0})
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._queue = Queue(maxsize=maxsize, actor_options={"num_cpus": 0, "scheduling_strategy": here})
 
     def size(self) -> int:
         """Entries waiting."""

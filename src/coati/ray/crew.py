@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ _FOLLOWER: Any = MakerFollower
 
 # Name, actor options and env_info of one actor.
 _Place = tuple[str, dict[str, Any], dict[str, str] | None]
+# Node id, address and port.
+_Meeting = tuple[str, str, int]
 
 
 class Crew:
@@ -67,12 +69,11 @@ class Crew:
             self.makers[name], following = self._create_maker(self._maker_places(name), share)
             self.following |= following
 
-    def create_newcomers(self, count: int, *, is_private: bool) -> list[str]:
-        """Make makers that will join; they are in `joining` until they do. ScalingRefused if there is no room."""
+    def name_newcomers(self, count: int, *, is_private: bool) -> list[str]:
+        """Names for makers that are to join. ScalingRefused if there is no room for them."""
         topology = self._config.topology
-        # A private Ray was given as many CPUs as the run began with. They are a number and no cores.
-        more: dict[str, Any] = {"num_cpus": 0} if is_private else {}
         free = ray.available_resources()
+        # A private Ray was given as many CPUs as the run began with. They are a number and no cores.
         num_cpus = 0 if is_private else count * topology.tensor_parallel
         for kind, need in (("CPU", float(num_cpus)), ("GPU", count * topology.gpus_per_maker)):
             if need > free.get(kind, 0.0):
@@ -82,14 +83,29 @@ class Crew:
                 )
         names = [f"maker-{self._next_maker + index}" for index in range(count)]
         self._next_maker += count
+        return names
+
+    def ask_for_meetings(self, names: Sequence[str]) -> dict[str, Any]:
+        """References to where the ranks of each of these makers will meet; none if they have one rank each."""
+        if self._config.topology.tensor_parallel == 1:
+            return {}
+        return {name: self._ask_for_meeting(self._ranks(name), self._gpus_per_rank, together=True) for name in names}
+
+    def create_newcomers(self, names: Sequence[str], meetings: Mapping[str, _Meeting], *, is_private: bool) -> None:
+        """Make makers that will join; they are in `joining` until they do."""
+        more: dict[str, Any] = {"num_cpus": 0} if is_private else {}
         for name in names:
             places = [
                 (actor, {**self._placement.newcomer_options(), **options, **more}, env_info)
-                for actor, options, env_info in self._maker_places(name)
+                for actor, options, env_info in self._maker_places(name, meetings.get(name))
             ]
             self.joining[name], following = self._create_maker(places, self.membership.share_in_waiting())
             self._following_newcomers |= following
-        return names
+
+    def ranks_joining(self, names: Sequence[str]) -> dict[str, Any]:
+        """The actors of makers that join, all ranks of each."""
+        ranks = [rank for name in names for rank in self._ranks(name)]
+        return {rank: self.joining[rank] if rank in self.joining else self.followers[rank] for rank in ranks}
 
     def take_in(self, names: Sequence[str]) -> None:
         """Newcomers are makers from now on, and whatever ends one of them ends the run."""
@@ -188,20 +204,31 @@ class Crew:
         """The actors of one maker: itself, and the other ranks of a tensor-parallel one."""
         return rank_names(name, self._config.topology.tensor_parallel)
 
-    def _maker_places(self, name: str) -> list[_Place]:
-        """The places of a maker's ranks: one, or the leader and its followers, together if there is room."""
-        names = self._ranks(name)
-        return self._places(names, self._config.topology.gpus_per_maker / len(names), together=True)
+    @property
+    def _gpus_per_rank(self) -> float:
+        return self._config.topology.gpus_per_maker / self._config.topology.tensor_parallel
 
-    def _places(self, names: list[str], num_gpus: float, *, together: bool = False) -> list[_Place]:
+    def _maker_places(self, name: str, meeting: _Meeting | None = None) -> list[_Place]:
+        """The places of a maker's ranks: one, or the leader and its followers, together if there is room."""
+        return self._places(self._ranks(name), self._gpus_per_rank, together=True, meeting=meeting)
+
+    def _ask_for_meeting(self, names: list[str], num_gpus: float, *, together: bool) -> Any:
+        """A reference to where a group meets: where rank 0 has its reserved place, or where there is room for it."""
+        room = self._placement.options(names[0]) or {"num_gpus": num_gpus * (len(names) if together else 1)}
+        return rendezvous.options(**room).remote()
+
+    def _places(
+        self, names: list[str], num_gpus: float, *, together: bool = False, meeting: _Meeting | None = None
+    ) -> list[_Place]:
         """Name, actor options and env_info of each rank of a group; rank 0 is where the group meets."""
         places = {name: self._placement.options(name) for name in names}
         if len(names) == 1:
             return [(name, actor_options(name, num_gpus, **options), None) for name, options in places.items()]
-        # Reserved, or where there is room for them.
-        meeting = places[names[0]] or {"num_gpus": num_gpus * (len(names) if together else 1)}
-        what = f"a node for {names[0]} and its group to meet at"
-        node_id, address, port = get(rendezvous.options(**meeting).remote(), what, seconds=self._deadlines.start)
+        if meeting is None:
+            what = f"a node for {names[0]} and its group to meet at"
+            asked = self._ask_for_meeting(names, num_gpus, together=together)
+            meeting = get(asked, what, seconds=self._deadlines.start)
+        node_id, address, port = meeting
         found: list[_Place] = []
         for rank, name in enumerate(names):
             near = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=rank > 0)}

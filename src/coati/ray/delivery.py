@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from coati.deadlines import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied
-from coati.experience_buffer.parcel import ItemParcel
+from coati.experience_buffer.bundle import ItemBundle
 from coati.experience_buffer.utils import BufferItem
 from coati.ledger import UNBOUNDED, WorkShare
 from coati.monitor.timeline import Timeline
@@ -128,7 +128,7 @@ class ItemSender:
         return self._share.round_of(number)
 
     def _call(self, trainer: str, items: list[BufferItem], since: float) -> None:
-        ref = self._peers.handle(trainer).buffer_extend.remote(ItemParcel(items))
+        ref = self._peers.handle(trainer).buffer_extend.remote(ItemBundle(items))
         self._in_flight.append(_InFlight(ref, trainer, items, since))
 
     def _await_oldest(self) -> None:

@@ -135,10 +135,13 @@ class DetachedTrainer(ABC):
         """End `fit` before its next batch; weights and buffer stay as they are."""
         self._stop.set()
 
-    def change_makers(self, maker_names: Sequence[str]) -> None:
-        """Makers have joined, or left by design: experience comes from these from now on."""
+    def change_makers(self, maker_names: Sequence[str], *, newcomers: Sequence[str] = ()) -> None:
+        """Makers have joined, or left by design: experience comes from these from now on.
+
+        `newcomers` are those among them that have no work yet, so that nothing is lost with them.
+        """
         self.maker_names = tuple(maker_names)
-        self._watch.follow(maker_names)
+        self._watch.follow(maker_names, newcomers=newcomers)
 
     # The buffer, as makers and drivers reach it.
 

@@ -190,15 +190,27 @@ class DetachedPPOTrainer(DetachedTrainer):
         )
 
     @ray.method(concurrency_group="model_io")
-    def change_makers(self, maker_names: Sequence[str], updated_makers: Sequence[str] | None = None) -> None:
-        """Makers have joined, or left by design. Newcomers get all weights with the next version, which `fit` sends.
+    def change_makers(
+        self,
+        maker_names: Sequence[str],
+        updated_makers: Sequence[str] | None = None,
+        *,
+        newcomers: Sequence[str] = (),
+    ) -> None:
+        """Makers have joined, or left by design. Who joined gets all weights with the next version, which `fit` sends.
 
-        Ranks of a group may be told at different moments: a maker stays with the trainer that updates it.
+        Ranks of a group may be told at different moments: a maker stays with the trainer that updates it. `newcomers`
+        are those that nobody counts on yet; whatever happens to one of them is in `newcomer_faults` and nowhere else.
         """
         with self._weights():  # not in the middle of an update
-            self._channel.change_makers(maker_names if updated_makers is None else updated_makers)
+            updated = maker_names if updated_makers is None else updated_makers
+            self._channel.change_makers(updated, newcomers=newcomers)
             self._path.ask_again()  # newcomers may sit elsewhere
-        super().change_makers(maker_names)
+        super().change_makers(maker_names, newcomers=newcomers)
+
+    def newcomer_faults(self) -> dict[str, str]:
+        """Why makers that joined did not take the last update, by name."""
+        return self._channel.faults
 
     def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
         """Sync if the weights are those of a version; checked and sent under one lock, so no step comes between."""

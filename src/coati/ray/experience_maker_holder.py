@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -228,13 +228,16 @@ class ExperienceMakerHolder:
         chunk: WeightChunk | None = None,
         chunks: Sequence[LentChunk] = (),
         manifest: WeightManifest | None = None,
+        others_check: Collection[int] = (),
+        checked: Collection[int] = (),
     ) -> None:
         """Take part of a weight update, or all of it.
 
         A trainer of this project sends a header, chunks (one, or several that it lends) and a manifest; the last
-        chunks may come with the manifest. Plain calls work too: `chunk_start=True`, any number of state dicts,
-        `chunk_end=True`, in one call or several. Either way the update is staged, verified as a whole and committed
-        at once; if anything is wrong it is rejected and the old weights go on serving.
+        chunks may come with the manifest. It names lent chunks that other makers of the host check (`others_check`),
+        and those that they found right (`checked`). Plain calls work too: `chunk_start=True`, any number of state
+        dicts, `chunk_end=True`, in one call or several. Either way the update is staged, verified as a whole and
+        committed at once; if anything is wrong it is rejected and the old weights go on serving.
         """
         with self._timeline.span("receive", WEIGHTS):
             if update is not None:
@@ -243,9 +246,9 @@ class ExperienceMakerHolder:
                 self._stage.add_chunk(chunk)
             elif chunks or manifest is not None:
                 for lent in chunks:
-                    self._stage.add_chunk(lent)
+                    self._stage.add_chunk(lent, may_trust=lent.index in others_check)
                 if manifest is not None:
-                    whole = self._stage.finish(manifest)
+                    whole = self._stage.finish(manifest, checked=checked)
                     self._pipeline.bounds.note(manifest.header.version, manifest.header.max_staleness)
                     self._served.offer(whole)
             else:
@@ -351,7 +354,7 @@ class ExperienceMakerHolder:
         self._records.append(self._pipeline.record(experience, samples_kept=self._samples_kept, prompts=self._prompts))
         dispatch(self._callbacks, "on_send_start")
         with self._timeline.span("send"):
-            self._sender.send(split_experience_batch(experience, share_memory=True))
+            self._sender.send(split_experience_batch(experience))
         dispatch(self._callbacks, "on_send_end")
 
 

@@ -217,8 +217,9 @@ class DetachedRun:
                     self._log.trainer_records(page.records)  # the ranks of a group report the same steps
                     length = actor.buffer_get_length.remote()
                     self._log.buffer_batches = ray.get(length, timeout=_POLL_SECONDS * 10)
-            except (GetTimeoutError, RayActorError):
-                continue  # the loops' own references tell whether it died, and why
+            except (GetTimeoutError, RayActorError, RayTaskError) as error:
+                # The loops' own references tell whether it died, or lost what it works with, and why.
+                logger.debug("%s could not be asked: %s", name, error)
         self._complete_checkpoints()
         self._on_progress(self._log.snapshot())
 

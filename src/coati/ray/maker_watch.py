@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 _ASK_EVERY_SECONDS = 2.0
 # A maker in one of these makes nothing more, unless somebody starts its loop again.
 _OVER = frozenset({"finished", "failed", "gone"})
+_ABSENT = frozenset({"missing", "failed", "gone"})
 
 
 def ask_states(names: Sequence[str]) -> dict[str, str]:
@@ -59,6 +60,7 @@ class MakerWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._names = tuple(names)
+        self._newcomers: frozenset[str] = frozenset()
         self._deadlines = deadlines
         self._ask = ask
         self._clock = clock
@@ -68,9 +70,13 @@ class MakerWatch:
         self._over_since: float | None = None
         self.begin_wait()
 
-    def follow(self, names: Sequence[str]) -> None:
-        """Watch these makers from now on. One that is not among them left by design: it is not gone."""
+    def follow(self, names: Sequence[str], *, newcomers: Sequence[str] = ()) -> None:
+        """Watch these makers from now on. One that is not among them left by design: it is not gone.
+
+        More may come from `newcomers` too, but nothing is expected of them yet: nobody misses one that is gone.
+        """
         self._names = tuple(names)
+        self._newcomers = frozenset(newcomers)
 
     def begin_wait(self) -> None:
         """A new wait for a batch begins: time in which batches come counts against nobody."""
@@ -95,7 +101,8 @@ class MakerWatch:
 
     def gone(self) -> list[str]:
         """Makers that died or failed, as of the last look."""
-        return [name for name in self._names if self._states.get(name) in ("gone", "failed")]
+        counted = (name for name in self._names if name not in self._newcomers)
+        return [name for name in counted if self._states.get(name) in ("gone", "failed")]
 
     def describe(self) -> str:
         """One phrase for each maker."""
@@ -114,7 +121,8 @@ class MakerWatch:
             for name, state in self._ask(self._names).items()
         }
         self._seen |= {name for name, state in self._states.items() if state != "missing"}
-        states = set(self._states.values())
+        unmissed = {name for name in self._newcomers if self._states.get(name) in _ABSENT}
+        states = {state for name, state in self._states.items() if name not in unmissed}
         if states == {"gone"}:
             raise PeerDied(f"every maker is gone ({self.describe()}), so no experience will come. See their logs.")
         is_over = bool(states) and states <= _OVER

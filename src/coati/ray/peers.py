@@ -64,6 +64,21 @@ class NamedPeers:
             self._handles[name] = find_actor(name, role=self.role, deadline_seconds=self._deadlines.start)
         return self._handles[name]
 
+    def handle_if_there(self, name: str) -> Any | None:
+        """The actor's handle; None if nobody has the name now."""
+        if name not in self._handles:
+            try:
+                self._handles[name] = ray.get_actor(name)
+            except ValueError:
+                return None
+        return self._handles[name]
+
+    def changed_to(self, names: Sequence[str]) -> "NamedPeers":
+        """Peers of these names; those that were peers before are not looked up again, dead ones among them."""
+        peers = NamedPeers(names, role=self.role, deadlines=self._deadlines)
+        peers._handles = {name: handle for name, handle in self._handles.items() if name in peers.names}
+        return peers
+
     def require_some_alive(self, doing: str) -> None:
         """Raise PeerDied if peers that were there are all gone: waiting for them would be for ever."""
         seen = [name for name in self.names if name in self._handles]

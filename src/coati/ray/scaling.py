@@ -1,25 +1,39 @@
 """More makers, or fewer, while a run trains.
 
 Joining: the new makers load their models; each is added to the update list of one trainer and gets all weights with
-the next version; then the rounds that nobody has begun are dealt anew, and it starts. Whatever fails before that deal
-leaves the run as it was. Leaving: the deal comes first; who leaves finishes what it had been dealt, is taken off the
-trainers' lists, and ends.
+the next version; then the rounds that nobody has begun are dealt anew, and it starts. Until then nobody counts on a
+newcomer: whatever fails, those who joined are turned away, and the run is as it was. Leaving: the deal comes first; who
+leaves finishes what it had been dealt, is taken off the trainers' lists, and ends.
 
 The driver has other things to do meanwhile, so this is written as a generator that it goes on with at each turn of its
 loop; what is yielded says what is waited for.
 """
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
 from coati.deadlines import Deadlines
-from coati.errors import CoatiError, DeadlineExceeded, ScalingRefused
+from coati.errors import CoatiError, DeadlineExceeded, ScalingRefused, WeightUpdateError
+from coati.ledger import WorkShare
 from coati.monitor.control import MAX_MAKERS
 from coati.ray.crew import Crew, get
 from coati.ray.topology import makers_to_leave, trainer_for_newcomer
+
+logger = logging.getLogger(__name__)
+
+# For a newcomer to take its first part, at most. All others are held meanwhile, and it has nothing else to do.
+_FIRST_PART_SECONDS = 30.0
+
+
+class _Part(NamedTuple):
+    """What a maker works on from now on, as it takes it."""
+
+    share: WorkShare
+    loader_fn: Callable[[], Any]
 
 
 class Scaler:
@@ -58,89 +72,173 @@ class Scaler:
 
     def _grow(self, count: int) -> Iterator[str]:
         crew = self._crew
-        names = crew.create_newcomers(count, is_private=self._is_private)
-        newcomers = ", ".join(names)
+        names = crew.name_newcomers(count, is_private=self._is_private)
         try:
-            yield from self._await_all(
-                lambda: [crew.joining[name].progress.remote() for name in names],
-                seconds=self._deadlines.start,
-                what=f"{newcomers} to start and load their models",
-            )
-            for name in names:
-                crew.updaters[name] = trainer_for_newcomer(crew.updaters, len(crew.trainers))
-            yield from self._tell_trainers()
-            yield from self._await_weights(names)
-        except CoatiError as error:
-            crew.dismiss(names)
-            yield from self._tell_trainers()
-            raise ScalingRefused(f"{newcomers} could not join, so the run goes on without: {error}") from error
-        parts = self._deal(joining=names)
+            yield from self._prepare(names)
+            parts = self._begin_deal(joining=names)
+        except Exception as error:
+            # Whatever it is (a node that dies, a model that is not there, a bug in a reward), the run can do without.
+            yield from self._turn_away(names)
+            reason = str(error) or type(error).__name__
+            raise ScalingRefused(f"{', '.join(names)} could not join, so the run goes on without: {reason}") from error
         crew.take_in(names)
+        self._end_deal({name: part for name, part in parts.items() if name not in names})
         for name in names:
-            self._start(name, parts[name])
+            self._start(name, parts[name].loader_fn)
+        yield from self._settle(names)
+
+    def _prepare(self, names: Sequence[str]) -> Iterator[str]:
+        """Everything before the deal: newcomers that have their models, and the weights of a version."""
+        crew, start, newcomers = self._crew, self._deadlines.start, ", ".join(names)
+        meetings = yield from self._await_all(
+            crew.ask_for_meetings(names), seconds=start, what=f"places where the ranks of {newcomers} can meet"
+        )
+        crew.create_newcomers(names, meetings, is_private=self._is_private)
+        what = f"{newcomers} to start and load their models"
+        yield from self._await_all(self._ask_progress(names), seconds=start, what=what)
+        for name in names:
+            crew.updaters[name] = trainer_for_newcomer(crew.updaters, len(crew.trainers))
+        yield from self._await_trainers(self._tell_trainers(newcomers=names))
+        yield from self._await_weights(names)
+
+    def _turn_away(self, names: Sequence[str]) -> Iterator[str]:
+        """End newcomers. A trainer in the middle of an update waits for them, so we do not wait for it first."""
+        crew = self._crew
+        were_told = [name for name in names if crew.updaters.pop(name, None) is not None]
+        told = self._tell_trainers() if were_told else {}
+        crew.dismiss(names)
+        try:
+            yield from self._await_trainers(told)
+        except CoatiError as error:  # they have it in their queue, and go on without newcomers that are gone
+            logger.warning("not all trainers have said that they know of makers that did not join: %s", error)
+
+    def _settle(self, names: Sequence[str]) -> Iterator[str]:
+        """They work, so trainers count on them from now on. One that has missed an update meanwhile leaves again."""
+        try:
+            yield from self._await_trainers(self._tell_trainers())
+            faults = yield from self._await_trainers(self._ask_faults())
+        except DeadlineExceeded as error:
+            logger.warning("%s have joined, but not all trainers have said that they know: %s", ", ".join(names), error)
+            return
+        if reason := _reason(faults, names):
+            yield from self._send_away(names)
+            raise ScalingRefused(f"{', '.join(names)} joined and had to leave again: {reason}")
 
     def _shrink(self, count: int) -> Iterator[str]:
         crew = self._crew
-        names = makers_to_leave({name: crew.updaters[name] for name in crew.membership.members}, count)
-        self._deal(leaving=names)
+        yield from self._send_away(
+            makers_to_leave({name: crew.updaters[name] for name in crew.membership.members}, count)
+        )
+
+    def _send_away(self, names: Sequence[str]) -> Iterator[str]:
+        crew = self._crew
+        try:
+            parts = self._begin_deal(leaving=names)
+        except DeadlineExceeded as error:
+            raise ScalingRefused(
+                f"{', '.join(names)} cannot leave now, so the run goes on as it was: {error}"
+            ) from error
+        self._end_deal(parts)
         while working := [name for name in names if self._is_working(name)]:
             yield f"{', '.join(working)} finishing what was begun, then leaving"
         self._before_end()
         for name in names:
             crew.updaters.pop(name)
-        yield from self._tell_trainers()
+        try:
+            yield from self._await_trainers(self._tell_trainers())
+        except DeadlineExceeded as error:  # a trainer whose makers are all gone would give up
+            raise ScalingRefused(
+                f"{', '.join(names)} make nothing more, but stay until the run ends: {error}"
+            ) from error
         crew.dismiss(names)
 
-    def _deal(self, *, joining: Sequence[str] = (), leaving: Sequence[str] = ()) -> dict[str, Callable[[], Any]]:
-        """Hold everybody, deal, and let go: a moment, in which nobody waits for anybody but us."""
-        crew = self._crew
-        handles = {**crew.makers, **crew.joining}
-        held = {name: handles[name].hold_work.remote() for name in crew.membership.members}
-        places = crew.membership.redeal(self._answers(held), joining=joining, leaving=leaving)
-        parts = {name: crew.prompts(place.prompts) for name, place in places.items()}
-        self._answers(
-            {name: handles[name].deal_work.remote(place.share, parts[name]) for name, place in places.items()}
-        )
+    def _begin_deal(self, *, joining: Sequence[str] = (), leaving: Sequence[str] = ()) -> dict[str, _Part]:
+        """Hold everybody and deal: a moment, in which nobody waits for anybody but us.
+
+        Newcomers take their parts now, the others in `_end_deal`. If anything fails before that, nobody who works has
+        heard of the deal, and all go on as before.
+        """
+        crew, start = self._crew, self._deadlines.start
+        before = crew.membership.shares
+        try:
+            held = {name: crew.makers[name].hold_work.remote() for name in before}
+            standings = _answers(held, "work to be dealt anew", seconds=start)
+            places = crew.membership.redeal(standings, joining=joining, leaving=leaving)
+            parts = {name: _Part(place.share, crew.prompts(place.prompts)) for name, place in places.items()}
+            taken = {name: crew.joining[name].deal_work.remote(*parts[name]) for name in joining}
+            _answers(taken, "newcomers to take their parts", seconds=min(_FIRST_PART_SECONDS, start))
+        except BaseException:
+            crew.membership.restore(before)
+            for name, share in before.items():  # one that was not held in time hears this after it was
+                crew.makers[name].deal_work.remote(share, None)
+            raise
         return parts
 
-    def _answers(self, refs: Mapping[str, Any]) -> dict[str, Any]:
-        seconds = self._deadlines.start
-        return {name: get(ref, "work to be dealt anew", seconds=seconds, who=name) for name, ref in refs.items()}
+    def _end_deal(self, parts: Mapping[str, _Part]) -> None:
+        """Let those who are held go on, with their new parts."""
+        dealt = {name: self._crew.makers[name].deal_work.remote(*part) for name, part in parts.items()}
+        try:
+            _answers(dealt, "work to be dealt anew", seconds=self._deadlines.start)
+        except DeadlineExceeded as error:  # they were told, and go on when they come to it
+            logger.warning("%s", error)
 
-    def _tell_trainers(self) -> Iterator[str]:
-        """Who makes experience now, and whom each trainer updates. One in the middle of a step answers after it."""
-        crew = self._crew
-        names = list(crew.updaters)
-        yield from self._await_all(
-            lambda: [
-                trainer.change_makers.remote(names, [name for name in names if crew.updaters[name] == rank])
-                for rank, trainer in enumerate(crew.trainers.values())
-            ],
-            seconds=self._deadlines.update,
-            what="the trainers to take note",
-        )
+    def _ask_progress(self, names: Sequence[str]) -> dict[str, Any]:
+        return {rank: actor.progress.remote() for rank, actor in self._crew.ranks_joining(names).items()}
+
+    def _ask_faults(self) -> dict[str, Any]:
+        return {name: trainer.newcomer_faults.remote() for name, trainer in self._crew.trainers.items()}
+
+    def _tell_trainers(self, *, newcomers: Sequence[str] = ()) -> dict[str, Any]:
+        """Say who makes experience now, and whom each trainer updates; nothing is expected of `newcomers` yet."""
+        names = list(self._crew.updaters)
+        told = {}
+        for rank, (trainer_name, trainer) in enumerate(self._crew.trainers.items()):
+            updated = [name for name in names if self._crew.updaters[name] == rank]
+            told[trainer_name] = trainer.change_makers.remote(names, updated, newcomers=list(newcomers))
+        return told
+
+    def _await_trainers(self, refs: Mapping[str, Any]) -> Generator[str, None, dict[str, Any]]:
+        """Answers of trainers. One in the middle of a step answers after it."""
+        return (yield from self._await_all(refs, seconds=self._deadlines.update, what="the trainers to take note"))
 
     def _await_weights(self, names: Sequence[str]) -> Iterator[str]:
         what = f"{', '.join(names)} to get the weights of the next version"
         deadline = time.monotonic() + self._deadlines.batch
         while True:
-            progress = yield from self._await_all(
-                lambda: [self._crew.joining[name].progress.remote() for name in names],
-                seconds=self._deadlines.update,
-                what=what,
-            )
-            if all(one.has_weights for one in progress):
+            refs = {**self._ask_progress(names), **self._ask_faults()}
+            answers = yield from self._await_all(refs, seconds=self._deadlines.update, what=what)
+            if reason := _reason({trainer: answers[trainer] for trainer in self._crew.trainers}, names):
+                raise WeightUpdateError(reason)
+            if all(answers[name].has_weights for name in names):
                 return
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"waited {self._deadlines.batch:g} s for {what}.")
             yield f"waiting for {what}"
 
-    def _await_all(self, ask: Callable[[], list[Any]], *, seconds: float, what: str) -> Generator[str, None, list[Any]]:
-        refs = ask()
+    def _await_all(self, refs: Mapping[str, Any], *, seconds: float, what: str) -> Generator[str, None, dict[str, Any]]:
+        """The answers, by who gave them. The first that is an error is raised, whoever else is waited for."""
         deadline = time.monotonic() + seconds
-        while len(ray.wait(refs, num_returns=len(refs), timeout=0.0)[0]) < len(refs):
-            if time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"waited {seconds:g} s for {what}.")
-            yield f"waiting for {what}"
-        answers: list[Any] = get(refs, what, seconds=seconds)
+        waiting = {ref: name for name, ref in refs.items()}
+        answers = {}
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0.0)
+            for ref in done:
+                name = waiting.pop(ref)
+                answers[name] = get(ref, what, seconds=seconds, who=name)
+            if waiting and time.monotonic() >= deadline:
+                raise DeadlineExceeded(
+                    f"waited {seconds:g} s for {what} ({', '.join(waiting.values())} did not answer)."
+                )
+            if waiting:
+                yield f"waiting for {what}"
         return answers
+
+
+def _answers(refs: Mapping[str, Any], what: str, *, seconds: float) -> dict[str, Any]:
+    return {name: get(ref, what, seconds=seconds, who=name) for name, ref in refs.items()}
+
+
+def _reason(faults: Mapping[str, Mapping[str, str]], names: Sequence[str]) -> str:
+    """What trainers say of these makers, in a line; empty if there is nothing to say."""
+    said = {name: reason for by_name in faults.values() for name, reason in by_name.items() if name in names}
+    return "; ".join(f"{name}: {reason}" for name, reason in said.items())

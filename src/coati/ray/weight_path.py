@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 class WeightPath:
     """Asks the makers once whether they can open the trainer's memory: its card's, or its host's.
 
+    While makers join they are asked before every update: one that was not there before may sit elsewhere.
+
     What each rank of a group is told is its own affair: all gather the same weights either way.
     """
 
@@ -25,7 +27,7 @@ class WeightPath:
     @property
     def snapshots(self) -> Snapshots | None:
         """What to lend weights from; None: they go through the object store."""
-        if not self._has_asked:
+        if not self._has_asked or self._channel.has_newcomers:
             self._has_asked = True
             self._snapshots = self._shared()
         return self._snapshots

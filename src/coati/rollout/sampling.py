@@ -57,9 +57,9 @@ def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     drawn, because the cumulative sum does not rise there.
     """
     cumulative = log_probs.double().exp().cumsum(dim=-1)
-    targets = uniforms.double() * cumulative[:, -1]
+    total = cumulative[:, -1]
+    # A product that rounds up to the total would land one past the end: below it there is a token that has mass.
+    targets = torch.minimum(uniforms.double() * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
-    # A product that rounds up to the total would land one past the end: take the last token that has mass.
-    last_with_mass = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).squeeze(-1)
     # Only nan gets past that: its row goes on as nan, which the learner's guard names, not as a bad index.
-    return torch.minimum(tokens, last_with_mass).clamp(max=log_probs.shape[-1] - 1)
+    return tokens.clamp(max=log_probs.shape[-1] - 1)

@@ -14,9 +14,13 @@ from torch.optim import Optimizer
 from coati.algos import clipped_value_loss, entropy_bonus, masked_moments, masked_whiten
 from coati.errors import ConfigError
 from coati.experience_maker.base import Experience
-from coati.experience_maker.naive import action_values
+from coati.experience_maker.model_scores import action_values
 from coati.models import action_logprobs
+from coati.models.actor import packed_scoring_problem
+from coati.models.packing import row_parts, row_tokens
+from coati.models.value_head import packs
 from coati.trainer.joined import StepNumbers, explained_variance
+from coati.trainer.modes import checkpoint_activations, compile_blocks, is_random, make_optimizer, set_learning_mode
 from coati.trainer.objective import StepCounts, policy_objective
 from coati.trainer.off_policy import measure_off_policy, off_policy_metrics, prepare
 from coati.trainer.schedule import make_schedule
@@ -53,7 +57,7 @@ class PPOLearner:
         self.num_skipped = 0
         rates = {"actor": (actor, settings.actor_lr), "critic": (critic, settings.critic_lr)}
         pairs = {
-            label: (model, _make_optimizer(optimizer_class, model, rate))
+            label: (model, make_optimizer(optimizer_class, model, rate, device=strategy.device))
             for label, (model, rate) in rates.items()
             if model is not None
         }
@@ -63,7 +67,14 @@ class PPOLearner:
         """What is trained, and published: "actor" and, if there is one, "critic"."""
         self.optimizers: dict[str, Optimizer] = {label: optimizer for label, (_, optimizer) in parts.items()}
         for model in self.models.values():
-            _turn_dropout_off(model)
+            if settings.activation_checkpointing:
+                checkpoint_activations(model)
+            if settings.compile:
+                compile_blocks(model)
+            set_learning_mode(model)
+        # The weights that a step starts from are those of its own pass, so nobody has to ask them twice; unless V-trace
+        # wants advantages before the pass, or dropout makes every pass another policy.
+        self._is_prepared_by_its_pass = settings.correction.estimator == "gae" and not is_random(self.models["actor"])
         self._schedules = [
             make_schedule(
                 optimizer,
@@ -108,12 +119,14 @@ class PPOLearner:
         experience.validate()
         experience.to_device(self.device)
         experience = _with_some_column(experience)
-        parts = self._micro_batches(experience.num_samples)
-        if self.settings.correction.is_active and experience.proximal_log_probs is None:
+        parts = self._micro_batches(experience)
+        is_new = self.settings.correction.is_active and experience.proximal_log_probs is None
+        if is_new and not self._is_prepared_by_its_pass:
             self._prepare(experience, parts)
         mask = experience.full_action_mask()
         counts, advantages = self._counts_and_advantages(experience, mask)
         numbers = StepNumbers()
+        passes: list[Tensor] = []
         rates = {
             f"optim/{label}_lr": float(optimizer.param_groups[0]["lr"]) for label, optimizer in self.optimizers.items()
         }
@@ -121,9 +134,18 @@ class PPOLearner:
             for index, rows in enumerate(parts):
                 with self._gradients_stay_local(is_last=index == len(parts) - 1):
                     part = _part_of(experience, rows)
-                    self._actor_pass(part, advantages[rows or _FIRST], counts, numbers)
+                    logprobs = self._actor_pass(part, advantages[rows or _FIRST], counts, numbers)
+                    if rows is not None:
+                        passes.append(logprobs)
                     if self.critic is not None:
                         self._critic_pass(self.critic, part, counts, numbers)
+            if is_new and self._is_prepared_by_its_pass:
+                prepare(
+                    experience,
+                    self.settings.correction,
+                    proximal_log_probs=torch.cat(passes),
+                    values=experience.values,
+                )
             norms = self._apply_gradients(experience, int(counts.tokens))
         finally:
             # Also when a pass raises: the next batch must not inherit half of this one's gradient.
@@ -188,7 +210,9 @@ class PPOLearner:
             for rows in parts:
                 part = _part_of(experience, rows)
                 forward = (part.sequences, part.attention_mask, part.num_actions)
-                proximal, _ = action_logprobs(self.actor, *forward, temperatures=part.temperatures)
+                proximal, _ = action_logprobs(
+                    self.actor, *forward, temperatures=part.temperatures, compiled=self.settings.compile
+                )
                 needs_values = self.settings.correction.estimator == "vtrace"
                 value = action_values(self.models["critic"], *forward) if needs_values else part.values
                 if rows is not None:
@@ -196,10 +220,11 @@ class PPOLearner:
                     values.append(value)
         finally:
             for model in self.models.values():
-                _turn_dropout_off(model)
+                set_learning_mode(model)
         prepare(experience, self.settings.correction, proximal_log_probs=torch.cat(logprobs), values=torch.cat(values))
 
-    def _actor_pass(self, part: Experience, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> None:
+    def _actor_pass(self, part: Experience, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> Tensor:
+        """Add a part's gradient; its log-probs, [B, A]."""
         settings = self.settings
         mask = part.full_action_mask()
         needs_entropy_gradient = settings.entropy_coef != 0.0
@@ -210,8 +235,11 @@ class PPOLearner:
             part.num_actions,
             temperatures=part.temperatures,
             with_entropy=True,
+            compiled=settings.compile,
         )
         assert entropy is not None
+        if settings.correction.policy != "none" and part.proximal_log_probs is None:
+            part = dataclasses.replace(part, proximal_log_probs=logprobs.detach().masked_fill(~mask, 0.0))
         policy = policy_objective(logprobs, part, advantages, counts, settings)
         entropy = entropy if needs_entropy_gradient else entropy.detach()
         bonus = entropy_bonus(entropy, mask, num_tokens=counts.tokens)
@@ -224,6 +252,7 @@ class PPOLearner:
         if settings.kl_loss_coef:
             numbers.add("policy/kl_loss", policy.kl_term)
         numbers.largest("policy/ratio_max", policy.ratio_max)
+        return logprobs.detach()
 
     def _critic_pass(self, critic: nn.Module, part: Experience, counts: StepCounts, numbers: StepNumbers) -> None:
         values = action_values(critic, part.sequences, part.attention_mask, part.num_actions)
@@ -259,15 +288,17 @@ class PPOLearner:
             )
         return norms
 
-    def _micro_batches(self, num_samples: int) -> list[slice | None]:
+    def _micro_batches(self, experience: Experience) -> list[slice | None]:
         """The rows of each pass. All ranks make as many passes: None is one without any weight.
 
         Sharded parameters are gathered by all ranks together, so a rank that finished early would leave the others
         waiting in their next forward pass.
         """
-        size = self.settings.micro_batch_size or num_samples
+        settings = self.settings
+        is_packed = not packed_scoring_problem(self.actor) and (self.critic is None or packs(self.critic))
+        costs = row_tokens(experience.sequences, experience.attention_mask, is_packed=is_packed)
         parts: list[slice | None] = [
-            slice(start, min(start + size, num_samples)) for start in range(0, num_samples, size)
+            *row_parts(costs, max_tokens=settings.micro_batch_tokens, max_rows=settings.micro_batch_size)
         ]
         passes = StepNumbers()
         passes.largest("passes", torch.tensor(len(parts)))
@@ -284,21 +315,6 @@ class PPOLearner:
             for model in self.models.values():
                 stack.enter_context(self.strategy.no_sync(model))
             yield
-
-
-def _make_optimizer(optimizer_class: type[Optimizer], model: nn.Module, lr: float) -> Optimizer:
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise ConfigError(f"{type(model).__name__} has no trainable parameters, so there is nothing to learn.")
-    return optimizer_class(trainable, lr=lr)  # type: ignore[call-arg]
-
-
-def _turn_dropout_off(model: nn.Module) -> None:
-    """Dropout would make the ratio to the sampling policy differ from 1 on its own data. LoRA's stays on."""
-    model.eval()
-    for name, module in model.named_modules():
-        if "lora_dropout" in name:
-            module.train()
 
 
 def _with_some_column(experience: Experience) -> Experience:

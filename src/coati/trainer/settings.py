@@ -52,12 +52,23 @@ class PPOSettings:
     micro_batch_size: int = 0
     """Samples in one forward and backward pass; 0 for the whole batch. The gradient is the same."""
 
+    micro_batch_tokens: int = 16384
+    """Tokens in one forward and backward pass, real ones only where the models take packed rows; 0 for no limit."""
+
+    activation_checkpointing: bool = False
+    """Keep the inputs of each block only, and compute the rest again in the backward pass: less memory, more work."""
+
+    compile: bool = False
+    """Compile the transformer blocks with `torch.compile`: the first steps take long, the others less."""
+
     correction: CorrectionSettings = dataclasses.field(default_factory=CorrectionSettings)
     """What to do about data that an older policy wrote."""
 
     def __post_init__(self) -> None:
         if self.micro_batch_size < 0:
             raise ConfigError(f"micro_batch_size must be 0 (whole batch) or more, got {self.micro_batch_size}.")
+        if self.micro_batch_tokens < 0:
+            raise ConfigError(f"micro_batch_tokens must be 0 (no limit) or more, got {self.micro_batch_tokens}.")
         if self.lr_schedule != "constant" and self.total_steps < 1:
             raise ConfigError(
                 f"total_steps must be 1 or more for lr_schedule={self.lr_schedule!r}, got {self.total_steps}."

@@ -89,6 +89,8 @@ class Snapshots(ABC):
 
     instead: str
     """Which way weights go if a receiver cannot open this memory, in words."""
+    is_one_check_enough = False
+    """Whether all receivers read the very same bytes, so that it is enough if one of them checks a chunk."""
 
     @abstractmethod
     def probe(self) -> ShareProbe:

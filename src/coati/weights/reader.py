@@ -19,14 +19,15 @@ class LentReader:
         """Buffers of other processes' memory that are mapped here."""
         return self._in_memory.num_open
 
-    def take(self, chunk: LentChunk, *, may_look: bool) -> tuple[TakenChunk, int | None]:
-        """The chunk, and the checksum of what arrived (None if it was sent without one).
+    def take(self, chunk: LentChunk, *, may_look: bool, may_trust: bool = False) -> tuple[TakenChunk, int | None]:
+        """The chunk, and the checksum of what arrived (None if it was sent without one, or not looked at).
 
-        With `may_look` it may stay in the sender's memory; whoever says so lets go of it when the sender asks.
+        With `may_look` it may stay in the sender's memory; whoever says so lets go of it when the sender asks. With
+        `may_trust` its bytes need not be looked at, because somebody else who reads the same memory does.
         """
         if not isinstance(chunk.handle, MemoryHandle):
             return self._on_device.clone(chunk)
-        return self._in_memory.take(chunk, may_look=may_look)
+        return self._in_memory.take(chunk, may_look=may_look, may_trust=may_trust)
 
     def end_update(self) -> None:
         """Close what later updates will not use."""

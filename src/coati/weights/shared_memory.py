@@ -3,6 +3,9 @@
     trainer                                                   maker
     parameters ─ copy ─► snapshot A or B ─ name ────────────► map read-only ─ check ─► stage of views ─ commit: one copy
 
+All receivers map the same pages, so each chunk's checksum is computed by one of them, and none commits before all of
+them have answered for theirs.
+
 The sender fills two sets of buffers in turn, so that pages are touched once and makers map them once. A maker that is
 in the middle of its work may keep looking at a set for long, so a set is overwritten only after every maker that was
 lent it has answered the header of the next update in it; before a maker answers, it drops or copies what it still holds
@@ -125,6 +128,7 @@ class MemorySnapshots(Snapshots):
     """The sender's side: two sets of buffers, filled in turn."""
 
     instead = "through Ray's object store"
+    is_one_check_enough = True  # all receivers look at the same pages
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
@@ -231,10 +235,10 @@ class MemoryReader:
         """Buffers that are mapped."""
         return len(self._open)
 
-    def take(self, chunk: LentChunk, *, may_look: bool) -> tuple[TakenChunk, int | None]:
-        """The chunk, and the checksum of what is there (None if it was sent without one).
+    def take(self, chunk: LentChunk, *, may_look: bool, may_trust: bool) -> tuple[TakenChunk, int | None]:
+        """The chunk, and the checksum of what is there (None if it was sent without one, or not looked at).
 
-        With `may_look` it stays in the sender's memory.
+        With `may_look` it stays in the sender's memory; if then also `may_trust`, its bytes are not looked at yet.
         """
         if chunk.handle not in self._open:
             self._open[chunk.handle] = open_memory(chunk.handle)
@@ -242,7 +246,8 @@ class MemoryReader:
         if not may_look:
             data = _extent(data, slots).clone()
             slots = moved(slots, -slots[0].offset) if slots else slots
-        found = None if chunk.checksum is None else bytes_checksum(_extent(data, slots))
+        is_left_to_others = may_look and may_trust  # a copy of ours is ours to check
+        found = None if chunk.checksum is None or is_left_to_others else bytes_checksum(_extent(data, slots))
         return TakenChunk(module=chunk.module, slots=slots, data=data, checksum=chunk.checksum), found
 
     def forget_gone(self) -> None:
@@ -269,6 +274,11 @@ def why_not_in_memory(probe: ShareProbe) -> str:
     except (OSError, ValueError) as error:  # another host or container, another user, another system
         return f"it cannot open memory of the sender's process: {error}"
     return "" if found == probe.checksum else "it reads other bytes than the sender wrote"
+
+
+def taken_checksum(chunk: TakenChunk) -> int:
+    """The checksum of a chunk that was taken without looking at its bytes."""
+    return bytes_checksum(_extent(chunk.data, chunk.slots))
 
 
 def _extent(data: Tensor, slots: Sequence[Slot]) -> Tensor:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from coati.weights.checksum import checksum
 from coati.weights.lent import LentChunk, TakenChunk
 from coati.weights.manifest import UpdateHeader, WeightChunk, WeightManifest
 from coati.weights.reader import LentReader
+from coati.weights.shared_memory import taken_checksum
 from coati.wire import WireTensor, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class _OpenStage:
     last_seen: float
     lender: str | None = None
     chunks: dict[int, WeightChunk | TakenChunk] = dataclasses.field(default_factory=dict)
+    unchecked: dict[int, TakenChunk] = dataclasses.field(default_factory=dict)  # left to other receivers
     plain: dict[tuple[str, str], WireTensor] = dataclasses.field(default_factory=dict)
 
 
@@ -121,30 +123,39 @@ class WeightStage:
             self._let_go(lender)
         self._open[update_id] = _OpenStage(version, source, last_seen=now, lender=lender)
 
-    def add_chunk(self, chunk: WeightChunk | LentChunk) -> None:
+    def add_chunk(self, chunk: WeightChunk | LentChunk, *, may_trust: bool = False) -> None:
         """Stage one chunk after checking its bytes. The same chunk twice is the same chunk.
 
         A chunk without a checksum (verify_updates = "off") is taken as it is, if its manifest lists none either.
+        With `may_trust` another receiver that looks at the same memory checks it; `finish` is told whether it did.
         """
         stage = self._stage(chunk.header.update_id, f"chunk {chunk.index} from {chunk.header.source}")
-        staged, found = self._taken_in(chunk, stage)
-        if chunk.checksum is not None and found is not None and found != chunk.checksum:
-            self.abort(chunk.header.update_id)
-            raise WeightUpdateError(
-                f"chunk {chunk.index} of {_described(chunk.header)} is corrupt: checksum {found:#018x}, "
-                f"sent as {chunk.checksum:#018x}. Rejected whole; the old weights go on serving."
-            )
+        staged, found = self._taken_in(chunk, stage, may_trust=may_trust)
+        stage.unchecked.pop(chunk.index, None)
+        if found is not None:
+            self._check_bytes(chunk.header, chunk.index, found, chunk.checksum)
+        elif chunk.checksum is not None:
+            assert isinstance(staged, TakenChunk), "only lent bytes are the same for others"
+            stage.unchecked[chunk.index] = staged
         stage.chunks[chunk.index] = staged
 
+    def _check_bytes(self, header: UpdateHeader, index: int, found: int, sent: int | None) -> None:
+        if found != sent:
+            self.abort(header.update_id)
+            raise WeightUpdateError(
+                f"chunk {index} of {_described(header)} is corrupt: checksum {found:#018x}, "
+                f"sent as {sent or 0:#018x}. Rejected whole; the old weights go on serving."
+            )
+
     def _taken_in(
-        self, chunk: WeightChunk | LentChunk, stage: _OpenStage
+        self, chunk: WeightChunk | LentChunk, stage: _OpenStage, *, may_trust: bool
     ) -> tuple[WeightChunk | TakenChunk, int | None]:
-        """What to stage, and the checksum of the bytes that arrived (None if they came without one)."""
+        """What to stage, and the checksum of the bytes that arrived (None if they came without, or others check)."""
         if isinstance(chunk, WeightChunk):
             return chunk, None if chunk.checksum is None else checksum(chunk.tensors)
         try:
             may_look = stage.lender is not None and chunk.header.lender == stage.lender
-            return self._reader.take(chunk, may_look=may_look)
+            return self._reader.take(chunk, may_look=may_look, may_trust=may_trust)
         except Exception as error:
             self.abort(chunk.header.update_id)
             raise WeightUpdateError(
@@ -167,8 +178,8 @@ class WeightStage:
         tensors = [(module, name, decode(wire)) for (module, name), wire in stage.plain.items()]
         return self._verified(PLAIN_UPDATE, stage, tensors, lora or {}, allow_partial=allow_partial)
 
-    def finish(self, manifest: WeightManifest) -> VerifiedUpdate:
-        """Verify an update against its manifest."""
+    def finish(self, manifest: WeightManifest, *, checked: Collection[int] = ()) -> VerifiedUpdate:
+        """Verify an update against its manifest. `checked` chunks were found right by others in the same memory."""
         header = manifest.header
         stage = self._stage(header.update_id, f"the manifest from {header.source}")
         self.abort(header.update_id)
@@ -185,6 +196,9 @@ class WeightStage:
         for index, sent in enumerate(manifest.chunk_checksums):
             if stage.chunks[index].checksum != sent:
                 raise WeightUpdateError(f"{where}: chunk {index} is not the one the manifest lists. Rejected whole.")
+        for index in stage.unchecked.keys() - set(checked):  # whoever was to check it did not answer for it
+            chunk = stage.unchecked[index]
+            self._check_bytes(header, index, taken_checksum(chunk), chunk.checksum)
         chunks = [stage.chunks[index] for index in sorted(expected)]
         found = [spec for chunk in chunks for spec in chunk.specs]
         if tuple(found) != manifest.tensors:

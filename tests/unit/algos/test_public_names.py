@@ -12,6 +12,7 @@ import coati.algos
     [
         "advantages",
         "groups",
+        "head_logprobs",
         "importance",
         "kl",
         "logprobs",

@@ -190,11 +190,13 @@ def test_a_sample_without_prompt_survives(item):
 
 
 def test_items_do_not_keep_their_batch_alive_or_share_its_memory(item):
-    batch = make_experience_batch([item(1), item(2)])
+    batch = make_experience_batch([item(1), item(2, actions=7)])
     part = split_experience_batch(batch)[0]
-    batch.values.zero_()
+    for _, tensor in batch.tensors():
+        tensor.zero_()
     assert part.values.tolist() == [110.0, 111.0]
-    assert part.values.untyped_storage().nbytes() == 2 * 4  # its own two floats, not the batch
+    assert part.reward.item() == 1.0
+    assert part.values.untyped_storage().nbytes() == (2 + 7) * 4  # what the items hold, without the batch's padding
 
 
 def test_items_carry_no_graph(item):

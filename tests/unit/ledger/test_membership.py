@@ -113,8 +113,14 @@ class Run:
             self.gates[name], self.numbers[name] = AdmissionGate(waiting), Counter()
         held = {name: Standing(self.gates[name].hold(), 0) for name in members}
         assert all(self.gates[name].admit(self.group_size, version=self.version) == 0 for name in members)
-        for name, place in self.membership.redeal(held, joining=joining, leaving=leaving).items():
-            self.gates[name].deal(place.share)
+        before = self.membership.shares
+        places = self.membership.redeal(held, joining=joining, leaving=leaving)
+        dealt = {name: place.share for name, place in places.items()}
+        if joining and self.dice.random() < 0.3:  # a newcomer does not take its part
+            self.membership.restore(before)
+            dealt = before
+        for name, share in dealt.items():
+            self.gates[name].deal(share)
 
     def issue(self):
         """One group of one maker that may; False if none may."""

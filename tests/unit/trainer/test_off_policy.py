@@ -154,6 +154,35 @@ def test_later_epochs_are_held_to_the_proximal_policy_of_the_first(models):
     assert metrics["policy/ratio_max"] > 1.0  # the policy has moved away from it
 
 
+@pytest.mark.parametrize(
+    ("correction", "has_dropout", "passes"),
+    [
+        ({"policy": "decoupled"}, False, [2, 2]),  # two micro-batches, each asked once
+        ({"policy": "decoupled"}, True, [4, 2]),  # LoRA's dropout: the proximal policy is asked without it
+        ({"policy": "decoupled", "estimator": "vtrace"}, False, [4, 2]),  # advantages are wanted before the pass
+    ],
+    ids=["decoupled", "dropout", "vtrace"],
+)
+def test_the_proximal_policy_is_asked_in_the_pass_itself_where_that_is_the_same(
+    models, correction, has_dropout, passes
+):
+    batch = make_batch(models, shift=0.5)
+    expected, _ = action_logprobs(models[0], batch.sequences, batch.attention_mask, batch.num_actions)
+    if has_dropout:
+        models[0].lora_dropout = torch.nn.Dropout(0.5)
+    learner = learner_of(models, micro_batch_size=3, **correction)
+    calls = []
+    learner.actor.register_forward_pre_hook(lambda *_: calls.append(1))
+    counts = []
+    for _ in range(2):
+        calls.clear()
+        learner.step(batch)
+        counts.append(len(calls))
+    assert counts == passes
+    mask = batch.full_action_mask()
+    torch.testing.assert_close(batch.proximal_log_probs, expected.masked_fill(~mask, 0.0).detach(), atol=1e-12, rtol=0)
+
+
 def test_vtrace_targets_are_the_critics_and_whitening_leaves_them_alone(models):
     batch = make_batch(models, shift=0.5)
     learner_of(models, estimator="vtrace").step(batch)

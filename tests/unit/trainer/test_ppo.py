@@ -444,6 +444,7 @@ def test_critic_loss_by_hand():
     ("settings", "message"),
     [
         ({"micro_batch_size": -1}, "micro_batch_size must be 0 .* got -1"),
+        ({"micro_batch_tokens": -1}, "micro_batch_tokens must be 0 .* got -1"),
         ({"lr_schedule": "cosine"}, "total_steps must be 1 or more for lr_schedule='cosine', got 0"),
         ({"eps_clip": 0.0}, "eps_clip must be above 0, got 0.0"),
         ({"value_clip": math.nan}, "value_clip must be above 0, got nan"),

@@ -1,5 +1,6 @@
 """Weights lent in shared memory: views that alias, memory that is let go of before it is overwritten, who may not."""
 
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -342,6 +343,43 @@ def test_a_damaged_update_is_rejected_whole_and_the_next_works(
     assert fingerprint(receiver.models) == fingerprint(sender)
 
 
+# Chunks that others check.
+
+
+@pytest.mark.parametrize(
+    ("is_careful", "checked", "is_refused"), [(True, [1], False), (True, [], True), (False, [1], True)]
+)
+def test_a_chunk_is_left_to_others_only_if_they_found_it_right_and_it_is_not_our_copy(
+    is_careful, checked, is_refused, make_models, snapshots
+):
+    receiver = Receiver(make_models(0), is_careful=is_careful)
+    header = new_header(version=1, source="trainer 0", snapshots=snapshots)
+    receiver.begin(header)
+    snapshots.lend_to([receiver.name])
+    *chunks, manifest = weight_messages(header, shards_of(make_models(7)), snapshots=snapshots)
+    overwrite(chunks, snapshots)  # chunk 1
+    refusal = pytest.raises(WeightUpdateError, match=r"chunk 1 of .* is corrupt")
+    with refusal if is_refused else contextlib.nullcontext():
+        for chunk in chunks:
+            receiver.stage.add_chunk(chunk, may_trust=chunk.index == 1)
+        receiver.served.offer(receiver.stage.finish(manifest, checked=checked))
+    assert receiver.served.version == int(not is_refused)
+    assert receiver.stage.open_updates == ()
+
+
+def test_a_chunk_that_comes_again_to_be_checked_is_checked(make_models, snapshots, receiver):
+    header = new_header(version=1, source="trainer 0", snapshots=snapshots)
+    receiver.begin(header)
+    snapshots.lend_to([receiver.name])
+    *chunks, manifest = weight_messages(header, shards_of(make_models(7)), snapshots=snapshots)
+    for chunk in chunks:
+        receiver.stage.add_chunk(chunk, may_trust=True)
+    for chunk in chunks:
+        receiver.stage.add_chunk(chunk)
+    assert not receiver.stage._open[header.update_id].unchecked
+    assert receiver.served.offer(receiver.stage.finish(manifest))
+
+
 # Who takes this way.
 
 
@@ -379,7 +417,7 @@ def test_a_reader_forgets_what_is_gone_and_keeps_what_is_not(make_models, snapsh
     reader = MemoryReader()
     chunks = send(snapshots, make_models(1), [], version=1)
     for chunk in chunks:
-        reader.take(chunk, may_look=True)
+        reader.take(chunk, may_look=True, may_trust=False)
     reader.forget_gone()
     assert reader.num_open == len({chunk.handle for chunk in chunks}) > 1
     snapshots.retire()

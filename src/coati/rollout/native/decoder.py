@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from coati.models.actor import unwrap
 from coati.rollout.native.fused import FusedLinear
+from coati.rollout.native.operations import Geometry, operations_for, rms_norm, split_heads
 
 # Rotary embeddings that depend on nothing but the position. Others change with the length of the text.
 _STATIC_ROPE = ("default", "linear", "llama3")
@@ -92,12 +93,16 @@ class Decoder:
         self._head: nn.Module = base.get_output_embeddings()
         self._rotary: Any = base.model.rotary_emb
         attention = base.model.layers[0].self_attn
-        self._head_dim = int(attention.head_dim)
-        self._num_kv_heads = int(config.num_key_value_heads)
-        self._group = int(config.num_attention_heads) // self._num_kv_heads
-        self._scale = float(attention.scaling)
+        num_kv_heads = int(config.num_key_value_heads)
+        self._geometry = Geometry(
+            head_dim=int(attention.head_dim),
+            num_kv_heads=num_kv_heads,
+            group=int(config.num_attention_heads) // num_kv_heads,
+            scale=float(attention.scaling),
+        )
+        self.operations = operations_for(self.weight, self._geometry)
         self._parameters = list(base.parameters())
-        self._angles: tuple[Tensor, Tensor] | None = None  # [L, D] each: see `_rotated`
+        self._angles: tuple[Tensor, Tensor] | None = None  # [L, D] each: see `_rotation`
 
     @property
     def weight(self) -> Tensor:
@@ -116,8 +121,9 @@ class Decoder:
         return tuple(parameter.data_ptr() for parameter in self._parameters)
 
     def new_cache(self, num_slots: int, num_positions: int) -> SlotCache:
-        """Room for so many slots of so many positions."""
-        shape = (num_slots, self._num_kv_heads, num_positions, self._head_dim)
+        """Room for so many slots of so many positions, where the model is now."""
+        self.operations = operations_for(self.weight, self._geometry)
+        shape = (num_slots, self._geometry.num_kv_heads, num_positions, self._geometry.head_dim)
         like = self.weight
         return SlotCache(
             keys=[torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in self._layers],
@@ -136,17 +142,26 @@ class Decoder:
         cos, sin = cos[:width, None], sin[:width, None]  # [T, 1, D]
         hidden = self._embedding(tokens)  # [U, T, d]
         for index, layer in enumerate(self._layers):
-            heads = self._heads(layer, hidden, cos, sin)  # [U, T, H or K, D]
+            projected = layer.projections(rms_norm(layer.module.input_layernorm, hidden))
+            heads = split_heads(projected, layer.module.self_attn, self._geometry, cos, sin)  # [U, T, H or K, D]
             queries, keys, values = (part.transpose(1, 2) for part in heads)
             cache.keys[index][slots, :, :width] = keys[rows]
             cache.values[index][slots, :, :width] = values[rows]
             # A prompt ends before its padding, so causality is all the masking there is.
             mixed = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=self._scale, enable_gqa=self._group > 1
+                queries,
+                keys,
+                values,
+                is_causal=True,
+                scale=self._geometry.scale,
+                enable_gqa=self._geometry.group > 1,
             )
-            hidden = self._rest_of(layer, hidden, mixed.transpose(1, 2).reshape(num_prompts, width, -1))
+            hidden = hidden + layer.module.self_attn.o_proj(mixed.transpose(1, 2).reshape(num_prompts, width, -1))
+            both = layer.gate_and_up(rms_norm(layer.module.post_attention_layernorm, hidden))
+            hidden = hidden + layer.module.mlp.down_proj(self.operations.gated(both, layer.module.mlp.act_fn))
         last = hidden[torch.arange(num_prompts, device=tokens.device), lengths - 1]
-        return self._logits(last)[rows]
+        logits: Tensor = self._head(rms_norm(self._final_norm, last))
+        return logits[rows]
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache, num_positions: int) -> Tensor:
         """Append one token to each of the first n slots; logits of the next, [n, vocabulary].
@@ -154,55 +169,17 @@ class Decoder:
         `tokens` and `positions` are [n]; `num_positions` is one past the largest position, so that no more of the
         cache is read than holds anything.
         """
-        count = len(tokens)
-        cos, sin = (table[positions].unsqueeze(1) for table in self._rotation(cache.num_positions))  # [n, 1, D]
-        slots = torch.arange(count, device=tokens.device)
-        visible = torch.arange(num_positions, device=tokens.device) <= positions.unsqueeze(1)  # [n, L]
-        mask = visible[:, None, None]
+        run = self.operations
+        attend = run.attention(positions, num_positions, self._rotation(cache.num_positions))
         hidden = self._embedding(tokens)  # [n, d]
+        delta = None  # what the last product adds to it
         for index, layer in enumerate(self._layers):
-            queries, keys, values = self._heads(layer, hidden, cos, sin)  # [n, H or K, D]
-            cache.keys[index][slots, :, positions] = keys
-            cache.values[index][slots, :, positions] = values
-            # The G queries of a group stand where several tokens of one head would, so keys are read once and as
-            # they are: no copies of them for each query head.
-            mixed = F.scaled_dot_product_attention(
-                queries.reshape(count, self._num_kv_heads, self._group, self._head_dim),
-                cache.keys[index][:count, :, :num_positions],
-                cache.values[index][:count, :, :num_positions],
-                attn_mask=mask,
-                scale=self._scale,
-            )  # [n, K, G, D]
-            hidden = self._rest_of(layer, hidden, mixed.reshape(count, -1))
-        return self._logits(hidden)
-
-    def _heads(self, layer: "_Layer", hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [..., H, D], keys and values [..., K, D] of a layer, rotated."""
-        normed = _rms_norm(layer.module.input_layernorm, hidden)
-        heads = layer.projections(normed).view(*hidden.shape[:-1], -1, self._head_dim)  # [..., H + 2K, D]
-        num_rotated = heads.shape[-2] - self._num_kv_heads
-        values = heads[..., num_rotated:, :]
-        rotated = _rotated(self._normed(layer.module.self_attn, heads[..., :num_rotated, :]), cos, sin)
-        num_queries = num_rotated - self._num_kv_heads
-        return rotated[..., :num_queries, :], rotated[..., num_queries:, :], values
-
-    def _normed(self, attention: Any, heads: Tensor) -> Tensor:
-        """Qwen3 normalises each head, queries and keys with weights of their own; the others do not."""
-        if not hasattr(attention, "q_norm"):
-            return heads
-        queries, keys = torch.split(heads, [heads.shape[-2] - self._num_kv_heads, self._num_kv_heads], dim=-2)
-        return torch.cat([_rms_norm(attention.q_norm, queries), _rms_norm(attention.k_norm, keys)], dim=-2)
-
-    def _rest_of(self, layer: "_Layer", hidden: Tensor, mixed: Tensor) -> Tensor:
-        """The layer after its attention: output projection, feed-forward, and the two residuals."""
-        hidden = hidden + layer.module.self_attn.o_proj(mixed)
-        mlp = layer.module.mlp
-        gate, up = layer.gate_and_up(_rms_norm(layer.module.post_attention_layernorm, hidden)).chunk(2, dim=-1)
-        result: Tensor = hidden + mlp.down_proj(mlp.act_fn(gate) * up)
-        return result
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._head(_rms_norm(self._final_norm, hidden))
+            attention, mlp = layer.module.self_attn, layer.module.mlp
+            hidden, normed = run.add_norm(hidden, delta, layer.module.input_layernorm)
+            mixed = attend(layer.projections(normed), attention, cache.keys[index], cache.values[index])
+            hidden, normed = run.add_norm(hidden, attention.o_proj(mixed), layer.module.post_attention_layernorm)
+            delta = mlp.down_proj(run.gated(layer.gate_and_up(normed), mlp.act_fn))
+        logits: Tensor = self._head(run.add_norm(hidden, delta, self._final_norm)[1])
         return logits
 
     def _rotation(self, num_positions: int) -> tuple[Tensor, Tensor]:
@@ -214,15 +191,6 @@ class Decoder:
             half = sin.shape[-1] // 2
             self._angles = (cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1))
         return self._angles
-
-
-def _rms_norm(norm: Any, hidden: Tensor) -> Tensor:
-    return F.rms_norm(hidden, (hidden.shape[-1],), norm.weight, norm.variance_epsilon)
-
-
-def _rotated(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotary positions: each half of a head times cos, plus the other half times sin, minus in the first half."""
-    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), signed_sin)
 
 
 def _base_of(model: nn.Module) -> Any:

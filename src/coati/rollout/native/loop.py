@@ -18,6 +18,7 @@ from torch import Tensor
 
 from coati.rollout.engine import Rollout, RolloutRequest
 from coati.rollout.native.decoder import Decoder
+from coati.rollout.native.operations import TorchOperations, TritonOperations
 from coati.rollout.native.work import Work
 from coati.rollout.options import GenerateOptions
 from coati.rollout.sampling import inverse_cdf, score_processors
@@ -62,7 +63,7 @@ class SlotLoop:
     def generate(self, request: RolloutRequest, work: Work, *, num_slots: int) -> Rollout:
         """Continue every prompt of the request, at most `num_slots` at a time."""
         self._forget_graphs_of_moved_weights()
-        sampler = _Sampler(request.options, work.ends)
+        sampler = _Sampler(request.options, work.ends, self._decoder.operations)
         self._pages.begin(work)
         self._slots.alive.zero_()
         self._version.fill_(request.version)
@@ -258,9 +259,11 @@ class _Pages:
 class _Sampler:
     """Draws tokens from logits as the options say."""
 
-    def __init__(self, options: GenerateOptions, ends: Tensor) -> None:
+    def __init__(self, options: GenerateOptions, ends: Tensor, operations: TorchOperations | TritonOperations) -> None:
         self._processors = score_processors(options)
         self._is_greedy = not options.do_sample
+        self._operations = operations
+        self._temperature = options.sampling_temperature
         self.ends = ends
         self.key = (
             options.do_sample,
@@ -276,6 +279,8 @@ class _Sampler:
 
     def __call__(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and their log-probs, [n] each."""
+        if not self._is_greedy and len(self._processors) == 1:  # the temperature alone
+            return self._operations.draw(logits, uniforms, self._temperature)
         scores = logits
         for process in self._processors:
             scores = process(None, scores)

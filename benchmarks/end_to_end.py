@@ -1,0 +1,325 @@
+"""How many completions a second are written, scored and learnt from: coati beside TRL's GRPO, in one run.
+
+    python benchmarks/end_to_end.py                            the demo's model and reward on the CPU
+    python benchmarks/end_to_end.py --device cuda              Qwen2's shape of 0.5B, 128 + 256 tokens, bfloat16
+
+Every competitor trains the same model on the same prompts with the same reward, batch, lengths and learning rate, in
+processes of its own, one after the other, `--rounds` times over; the table has the median. The first `--warmup` steps
+are not counted: they start processes, compile and fill caches.
+
+    coati-grpo    detached: a maker and a trainer, data at most one version old; KL against the reference in the loss
+    coati-ppo     the same with a critic, which TRL's GRPO does not have; on a GPU the score comes from a reward model
+    trl-grpo      TRL's GRPOTrainer with transformers' generate and the same KL term (TRL must be installed)
+    trl-tuned     the same after `coati.cpu.set_up_cpu`, which helps every torch program on some CPUs (CPU only)
+
+On a GPU hardly any response ends early (the weights are random), and the peak memory is what nvidia-smi shows.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+COMPETITORS = ("coati-grpo", "coati-ppo", "trl-grpo", "trl-tuned")
+SAMPLES_PER_PROMPT = 8
+KL_COEF = 0.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--competitors", nargs="+", choices=COMPETITORS)
+    parser.add_argument("--steps", type=int, help="default: 120, on a GPU 14")
+    parser.add_argument("--warmup", type=int, help="default: 40, on a GPU 4")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2, help="of TRL on a CPU; coati's two actors have one each")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one run of one competitor")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", choices=COMPETITORS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    is_gpu = arguments.device == "cuda"
+    arguments.steps = arguments.steps or (14 if is_gpu else 120)
+    arguments.warmup = arguments.warmup or (4 if is_gpu else 40)
+    if arguments.warmup >= arguments.steps:
+        parser.error("--warmup must be below --steps")
+    if arguments.only:
+        run_one(arguments)
+        return
+    names = arguments.competitors or [name for name in COMPETITORS if not (is_gpu and name == "trl-tuned")]
+    with tempfile.TemporaryDirectory(prefix="coati-end-to-end-") as folder:
+        prepare(Path(folder), is_gpu=is_gpu)
+        results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+        for number in range(arguments.rounds):
+            for name in names:
+                result = measured(name, Path(folder), arguments)
+                results[name].append(result)
+                print(
+                    f"round {number + 1} {name:>10}: {result['completions_per_second']:,.0f} completions/s", flush=True
+                )
+    report(results, arguments)
+
+
+def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Namespace) -> None:
+    medians = {
+        name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in results.items()
+    }
+    peers = [row["completions_per_second"] for name, row in medians.items() if name.startswith("trl")]
+    print(f"\n{'':>10} {'completions/s':>14} {'tokens/s':>10} {'ms/step':>8} {'× TRL':>6} {'peak GiB':>9}")
+    for name, row in medians.items():
+        row["times_trl"] = row["completions_per_second"] / max(peers) if peers else float("nan")
+        print(
+            f"{name:>10} {row['completions_per_second']:>14,.0f} {row['tokens_per_second']:>10,.0f} "
+            f"{row['ms_per_step']:>8.1f} {row['times_trl']:>6.2f} {row['peak_gib']:>9.1f}"
+        )
+    print("× TRL: over the faster of TRL's rows")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"medians": medians, "rounds": results}, indent=2) + "\n")
+
+
+def measured(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """One run of one competitor, in a process of its own."""
+    command = [sys.executable, __file__, "--only", name, "--folder", str(folder), "--device", arguments.device]
+    for option in ("steps", "warmup", "batch", "threads"):
+        command += [f"--{option}", str(getattr(arguments, option))]
+    log = folder / f"{name}.log"
+    with PeakMemory(is_gpu=arguments.device == "cuda") as memory, log.open("w") as sink:
+        done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, timeout=arguments.timeout, check=False)
+    lines = log.read_text(errors="replace").splitlines()
+    if done.returncode or not lines or not lines[-1].startswith("{"):
+        raise SystemExit(f"{name} failed:\n" + "\n".join(lines[-30:]))
+    return {**json.loads(lines[-1]), "peak_gib": memory.peak_gib}
+
+
+class PeakMemory:
+    """The most memory that the card had in use, by nvidia-smi; 0 without a card."""
+
+    def __init__(self, *, is_gpu: bool) -> None:
+        self.peak_gib = 0.0
+        self._is_gpu = is_gpu
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "PeakMemory":
+        if self._is_gpu:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        if self._is_gpu:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+        while not self._done.wait(0.25):
+            found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+            self.peak_gib = max(self.peak_gib, float(found.split()[0]) / 1024)
+
+
+# What all of them train.
+
+
+def prepare(folder: Path, *, is_gpu: bool) -> None:
+    """Model, prompts and, on a GPU, a reward model."""
+    if is_gpu:
+        prepare_large(folder)
+        return
+    from coati.demo.cache import ensure_base_model
+    from coati.demo.grammar import PROMPTS
+
+    shutil.copytree(ensure_base_model(None), folder / "model")
+    write_prompts(folder, PROMPTS)
+
+
+def prepare_large(folder: Path) -> None:
+    """Qwen2's shape of 0.5B with random weights, a tokenizer of whole words, and prompts of 128 of them."""
+    import torch
+    from rollout import QWEN2_05B
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+
+    from coati.models import RewardModel
+
+    words = {f"w{index}": index for index in range(QWEN2_05B["vocab_size"])}
+    backend = Tokenizer(models.WordLevel(vocab=words, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1", padding_side="left")
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**QWEN2_05B), dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    RewardModel(model.model).save_pretrained(folder / "reward")
+    tokenizer.save_pretrained(folder / "reward")
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, len(words), (256, 128), generator=generator).tolist()
+    write_prompts(folder, [" ".join(f"w{token}" for token in row) for row in ids])
+
+
+def write_prompts(folder: Path, prompts: list[str]) -> None:
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+
+
+def even_share(completions, **_: object) -> list[float]:
+    """A reward that costs nothing: the share of words with an even number."""
+    return [sum(word[-1] in "02468" for word in text.split()) / max(1, len(text.split())) for text in completions]
+
+
+# One competitor.
+
+
+def run_one(arguments: argparse.Namespace) -> None:
+    run = run_trl if arguments.only.startswith("trl") else run_coati
+    seconds, tokens = run(arguments)
+    steps = arguments.steps - arguments.warmup
+    result = {
+        "completions_per_second": steps * arguments.batch / seconds,
+        "tokens_per_second": steps * arguments.batch * tokens / seconds,
+        "ms_per_step": seconds / steps * 1e3,
+        "tokens_per_completion": tokens,
+    }
+    print(json.dumps(result))
+
+
+def run_coati(arguments: argparse.Namespace) -> tuple[float, float]:
+    """Seconds of the counted steps, and tokens in a completion."""
+    from coati.cli.main import main as coati
+    from coati.monitor import read_jsonl
+
+    folder = arguments.folder
+    output = folder / arguments.only
+    shutil.rmtree(output, ignore_errors=True)
+    config = folder / f"{arguments.only}.toml"
+    config.write_text(coati_settings(arguments, output))
+    sys.argv = ["coati", "train", str(config)]
+    try:
+        coati()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    rows = read_jsonl(output / "metrics.jsonl")
+    times = {row["step"]: row["time"] for row in rows if "train/tokens" in row}
+    tokens = [row["train/tokens"] / arguments.batch for row in rows if "train/tokens" in row]
+    return times[arguments.steps] - times[arguments.warmup], statistics.mean(tokens[arguments.warmup :])
+
+
+def coati_settings(arguments: argparse.Namespace, output: Path) -> str:
+    is_gpu, is_ppo = arguments.device == "cuda", arguments.only == "coati-ppo"
+    reward = '[reward]\nfunction = "coati.demo.reward:film_sentiment"'
+    if is_gpu:
+        reward = f'[reward]\nmodel = "{arguments.folder}/reward"'
+        if not is_ppo:
+            reward = f'[reward]\nfunction = "end_to_end:even_share"\nsearch_paths = ["{Path(__file__).parent}"]'
+    return f"""
+[run]
+output = "{output}"
+
+[model]
+path = "{arguments.folder}/model"
+device = "{arguments.device}"
+dtype = "{"bfloat16" if is_gpu else "float32"}"
+
+[prompts]
+path = "{arguments.folder}/prompts.jsonl"
+
+{reward}
+
+[rollout]
+prompts_per_batch = {arguments.batch // SAMPLES_PER_PROMPT}
+samples_per_prompt = {SAMPLES_PER_PROMPT}
+max_new_tokens = {256 if is_gpu else 16}
+
+[algorithm]
+name = "{"ppo" if is_ppo else "grpo"}"
+kl_coef = {KL_COEF}
+
+[train]
+total_steps = {arguments.steps}
+batch_size = {arguments.batch}
+actor_lr = {1e-6 if is_gpu else 1e-3}
+critic_lr = {1e-6 if is_gpu else 1e-3}
+
+[topology]
+gpus_per_maker = {0.5 if is_gpu else 0}
+gpus_per_trainer = {0.5 if is_gpu else 0}
+
+[logging]
+tensorboard = false
+samples_every_versions = 0
+"""
+
+
+def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
+    """The same for TRL."""
+    os.environ.setdefault("WANDB_MODE", "disabled")
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from coati.cpu import set_up_cpu
+    from coati.demo.reward import film_sentiment
+
+    is_gpu = arguments.device == "cuda"
+    if not is_gpu and arguments.only == "trl-tuned":
+        set_up_cpu(arguments.threads)
+    elif not is_gpu:
+        torch.set_num_threads(arguments.threads)
+    times: dict[int, float] = {}
+    lengths: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args, state, control, **_: object) -> None:  # noqa: ARG002
+            if is_gpu:
+                torch.cuda.synchronize()
+            times[state.global_step] = time.perf_counter()
+
+    def reward(completions, prompts, completion_ids, **_: object) -> list[float]:
+        lengths.append(statistics.mean(len(ids) for ids in completion_ids))
+        return even_share(completions) if is_gpu else film_sentiment(completions, prompts)
+
+    folder = arguments.folder
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        reward_funcs=reward,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        args=GRPOConfig(
+            output_dir=str(folder / "trl"),
+            use_cpu=not is_gpu,
+            bf16=is_gpu,
+            per_device_train_batch_size=arguments.batch,
+            num_generations=SAMPLES_PER_PROMPT,
+            max_completion_length=256 if is_gpu else 16,
+            max_steps=arguments.steps,
+            learning_rate=1e-6 if is_gpu else 1e-3,
+            lr_scheduler_type="constant",
+            beta=KL_COEF,
+            gradient_checkpointing=False,
+            report_to=[],
+            logging_steps=10_000,
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=0,
+        ),
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    return times[arguments.steps] - times[arguments.warmup], statistics.mean(lengths[arguments.warmup :])
+
+
+if __name__ == "__main__":
+    main()

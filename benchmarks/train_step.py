@@ -1,0 +1,392 @@
+"""The learner's step with and without padding: tokens/s, MFU and peak memory; and what log-probs need to hold.
+
+    python benchmarks/train_step.py                            a 0.5B Qwen2 shape, bfloat16, up to 4,096 tokens a sample
+    python benchmarks/train_step.py --cases padded packed packed-compiled --json step.json
+    python benchmarks/train_step.py --cases packed --profile   and where the time of a step goes, by kernel
+    python benchmarks/train_step.py --device cpu --tiny        a smoke test, in seconds
+
+A step is the learner's, of the policy alone: forward and backward in micro-batches, clipping, Adam. Two batches, both
+seeded: "ragged", prompts of 64 to 512 tokens and responses of lengths as a policy writes them (log-normal, a few up to
+the limit); and "full", where every sample has all its tokens and there is nothing to save. All cases see the same
+batches in the same run. Times are medians after a warm-up.
+
+MFU is the work that the batch asks for (real tokens, causal attention, logits of response tokens, three times the
+forward; nothing that is computed twice or is padding counts) over the time, over the rate of a large square matrix
+product that is measured in the same run.
+
+The second table is the log-prob and loss step alone, hidden states to gradients, with logits and without: the peak
+memory on a GPU, and on a CPU, where nobody counts, the largest tensor.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from coati.algos import head_logprobs_and_entropy, logprobs_and_entropy
+from coati.cpu import set_up_cpu
+from coati.experience_maker import Experience
+from coati.models import Actor
+from coati.trainer.ppo import PPOLearner, PPOSettings
+from coati.trainer.strategies import DDPStrategy, LowLevelZeroStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A Qwen2 model, and the samples of a batch."""
+
+    layers: int = 24
+    width: int = 896
+    heads: int = 14
+    kv_heads: int = 2
+    intermediate: int = 4864
+    vocabulary: int = 151_936
+    max_length: int = 4096
+    ragged_samples: int = 32
+    full_samples: int = 12
+    micro_batch_tokens: int = 16_384
+
+    def config(self) -> Qwen2Config:
+        return Qwen2Config(
+            num_hidden_layers=self.layers,
+            hidden_size=self.width,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            intermediate_size=self.intermediate,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=self.max_length,
+            tie_word_embeddings=True,
+        )
+
+    def step_flops(self, lengths: list[int], num_scored: int) -> float:
+        """Multiplications and additions that a step over samples of these lengths asks for."""
+        kv_width = self.kv_heads * (self.width // self.heads)
+        weights = self.layers * (2 * self.width**2 + 2 * self.width * kv_width + 3 * self.width * self.intermediate)
+        attention = 2 * self.width * self.layers * sum(length**2 for length in lengths)  # half of all pairs
+        head = 2 * self.vocabulary * self.width * num_scored
+        return 3.0 * (2 * weights * sum(lengths) + attention + head)
+
+
+TINY = Shape(
+    layers=2,
+    width=32,
+    heads=4,
+    kv_heads=2,
+    intermediate=64,
+    vocabulary=501,
+    max_length=96,
+    ragged_samples=8,
+    full_samples=4,
+    micro_batch_tokens=256,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to make the step."""
+
+    is_packed: bool = True
+    is_mixed: bool = False
+    compile: bool = False
+    activation_checkpointing: bool = False
+
+
+CASES = {
+    "padded": Case(is_packed=False),
+    "packed": Case(),
+    "packed-compiled": Case(compile=True),
+    "packed-checkpointed": Case(activation_checkpointing=True),
+    "packed-mixed": Case(is_mixed=True),
+    "packed-mixed-compiled": Case(is_mixed=True, compile=True),
+}
+
+
+def sample_lengths(shape: Shape, kind: str, generator: torch.Generator) -> tuple[list[int], list[int]]:
+    """Prompt and response lengths of a batch."""
+    count = shape.ragged_samples if kind == "ragged" else shape.full_samples
+    longest = shape.max_length
+    prompts = torch.randint(max(1, longest // 64), longest // 8 + 1, (count,), generator=generator)
+    if kind == "full":
+        return prompts.tolist(), (longest - prompts).tolist()
+    drawn = torch.exp(torch.randn(count, generator=generator) * 0.9) * (longest / 5)
+    responses = torch.minimum(drawn.long().clamp_min(1), longest - prompts)
+    responses[0] = longest - prompts[0]  # one that ran to the limit, as there always is
+    return prompts.tolist(), responses.tolist()
+
+
+def make_batch(shape: Shape, kind: str, seed: int) -> tuple[Experience, list[int], int]:
+    """A batch of random tokens and numbers; the samples' lengths, and how many tokens are scored."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts, responses = sample_lengths(shape, kind, generator)
+    width, actions = max(prompts), max(responses)
+    columns = torch.arange(width + actions)
+    starts, ends = width - torch.tensor(prompts).unsqueeze(1), width + torch.tensor(responses).unsqueeze(1)
+    mask = ((columns >= starts) & (columns < ends)).long()
+    action_mask = mask[:, width:].bool()
+
+    def noise(scale: float) -> Tensor:
+        return (torch.randn(action_mask.shape, generator=generator) * scale).masked_fill(~action_mask, 0.0)
+
+    experience = Experience(
+        sequences=torch.randint(3, shape.vocabulary, mask.shape, generator=generator) * mask,
+        action_log_probs=noise(0.1) - 11.0 * action_mask,
+        values=torch.zeros(action_mask.shape),
+        reward=torch.zeros(len(prompts)),
+        kl=torch.zeros(action_mask.shape),
+        advantages=noise(1.0),
+        attention_mask=mask,
+        action_mask=action_mask,
+    )
+    return experience, [one + other for one, other in zip(prompts, responses, strict=True)], sum(responses)
+
+
+@contextlib.contextmanager
+def padded() -> Iterator[None]:
+    """What the learner did before, and does with models that it does not know."""
+    with mock.patch("coati.models.actor.scoring_problem", return_value="it is the baseline"):
+        yield
+
+
+def make_learner(case: Case, shape: Shape, device: str) -> PPOLearner:
+    torch.manual_seed(0)
+    is_cuda = device == "cuda"
+    dtype = torch.bfloat16 if is_cuda and not case.is_mixed else torch.float32
+    with torch.device(device):  # drawing weights on a CPU takes minutes
+        model = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype)
+    strategy = (
+        LowLevelZeroStrategy(stage=2, seed=0, device=device, compute_dtype=torch.bfloat16 if is_cuda else None)
+        if case.is_mixed
+        else DDPStrategy(seed=0, device=device)
+    )
+    settings = PPOSettings(
+        actor_lr=1e-6,
+        micro_batch_tokens=shape.micro_batch_tokens,
+        compile=case.compile,
+        activation_checkpointing=case.activation_checkpointing,
+    )
+    return PPOLearner(Actor(model), None, strategy, settings, optimizer_class=strategy.optimizer_class)
+
+
+def timed(call: Callable[[], object], device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def measure_step(name: str, kind: str, learner: PPOLearner, arguments: argparse.Namespace) -> dict[str, object]:
+    shape, device = arguments.shape, arguments.device
+    is_cuda = device == "cuda"
+    seconds, metrics = [], {}
+    experience, lengths, num_scored = make_batch(shape, kind, seed=0)
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    for step in range(arguments.warm_up + arguments.steps):
+        batch = experience.select(slice(None))  # the learner moves it, and may write to it
+        taken = timed(lambda batch=batch: metrics.update(learner.step(batch)), device)
+        if step >= arguments.warm_up:
+            seconds.append(taken)
+    median = statistics.median(seconds)
+    flops = shape.step_flops(lengths, num_scored)
+    return {
+        "case": name,
+        "batch": kind,
+        "samples": len(lengths),
+        "tokens": sum(lengths),
+        "padded_tokens": experience.sequences.numel(),
+        "scored_tokens": num_scored,
+        "step_seconds": median,
+        "all_seconds": seconds,
+        "tokens_per_second": sum(lengths) / median,
+        "tflops": flops / median / 1e12,
+        "mfu": flops / median / arguments.matrix_rate,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_cuda else None,
+        "loss": metrics["policy/loss"],
+        "grad_norm": metrics["policy/grad_norm"],
+    }
+
+
+def profile_step(kind: str, learner: PPOLearner, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """The kernels (on a CPU, operations) that take most of one more step."""
+    is_cuda = arguments.device == "cuda"
+    batch, _, _ = make_batch(arguments.shape, kind, seed=0)
+    with torch.profiler.profile(activities=[getattr(ProfilerActivity, arguments.device.upper())]) as profiler:
+        learner.step(batch)
+    spent = "self_device_time_total" if is_cuda else "self_cpu_time_total"
+    events = [event for event in profiler.key_averages() if getattr(event, spent) > 0]
+    total = sum(getattr(event, spent) for event in events)
+    events.sort(key=lambda event: -getattr(event, spent))
+    rows: list[dict[str, object]] = [
+        {"name": event.key[:90], "calls": event.count, "ms": getattr(event, spent) / 1e3} for event in events[:15]
+    ]
+    for row in rows:
+        print(
+            f"    {row['ms']:>9.1f} ms {1e5 * row['ms'] / total:>5.1f} % {row['calls']:>6} x {row['name']}", flush=True
+        )
+    return rows
+
+
+def measure_case(name: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """One learner, both batches; an error in place of numbers if there is no memory for it."""
+    case = CASES[name]
+    rows: list[dict[str, object]] = []
+    with contextlib.nullcontext() if case.is_packed else padded():
+        learner = make_learner(case, arguments.shape, arguments.device)
+        for kind in ("ragged", "full"):
+            try:
+                rows.append(measure_step(name, kind, learner, arguments))
+            except torch.cuda.OutOfMemoryError:
+                rows.append({"case": name, "batch": kind, "error": "out of memory"})
+            print_step(rows[-1])
+        if arguments.profile:
+            rows[-1]["profile"] = profile_step("full", learner, arguments)
+    learner.strategy.close()
+    del learner
+    gc.collect()
+    if arguments.device == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def matrix_rate(device: str, size: int) -> float:
+    """FLOP/s of a square product in the format of the steps."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    times = [timed(lambda: left @ right, device) for _ in range(13)]
+    return 2 * size**3 / statistics.median(times[3:])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest result of any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.num_bytes = max(self.num_bytes, tensor.nbytes)
+        return result
+
+
+def logprob_memory(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """Peak memory of hidden states → log-probs, entropies → gradients, for growing numbers of tokens."""
+    shape, device = arguments.shape, arguments.device
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    weight = torch.randn(shape.vocabulary, shape.width, device=device, dtype=dtype, requires_grad=True)
+
+    def with_logits(hidden: Tensor, tokens: Tensor) -> Tensor:
+        return logprobs_and_entropy(F.linear(hidden, weight), tokens)[0]
+
+    def without_logits(hidden: Tensor, tokens: Tensor) -> Tensor:
+        # A vocabulary of nearly nothing would fit whole into one chunk.
+        return head_logprobs_and_entropy(hidden, weight, tokens, chunk_tokens=128 if arguments.tiny else 0)[0]
+
+    rows = []
+    for num_tokens in arguments.memory_tokens:
+        for name, score in (("with logits", with_logits), ("without logits", without_logits)):
+            hidden = torch.randn(num_tokens, shape.width, device=device, dtype=dtype, requires_grad=True)
+            tokens = torch.randint(shape.vocabulary, (num_tokens,), device=device)
+            row: dict[str, object] = {"way": name, "tokens": num_tokens}
+            try:
+                row |= _memory_of(lambda hidden=hidden, tokens=tokens, score=score: score(hidden, tokens), device)
+            except torch.cuda.OutOfMemoryError:
+                row["error"] = "out of memory"
+            rows.append(row)
+            weight.grad = None
+            del hidden, tokens
+            gc.collect()
+    return rows
+
+
+def _memory_of(score: Callable[[], Tensor], device: str) -> dict[str, object]:
+    if device != "cuda":
+        with LargestTensor() as seen:
+            score().sum().backward()
+        return {"largest_tensor_mib": seen.num_bytes / 2**20}
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = timed(lambda: score().sum().backward(), device)
+    return {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20, "seconds": seconds}
+
+
+def print_step(row: dict[str, object]) -> None:
+    if "error" in row:
+        print(f"{row['case']:<22} {row['batch']:<7} {row['error']}", flush=True)
+        return
+    peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:>8.2f} GiB"
+    print(
+        f"{row['case']:<22} {row['batch']:<7} {row['tokens']:>8} of {row['padded_tokens']:>8} tokens "
+        f"{row['step_seconds']:>8.3f} s {row['tokens_per_second']:>10.0f} tok/s {row['tflops']:>7.1f} TFLOP/s "
+        f"{100 * row['mfu']:>5.1f} % {peak}",
+        flush=True,
+    )
+
+
+def print_memory(rows: list[dict[str, object]]) -> None:
+    for row in rows:
+        sizes = ", ".join(f"{key} {value:.1f}" for key, value in row.items() if isinstance(value, float))
+        print(f"{row['way']:<16} {row['tokens']:>8} tokens  {sizes or row['error']}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["padded", "packed", "packed-compiled"])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model and batches of nearly nothing")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps before them")
+    parser.add_argument("--profile", action="store_true", help="also say where a step's time goes")
+    parser.add_argument("--memory-tokens", type=int, nargs="*", help="sizes for the second table")
+    parser.add_argument("--limit-seconds", type=float, default=0.0, help="start no case after this; 0 = no limit")
+    parser.add_argument("--json", type=Path, help="write all numbers here too")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    is_cuda = arguments.device == "cuda"
+    if not is_cuda:
+        set_up_cpu()
+    arguments.shape = TINY if arguments.tiny else Shape()
+    if arguments.memory_tokens is None:
+        arguments.memory_tokens = [1024, 4096, 16384, 65536] if is_cuda else [256, 1024, 4096]
+    arguments.matrix_rate = matrix_rate(arguments.device, 8192 if is_cuda else 1024)
+    print(f"matrix product: {arguments.matrix_rate / 1e12:.2f} TFLOP/s", flush=True)
+    result: dict[str, object] = {
+        "device": torch.cuda.get_device_name() if is_cuda else "cpu",
+        "torch": torch.__version__,
+        "shape": asdict(arguments.shape),
+        "matrix_tflops": arguments.matrix_rate / 1e12,
+        "memory": logprob_memory(arguments),
+    }
+    print_memory(result["memory"])
+    steps: list[dict[str, object]] = []
+    for name in arguments.cases:
+        if arguments.limit_seconds and time.perf_counter() - began > arguments.limit_seconds:
+            print(f"{name:<22} not started: {arguments.limit_seconds:g} s have passed", flush=True)
+            continue
+        steps += measure_case(name, arguments)
+        result["steps"] = steps
+        if arguments.json:  # after every case, so that an early end loses nothing
+            arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

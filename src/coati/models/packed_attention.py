@@ -1,0 +1,274 @@
+"""Attention over rows that lie end to end in one sequence: each token sees the tokens of its own row before it.
+
+Registered with transformers under the name `coati_packed`. A model that is set to it computes exactly what it did with
+`sdpa`, until a call brings `cu_seq_lens_q`, the starts of the rows: then no mask is built and no padding computed.
+
+    CUDA, half precision    torch's variable-length flash kernel, where torch has one
+    everything else         rows of like length side by side, one call for each power of two among the lengths
+
+Grouped queries read their key-value heads as they lie. In the second way rows are filled up behind their end, where
+causality hides it from every real token, so the numbers are those of each row alone.
+"""
+
+import functools
+import inspect
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+logger = logging.getLogger(__name__)
+
+PACKED_ATTENTION = "coati_packed"
+"""What `config._attn_implementation` is called for models that can take packed rows."""
+
+_LARGEST_FLASH_HEAD = 256
+_SHORT = 64
+_TOLERANCE = 0.05  # bfloat16 has 8 bits, and errors of gradients add up
+
+
+def packed_attention_forward(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, K, T, D]
+    value: Tensor,  # [1, K, T, D]
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,  # [rows + 1] int32
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The interface of transformers' attention functions; the result is `[1, T, H, D]`."""
+    if cu_seq_lens_q is None:
+        kwargs |= {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
+        plain: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0]
+        return plain, None
+    device_type = query.device.type
+    dtype = query.dtype
+    if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
+        # Rotary embeddings come out of autocast in float32, values do not; torch's own attention casts both down.
+        dtype = torch.get_autocast_dtype(device_type)
+    heads = _Heads(*(part[0].transpose(0, 1).to(dtype) for part in (query, key, value)))  # [T, H or K, D]
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    takes_flash = device_type == "cuda" and is_half and not dropout and query.shape[-1] <= _LARGEST_FLASH_HEAD
+    if _FLASH is not None and takes_flash:
+        assert max_length_q is not None
+        mixed = _FLASH(heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    else:
+        starts = cu_seq_lens_q.tolist()
+        lengths = tuple(end - start for start, end in itertools.pairwise(starts))
+        mixed = _by_length(heads, lengths, scale=scaling, window=sliding_window, dropout=dropout)
+    return mixed.unsqueeze(0), None
+
+
+class _Heads(NamedTuple):
+    """Of T tokens that lie end to end."""
+
+    query: Tensor
+    """[T, H, D]"""
+    key: Tensor
+    """[T, K, D]"""
+    value: Tensor
+    """[T, K, D]"""
+
+
+_Flash = Callable[[_Heads, Tensor, int, float | None, int | None], Tensor]
+
+
+def _flash_kernel() -> _Flash | None:
+    """torch's variable-length attention behind one signature, or None where this torch has none that fits.
+
+    Its arguments changed between releases; the kernel below them takes grouped heads in all of them.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    if not {"window_size", "scale"} <= known.keys():
+        return None
+    takes_groups = "enable_gqa" in known
+
+    def flash(heads: _Heads, starts: Tensor, max_length: int, scale: float | None, window: int | None) -> Tensor:
+        options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+        if takes_groups:
+            options["enable_gqa"] = heads.query.shape[1] != heads.key.shape[1]
+        mixed = varlen_attn(*heads, starts, starts, max_length, max_length, **options)
+        assert isinstance(mixed, Tensor)  # it returns more only if asked to
+        return mixed
+
+    return flash
+
+
+_FLASH = _flash_kernel()
+_is_checked = False
+
+
+def check_flash_once(device: torch.device) -> None:
+    """Hold the kernel against plain attention, the first time that a GPU is used; if they differ, do without it.
+
+    Call it before anything is compiled.
+    """
+    global _FLASH, _is_checked
+    if _is_checked or _FLASH is None:
+        return
+    _is_checked = True
+    lengths = (3, 20)
+    starts = torch.tensor([0, 3, 23], dtype=torch.int32, device=device)
+    generator = torch.Generator().manual_seed(0)
+    heads = _Heads(
+        *(
+            torch.randn(sum(lengths), count, 64, generator=generator).to(device, torch.bfloat16).requires_grad_()
+            for count in (2, 1, 1)
+        )
+    )
+    try:
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            results = [
+                (mixed.detach(), *torch.autograd.grad(mixed.square().sum(), heads))
+                for mixed in (
+                    _FLASH(heads, starts, 32, 0.125, None),
+                    _by_length(heads, lengths, scale=0.125, window=None),
+                )
+            ]
+        worst = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(*results, strict=True))
+        problem = "" if worst < _TOLERANCE else f"it is off by {worst:.1%}"
+    except (RuntimeError, TypeError, ValueError) as error:
+        problem = str(error).strip().splitlines()[0]
+    if problem:
+        logger.warning("torch's variable-length attention is not used on this GPU: %s", problem)
+        _FLASH = None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at the lengths, which a compiled block must not
+def _by_length(
+    heads: _Heads, lengths: tuple[int, ...], *, scale: float | None, window: int | None, dropout: float = 0.0
+) -> Tensor:
+    """Attention of every row to itself, [T, H, D], one call for each bucket."""
+    num_tokens, device = len(heads.query), heads.query.device
+    buckets = _buckets(lengths, device)
+    parts = []
+    for bucket in buckets:
+        query, key, value = (
+            bucket.filled_up(part if len(buckets) == 1 else take(part, bucket.tokens)).transpose(1, 2) for part in heads
+        )  # [n, H or K, width, D]
+        mask = _window_mask(bucket.width, window, device)
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        parts.append(bucket.cut_back(mixed.transpose(1, 2)))  # [tokens of these rows, H, D]
+    if len(parts) == 1:
+        return parts[0]
+    return spread(torch.cat(parts), torch.cat([bucket.tokens for bucket in buckets]), num_tokens)
+
+
+class _Bucket(NamedTuple):
+    """Rows of like length, which one call takes side by side."""
+
+    num_rows: int
+    width: int
+    tokens: Tensor
+    """Where their tokens are in the sequence, [t]."""
+    spots: Tensor
+    """Where the tokens go in [num_rows · width], [t]."""
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.spots) == self.num_rows * self.width
+
+    def filled_up(self, values: Tensor) -> Tensor:
+        """[t, H, D] to [num_rows, width, H, D], with zeros behind the end of each row."""
+        wide = values if self.is_full else spread(values, self.spots, self.num_rows * self.width)
+        return wide.reshape(self.num_rows, self.width, *values.shape[1:])
+
+    def cut_back(self, values: Tensor) -> Tensor:
+        """[num_rows, width, H, D] to [t, H, D]."""
+        flat = values.flatten(0, 1)
+        return flat if self.is_full else take(flat, self.spots)
+
+
+@functools.lru_cache(maxsize=8)  # every layer of a pass asks the same, and so do actor and critic
+def _buckets(lengths: tuple[int, ...], device: torch.device) -> list[_Bucket]:
+    """The rows by the power of two of their length: less than half of a call is filled up, and calls are few.
+
+    Short rows are one bucket: what they waste costs less than another call.
+    """
+    starts = [0, *itertools.accumulate(lengths)]
+    members: dict[int, list[int]] = {}
+    for row, length in enumerate(lengths):
+        members.setdefault(max(length, _SHORT).bit_length(), []).append(row)
+    buckets = []
+    for rows in members.values():
+        width = max(lengths[row] for row in rows)
+        columns = torch.arange(width)
+        is_real = columns < torch.tensor([lengths[row] for row in rows]).unsqueeze(1)  # [n, width]
+        tokens = (torch.tensor([starts[row] for row in rows]).unsqueeze(1) + columns)[is_real]
+        spots = is_real.flatten().nonzero().squeeze(1)
+        buckets.append(_Bucket(len(rows), width, tokens.to(device), spots.to(device)))
+    return buckets
+
+
+def _window_mask(width: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Causal and no further back than the window, [width, width]; None where causality is all."""
+    if window is None or width <= window:
+        return None
+    columns = torch.arange(width, device=device)
+    distance = columns.unsqueeze(1) - columns
+    return (distance >= 0) & (distance < window)
+
+
+def take(values: Tensor, at: Tensor) -> Tensor:
+    """`values[at]` along the first dimension, where no index comes twice: its gradient is a copy and not a sum."""
+    taken: Tensor = _Take.apply(values, at)  # type: ignore[no-untyped-call]
+    return taken
+
+
+def spread(values: Tensor, at: Tensor, length: int) -> Tensor:
+    """Zeros of `length` along the first dimension, with `values` at `at`, where no index comes twice."""
+    result: Tensor = _Spread.apply(values, at, length)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, at: Tensor) -> Tensor:
+        ctx.save_for_backward(at)
+        ctx.length = values.shape[0]
+        return values.index_select(0, at)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (at,) = ctx.saved_tensors
+        return spread(gradient, at, ctx.length), None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, at: Tensor, length: int) -> Tensor:
+        ctx.save_for_backward(at)
+        return values.new_zeros(length, *values.shape[1:]).index_copy_(0, at, values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (at,) = ctx.saved_tensors
+        return take(gradient, at), None, None
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention_forward)
+AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)

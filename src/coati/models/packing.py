@@ -1,0 +1,191 @@
+"""Rows of a padded batch joined end to end: the models compute real tokens and nothing else.
+
+        [. . a b c d . .]
+        [e f g h i . . .]    →    [a b c d e f g h i j k]    positions 0 1 2 3 0 1 2 3 4 0 1
+        [. . . j k . . .]
+
+A forward pass over the joined row is an ordinary call of the model, with positions that begin anew in each row and with
+attention that stays inside of it (`coati.models.packed_attention`). So it works wherever an ordinary call does: under
+every strategy, with adapters, with quantised layers. Models that we do not know to pass these arguments on to their
+attention are called with padding, as they always were; `packing_problem` says why.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from coati.models.packed_attention import PACKED_ATTENTION, check_flash_once
+
+logger = logging.getLogger(__name__)
+
+# Decoders whose layers hand on what they do not know to their attention, and whose body ends in what the head reads:
+# no scaling, no soft cap. Each is held against its padded self in the tests.
+PACKED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "olmo2", "gpt2", "gpt_neox")
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """The real tokens of a padded batch `[B, S]`, T of them, and where they came from."""
+
+    tokens: Tensor
+    """[T]"""
+    positions: Tensor
+    """[T] of each token in its row, from 0."""
+    spots: Tensor
+    """[T] of each token in the padded batch, row · S + column."""
+    starts: Tensor
+    """[rows + 1] int32: where each row begins here, and where the last one ends. Rows without a token are left out."""
+    max_length: int
+    shape: torch.Size
+    """[B, S]"""
+
+    @classmethod
+    def of(cls, sequences: Tensor, attention_mask: Tensor | None) -> "PackedRows":
+        """Join the rows of a batch; without a mask all tokens are real.
+
+        >>> rows = PackedRows.of(torch.tensor([[0, 7, 8], [9, 0, 0]]), torch.tensor([[0, 1, 1], [1, 0, 0]]))
+        >>> rows.tokens.tolist(), rows.positions.tolist(), rows.starts.tolist()
+        ([7, 8, 9], [0, 1, 0], [0, 2, 3])
+        """
+        if attention_mask is None:
+            attention_mask = torch.ones_like(sequences)
+        is_real = attention_mask.ne(0)
+        spots = is_real.flatten().nonzero().squeeze(1)
+        lengths = is_real.sum(dim=1)
+        lengths = lengths[lengths > 0]
+        return cls(
+            tokens=sequences.flatten()[spots],
+            positions=(is_real.cumsum(dim=1) - 1).flatten()[spots],
+            spots=spots,
+            starts=F.pad(lengths.cumsum(0), (1, 0)).int(),
+            max_length=int(lengths.max()) if len(lengths) else 0,
+            shape=sequences.shape,
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def unpacked(self, values: Tensor) -> Tensor:
+        """[T] back to [B, S], with 0 at padding."""
+        rows, columns = self.spots // self.shape[1], self.spots % self.shape[1]
+        # Not a view of something flat: sharding hangs its backward hook on what a module returns.
+        return values.new_zeros(self.shape).index_put((rows, columns), values)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTargets:
+    """Which of the packed tokens are scored: those of the last columns that have a token before them in their row."""
+
+    predecessors: Tensor
+    """[n] where the token before is, whose hidden state predicts it."""
+    tokens: Tensor
+    """[n] token ids."""
+    rows: Tensor
+    """[n] of the padded batch."""
+    columns: Tensor
+    """[n] counted from the first of the last columns."""
+
+    @classmethod
+    def of(cls, packed: PackedRows, num_actions: int) -> "PackedTargets":
+        """The real tokens among the last `num_actions` columns.
+
+        >>> packed = PackedRows.of(torch.tensor([[6, 7, 8], [9, 4, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]]))
+        >>> targets = PackedTargets.of(packed, 2)
+        >>> targets.tokens.tolist(), targets.predecessors.tolist(), targets.rows.tolist(), targets.columns.tolist()
+        ([7, 8, 4], [0, 1, 3], [0, 0, 1], [0, 1, 0])
+        """
+        width = packed.shape[1]
+        columns = packed.spots % width - (width - num_actions)
+        at = ((columns >= 0) & (packed.positions > 0)).nonzero().squeeze(1)
+        return cls(at - 1, packed.tokens[at], packed.spots[at] // width, columns[at])
+
+    def unpacked(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
+        """[n] to [B, num_actions], with 0 where nothing is scored."""
+        return values.new_zeros(shape).index_put((self.rows, self.columns), values)
+
+
+def row_parts(row_tokens: Sequence[int], *, max_tokens: int = 0, max_rows: int = 0) -> list[slice]:
+    """Consecutive rows in as few parts as their order allows: at most so many tokens and rows in each, 0 for no limit.
+
+    A row that is longer than the limit is a part of its own.
+
+    >>> row_parts([3, 3, 3, 9, 1], max_tokens=6)
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
+    """
+    parts: list[slice] = []
+    start, tokens = 0, 0
+    for row, more in enumerate(row_tokens):
+        is_over = (max_tokens and tokens + more > max_tokens) or (max_rows and row - start >= max_rows)
+        if is_over and row > start:
+            parts.append(slice(start, row))
+            start, tokens = row, 0
+        tokens += more
+    if row_tokens:
+        parts.append(slice(start, len(row_tokens)))
+    return parts
+
+
+def row_tokens(sequences: Tensor, attention_mask: Tensor | None, *, is_packed: bool) -> list[int]:
+    """What each row of a batch costs: its real tokens or, where padding is computed too, the width of the batch."""
+    if attention_mask is None or not is_packed:
+        return [sequences.shape[1]] * sequences.shape[0]
+    counts: list[int] = attention_mask.ne(0).sum(dim=1).tolist()
+    return counts
+
+
+def packing_problem(model: nn.Module) -> str:
+    """Why this transformers model, or body of one, has to be called with padding; empty if it has not."""
+    if not isinstance(model, PreTrainedModel) and not hasattr(model, "get_base_model"):
+        return f"{type(model).__name__} is not a transformers model"
+    if str(getattr(model, "peft_type", "LORA")).rpartition(".")[2] != "LORA":
+        return f"its adapters are of the kind {model.peft_type}"
+    base = base_of(model)
+    kind = getattr(base.config, "model_type", "")
+    # A class of somebody else's may do anything in its forward pass, whatever its config is called.
+    if kind not in PACKED_MODEL_TYPES or not type(base).__module__.startswith("transformers.models."):
+        return f"{type(base).__name__} is not one of the known decoders ({', '.join(PACKED_MODEL_TYPES)})"
+    if base.config._attn_implementation not in ("sdpa", PACKED_ATTENTION):
+        return f"its attention is set to {base.config._attn_implementation!r}, and not to 'sdpa'"
+    return ""
+
+
+def packed_hidden(model: nn.Module, packed: PackedRows) -> Tensor:
+    """Last hidden states of a body over packed rows, [T, d]. The model must have no `packing_problem`."""
+    body = base_of(model).base_model
+    if body.config._attn_implementation != PACKED_ATTENTION:
+        body.set_attn_implementation(PACKED_ATTENTION)
+    if packed.tokens.is_cuda:
+        check_flash_once(packed.tokens.device)
+    hidden: Tensor = body(
+        input_ids=packed.tokens.unsqueeze(0),
+        # transformers takes a mask of four dimensions as ready and builds none of its own; ours is never looked at.
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.tokens.device),
+        position_ids=packed.positions.unsqueeze(0),
+        use_cache=False,
+        cu_seq_lens_q=packed.starts,
+        # Rounded up, which costs nothing, so that compiled blocks see few values of it.
+        max_length_q=1 << (packed.max_length - 1).bit_length(),
+    )[0]
+    return hidden[0]
+
+
+def base_of(model: nn.Module) -> Any:
+    """The transformers model below adapters; they are in its layers, so it computes with them all the same."""
+    inner: Any = model
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+_said: set[str] = set()
+
+
+def say_padded_once(name: str, problem: str) -> None:
+    """Tell that a model computes its padding too, once for each reason."""
+    if (line := f"{name} is called with padding: {problem}") not in _said:
+        _said.add(line)
+        logger.info(line)

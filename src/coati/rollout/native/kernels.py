@@ -1,0 +1,252 @@
+"""The decode step's small operations as Triton kernels: on a GPU it is their number that costs time, not their work.
+
+With one new token for each slot, a layer's matrix products take microseconds, and so would every norm, rotation, copy
+and mask between them. Here each gap between two products is one kernel. What they compute is what `operations.py`
+computes with torch, up to rounding.
+
+Only imported on a machine with a GPU and Triton.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Vocabulary entries that one program reads when a token is drawn.
+_DRAW_BLOCK = 2048
+# Positions of the cache that one step of attention reads.
+_KEY_BLOCK = 64
+
+
+@triton.jit
+def _add_norm_kernel(
+    hidden, delta, weight, total, normed, width, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    x = tl.load(hidden + row * width + columns, mask=inside, other=0.0)
+    if HAS_DELTA:
+        x = x + tl.load(delta + row * width + columns, mask=inside, other=0.0)  # rounded, as the model adds
+        tl.store(total + row * width + columns, x, mask=inside)
+    wide = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    w = tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(normed + row * width + columns, (wide * scale).to(x.dtype) * w, mask=inside)
+
+
+def add_norm(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`hidden + delta`, and its RMS norm, [n, d] each."""
+    width = hidden.shape[-1]
+    total = hidden if delta is None else torch.empty_like(hidden)
+    normed = torch.empty_like(hidden)
+    _add_norm_kernel[(len(hidden),)](
+        hidden,
+        hidden if delta is None else delta,
+        weight,
+        total,
+        normed,
+        width,
+        eps,
+        HAS_DELTA=delta is not None,
+        BLOCK=triton.next_power_of_2(width),
+    )
+    return total, normed
+
+
+@triton.jit
+def _gated_kernel(both, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(both + row * 2 * width + columns, mask=inside, other=0.0)
+    up = tl.load(both + row * 2 * width + width + columns, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    tl.store(out + row * width + columns, (wide * tl.sigmoid(wide)).to(gate.dtype) * up, mask=inside)
+
+
+def gated(both: Tensor) -> Tensor:
+    """`silu(gate) * up` of [n, gate and up]."""
+    width = both.shape[-1] // 2
+    out = both.new_empty(len(both), width)
+    _gated_kernel[(len(both), triton.cdiv(width, 1024))](both, out, width, BLOCK=1024)
+    return out
+
+
+@triton.jit
+def _rotated(base, rows, columns, cos, sin, norm, eps, inside, DIM: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Heads [R, D] at `base`, normalised if the model does that, and turned to their position."""
+    other = (columns + DIM // 2) % DIM
+    x = tl.load(base + rows * DIM + columns, mask=inside, other=0.0)
+    y = tl.load(base + rows * DIM + other, mask=inside, other=0.0)
+    dtype = x.dtype
+    if HAS_NORM:
+        wide = x.to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) / DIM + eps)
+        x = (wide * scale[:, None]).to(dtype) * tl.load(norm + columns)
+        y = (y.to(tl.float32) * scale[:, None]).to(dtype) * tl.load(norm + other)
+    return (x.to(tl.float32) * cos + y.to(tl.float32) * sin).to(dtype)
+
+
+@triton.jit
+def _attend_kernel(
+    heads, positions, keys, values, cos_table, sin_table, query_norm, key_norm, out,
+    scale, eps, num_positions,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One slot, one key-value head: rotate its queries and key, store key and value, attend to all there is."""
+    slot = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    position = tl.load(positions + slot)
+    dims = tl.arange(0, DIM)[None, :]
+    cos = tl.load(cos_table + position * DIM + dims).to(tl.float32)
+    sin = tl.load(sin_table + position * DIM + dims).to(tl.float32)
+
+    base = heads + slot * (GROUP + 2) * KV_HEADS * DIM
+    members = tl.arange(0, PADDED)[:, None]
+    is_member = members < GROUP
+    query = _rotated(
+        base, kv_head * GROUP + members, dims, cos, sin, query_norm, eps, is_member, DIM, HAS_NORM
+    )  # [PADDED, D]
+    one = tl.zeros((1, 1), dtype=tl.int32)
+    key = _rotated(base, one + GROUP * KV_HEADS + kv_head, dims, cos, sin, key_norm, eps, one == 0, DIM, HAS_NORM)
+    value = tl.load(base + (one + (GROUP + 1) * KV_HEADS + kv_head) * DIM + dims)  # [1, D]
+    page = (slot * KV_HEADS + kv_head) * num_positions * DIM
+    tl.store(keys + page + position * DIM + dims, key)
+    tl.store(values + page + position * DIM + dims, value)
+
+    # The new token first: it is here, and never masked.
+    largest = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1) * scale  # [PADDED]
+    weight_sum = tl.full((PADDED,), 1.0, tl.float32)
+    mixed = tl.zeros((PADDED, DIM), tl.float32) + value.to(tl.float32)
+    places = tl.arange(0, BLOCK)
+    for start in range(0, position, BLOCK):
+        is_before = start + places < position
+        offsets = page + (start + places)[:, None] * DIM + dims
+        k = tl.load(keys + offsets, mask=is_before[:, None], other=0.0)  # [BLOCK, D]
+        v = tl.load(values + offsets, mask=is_before[:, None], other=0.0)
+        scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.where(is_before[None, :], scores, float("-inf"))
+        newest = tl.maximum(largest, tl.max(scores, axis=1))
+        shrink = tl.exp(largest - newest)
+        weights = tl.exp(scores - newest[:, None])
+        weight_sum = weight_sum * shrink + tl.sum(weights, axis=1)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        largest = newest
+    result = (mixed / weight_sum[:, None]).to(query.dtype)
+    target = out + slot * GROUP * KV_HEADS * DIM
+    tl.store(target + (kv_head * GROUP + members) * DIM + dims, result, mask=is_member)
+
+
+def attend(
+    heads: Tensor,  # [n, (H + 2K)·D]: queries, keys, values, not yet rotated
+    positions: Tensor,  # [n]
+    keys: Tensor,  # [N, K, L, D]
+    values: Tensor,
+    cos: Tensor,  # [≥ L, D]
+    signed_sin: Tensor,
+    *,
+    group: int,
+    scale: float,
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> Tensor:
+    """Store the new keys and values in the cache, and attend; [n, H·D]."""
+    _, num_kv_heads, num_positions, dim = keys.shape
+    out = heads.new_empty(len(heads), group * num_kv_heads * dim)
+    query_norm, key_norm, eps = norms or (cos, cos, 0.0)
+    _attend_kernel[(len(heads), num_kv_heads)](
+        heads,
+        positions,
+        keys,
+        values,
+        cos,
+        signed_sin,
+        query_norm,
+        key_norm,
+        out,
+        scale,
+        eps,
+        num_positions,
+        KV_HEADS=num_kv_heads,
+        GROUP=group,
+        PADDED=max(16, triton.next_power_of_2(group)),
+        DIM=dim,
+        BLOCK=_KEY_BLOCK,
+        HAS_NORM=norms is not None,
+        PRECISION="ieee" if heads.dtype == torch.float32 else "tf32",
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def _block_sums_kernel(logits, maxima, sums, vocabulary, num_blocks, inverse_temperature, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * vocabulary + columns, mask=columns < vocabulary, other=float("-inf"))
+    x = x.to(tl.float32) * inverse_temperature
+    largest = tl.max(x, axis=0)
+    # A block of nothing but -inf has no mass, and no nan.
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    tl.store(maxima + row * num_blocks + block, largest)
+    tl.store(sums + row * num_blocks + block, tl.sum(tl.exp(x - shift), axis=0))
+
+
+@triton.jit
+def _draw_kernel(
+    logits, maxima, sums, uniforms, tokens, log_probs, vocabulary, num_blocks, inverse_temperature,
+    BLOCK: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, MANY)
+    is_block = blocks < num_blocks
+    largest = tl.load(maxima + row * num_blocks + blocks, mask=is_block, other=float("-inf"))
+    top = tl.max(largest, axis=0)
+    parts = tl.load(sums + row * num_blocks + blocks, mask=is_block, other=0.0)
+    masses = (parts * tl.exp(largest - top)).to(tl.float64)
+    total = tl.sum(masses, axis=0)
+    target = tl.load(uniforms + row) * total
+    # The block in which the cumulative mass first exceeds the target; rounding must not lead past the last with mass.
+    cumulative = tl.cumsum(masses, axis=0)
+    last = tl.max(tl.where(masses > 0.0, blocks, 0), axis=0)
+    chosen = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), axis=0), last)
+    before = tl.sum(tl.where(blocks < chosen, masses, 0.0), axis=0)
+
+    inner = tl.arange(0, BLOCK)
+    columns = chosen * BLOCK + inner
+    x = tl.load(logits + row * vocabulary + columns, mask=columns < vocabulary, other=float("-inf"))
+    x = x.to(tl.float32) * inverse_temperature
+    weights = tl.exp(x - top).to(tl.float64)
+    within = before + tl.cumsum(weights, axis=0)
+    last_inside = tl.max(tl.where(weights > 0.0, inner, 0), axis=0)
+    place = tl.minimum(tl.sum((within <= target).to(tl.int32), axis=0), last_inside)
+    score = tl.sum(tl.where(inner == place, x, 0.0), axis=0)
+    tl.store(tokens + row, (chosen * BLOCK + place).to(tl.int64))
+    tl.store(log_probs + row, score - top - tl.log(total).to(tl.float32))
+
+
+def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Tokens by inverse CDF, and their log-probs, [n] each: two reads of the logits, and no copy of them."""
+    count, vocabulary = logits.shape
+    num_blocks = triton.cdiv(vocabulary, _DRAW_BLOCK)
+    maxima, sums = logits.new_empty(2, count, num_blocks, dtype=torch.float32)
+    tokens = torch.empty(count, dtype=torch.long, device=logits.device)
+    log_probs = torch.empty(count, dtype=torch.float32, device=logits.device)
+    sizes: tuple[Any, ...] = (vocabulary, num_blocks, 1.0 / temperature)
+    _block_sums_kernel[(count, num_blocks)](logits, maxima, sums, *sizes, BLOCK=_DRAW_BLOCK)
+    _draw_kernel[(count,)](
+        logits,
+        maxima,
+        sums,
+        uniforms,
+        tokens,
+        log_probs,
+        *sizes,
+        BLOCK=_DRAW_BLOCK,
+        MANY=triton.next_power_of_2(num_blocks),
+    )
+    return tokens, log_probs

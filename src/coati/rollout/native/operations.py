@@ -1,0 +1,231 @@
+"""What happens between the matrix products of a decode step: with torch, or as Triton kernels where there is a GPU.
+
+Both compute the same, up to rounding. The torch functions are the definition, and what CPUs run.
+"""
+
+import dataclasses
+import functools
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from coati.rollout.sampling import inverse_cdf
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """How a model's attention is cut: H query heads in K groups (key-value heads) of G, of D dimensions."""
+
+    head_dim: int
+    num_kv_heads: int
+    group: int
+    scale: float
+
+
+class TorchOperations:
+    """Plain torch, on any device."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+        """`hidden + delta`, and its RMS norm, [n, d] each."""
+        hidden = hidden if delta is None else hidden + delta
+        return hidden, rms_norm(norm, hidden)
+
+    def gated(self, both: Tensor, activation: nn.Module) -> Tensor:
+        """`activation(gate) * up` of [n, gate and up]."""
+        gate, up = both.chunk(2, dim=-1)
+        result: Tensor = activation(gate) * up
+        return result
+
+    def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Tokens by inverse CDF and their log-probs at a temperature, [n] each."""
+        log_probs = torch.log_softmax(logits.float() / temperature, dim=-1)
+        tokens = inverse_cdf(log_probs, uniforms)
+        return tokens, log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+    def attention(self, positions: Tensor, num_positions: int, angles: tuple[Tensor, Tensor]) -> "TorchAttention":
+        """The attention of one decode step; `num_positions` is one past the largest position."""
+        return TorchAttention(self._geometry, positions, num_positions, angles)
+
+
+class TorchAttention:
+    """Attention of all layers in one decode step, for which positions and masks are prepared once."""
+
+    def __init__(
+        self, geometry: Geometry, positions: Tensor, num_positions: int, angles: tuple[Tensor, Tensor]
+    ) -> None:
+        self._geometry = geometry
+        self._positions, self._num_positions = positions, num_positions
+        self._cos, self._sin = (table[positions].unsqueeze(1) for table in angles)  # [n, 1, D]
+        self._slots = torch.arange(len(positions), device=positions.device)
+        visible = torch.arange(num_positions, device=positions.device) <= positions.unsqueeze(1)  # [n, L]
+        self._mask = visible[:, None, None]
+
+    def __call__(self, projected: Tensor, module: Any, keys: Tensor, values: Tensor) -> Tensor:
+        """Append keys and values of the new tokens to the cache [N, K, L, D], and attend: [n, H·D]."""
+        geometry, count = self._geometry, len(self._positions)
+        queries, new_keys, new_values = split_heads(projected, module, geometry, self._cos, self._sin)
+        keys[self._slots, :, self._positions] = new_keys
+        values[self._slots, :, self._positions] = new_values
+        # The G queries of a group stand where several tokens of one head would, so keys are read once and as
+        # they are: no copies of them for each query head.
+        mixed = F.scaled_dot_product_attention(
+            queries.reshape(count, geometry.num_kv_heads, geometry.group, geometry.head_dim),
+            keys[:count, :, : self._num_positions],
+            values[:count, :, : self._num_positions],
+            attn_mask=self._mask,
+            scale=geometry.scale,
+        )  # [n, K, G, D]
+        return mixed.reshape(count, -1)
+
+
+class TritonOperations:
+    """The same, one kernel each."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        from coati.rollout.native import kernels
+
+        self._kernels = kernels
+        self._geometry = geometry
+        self._plain = TorchOperations(geometry)
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+        """As above."""
+        return self._kernels.add_norm(hidden, delta, norm.weight, norm.variance_epsilon)
+
+    def gated(self, both: Tensor, activation: nn.Module) -> Tensor:
+        """As above; activations other than SiLU stay with torch."""
+        if not isinstance(activation, nn.SiLU) and type(activation).__name__ != "SiLUActivation":
+            return self._plain.gated(both, activation)
+        return self._kernels.gated(both)
+
+    def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """As above."""
+        return self._kernels.draw(logits, uniforms, temperature)
+
+    def attention(self, positions: Tensor, num_positions: int, angles: tuple[Tensor, Tensor]) -> Any:  # noqa: ARG002
+        """As above; each slot's own position says how far its program reads."""
+        return functools.partial(self._attend, positions, angles)
+
+    def _attend(
+        self,
+        positions: Tensor,
+        angles: tuple[Tensor, Tensor],
+        projected: Tensor,
+        module: Any,
+        keys: Tensor,
+        values: Tensor,
+    ) -> Tensor:
+        norms = None
+        if hasattr(module, "q_norm"):
+            norms = (module.q_norm.weight, module.k_norm.weight, module.q_norm.variance_epsilon)
+        geometry = self._geometry
+        return self._kernels.attend(
+            projected, positions, keys, values, *angles, group=geometry.group, scale=geometry.scale, norms=norms
+        )
+
+
+def operations_for(like: Tensor, geometry: Geometry) -> TorchOperations | TritonOperations:
+    """Kernels for a GPU on which they have shown that they compute what torch does; torch otherwise.
+
+    `like` is a weight of the model, for its device and dtype.
+    """
+    if like.device.type != "cuda":
+        return TorchOperations(geometry)
+    if reason := why_no_kernels(like.device, like.dtype, geometry):
+        logger.warning("generation goes without Triton kernels, which is slower: %s", reason)
+        return TorchOperations(geometry)
+    return TritonOperations(geometry)
+
+
+@functools.cache
+def why_no_kernels(device: torch.device, dtype: torch.dtype, geometry: Geometry) -> str:
+    """Why this machine's Triton cannot be used for such a model; empty if it can.
+
+    Triton compiles with whatever compiler and driver it finds, so its kernels are tried before they are trusted.
+    """
+    if geometry.head_dim < 16 or geometry.head_dim & (geometry.head_dim - 1):
+        return f"heads have {geometry.head_dim} dimensions, and the kernels need a power of two from 16 on"
+    try:
+        kernels, plain = TritonOperations(geometry), TorchOperations(geometry)
+        errors = _trial_errors(kernels, plain, device, dtype, geometry)
+    except Exception as error:  # not installed, no compiler, a card or driver that it does not know
+        return f"{type(error).__name__}: {error}"
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1  # of numbers around 1, some of them sums of a few roundings
+    wrong = [name for name, error in errors.items() if not error <= tolerance]
+    return f"they compute something else than torch does ({', '.join(wrong)})" if wrong else ""
+
+
+@torch.no_grad()
+def _trial_errors(
+    kernels: TritonOperations,
+    plain: TorchOperations,
+    device: torch.device,
+    dtype: torch.dtype,
+    geometry: Geometry,
+) -> dict[str, float]:
+    """How far the kernels are from torch on three slots of different lengths, by operation."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    kv_heads, dim = geometry.num_kv_heads, geometry.head_dim
+    norm = SimpleNamespace(weight=random(48), variance_epsilon=1e-6)
+    hidden, delta, both = random(3, 48), random(3, 48), random(3, 96)
+    projected = random(3, (geometry.group + 2) * kv_heads * dim)
+    cache, angles = random(2, 3, kv_heads, 100, dim), (random(100, dim), random(100, dim))
+    positions = torch.tensor([0, 7, 99], device=device)
+    logits, uniforms = random(3, 5000), torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device=device)
+    results = []
+    for run in (kernels, plain):
+        keys, values = cache.clone()
+        mixed = run.attention(positions, 100, angles)(projected, nn.Module(), keys, values)
+        drawn = run.draw(logits, uniforms, 1.0)
+        results.append(
+            {
+                "add_norm": torch.cat(run.add_norm(hidden, delta, norm)),
+                "gated": run.gated(both, nn.SiLU()),
+                "attention": torch.cat([mixed.flatten(), keys.flatten(), values.flatten()]),
+                "draw": torch.cat([part.double() for part in drawn]),
+            }
+        )
+    return {name: float((found - results[1][name]).abs().max()) for name, found in results[0].items()}
+
+
+def split_heads(
+    projected: Tensor, module: Any, geometry: Geometry, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [..., H, D], keys and values [..., K, D] of a layer, rotated."""
+    heads = projected.view(*projected.shape[:-1], -1, geometry.head_dim)  # [..., H + 2K, D]
+    num_rotated = heads.shape[-2] - geometry.num_kv_heads
+    values = heads[..., num_rotated:, :]
+    rotated = _rotated(_normed(module, heads[..., :num_rotated, :], geometry.num_kv_heads), cos, sin)
+    num_queries = num_rotated - geometry.num_kv_heads
+    return rotated[..., :num_queries, :], rotated[..., num_queries:, :], values
+
+
+def rms_norm(norm: Any, hidden: Tensor) -> Tensor:
+    """The model's norm, without its detours."""
+    return F.rms_norm(hidden, (hidden.shape[-1],), norm.weight, norm.variance_epsilon)
+
+
+def _normed(attention: Any, heads: Tensor, num_kv_heads: int) -> Tensor:
+    """Qwen3 normalises each head, queries and keys with weights of their own; the others do not."""
+    if not hasattr(attention, "q_norm"):
+        return heads
+    queries, keys = torch.split(heads, [heads.shape[-2] - num_kv_heads, num_kv_heads], dim=-2)
+    return torch.cat([rms_norm(attention.q_norm, queries), rms_norm(attention.k_norm, keys)], dim=-2)
+
+
+def _rotated(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotary positions: each half of a head times cos, plus the other half times sin, minus in the first half."""
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, dims=-1), signed_sin)

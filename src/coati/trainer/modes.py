@@ -1,0 +1,71 @@
+"""How a model computes while it learns: without dropout, and if wanted compiled, or with activations made anew."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from coati.errors import ConfigError
+from coati.models.actor import unwrap
+from coati.models.packing import base_of
+from coati.models.value_head import ValueHeadModel
+from coati.trainer.strategies.sharding import transformer_blocks
+
+
+def set_learning_mode(model: nn.Module) -> None:
+    """Dropout would make the ratio to the sampling policy differ from 1 on its own data. LoRA's stays on.
+
+    Layers that compute their activations twice do so only while they believe to be in training. That belief is theirs
+    alone: dropout is a matter of what is inside of them.
+    """
+    model.eval()
+    for name, module in model.named_modules():
+        if "lora_dropout" in name:
+            module.train()
+        elif isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+            module.training = True
+
+
+def is_random(model: nn.Module) -> bool:
+    """Whether two passes of a model that learns give two results: only LoRA's dropout is left on."""
+    return any("lora_dropout" in name and getattr(module, "p", 0.0) > 0 for name, module in model.named_modules())
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Keep the inputs of each transformer block and nothing else; the backward pass computes the rest once more."""
+    inner = unwrap(model)
+    base: Any = base_of(inner.body if isinstance(inner, ValueHeadModel) else inner)
+    if not getattr(base, "supports_gradient_checkpointing", False):
+        raise ConfigError(
+            f"activation_checkpointing needs transformers models that support it, got {type(base).__name__}. Leave it "
+            "out, or lower micro_batch_tokens to save memory."
+        )
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each transformer block when it is first called, for any number of tokens.
+
+    Blocks of one class share their code, so that this takes as long for many as for one; and hooks around them, which
+    gather weights and share gradients, stay where they are.
+    """
+    blocks = list(transformer_blocks(model))
+    if not blocks:
+        raise ConfigError(f"compile needs a model with two or more blocks, got {type(model).__name__}. Leave it out.")
+    for block in blocks:
+        block.compile(dynamic=True)
+
+
+def make_optimizer(
+    optimizer_class: type[Optimizer], model: nn.Module, lr: float, *, device: torch.device | None = None
+) -> Optimizer:
+    """An optimizer of what can be trained; torch's Adam in one kernel for all weights on a GPU."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ConfigError(f"{type(model).__name__} has no trainable parameters, so there is nothing to learn.")
+    options: dict[str, Any] = {"lr": lr}
+    if optimizer_class in (torch.optim.Adam, torch.optim.AdamW) and device is not None and device.type == "cuda":
+        options["fused"] = True
+    return optimizer_class(trainable, **options)

@@ -1,0 +1,193 @@
+"""Log-probs from hidden states: the numbers and gradients of the logits, without the logits."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coati.algos import entropy_of, head_logprobs_and_entropy, logprobs_of
+from coati.errors import ConfigError, DataError
+
+
+def random_case(seed, *, tokens=6, width=4, vocab=7, with_bias=False, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+    return (
+        noise(tokens, width).requires_grad_(),
+        noise(vocab, width, scale=1.5).requires_grad_(),
+        noise(vocab).requires_grad_() if with_bias else None,
+        torch.randint(vocab, (tokens,), generator=generator),
+    )
+
+
+def test_by_hand():
+    # One dimension, weights log 1, log 2, log 5, hidden 1: probabilities 1/8, 2/8, 5/8.
+    weight = torch.tensor([[1.0], [2.0], [5.0]], dtype=torch.float64).log().requires_grad_()
+    hidden = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+    logprobs, entropy = head_logprobs_and_entropy(hidden, weight, torch.tensor([2]))
+    assert logprobs.item() == pytest.approx(math.log(5 / 8))
+    assert entropy.item() == pytest.approx(-sum(p * math.log(p) for p in (1 / 8, 2 / 8, 5 / 8)))
+    logprobs.sum().backward()
+    # By the head: onehot - p. By the hidden state: the weight of the token less the mean weight.
+    torch.testing.assert_close(weight.grad.squeeze(1), torch.tensor([-1 / 8, -2 / 8, 3 / 8], dtype=torch.float64))
+    assert hidden.grad.item() == pytest.approx(math.log(5) - 2 / 8 * math.log(2) - 5 / 8 * math.log(5))
+    # Temperature 1/2 squares the odds: 1, 4, 25 of 30. A bias of log 3 on the first token: 3, 2, 5 of 10.
+    squared, _ = head_logprobs_and_entropy(hidden, weight, torch.tensor([1]), temperature=0.5)
+    assert squared.item() == pytest.approx(math.log(4 / 30))
+    bias = torch.tensor([3.0, 1.0, 1.0], dtype=torch.float64).log()
+    moved, none = head_logprobs_and_entropy(hidden, weight, torch.tensor([0]), bias=bias, with_entropy=False)
+    assert moved.item() == pytest.approx(math.log(3 / 10))
+    assert none is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    tokens=st.integers(0, 9),
+    vocab=st.integers(1, 9),
+    chunk_tokens=st.integers(0, 10),
+    temperature=st.sampled_from([1.0, 0.7, "per token"]),
+    with_bias=st.booleans(),
+    grads=st.sampled_from(["logprobs", "entropy", "both"]),
+    compiled=st.booleans(),
+)
+def test_numbers_and_gradients_are_those_of_the_logits(
+    seed, tokens, vocab, chunk_tokens, temperature, with_bias, grads, compiled
+):
+    hidden, weight, bias, targets = random_case(seed, tokens=tokens, vocab=vocab, with_bias=with_bias)
+    if temperature == "per token":
+        temperature = torch.linspace(0.5, 2.0, tokens)
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    logits = F.linear(hidden, weight, bias)
+    plain = logprobs_of(logits, targets, temperature=temperature), entropy_of(logits, temperature=temperature)
+    options = {"temperature": temperature, "chunk_tokens": chunk_tokens, "compiled": compiled}
+    factors = torch.randn(2, tokens, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
+    used = [which for which, name in enumerate(("logprobs", "entropy")) if grads in (name, "both")]
+    # What torch.compile gets is tested as it is: compiling takes seconds.
+    with mock.patch("coati.algos.head_logprobs._compiled", lambda function: function):
+        ours = head_logprobs_and_entropy(hidden, weight, targets, bias=bias, **options)
+        expected, came = (
+            torch.autograd.grad(sum((factors[which] * pair[which]).sum() for which in used), inputs)
+            for pair in (plain, ours)
+        )
+    for mine, reference in zip((*ours, *came), (*plain, *expected), strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gradients_match_finite_differences(with_bias):
+    hidden, weight, bias, targets = random_case(3, tokens=5, width=3, vocab=4, with_bias=with_bias)
+    temperature = torch.linspace(0.5, 2.0, 5, dtype=torch.float64)
+
+    def scores(hidden, weight, bias):
+        return head_logprobs_and_entropy(hidden, weight, targets, bias=bias, temperature=temperature, chunk_tokens=2)
+
+    assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_token_that_cannot_come_adds_nothing(compiled):
+    # Two of three tokens possible, equally: entropy log 2, whose gradient is zero because it is the largest.
+    hidden = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    weight = torch.ones(3, 1, dtype=torch.float64, requires_grad=True)
+    bias = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
+    with mock.patch("coati.algos.head_logprobs._compiled", lambda function: function):
+        logprobs, entropy = head_logprobs_and_entropy(hidden, weight, torch.tensor([1]), bias=bias, compiled=compiled)
+        (logprobs + entropy).sum().backward()
+    assert logprobs.item() == pytest.approx(-math.log(2))
+    assert entropy.item() == pytest.approx(math.log(2))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    assert hidden.grad.item() == pytest.approx(0.0)
+
+
+def test_a_frozen_head_gets_no_gradient_and_a_tied_one_both():
+    hidden, weight, _, targets = random_case(4, tokens=3, vocab=7)
+    logprobs, _ = head_logprobs_and_entropy(hidden, weight.detach(), targets)
+    logprobs.sum().backward()
+    assert hidden.grad.abs().sum() > 0
+    ids = torch.tensor([0, 5, 2])
+    by_ours, by_logits = (
+        torch.autograd.grad(scores.sum(), weight)[0]
+        for scores in (
+            head_logprobs_and_entropy(F.embedding(ids, weight), weight, targets, chunk_tokens=2)[0],
+            logprobs_of(F.linear(F.embedding(ids, weight), weight), targets),
+        )
+    )
+    torch.testing.assert_close(by_ours, by_logits, rtol=1e-12, atol=1e-12)
+
+
+def test_bfloat16_is_widened_for_the_softmax_and_for_sums_over_tokens():
+    hidden, weight, _, targets = random_case(5, tokens=64, width=8, vocab=16, dtype=torch.bfloat16)
+    logits = F.linear(hidden, weight)
+    logprobs, entropy = head_logprobs_and_entropy(hidden, weight, targets, chunk_tokens=4)
+    assert (logprobs.dtype, entropy.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(logprobs, logprobs_of(logits, targets), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy, entropy_of(logits), rtol=1e-5, atol=1e-5)
+    grad = torch.autograd.grad(logprobs.sum(), weight)[0]
+    exact_inputs = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    exact, _ = head_logprobs_and_entropy(*exact_inputs, targets)
+    expected = torch.autograd.grad(exact.sum(), exact_inputs[1])[0]
+    assert grad.dtype == torch.bfloat16
+    # 16 chunks: were they added up in bfloat16, the error would be several times this.
+    assert (grad.double() - expected).norm() / expected.norm() < 0.01
+
+
+def test_under_autocast_logits_are_bfloat16_and_gradients_are_the_weights_format():
+    hidden, weight, _, targets = random_case(6, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs, _ = head_logprobs_and_entropy(hidden, weight, targets)
+        expected = logprobs_of(F.linear(hidden, weight), targets)
+    assert torch.allclose(logprobs, expected, atol=1e-6)
+    assert not torch.allclose(logprobs, logprobs_of(hidden @ weight.T, targets), atol=1e-6)
+    grads = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    assert {grad.dtype for grad in grads} == {torch.float32}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records how many elements the largest result of any operation has."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 1.0])
+def test_no_tensor_has_tokens_times_vocabulary_elements(entropy_coef):
+    hidden, weight, _, targets = random_case(7, tokens=64, width=4, vocab=32, dtype=torch.float32)
+    chunk = 8
+    with LargestTensor() as ours:
+        logprobs, entropy = head_logprobs_and_entropy(hidden, weight, targets, chunk_tokens=chunk)
+        (logprobs.sum() + (entropy_coef * entropy.sum() if entropy_coef else 0.0)).backward()
+    assert ours.largest == max(chunk * 32, 64 * 4)
+    with LargestTensor() as plain:  # the control: the definitions do make one
+        logprobs_of(F.linear(hidden, weight), targets).sum().backward()
+    assert plain.largest == 64 * 32
+
+
+def test_wrong_shapes_are_refused_by_name():
+    hidden, weight, _, targets = random_case(8)
+    with pytest.raises(DataError, match="hidden states must be"):
+        head_logprobs_and_entropy(hidden.unsqueeze(0), weight, targets)
+    with pytest.raises(DataError, match=r"tokens must be \[6\]"):
+        head_logprobs_and_entropy(hidden, weight, targets[1:])
+    with pytest.raises(DataError, match=r"bias must be \[7\]"):
+        head_logprobs_and_entropy(hidden, weight, targets, bias=torch.zeros(3))
+    with pytest.raises(ConfigError, match="chunk_tokens must be 0"):
+        head_logprobs_and_entropy(hidden, weight, targets, chunk_tokens=-1)
+    with pytest.raises(ConfigError, match="temperature must be positive"):
+        head_logprobs_and_entropy(hidden, weight, targets, temperature=0.0)

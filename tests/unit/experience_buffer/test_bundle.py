@@ -1,0 +1,84 @@
+"""Items that travel together come out as they went in."""
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from coati.experience_buffer import split_experience_batch
+from coati.experience_buffer.bundle import ItemBundle
+from coati.experience_maker.base import EXPERIENCE_FIELDS, Experience
+
+
+def items_of(*, dtype=torch.float32, lengths=(3, 0, 2)):
+    """Samples of different lengths, one of them empty."""
+    rows, width = len(lengths), max(lengths)
+    generator = torch.Generator().manual_seed(1)
+    action_mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+    numbers = [torch.randn(rows, width, generator=generator).to(dtype) for _ in range(5)]
+    experience = Experience(
+        sequences=torch.arange(rows * (2 + width)).view(rows, -1),
+        action_log_probs=numbers[0],
+        values=numbers[1],
+        reward=torch.randn(rows, generator=generator),
+        kl=numbers[2],
+        advantages=numbers[3],
+        attention_mask=torch.cat([torch.ones(rows, 2, dtype=torch.long), action_mask.long()], dim=1),
+        action_mask=action_mask,
+        sample_ids=torch.arange(rows),
+        reference_log_probs=numbers[4],
+    )
+    items = split_experience_batch(experience)
+    for index, item in enumerate(items):
+        item.delivery_id, item.round_index = ("maker-0", index), 10 + index
+    return items
+
+
+def assert_same(found, expected):
+    assert type(found) is list
+    assert [(item.delivery_id, item.round_index) for item in found] == [
+        (item.delivery_id, item.round_index) for item in expected
+    ]
+    for one, other in zip(found, expected, strict=True):
+        for name in EXPERIENCE_FIELDS:
+            mine, theirs = getattr(one, name), getattr(other, name)
+            assert (mine is None) == (theirs is None), name
+            if mine is not None:
+                assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), name
+                assert mine.equal(theirs), name
+
+
+def sent(items):
+    return pickle.loads(pickle.dumps(ItemBundle(items)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_field_arrives_to_the_bit(dtype):
+    items = items_of(dtype=dtype)
+    assert_same(sent(items), items)
+
+
+def test_what_arrives_can_be_written_to():
+    (item, *_) = sent(items_of())
+    item.advantages += 1.0
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda item: dataclasses.replace(item, sample_ids=None),
+        lambda item: dataclasses.replace(item, values=item.values.double()),
+        lambda item: dataclasses.replace(item, reward=item.reward.reshape(1)),
+    ],
+    ids=["a field is missing", "another dtype", "another shape"],
+)
+def test_items_of_different_makers_arrive_too(odd):
+    items = items_of()
+    items[1] = odd(items[1])
+    assert_same(sent(items), items)
+
+
+def test_a_bundle_pickles_into_fewer_bytes_than_its_items():
+    items = items_of(lengths=(4,) * 50)
+    assert len(pickle.dumps(ItemBundle(items))) < 0.8 * len(pickle.dumps(items))

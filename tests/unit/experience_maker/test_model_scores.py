@@ -1,0 +1,62 @@
+"""Scoring a part at a time gives what scoring all at once does."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from coati.experience_maker.model_scores import logprob_gap, score_with_models
+from coati.models import Actor, Critic, action_logprobs
+from coati.rollout import Rollout
+
+
+@pytest.mark.parametrize("max_tokens", [1, 9, 20])
+@pytest.mark.parametrize("with_critic", [True, False])
+def test_parts_do_not_matter(llama, max_tokens, with_critic):
+    reference = Actor(llama(seed=1).double())
+    critic = Critic(llama(seed=2).double()) if with_critic else None
+    if critic is not None:
+        nn.init.normal_(critic.value_head.weight)
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 1, 0], [1, 1, 1, 1, 1]])
+    sequences = torch.randint(3, 11, mask.shape, generator=torch.Generator().manual_seed(0))
+    rest = (sequences, mask, mask[:, 2:].bool(), torch.tensor([1.0, 0.7, 1.0, 1.3]))
+    calls = []
+    reference.model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    parts = score_with_models(reference, critic, *rest, max_tokens=max_tokens)
+    assert calls == {1: [4, 3, 2, 5], 9: [9, 5], 20: [14]}[max_tokens]
+    whole = score_with_models(reference, critic, *rest)
+    for ours, theirs in zip(parts, whole, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+        assert not ours.requires_grad
+    assert bool(parts.values.any()) == with_critic
+    assert bool(parts.reference_logprobs.any())
+
+
+def test_the_gap_is_that_of_the_first_rows_and_of_response_tokens_only(llama):
+    actor = llama().double()
+    sequences = torch.randint(3, 11, (3, 5), generator=torch.Generator().manual_seed(0))
+    attention_mask = torch.ones_like(sequences)
+    temperatures = torch.tensor([1.0, 0.7, 1.0])
+    exact, _ = action_logprobs(actor, sequences, attention_mask, 3, temperatures=temperatures)
+    action_mask = torch.tensor([[True, True, True], [True, False, False], [True, True, True]])
+    drawn_by = exact.float()
+    drawn_by[0, 1] += 0.5
+    drawn_by[1, 2] += 9.0  # not a token of the response
+    drawn_by[2, 0] += 9.0  # not a probed row
+    rollout = Rollout(
+        sequences=sequences,
+        attention_mask=attention_mask,
+        action_mask=action_mask,
+        rollout_log_probs=drawn_by,
+        is_cut=torch.ones(3, dtype=torch.bool),
+        token_versions=torch.zeros(3, 3, dtype=torch.long),
+    )
+    gap = logprob_gap(actor, rollout, temperatures, num_rows=2)
+    assert gap.num_tokens == 4
+    assert gap.mean == pytest.approx(0.5 / 4, abs=1e-6)
+    assert gap.largest == pytest.approx(0.5, abs=1e-6)
+    nothing = dataclasses.replace(rollout, action_mask=torch.zeros_like(action_mask))
+    assert logprob_gap(actor, nothing, temperatures, num_rows=2) == (0.0, 0.0, 0)

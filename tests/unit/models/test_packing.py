@@ -1,0 +1,304 @@
+"""Rows without padding: the same log-probs, values and gradients as with it, in float64 to rounding."""
+
+import doctest
+import logging
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+    StableLmConfig,
+)
+
+import coati.models.packing
+from coati.models import Actor, Critic, LoRASettings, RewardModel, action_logprobs, packed_attention
+from coati.models.actor import packed_scoring_problem
+from coati.models.packed_attention import PACKED_ATTENTION, _by_length, _Heads, check_flash_once
+from coati.models.packing import PACKED_MODEL_TYPES, PackedRows, packing_problem, row_parts, row_tokens
+from coati.models.scoring import Scoring, score_padded
+from coati.models.value_head import packs
+
+SIZES = {
+    "vocab_size": 13,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.5,
+}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # theirs lie beyond a vocabulary this small
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "llama-tied": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
+    "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=3),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=4),
+    "smollm3": lambda: SmolLM3Config(**SIZES, **ENDS),
+    "phi3": lambda: Phi3Config(**SIZES, **ENDS),
+    "olmo2": lambda: Olmo2Config(**SIZES, **ENDS),
+    "gpt_neox": lambda: GPTNeoXConfig(**{name: size for name, size in SIZES.items() if "key_value" not in name}),
+    "gpt2": lambda: GPT2Config(vocab_size=13, n_embd=8, n_layer=2, n_head=2, n_positions=256, initializer_range=0.5),
+}
+NUM_ACTIONS = 5
+TEMPERATURES = torch.tensor([0.7, 1.0, 1.5, 1.0], dtype=torch.float64)
+
+
+def causal_lm(name):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name]()).double().eval()
+
+
+def ragged_batch(prompts=(4, 1, 2, 3), responses=(5, 3, 1, 2)):
+    """[4, 9]: prompts padded on the left, responses on the right, garbage in the padding."""
+    generator = torch.Generator().manual_seed(1)
+    width = max(prompts)
+    columns = torch.arange(width + NUM_ACTIONS)
+    starts, ends = width - torch.tensor(prompts).unsqueeze(1), width + torch.tensor(responses).unsqueeze(1)
+    mask = ((columns >= starts) & (columns < ends)).long()
+    return torch.randint(1, 13, mask.shape, generator=generator), mask
+
+
+def gradients(model, scores, mask):
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(2)
+    for score in scores:
+        weights = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+        (score * weights)[mask].sum().backward(retain_graph=True)
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    assert max(float(gradient.abs().max()) for gradient in theirs.values()) > 0.1
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_log_probs_entropies_and_gradients_are_those_of_the_padded_batch(name):
+    model = causal_lm(name)
+    assert packed_scoring_problem(model) == ""
+    sequences, mask = ragged_batch()
+    scored = mask[:, -NUM_ACTIONS:].bool()
+    padded = score_padded(model, sequences, mask, Scoring(NUM_ACTIONS, TEMPERATURES, True))
+    expected = gradients(model, padded, scored)
+    packed = action_logprobs(model, sequences, mask, NUM_ACTIONS, temperatures=TEMPERATURES, with_entropy=True)
+    for ours, theirs in zip(packed, padded, strict=True):
+        torch.testing.assert_close(ours[scored], theirs[scored], rtol=1e-10, atol=1e-10)
+        assert torch.equal(ours[~scored], torch.zeros_like(ours[~scored]))
+    assert_same_gradients(gradients(model, packed, scored), expected)
+
+
+def test_every_known_decoder_is_tested():
+    assert {config().model_type for config in CONFIGS.values()} == set(PACKED_MODEL_TYPES)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
+def test_values_and_rewards_are_those_of_the_padded_batch(name, monkeypatch):
+    critic, reward_model = Critic(causal_lm(name)), RewardModel(causal_lm(name))
+    nn.init.normal_(critic.value_head.weight)
+    nn.init.normal_(reward_model.value_head.weight)
+    sequences, mask = ragged_batch()
+    assert packs(critic)
+    packed, rewards = critic(sequences, mask), reward_model(sequences, mask)
+    ours = gradients(critic, [packed], mask.bool())
+    monkeypatch.setattr("coati.models.value_head.packing_problem", lambda body: "it is not to")
+    padded = critic(sequences, mask)
+    torch.testing.assert_close(packed, padded * mask, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(rewards, reward_model(sequences, mask), rtol=1e-10, atol=1e-10)
+    assert_same_gradients(ours, gradients(critic, [padded], mask.bool()))
+
+
+def test_adapters_count_and_only_they_get_gradients():
+    actor = Actor(causal_lm("llama"), lora=LoRASettings(rank=2)).double()
+    for name, parameter in actor.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    sequences, mask = ragged_batch()
+    scored = mask[:, -NUM_ACTIONS:].bool()
+    assert packed_scoring_problem(actor) == ""
+    packed = action_logprobs(actor, sequences, mask, NUM_ACTIONS)[:1]
+    padded = score_padded(actor.model, sequences, mask, Scoring(NUM_ACTIONS))[:1]
+    torch.testing.assert_close(packed[0][scored], padded[0][scored], rtol=1e-10, atol=1e-10)
+    ours = gradients(actor, packed, scored)
+    assert all("lora_" in name for name in ours)
+    assert_same_gradients(ours, gradients(actor, padded, scored))
+
+
+def test_a_row_does_not_see_its_neighbours():
+    model = causal_lm("llama")
+    sequences, mask = ragged_batch()
+    together, _ = action_logprobs(model, sequences, mask, NUM_ACTIONS)
+    for row in range(len(sequences)):
+        alone, _ = action_logprobs(model, sequences[row : row + 1], mask[row : row + 1], NUM_ACTIONS)
+        torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_attention_of_rows_of_very_different_lengths(window):
+    # Short rows share a call, those from 128 to 255 tokens another; the last is not in order of length.
+    lengths = (3, 200, 1, 130, 64, 127)
+    total = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(total, heads, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    mixed = _by_length(_Heads(query, key, value), lengths, scale=0.3, window=window)
+    rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    at = torch.arange(total)
+    distance = at.unsqueeze(1) - at
+    sees = (rows.unsqueeze(1) == rows) & (distance >= 0) & (distance < (window or total))
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, dim=1)) * 0.3
+    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(2, dim=1))
+    torch.testing.assert_close(mixed, expected, rtol=1e-10, atol=1e-10)
+    factors = torch.randn(mixed.shape, generator=generator, dtype=torch.float64)
+    ours, theirs = (
+        torch.autograd.grad((result * factors).sum(), (query, key, value), retain_graph=True)
+        for result in (mixed, expected)
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "reason"),
+    [(None, ""), ("backward", "it is off by"), (TypeError("no such argument\nand more"), "no such argument")],
+)
+def test_a_kernel_that_is_wrong_is_given_up_and_said(mistake, reason, monkeypatch, caplog):
+    def kernel(heads, starts, max_length, scale, window):
+        if isinstance(mistake, Exception):
+            raise mistake
+        lengths = tuple(starts.diff().tolist())
+        assert max_length >= max(lengths)
+        if mistake == "backward":  # the right numbers, but keys get twice their gradient
+            heads = heads._replace(key=heads.key + (heads.key - heads.key.detach()))
+        return _by_length(heads, lengths, scale=scale, window=window)
+
+    monkeypatch.setattr(packed_attention, "_FLASH", kernel)
+    monkeypatch.setattr(packed_attention, "_is_checked", False)
+    check_flash_once(torch.device("cpu"))
+    assert (packed_attention._FLASH is None) == bool(reason)
+    assert (f"variable-length attention is not used on this GPU: {reason}" in caplog.text) == bool(reason)
+
+
+def test_a_model_set_to_packed_rows_computes_ordinary_calls_to_the_bit():
+    model = causal_lm("llama")
+    sequences, mask = ragged_batch()
+    before = model(sequences, attention_mask=mask).logits
+    written = model.generate(sequences[:, :4], attention_mask=mask[:, :4], max_new_tokens=3, do_sample=False)
+    action_logprobs(model, sequences, mask, NUM_ACTIONS)
+    assert model.config._attn_implementation == PACKED_ATTENTION
+    assert torch.equal(model(sequences, attention_mask=mask).logits, before)
+    again = model.generate(sequences[:, :4], attention_mask=mask[:, :4], max_new_tokens=3, do_sample=False)
+    assert torch.equal(again, written)
+    assert PACKED_ATTENTION not in str(model.config.to_diff_dict())  # it is not saved
+    twin = AutoModelForCausalLM.from_config(model.config).double().eval()  # and a config that has it is as good as any
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin(sequences, attention_mask=mask).logits, before)
+
+
+def test_rows_without_tokens_and_batches_without_any():
+    model = causal_lm("llama")
+    critic = Critic(model)
+    sequences, mask = ragged_batch()
+    expected, _ = action_logprobs(model, sequences[1:], mask[1:], NUM_ACTIONS)
+    mask[0] = 0
+    logprobs, _ = action_logprobs(model, sequences, mask, NUM_ACTIONS)
+    torch.testing.assert_close(logprobs[1:], expected, rtol=1e-10, atol=1e-10)
+    assert torch.equal(logprobs[0], torch.zeros_like(logprobs[0]))
+    assert action_logprobs(model, sequences, torch.zeros_like(mask), NUM_ACTIONS)[0].shape == (4, NUM_ACTIONS)
+    assert critic(sequences, torch.zeros_like(mask)).shape == sequences.shape
+
+
+def test_a_batch_in_which_nothing_is_scored_still_reaches_every_weight():
+    # Ranks that share gradients wait for all of them, whatever one of them has to say.
+    model = causal_lm("llama")
+    sequences, mask = ragged_batch()
+    mask[:, -NUM_ACTIONS:] = 0
+    logprobs, _ = action_logprobs(model, sequences, mask, NUM_ACTIONS)
+    logprobs.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter.grad))
+
+
+def test_models_that_we_do_not_know_are_padded_and_it_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(coati.models.packing, "_said", set())
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(StableLmConfig(**SIZES)).double().eval()
+    sequences, mask = ragged_batch()
+    with caplog.at_level(logging.INFO, logger="coati.models.packing"):
+        for _ in range(2):
+            logprobs, _ = action_logprobs(Actor(model), sequences, mask, NUM_ACTIONS)
+            Critic(model)(sequences, mask)
+    expected, _ = score_padded(model, sequences, mask, Scoring(NUM_ACTIONS))
+    assert torch.equal(logprobs, expected)
+    reason = f"is not one of the known decoders ({', '.join(PACKED_MODEL_TYPES)})"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"StableLmForCausalLM is called with padding: StableLmForCausalLM {reason}",
+        f"StableLmModel is called with padding: StableLmModel {reason}",
+    ]
+
+
+def test_what_stands_in_the_way_is_named():
+    model = causal_lm("llama")
+    assert packing_problem(nn.Linear(1, 1)) == "Linear is not a transformers model"
+    model.lm_head.register_forward_hook(lambda *_: None)
+    assert packed_scoring_problem(model) == "somebody has hooked into its output head"
+    model.lm_head = nn.Sequential(model.lm_head)
+    assert packed_scoring_problem(model) == "its output head is a Sequential, and not a plain linear layer"
+    eager = causal_lm("qwen2")
+    eager.set_attn_implementation("eager")
+    assert packed_scoring_problem(eager) == "its attention is set to 'eager', and not to 'sdpa'"
+
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    assert "wrap it in Actor" in packed_scoring_problem(Wrapper(causal_lm("llama")))
+    assert packed_scoring_problem(Wrapper(Actor(causal_lm("llama")))) == ""
+
+
+def test_parts_of_a_batch_keep_to_both_limits():
+    assert row_parts([]) == []
+    assert row_parts([5, 5, 5]) == [slice(0, 3)]
+    assert row_parts([5, 5, 5], max_rows=2) == [slice(0, 2), slice(2, 3)]
+    assert row_parts([5, 5, 5, 1], max_rows=3, max_tokens=10) == [slice(0, 2), slice(2, 4)]
+    assert row_parts([99, 1, 99], max_tokens=10) == [slice(0, 1), slice(1, 2), slice(2, 3)]  # none is ever dropped
+    sequences, mask = ragged_batch()
+    assert row_tokens(sequences, mask, is_packed=True) == [9, 4, 3, 5]
+    assert row_tokens(sequences, mask, is_packed=False) == row_tokens(sequences, None, is_packed=True) == [9] * 4
+
+
+def test_docstring_examples_run():
+    result = doctest.testmod(coati.models.packing)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_holes_in_a_row_are_left_out_of_it():
+    model = causal_lm("llama")
+    sequences, mask = ragged_batch()
+    mask[0, 2] = 0  # the padded call counts positions over it, too
+    packed = PackedRows.of(sequences, mask)
+    assert packed.positions[:8].tolist() == list(range(8))
+    scored = mask[:, -NUM_ACTIONS:].bool()
+    ours, _ = action_logprobs(model, sequences, mask, NUM_ACTIONS)
+    theirs, _ = score_padded(model, sequences, mask, Scoring(NUM_ACTIONS))
+    torch.testing.assert_close(ours[scored], theirs[scored], rtol=1e-10, atol=1e-10)

@@ -1,0 +1,122 @@
+"""The Triton kernels of a decode step against the torch functions that define them.
+
+Without a GPU they run in Triton's interpreter, where Triton is installed:
+
+    TRITON_INTERPRET=1 pytest tests/unit/rollout/test_native_kernels.py
+"""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs a CUDA device, or TRITON_INTERPRET=1",
+)
+
+from coati.rollout.native import kernels  # noqa: E402
+from coati.rollout.native.operations import (  # noqa: E402
+    Geometry,
+    TorchOperations,
+    TritonOperations,
+    why_no_kernels,
+)
+from coati.rollout.sampling import inverse_cdf  # noqa: E402
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request):
+    if DEVICE == "cpu" and request.param == torch.bfloat16:
+        pytest.skip("the interpreter has no bfloat16")
+    return request.param
+
+
+def norm_of(width, dtype, seed=9):
+    return SimpleNamespace(weight=1 + 0.1 * random(width, seed=seed, dtype=dtype), variance_epsilon=1e-6)
+
+
+@pytest.mark.parametrize("width", [64, 96, 896])
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_add_norm(width, has_delta, dtype):
+    hidden = random(5, width, dtype=dtype)
+    delta = random(5, width, seed=1, dtype=dtype) if has_delta else None
+    geometry = Geometry(head_dim=16, num_kv_heads=1, group=1, scale=1.0)
+    expected = TorchOperations(geometry).add_norm(hidden, delta, norm_of(width, dtype))
+    found = TritonOperations(geometry).add_norm(hidden, delta, norm_of(width, dtype))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_gated(dtype):
+    both = random(3, 2 * 1500, dtype=dtype)
+    expected = torch.nn.functional.silu(both[:, :1500]) * both[:, 1500:]
+    torch.testing.assert_close(kernels.gated(both), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("num_kv_heads", "group", "dim"), [(2, 7, 64), (1, 1, 16), (4, 2, 32), (2, 20, 16)])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_attention_writes_the_cache_and_reads_all_of_it(num_kv_heads, group, dim, has_norms, dtype):
+    """Slots of different lengths, the empty cache among them, in a cache with more slots than are in use."""
+    num_positions, positions = 200, torch.tensor([0, 5, 64, 150], device=DEVICE)
+    geometry = Geometry(head_dim=dim, num_kv_heads=num_kv_heads, group=group, scale=dim**-0.5)
+    module = SimpleNamespace(q_norm=norm_of(dim, dtype), k_norm=norm_of(dim, dtype, 3)) if has_norms else nn.Module()
+    projected = random(4, (group + 2) * num_kv_heads * dim, dtype=dtype)
+    angles = random(num_positions, dim, seed=4, dtype=dtype), random(num_positions, dim, seed=5, dtype=dtype)
+    results = []
+    for operations in (TorchOperations(geometry), TritonOperations(geometry)):
+        keys, values = (random(6, num_kv_heads, num_positions, dim, seed=s, dtype=dtype) for s in (6, 7))
+        mixed = operations.attention(positions, num_positions, angles)(projected, module, keys, values)
+        results.append((mixed, keys, values))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("vocabulary", [56, 2048, 5000])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_draws_are_those_of_the_inverse_cdf(vocabulary, temperature, dtype):
+    logits = 3 * random(32, vocabulary, dtype=dtype)
+    uniforms = torch.rand(32, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    uniforms[0], uniforms[1] = 0.0, 0.999
+    tokens, log_probs = kernels.draw(logits, uniforms, temperature)
+    expected = torch.log_softmax(logits.float() / temperature, dim=-1)
+    assert tokens.tolist() == inverse_cdf(expected, uniforms).tolist()
+    torch.testing.assert_close(log_probs, expected.gather(1, tokens[:, None]).squeeze(1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_token_without_mass_is_never_drawn():
+    logits = torch.full((3, 5000), float("-inf"), device=DEVICE)
+    logits[:, 4321] = 1.0
+    logits[2, 7] = 1.0
+    uniforms = torch.tensor([0.0, 1.0 - 2**-53, 0.25], dtype=torch.float64, device=DEVICE)
+    tokens, log_probs = kernels.draw(logits, uniforms, 1.0)
+    assert tokens.tolist() == [4321, 4321, 7]
+    torch.testing.assert_close(log_probs.exp().cpu(), torch.tensor([1.0, 1.0, 0.5]))
+
+
+def test_nan_stays_nan_and_names_a_token_that_exists():
+    logits = torch.full((1, 5000), float("nan"), device=DEVICE)
+    tokens, log_probs = kernels.draw(logits, torch.tensor([0.5], dtype=torch.float64, device=DEVICE), 1.0)
+    assert 0 <= int(tokens) < 5000
+    assert log_probs.isnan().all()
+
+
+def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
+    geometry = Geometry(head_dim=16, num_kv_heads=2, group=3, scale=0.25)
+    assert why_no_kernels(torch.device(DEVICE), torch.float32, geometry) == ""
+    monkeypatch.setattr(kernels, "gated", lambda both: both[:, :48])
+    why_no_kernels.cache_clear()
+    assert why_no_kernels(torch.device(DEVICE), torch.float32, geometry) == (
+        "they compute something else than torch does (gated)"
+    )
+    why_no_kernels.cache_clear()

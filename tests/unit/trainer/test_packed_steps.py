@@ -1,0 +1,202 @@
+"""Steps by token budget, with activations made anew, and without any [tokens, vocabulary] tensor: the same steps."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config
+
+import coati.algos.head_logprobs
+from coati.errors import ConfigError
+from coati.experience_maker import Experience
+from coati.models import Actor, Critic, LoRASettings
+from coati.trainer.modes import checkpoint_activations, compile_blocks, make_optimizer
+from coati.trainer.ppo import PPOLearner, PPOSettings
+from coati.trainer.strategies import DDPStrategy
+
+VOCAB = 61
+CONFIG = Qwen2Config(
+    vocab_size=VOCAB,
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=32,
+    initializer_range=0.3,
+)
+SETTINGS = PPOSettings(actor_lr=1e-3, critic_lr=2e-3, entropy_coef=0.01)
+PROMPTS, RESPONSES = (3, 1, 2, 3, 1, 2), (4, 2, 3, 1, 6, 5)
+LENGTHS = [7, 3, 5, 4, 7, 7]
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+
+
+@pytest.fixture(scope="module")
+def template():
+    torch.manual_seed(0)
+    actor = Actor.from_config(CONFIG).double()
+    critic = Critic.from_actor(actor)
+    nn.init.normal_(critic.value_head.weight, std=0.3)
+    return actor, critic
+
+
+def make_batch():
+    generator = torch.Generator().manual_seed(0)
+    width, actions = max(PROMPTS), max(RESPONSES)
+    columns = torch.arange(width + actions)
+    starts, ends = width - torch.tensor(PROMPTS).unsqueeze(1), width + torch.tensor(RESPONSES).unsqueeze(1)
+    mask = ((columns >= starts) & (columns < ends)).long()
+    action_mask = mask[:, width:].bool()
+
+    def noise(shift=0.0):
+        values = torch.randn(action_mask.shape, generator=generator, dtype=torch.float64) + shift
+        return values.masked_fill(~action_mask, 0.0)
+
+    return Experience(
+        sequences=torch.randint(1, VOCAB, mask.shape, generator=generator) * mask,
+        action_log_probs=noise(-4.0),
+        values=noise(),
+        reward=torch.zeros(len(PROMPTS), dtype=torch.float64),
+        kl=torch.zeros(action_mask.shape, dtype=torch.float64),
+        advantages=noise(),
+        attention_mask=mask,
+        action_mask=action_mask,
+    )
+
+
+def learner_of(models, **changes):
+    actor, critic = copy.deepcopy(models)
+    return PPOLearner(actor, critic, DDPStrategy(device="cpu"), dataclasses.replace(SETTINGS, **changes))
+
+
+def calls_of(module):
+    """Grows by the number of tokens of each call of the module."""
+    seen = []
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((kwargs.get("input_ids", args[0] if args else None)).numel()),
+        with_kwargs=True,
+    )
+    return seen
+
+
+def furthest(one, other):
+    pairs = zip(one.models.values(), other.models.values(), strict=True)
+    return max(
+        float((a - b).detach().abs().max())
+        for x, y in pairs
+        for a, b in zip(x.parameters(), y.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [33]),
+        ({"micro_batch_tokens": 15}, [15, 11, 7]),
+        ({"micro_batch_tokens": 15, "micro_batch_size": 2}, [10, 9, 14]),
+        ({"micro_batch_tokens": 1}, LENGTHS),
+    ],
+)
+def test_passes_keep_to_the_budget_compute_no_padding_and_give_the_same_step(template, changes, expected):
+    whole, parts = learner_of(template, micro_batch_tokens=0), learner_of(template, **changes)
+    bodies = [calls_of(parts.actor.model.model), calls_of(parts.critic.body)]
+    metrics = [learner.step(make_batch()) for learner in (whole, parts)]
+    assert bodies == [expected, expected]
+    assert furthest(whole, parts) < 1e-12
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-9)
+
+
+def test_where_padding_is_computed_it_counts(template, monkeypatch):
+    monkeypatch.setattr("coati.models.actor.scoring_problem", lambda model: "it is not to")
+    learner = learner_of(template, micro_batch_tokens=20)
+    seen = calls_of(learner.actor.model)
+    learner.step(make_batch())
+    assert seen == [18, 18, 18]  # two rows of nine columns at a time
+
+
+def test_padded_and_packed_steps_are_the_same_step(template, monkeypatch):
+    packed, padded = learner_of(template), learner_of(template)
+    metrics = [packed.step(make_batch())]
+    monkeypatch.setattr("coati.models.actor.scoring_problem", lambda model: "it is not to")
+    monkeypatch.setattr("coati.models.value_head.packing_problem", lambda model: "it is not to")
+    seen = calls_of(padded.critic.body)
+    metrics.append(padded.step(make_batch()))
+    assert seen == [6 * 9]  # it did compute the padding
+    assert furthest(packed, padded) < 1e-10
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-9)
+
+
+class LargestTensor(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+def test_a_step_never_holds_the_logits_of_the_batch(template, monkeypatch):
+    chunk = 4
+    monkeypatch.setattr(coati.algos.head_logprobs, "_CHUNK_LOGITS_CPU", chunk * VOCAB)
+    learner = learner_of(template)
+    with LargestTensor() as seen:
+        learner.step(make_batch())
+    head = VOCAB * CONFIG.hidden_size  # its gradient is as large as it is
+    assert seen.largest == max(head, sum(LENGTHS) * CONFIG.intermediate_size)
+    assert seen.largest < sum(RESPONSES) * VOCAB
+
+
+@pytest.mark.parametrize("lora", [None, LoRASettings(rank=2, dropout=0.5)])
+def test_activations_made_anew_give_the_same_step(template, lora):
+    models = template
+    if lora is not None:
+        torch.manual_seed(0)
+        models = (Actor.from_config(CONFIG, lora=lora).double(), None)
+    learners = [learner_of(models), learner_of(models, activation_checkpointing=True)]
+    counts = []
+    for learner in learners:
+        block = next(module for name, module in learner.actor.named_modules() if name.endswith("layers.1"))
+        calls = []
+        block.self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        torch.manual_seed(7)  # of LoRA's dropout
+        learner.step(make_batch())
+        counts.append(len(calls))
+    assert counts == [1, 2]
+    assert furthest(*learners) < 1e-12
+    attention = next(m for n, m in learners[1].actor.named_modules() if n.endswith("layers.1.self_attn"))
+    assert not attention.training  # nothing inside of the blocks believes to be in training but LoRA's dropout
+
+
+def test_models_that_cannot_make_activations_anew_or_have_no_blocks_are_refused():
+    with pytest.raises(ConfigError, match=r"activation_checkpointing needs transformers models .* got Linear"):
+        checkpoint_activations(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="compile needs a model with two or more blocks, got Linear"):
+        compile_blocks(nn.Linear(2, 2))
+
+
+def test_compile_takes_the_blocks_and_nothing_else(template, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append((type(self).__name__, options)))
+    learner_of(template, compile=True)
+    assert compiled == [("Qwen2DecoderLayer", {"dynamic": True})] * 4  # two of the actor, two of the critic
+
+
+def test_adam_is_fused_on_a_gpu_and_plain_torch_elsewhere():
+    layer = nn.Linear(2, 2)
+    fused = make_optimizer(torch.optim.Adam, layer, 0.1, device=torch.device("cuda"))
+    plain = make_optimizer(torch.optim.Adam, layer, 0.1, device=torch.device("cpu"))
+    assert (fused.param_groups[0]["fused"], plain.param_groups[0]["fused"]) == (True, None)
+    other = make_optimizer(torch.optim.SGD, layer, 0.1, device=torch.device("cuda"))
+    assert other.param_groups[0]["fused"] is None
