@@ -93,18 +93,19 @@ class RunTimes:
         if data >= _NOTABLE_SHARE and weights >= _NOTABLE_SHARE:
             return (
                 f"{lead} Trainers waited for data ({data:.0%}) and makers for weights ({weights:.0%}) in turn. "
-                "A greater topology.max_staleness lets them overlap."
+                "A greater topology.max_staleness would let them overlap."
             )
         if data >= _NOTABLE_SHARE:
             return (
                 f"{lead} Trainers waited for data {data:.0%} of the time: generation is the limit. More makers "
-                "(coati scale), or shorter responses."
+                "(coati scale), or shorter responses, would help."
             )
         if max(weights, room) >= _NOTABLE_SHARE:
             cause = "weights" if weights >= room else "room in the buffer"
+            fewer = "Fewer makers would do; more trainers" if len(makers) > 1 else "More trainers"
             return (
-                f"{lead} Makers waited for {cause} {max(weights, room):.0%} of the time: training is the limit. Fewer "
-                "makers do, or more trainers."
+                f"{lead} Makers waited for {cause} {max(weights, room):.0%} of the time: training is the limit. "
+                f"{fewer}, or a quicker training step, would help."
             )
         return f"{lead} Nobody waited long: makers and trainers are in balance."
 
