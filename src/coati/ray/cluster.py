@@ -4,8 +4,10 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,12 +37,13 @@ def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_
     if address is not None:
         _check_address(address)
         try:
-            ray.init(
-                address=address,
-                namespace=namespace,
-                log_to_driver=log_to_driver,
-                logging_level=logging.WARNING,
-            )
+            with _own_signal_handlers():
+                ray.init(
+                    address=address,
+                    namespace=namespace,
+                    log_to_driver=log_to_driver,
+                    logging_level=logging.WARNING,
+                )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"--address must be that of a Ray cluster that can be reached, got {address!r}: "
@@ -58,15 +61,16 @@ def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     folder = Path(tempfile.mkdtemp(prefix="coati-"))  # short: Ray's socket paths have a length limit
     try:
-        ray.init(
-            address="local",
-            namespace=namespace,
-            num_cpus=max(os.cpu_count() or 1, num_actors),
-            include_dashboard=False,
-            log_to_driver=log_to_driver,
-            logging_level=logging.WARNING,
-            _temp_dir=str(folder),
-        )
+        with _own_signal_handlers():
+            ray.init(
+                address="local",
+                namespace=namespace,
+                num_cpus=max(os.cpu_count() or 1, num_actors),
+                include_dashboard=False,
+                log_to_driver=log_to_driver,
+                logging_level=logging.WARNING,
+                _temp_dir=str(folder),
+            )
         _check_resources(config, num_cpus=num_actors)
         yield ClusterInfo(namespace, folder / "session_latest" / "logs")
     except RunStopped:
@@ -79,6 +83,21 @@ def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_
         raise
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Keep handlers of the program's own: Ray takes SIGTERM for itself, and would abort where we save the model."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if callable(handler):
+                signal.signal(number, handler)
 
 
 def _token_hint(error: BaseException | None) -> str:
