@@ -59,6 +59,7 @@ def time_table(times: RunTimes) -> Table:
     for label, shares in (
         ("worked", [sum(actor.busy_share for actor in actors) / len(actors) for actors in columns.values()]),
         ("waited", [sum(actor.idle_share for actor in actors) / len(actors) for actors in columns.values()]),
+        ("neither", [sum(actor.rest_share for actor in actors) / len(actors) for actors in columns.values()]),
     ):
         table.add_row(label, *(f"{share:.0%}" for share in shares), style="bold")
     return table

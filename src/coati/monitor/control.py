@@ -98,7 +98,7 @@ def ask_for_makers(
     Raises ConfigError if no run is alive there, ScalingRefused if the run says no, DeadlineExceeded if it takes longer.
     """
     if not 1 <= makers <= MAX_MAKERS:
-        raise ConfigError(f"--makers must be a whole number from 1 to {MAX_MAKERS}, got {makers}. A run needs makers.")
+        raise ConfigError(f"--makers must be a whole number from 1 to {MAX_MAKERS}, got {makers}.")
     state = _state_of_living_run(folder)
     request = MakersRequest(uuid.uuid4().hex, makers)
     _write(folder / _CONTROL, request._asdict())

@@ -120,6 +120,7 @@ def test_times_of_both_actors_by_hand():
         ({"generate": 4, "wait_weights": 6}, {"train": 10}, "waited for weights 60%.*training is the limit"),
         ({"generate": 7, "wait_room": 3}, {"train": 10}, "waited for room in the buffer 30%"),
         ({"generate": 9, "wait_weights": 1}, {"train": 9, "wait_data": 1}, "in balance"),
+        ({"generate": 5}, {"train": 10}, "nothing left to do for 50% of it: training is the limit"),
     ],
 )
 def test_the_verdict_names_what_limits_the_run(maker, trainer, says):

@@ -60,6 +60,11 @@ class ActorTime:
         """The part of the window in which it waited for a reason that is known."""
         return self.share(*(what for what in self.seconds if is_idle(what)))
 
+    @property
+    def rest_share(self) -> float:
+        """The part of the window of which nothing is recorded: it was done already, or between two things."""
+        return max(0.0, 1.0 - self.busy_share - self.idle_share)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunTimes:
@@ -84,9 +89,9 @@ class RunTimes:
         trainers = [actor for actor in self.actors if "train" in actor.seconds]
         makers = [actor for actor in self.actors if "generate" in actor.seconds]
         busiest = self.busiest
-        lead = f"{busiest.actor} worked {busiest.busy_share:.0%} of the time, more than any other."
         if not trainers or not makers or trainers == makers:
-            return f"{lead} One process did everything in turn, so nothing overlapped."
+            return f"One process did everything in turn, for {busiest.busy_share:.0%} of the time: nothing overlapped."
+        lead = f"{busiest.actor} worked {busiest.busy_share:.0%} of the time, more than any other."
         data = _mean(actor.share("wait_data") for actor in trainers)
         weights = _mean(actor.share("wait_weights") for actor in makers)
         room = _mean(actor.share("wait_room") for actor in makers)
@@ -106,6 +111,12 @@ class RunTimes:
             return (
                 f"{lead} Makers waited for {cause} {max(weights, room):.0%} of the time: training is the limit. "
                 f"{fewer}, or a quicker training step, would help."
+            )
+        rest = _mean(actor.rest_share for actor in makers)
+        if rest >= _NOTABLE_SHARE:
+            return (
+                f"{lead} Makers had nothing left to do for {rest:.0%} of it: training is the limit. More trainers, or "
+                "a quicker training step, would help."
             )
         return f"{lead} Nobody waited long: makers and trainers are in balance."
 
