@@ -51,6 +51,7 @@ def run_train(
     console.print(f"Model:   {outcome.files.model}", highlight=False)
     console.print(f"Metrics: {outcome.files.metrics}", highlight=False)
     console.print(f"Samples: {outcome.files.samples}", highlight=False)
+    console.print(f"Time:    coati report {config.output_folder}", highlight=False)
     if outcome.files.tensorboard is not None:
         console.print(f"Look:    tensorboard --logdir {outcome.files.tensorboard}", highlight=False)
     if outcome.was_stopped:
