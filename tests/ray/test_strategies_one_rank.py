@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from coati.errors import CheckpointError, ConfigError
+from coati.errors import CheckpointError, ConfigError, DeadlineExceeded
 from coati.trainer.optim import HybridAdam
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
 
@@ -429,3 +429,16 @@ def test_our_models_load_what_they_saved(make_strategy, wrapper, name, tmp_path)
     strategy.load_model(fresh, tmp_path / "model")
     for key, value in full_state(strategy, fresh).items():
         assert torch.equal(value, expected[key]), key
+
+
+def test_a_rendezvous_nobody_comes_to_names_the_address(monkeypatch):
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    here = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for key, value in {"LOCAL_RANK": "0", "WORLD_SIZE": "2", **here}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(DeadlineExceeded, match=rf"rank 0 of 2 waited 1 s .* 127\.0\.0\.1:{port}"):
+        DDPStrategy(device="cpu", timeout_seconds=1)
