@@ -13,9 +13,9 @@ from coati.wire import WireTensor, decode, encode
 class ItemBundle(list[BufferItem]):
     """A list of items that pickles ten times faster, and comes out as a plain list of the same items.
 
-    >>> import pickle
-    >>> pickle.loads(pickle.dumps(ItemBundle([])))
-    []
+    >>> import copy
+    >>> type(copy.copy(ItemBundle([])))  # a copy is made the way that pickles are
+    <class 'list'>
     """
 
     def __reduce__(self) -> tuple[Callable[..., list[BufferItem]], tuple[Any, ...]]:
