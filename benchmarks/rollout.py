@@ -1,22 +1,32 @@
-"""How fast text is written: the native engine beside transformers' `generate`, with log-probs, in one run.
+"""How fast text is written: the native engine beside others, all with log-probs, all in one run.
 
     python benchmarks/rollout.py                                          the demo's model on the CPU
     python benchmarks/rollout.py --device cuda --batches 64 256 1024      0.5B parameters (Qwen2's shape) in bfloat16
 
-Every engine continues the same prompts by the same draws, always to the full length (no end-of-sequence token), after
-one warm-up; medians of `--repeats`. On a GPU the limit beside them is the memory's: one pass over the weights and over
-the cache for each token, at the bandwidth that a plain copy reaches in the same run. The gap is the mean and largest
-absolute difference between the log-probs of the engine and those of the learner's forward pass.
+The others: `reference`, transformers' `generate` with our keyed draws; and on a GPU also `static`, transformers'
+`generate` with a static cache and a compiled step, and `vllm`, in a process of its own (`--vllm-site`: the folder it is
+installed in, if that is not beside torch). One that cannot run here is left out, and the table says why.
+
+Every engine continues the same prompts, always to the full length (no end-of-sequence token), at temperature 1 with no
+token cut, after one warm-up that is not counted; medians of `--repeats`. On a GPU the limit beside them is the
+memory's: one pass over the weights and over the cache for each token, at the bandwidth that a plain copy reaches in the
+same run. The gap is the mean and largest absolute difference between the log-probs of the engine and those of the
+learner's forward pass.
 """
 
 import argparse
+import dataclasses
+import gc
 import json
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from rollout_peers import WARMUP_TOKENS, StaticEngine, run_vllm
 
+ENGINES = ["reference", "static", "vllm", "native"]
+"""In the order of the rows: the native engine's comes last, beside all it is compared with."""
 QWEN2_05B = {
     "vocab_size": 151_936,
     "hidden_size": 896,
@@ -56,8 +66,22 @@ def make_request(model, batch: int, prompt_tokens: int, new_tokens: int, seed: i
     )
 
 
-def timed(engine, requests) -> tuple[float, object]:
-    engine.generate(requests[0])
+def make_engine(name: str, model, num_slots: int):
+    from coati.rollout import NativeEngine, ReferenceEngine
+
+    if name == "native":
+        return NativeEngine(model, num_slots=num_slots)
+    return StaticEngine(model) if name == "static" else ReferenceEngine(model)
+
+
+def timed(name: str, engine, requests) -> tuple[float, object]:
+    """Median seconds of all requests but the first, and the last rollout.
+
+    Warm-up is the first request: in full where graphs and compiled steps depend on the length, else a few tokens of it.
+    """
+    warmup_tokens = min(WARMUP_TOKENS, requests[0].max_new_tokens)
+    is_short = name == "reference"
+    engine.generate(dataclasses.replace(requests[0], max_new_tokens=warmup_tokens) if is_short else requests[0])
     seconds = []
     for request in requests[1:]:
         _synchronize()
@@ -106,72 +130,154 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def main() -> None:
+def release_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+class Table:
+    """Rows, printed as they come and written to the JSON file each time: a run that is cut short leaves what it had."""
+
+    def __init__(self, model, new_tokens: int, json_path: Path | None) -> None:
+        self._model = model
+        self._new_tokens = new_tokens
+        self._json_path = json_path
+        self._rows: list[dict] = []
+        print(
+            f"{'batch':>6} {'engine':>10} {'tokens/s':>10} {'ms/token':>9} {'× reference':>12} {'× static':>9} "
+            f"{'× vllm':>7} {'gap mean':>9} {'max':>8}",
+            flush=True,
+        )
+
+    def add(self, batch: int, name: str, seconds: float, rollout, **more) -> None:
+        rate = batch * self._new_tokens / seconds
+        mean, largest = gap(self._model, rollout)
+        row = {
+            "batch": batch,
+            "engine": name,
+            "tokens_per_second": rate,
+            "ms_per_token": seconds / self._new_tokens * 1e3,
+            **times_others(rate, self._rates(batch)),
+            "gap_mean": mean,
+            "gap_max": largest,
+            **more,
+        }
+        times = {peer: row[f"times_{peer}"] for peer in ENGINES[:-1]}
+        text = {peer: "-" if value is None else f"{value:.1f}" for peer, value in times.items()}
+        print(
+            f"{batch:>6} {name:>10} {rate:>10,.0f} {row['ms_per_token']:>9.2f} {text['reference']:>12} "
+            f"{text['static']:>9} {text['vllm']:>7} {mean:>9.1e} {largest:>8.1e}",
+            flush=True,
+        )
+        self._keep(row)
+
+    def add_limit(self, batch: int, limit: float) -> None:
+        print(f"{batch:>6} {'limit':>10} {limit:>10,.0f}", flush=True)
+        self._keep({"batch": batch, "engine": "memory limit", "tokens_per_second": limit})
+
+    def leave_out(self, batch: int, name: str, reason: str) -> None:
+        print(f"{batch:>6} {name:>10} left out: {reason}", flush=True)
+        self._keep({"batch": batch, "engine": name, "left_out": reason})
+
+    def _rates(self, batch: int) -> dict[str, float]:
+        rows = [row for row in self._rows if row["batch"] == batch and "tokens_per_second" in row]
+        return {row["engine"]: row["tokens_per_second"] for row in rows}
+
+    def _keep(self, row: dict) -> None:
+        self._rows.append(row)
+        if self._json_path is not None:
+            self._json_path.write_text(json.dumps(self._rows, indent=2) + "\n")
+
+
+def times_others(rate: float, rates: dict[str, float]) -> dict[str, float | None]:
+    """How many times as fast as each engine that was measured before; None where one was not."""
+    return {f"times_{peer}": rate / rates[peer] if peer in rates else None for peer in ENGINES[:-1]}
+
+
+def measure(arguments, model, requests_by_batch: dict, table: Table) -> None:
+    # vLLM goes first, while this process holds a model and nothing else on the device.
+    vllm_results, vllm_reason = {}, ""
+    if "vllm" in arguments.engines:
+        vllm_results, vllm_reason = run_vllm(model, requests_by_batch, arguments.vllm_site)
+    for batch, requests in requests_by_batch.items():
+        for name in sorted(arguments.engines, key=ENGINES.index):
+            if name == "vllm":
+                if batch in vllm_results:
+                    seconds, rollout, start = vllm_results[batch]
+                    table.add(batch, name, seconds, rollout, **start)
+                else:
+                    table.leave_out(batch, name, vllm_reason)
+                continue
+            measure_here(name, model, batch, requests, max(requests_by_batch), table)
+        if model.device.type == "cuda":
+            prompt_tokens, new_tokens = requests[0].input_ids.shape[1], requests[0].max_new_tokens
+            table.add_limit(batch, memory_limit(model, batch, prompt_tokens, new_tokens))
+
+
+def measure_here(name: str, model, batch: int, requests, num_slots: int, table: Table) -> None:
+    """An engine that runs in this process. A compiler or memory that fails `static` does not end the run."""
+    release_memory()
+    engine = make_engine(name, model, num_slots)
+    try:
+        seconds, rollout = timed(name, engine, requests)
+    except RuntimeError as error:
+        if name != "static":
+            raise
+        table.leave_out(batch, name, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+    else:
+        more = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if model.device.type == "cuda" else {}
+        table.add(batch, name, seconds, rollout, **more)
+    if name == "static":
+        engine.close()
+
+
+def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--batches", type=int, nargs="+", default=[64])
     parser.add_argument("--prompt-tokens", type=int)
     parser.add_argument("--new-tokens", type=int)
-    parser.add_argument("--engines", nargs="+", default=["reference", "native"], choices=["reference", "native"])
+    parser.add_argument(
+        "--engines", nargs="+", choices=ENGINES, help="default: all on cuda, reference and native on cpu"
+    )
+    parser.add_argument("--vllm-site", type=Path, help="a folder for the PYTHONPATH of vLLM's process")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    from coati.cli.run import quiet_libraries
-    from coati.cpu import set_up_cpu
-    from coati.rollout import NativeEngine, ReferenceEngine
-
-    quiet_libraries(verbose=False)
     is_gpu = arguments.device == "cuda"
-    prompt_tokens = arguments.prompt_tokens or (128 if is_gpu else 4)
-    new_tokens = arguments.new_tokens or (256 if is_gpu else 16)
-    if not is_gpu:
+    arguments.engines = arguments.engines or (ENGINES if is_gpu else ["reference", "native"])
+    arguments.prompt_tokens = arguments.prompt_tokens or (128 if is_gpu else 4)
+    arguments.new_tokens = arguments.new_tokens or (256 if is_gpu else 16)
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    from transformers.utils import logging as transformers_logging
+
+    from coati.cpu import set_up_cpu
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if arguments.device == "cpu":
         set_up_cpu(arguments.threads)
     model = make_model(arguments.device)
-    rows = []
-    print(
-        f"{'batch':>6} {'engine':>10} {'tokens/s':>10} {'ms/token':>9} {'× reference':>12} {'gap mean':>9} {'max':>8}"
-    )
-    for batch in arguments.batches:
-        requests = [
-            make_request(model, batch, prompt_tokens, new_tokens, seed) for seed in range(arguments.repeats + 1)
+    requests_by_batch = {
+        batch: [
+            make_request(model, batch, arguments.prompt_tokens, arguments.new_tokens, seed)
+            for seed in range(arguments.repeats + 1)
         ]
-        base = None
-        for name in arguments.engines:
-            if name == "reference":
-                engine = ReferenceEngine(model)
-            else:
-                engine = NativeEngine(model, num_slots=max(arguments.batches))
-            seconds, rollout = timed(engine, requests)
-            rate = batch * new_tokens / seconds
-            base = rate if name == "reference" else base
-            mean, largest = gap(model, rollout)
-            row = {
-                "batch": batch,
-                "engine": name,
-                "tokens_per_second": rate,
-                "ms_per_token": seconds / new_tokens * 1e3,
-                "times_reference": rate / base if base else None,
-                "gap_mean": mean,
-                "gap_max": largest,
-            }
-            if is_gpu:
-                row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-                torch.cuda.reset_peak_memory_stats()
-            rows.append(row)
-            times = f"{row['times_reference']:.1f}" if base else "-"
-            print(
-                f"{batch:>6} {name:>10} {rate:>10,.0f} {row['ms_per_token']:>9.2f} {times:>12} {mean:>9.1e} "
-                f"{largest:>8.1e}",
-                flush=True,
-            )
-            del engine, rollout
-        if is_gpu:
-            limit = memory_limit(model, batch, prompt_tokens, new_tokens)
-            rows.append({"batch": batch, "engine": "memory limit", "tokens_per_second": limit})
-            print(f"{batch:>6} {'limit':>10} {limit:>10,.0f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+        for batch in arguments.batches
+    }
+    table = Table(model, arguments.new_tokens, arguments.json)
+    measure(arguments, model, requests_by_batch, table)
+    unused = [name for name in ENGINES if name not in arguments.engines]
+    if unused:
+        why = "asked for by --engines only" if arguments.device == "cpu" else "--engines leaves it out"
+        print(f"Not in this run: {', '.join(unused)} ({why}).")
 
 
 if __name__ == "__main__":
