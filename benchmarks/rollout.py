@@ -200,6 +200,7 @@ def measure(arguments, model, requests_by_batch: dict, table: Table) -> None:
     # vLLM goes first, while this process holds a model and nothing else on the device.
     vllm_results, vllm_reason = {}, ""
     if "vllm" in arguments.engines:
+        release_memory()
         vllm_results, vllm_reason = run_vllm(model, requests_by_batch, arguments.vllm_site)
     for batch, requests in requests_by_batch.items():
         for name in sorted(arguments.engines, key=ENGINES.index):

@@ -14,7 +14,7 @@ import torch
 from rollout_vllm import RESULT
 
 WARMUP_TOKENS = 16
-VLLM_DEADLINE_SECONDS = 420.0
+VLLM_DEADLINE_SECONDS = 300.0
 VLLM_MEMORY_SHARE = 0.5
 """Of the GPU. Ours holds a model and no cache while vLLM runs; the largest case needs about 5 GB of cache."""
 VLLM_ENVIRONMENT = {
