@@ -12,7 +12,8 @@ are not counted: they start processes, compile and fill caches.
     trl-grpo      TRL's GRPOTrainer with transformers' generate and the same KL term (TRL must be installed)
     trl-tuned     the same after `coati.cpu.set_up_cpu`, which helps every torch program on some CPUs (CPU only)
 
-On a GPU hardly any response ends early (the weights are random), and the peak memory is what nvidia-smi shows.
+On a GPU hardly any response ends early (the weights are random), coati runs with `train.compile = true` (its warm-up
+steps include compiling), and the peak memory is what nvidia-smi shows.
 """
 
 import argparse
@@ -36,8 +37,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--competitors", nargs="+", choices=COMPETITORS)
-    parser.add_argument("--steps", type=int, help="default: 120, on a GPU 14")
-    parser.add_argument("--warmup", type=int, help="default: 40, on a GPU 4")
+    parser.add_argument("--steps", type=int, help="default: 120, on a GPU 15")
+    parser.add_argument("--warmup", type=int, help="default: 40, on a GPU 5")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of TRL on a CPU; coati's two actors have one each")
@@ -47,8 +48,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     is_gpu = arguments.device == "cuda"
-    arguments.steps = arguments.steps or (14 if is_gpu else 120)
-    arguments.warmup = arguments.warmup or (4 if is_gpu else 40)
+    arguments.steps = arguments.steps or (15 if is_gpu else 120)
+    arguments.warmup = arguments.warmup or (5 if is_gpu else 40)
     if arguments.warmup >= arguments.steps:
         parser.error("--warmup must be below --steps")
     if arguments.only:
@@ -251,6 +252,7 @@ total_steps = {arguments.steps}
 batch_size = {arguments.batch}
 actor_lr = {1e-6 if is_gpu else 1e-3}
 critic_lr = {1e-6 if is_gpu else 1e-3}
+compile = {"true" if is_gpu else "false"}
 
 [topology]
 gpus_per_maker = {0.5 if is_gpu else 0}

@@ -21,6 +21,7 @@ from coati.models.quantized import quantize_linear_layers
 from coati.prompts import PromptStream, load_prompts
 from coati.rewards import RewardScorer, build_reward, load_reward_function
 from coati.rollout import GenerateOptions
+from coati.trainer.modes import compile_blocks
 from coati.trainer.off_policy import CorrectionSettings
 from coati.trainer.ppo import PPOSettings
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
@@ -99,22 +100,33 @@ def _trained_models(config: RunConfig, dtype: torch.dtype) -> tuple[Actor, Criti
 def maker_models(
     config: RunConfig, *, with_reward: bool = True
 ) -> tuple[Actor, Critic | None, RewardScorer | None, Actor]:
-    """What a maker works with: actor, critic, reward and the initial model."""
+    """What a maker works with: actor, critic, reward and the initial model.
+
+    With `train.compile` the blocks of those that only score are compiled. The actor is left to the rollout engine, and
+    so are models that are cut over ranks, which exchange parts of their numbers inside of the blocks.
+    """
     actor, critic = _trained_models(config, _dtype(config))
     reference = _loaded("model.reference", config.reference_path, Actor, dtype=_dtype(config))
     if config.model.quantize_reference == "int8":
         quantize_linear_layers(reference.model)
-    return actor, critic, make_scorer(config) if with_reward else None, reference
+    if config.train.compile and config.topology.tensor_parallel == 1:
+        for model in (reference, critic):
+            if model is not None:
+                compile_blocks(model)
+    scorer = make_scorer(config, compiled=config.train.compile) if with_reward else None
+    return actor, critic, scorer, reference
 
 
-def make_scorer(config: RunConfig) -> RewardScorer:
-    """The reward that `[reward]` describes, over text."""
+def make_scorer(config: RunConfig, *, compiled: bool = False) -> RewardScorer:
+    """The reward that `[reward]` describes, over text; `compiled` is worth its time where much is scored."""
     device = make_strategy(config, "maker").device
 
     def load_reward_model(path: str) -> RewardModel:
         model: RewardModel = _loaded("reward.model", path, RewardModel)
         if config.reward.quantize == "int8":
             quantize_linear_layers(model.body)
+        if compiled:
+            compile_blocks(model)
         return model.to(device).eval()
 
     reward = build_reward(config.reward, search_paths=config.reward_search_paths, load_model=load_reward_model)

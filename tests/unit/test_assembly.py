@@ -42,7 +42,7 @@ def model_folder(tmp_path_factory):
         vocab_size=len(tokens),
         hidden_size=4,
         intermediate_size=4,
-        num_hidden_layers=1,
+        num_hidden_layers=2,
         num_attention_heads=1,
         num_key_value_heads=1,
         max_position_embeddings=8,
@@ -302,6 +302,34 @@ def test_only_what_is_asked_for_is_quantised_and_it_takes_no_weight_updates(mode
     assert found == {quantized}
     maker = NaiveExperienceMaker(actor, critic, scorer, initial_model)
     assert list(maker.trained_models.values()) == [actor, critic]
+
+
+@pytest.mark.parametrize(
+    ("train", "tensor_parallel", "expected"),
+    [
+        ({}, 1, set()),
+        ({"compile": True}, 1, {"critic", "reference", "reward"}),
+        ({"compile": True}, 2, {"reward"}),  # the others are cut over the ranks
+    ],
+)
+def test_makers_compile_what_only_scores(model_folder, monkeypatch, train, tensor_parallel, expected):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(self))
+    config = config_of(
+        model={"path": str(model_folder), "device": "cpu"},
+        reward={"function": "", "model": str(model_folder)},
+        train=train,
+        topology={"tensor_parallel": tensor_parallel},
+    )
+    actor, critic, scorer, reference = assembly.maker_models(config)
+    models = {"actor": actor, "critic": critic, "reference": reference, "reward": scorer.reward._model}
+    of = {part: name for name, model in models.items() for part in model.modules()}
+    assert [of[part] for part in compiled].count("actor") == 0
+    assert {of[part] for part in compiled} == expected
+    assert len(compiled) == 2 * len(expected)
+    compiled.clear()
+    assembly.make_scorer(config)  # as an evaluation does, which scores once
+    assert compiled == []
 
 
 def test_prompts_keep_to_the_sections(model_folder, tmp_path):

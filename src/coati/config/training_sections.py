@@ -79,7 +79,8 @@ class TrainSection(Section):
     )
     compile: bool = setting(
         False,
-        "Compile the blocks of the models with torch.compile: quicker steps on a GPU, after a minute of compiling.",
+        "Compile the blocks of models that train, and in makers of those that score, with torch.compile: quicker steps "
+        "on a GPU, after a minute of compiling.",
         rule="true or false",
     )
     save_every: int = setting(

@@ -99,7 +99,6 @@ def action_logprobs(
     *,
     temperatures: Tensor | None = None,  # [B]
     with_entropy: bool = False,
-    compiled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """log-probs (and entropies) of the last `num_actions` tokens, [B, A], by the code that everyone shares.
 
@@ -109,7 +108,7 @@ def action_logprobs(
     if num_actions == 0:
         empty = torch.zeros(sequences.shape[0], 0, device=sequences.device)
         return empty, (empty if with_entropy else None)
-    scoring = Scoring(num_actions, temperatures, with_entropy, compiled)
+    scoring = Scoring(num_actions, temperatures, with_entropy)
     inner = unwrap(actor)
     if problem := packed_scoring_problem(actor):
         say_padded_once(type(inner).__name__, problem)

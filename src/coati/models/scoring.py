@@ -26,8 +26,6 @@ class Scoring:
     temperatures: Tensor | None = None
     """[B]; None for 1."""
     with_entropy: bool = False
-    compiled: bool = False
-    """Read log-probs off logits by code that torch.compile makes."""
 
 
 def scoring_problem(model: nn.Module) -> str:
@@ -63,7 +61,6 @@ def score_actions(
         bias=head.bias,
         temperature=1.0 if temperatures is None else temperatures[targets.rows],
         with_entropy=scoring.with_entropy,
-        compiled=scoring.compiled,
     )
     shape = (sequences.shape[0], scoring.num_actions)
     return targets.unpacked(logprobs, shape), None if entropy is None else targets.unpacked(entropy, shape)

@@ -210,9 +210,7 @@ class PPOLearner:
             for rows in parts:
                 part = _part_of(experience, rows)
                 forward = (part.sequences, part.attention_mask, part.num_actions)
-                proximal, _ = action_logprobs(
-                    self.actor, *forward, temperatures=part.temperatures, compiled=self.settings.compile
-                )
+                proximal, _ = action_logprobs(self.actor, *forward, temperatures=part.temperatures)
                 needs_values = self.settings.correction.estimator == "vtrace"
                 value = action_values(self.models["critic"], *forward) if needs_values else part.values
                 if rows is not None:
@@ -235,7 +233,6 @@ class PPOLearner:
             part.num_actions,
             temperatures=part.temperatures,
             with_entropy=True,
-            compiled=settings.compile,
         )
         assert entropy is not None
         if settings.correction.policy != "none" and part.proximal_log_probs is None:

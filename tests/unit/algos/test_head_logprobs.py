@@ -1,7 +1,6 @@
 """Log-probs from hidden states: the numbers and gradients of the logits, without the logits."""
 
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -57,10 +56,9 @@ def test_by_hand():
     temperature=st.sampled_from([1.0, 0.7, "per token"]),
     with_bias=st.booleans(),
     grads=st.sampled_from(["logprobs", "entropy", "both"]),
-    compiled=st.booleans(),
 )
 def test_numbers_and_gradients_are_those_of_the_logits(
-    seed, tokens, vocab, chunk_tokens, temperature, with_bias, grads, compiled
+    seed, tokens, vocab, chunk_tokens, temperature, with_bias, grads
 ):
     hidden, weight, bias, targets = random_case(seed, tokens=tokens, vocab=vocab, with_bias=with_bias)
     if temperature == "per token":
@@ -68,16 +66,14 @@ def test_numbers_and_gradients_are_those_of_the_logits(
     inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     logits = F.linear(hidden, weight, bias)
     plain = logprobs_of(logits, targets, temperature=temperature), entropy_of(logits, temperature=temperature)
-    options = {"temperature": temperature, "chunk_tokens": chunk_tokens, "compiled": compiled}
+    options = {"temperature": temperature, "chunk_tokens": chunk_tokens}
     factors = torch.randn(2, tokens, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
     used = [which for which, name in enumerate(("logprobs", "entropy")) if grads in (name, "both")]
-    # What torch.compile gets is tested as it is: compiling takes seconds.
-    with mock.patch("coati.algos.head_logprobs._compiled", lambda function: function):
-        ours = head_logprobs_and_entropy(hidden, weight, targets, bias=bias, **options)
-        expected, came = (
-            torch.autograd.grad(sum((factors[which] * pair[which]).sum() for which in used), inputs)
-            for pair in (plain, ours)
-        )
+    ours = head_logprobs_and_entropy(hidden, weight, targets, bias=bias, **options)
+    expected, came = (
+        torch.autograd.grad(sum((factors[which] * pair[which]).sum() for which in used), inputs)
+        for pair in (plain, ours)
+    )
     for mine, reference in zip((*ours, *came), (*plain, *expected), strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-12)
 
@@ -93,15 +89,13 @@ def test_gradients_match_finite_differences(with_bias):
     assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_token_that_cannot_come_adds_nothing(compiled):
+def test_a_token_that_cannot_come_adds_nothing():
     # Two of three tokens possible, equally: entropy log 2, whose gradient is zero because it is the largest.
     hidden = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
     weight = torch.ones(3, 1, dtype=torch.float64, requires_grad=True)
     bias = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
-    with mock.patch("coati.algos.head_logprobs._compiled", lambda function: function):
-        logprobs, entropy = head_logprobs_and_entropy(hidden, weight, torch.tensor([1]), bias=bias, compiled=compiled)
-        (logprobs + entropy).sum().backward()
+    logprobs, entropy = head_logprobs_and_entropy(hidden, weight, torch.tensor([1]), bias=bias)
+    (logprobs + entropy).sum().backward()
     assert logprobs.item() == pytest.approx(-math.log(2))
     assert entropy.item() == pytest.approx(math.log(2))
     assert torch.equal(weight.grad, torch.zeros_like(weight))

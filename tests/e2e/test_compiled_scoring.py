@@ -1,0 +1,64 @@
+"""Makers whose models score with compiled blocks: one code for all of them, and the weights of now."""
+
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from transformers import Qwen2Config
+
+from coati.experience_maker.model_scores import score_with_models
+from coati.models import Actor, Critic, RewardModel
+from coati.trainer.modes import compile_blocks
+
+CONFIG = Qwen2Config(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    vocab_size=11,
+    max_position_embeddings=32,
+)
+
+
+def test_models_of_one_class_share_their_code_and_new_weights_are_seen(monkeypatch):
+    torch.manual_seed(0)
+    reference, critic, reward = (kind.from_config(CONFIG).eval() for kind in (Actor, Critic, RewardModel))
+    for model in (critic, reward):
+        nn.init.normal_(model.value_head.weight)
+    sequences = torch.randint(1, 11, (3, 9))
+    attention_mask = torch.ones_like(sequences)
+    attention_mask[0, :4] = 0
+    action_mask = torch.ones(3, 4, dtype=torch.bool)
+
+    def scores():
+        log_probs, values = score_with_models(
+            reference, critic, sequences, attention_mask, action_mask, temperatures=torch.ones(3)
+        )
+        num_frames.append(graphs.frame_count)
+        with torch.no_grad():
+            rewards = reward(sequences, attention_mask)
+        num_frames.append(graphs.frame_count)
+        return torch.cat([log_probs.flatten(), values.flatten(), rewards])
+
+    # Graphs are made as for a compiler, and run as they are: what is asked for here is no matter of machine code.
+    graphs, num_frames = CompileCounter(), []
+    before = scores()
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile_module(self, backend=graphs, **options))
+    for model in (reference, critic, reward):
+        compile_blocks(model)
+    torch.testing.assert_close(scores(), before)
+    num_of_one = num_frames[2]
+    assert num_of_one > 0
+    assert num_frames == [0, 0, num_of_one, num_of_one]  # the reward model found all of it made
+
+    with torch.no_grad():  # as a maker commits an update: into the memory that is there
+        for parameter in critic.parameters():
+            parameter.mul_(1.5)
+    after = scores()
+    assert num_frames[-1] == num_of_one
+    values = slice(12, 24)
+    assert not torch.allclose(after[values], before[values], rtol=0.1)
+    for block in critic.body.layers:
+        block._compiled_call_impl = None
+    torch.testing.assert_close(scores()[values], after[values])
