@@ -25,7 +25,7 @@ from coati.models.lora import LayerLoRA, LoRAConstructor
 from coati.monitor.timeline import trainer_metrics
 from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator
 from coati.ray.detached_trainer_base import DetachedTrainer
-from coati.ray.environment import apply_env_info
+from coati.ray.environment import apply_env_info, set_up_gpu
 from coati.ray.peers import wait_in_slices
 from coati.ray.weight_channel import WeightChannel
 from coati.ray.weight_path import WeightPath
@@ -102,6 +102,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         apply_env_info(env_info)
         set_up_cpu(num_threads)
         self.strategy = strategy_fn()
+        set_up_gpu(self.strategy.device)
         with self.strategy.model_init_context():
             actor, critic = model_fn()
         critic = None if critic is None else as_critic(critic)

@@ -1,4 +1,4 @@
-"""What coati sends from the driver's environment into a worker's: five names, and nothing else.
+"""What a worker finds where it runs: five variables of the driver's, and nothing else of it; and its share of a GPU.
 
 A worker's other variables come from the Ray node it runs on. On a cluster that is the environment in which
 `ray start` ran, and nothing of the driver's. A private local Ray is started by the driver and inherits what
@@ -8,7 +8,11 @@ the driver had at that moment; what is set later stays in the driver.
 import os
 from collections.abc import Mapping
 
+import ray
+import torch
+
 from coati.errors import ConfigError
+from coati.gpu import share_gpu
 
 ENV_INFO_KEYS = ("local_rank", "rank", "world_size", "master_addr", "master_port")
 
@@ -23,3 +27,17 @@ def apply_env_info(env_info: Mapping[str, str | int] | None) -> None:
         )
     for key, value in env_info.items():
         os.environ[key.upper()] = str(value)
+
+
+def set_up_gpu(device: torch.device) -> None:
+    """Leave room on the card for its other users, if Ray gave this actor a part of one only."""
+    if device.type == "cuda" and has_part_of_a_gpu():
+        share_gpu(device)
+
+
+def has_part_of_a_gpu() -> bool:
+    """Whether Ray gave this actor less than a whole card, but some."""
+    context = ray.get_runtime_context()
+    if context.get_actor_id() is None:  # not in an actor: a debugger's or a test's process
+        return False
+    return 0 < float(context.get_assigned_resources().get("GPU", 0)) < 1

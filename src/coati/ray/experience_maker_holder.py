@@ -33,7 +33,7 @@ from coati.monitor.timeline import WEIGHTS, Span, Timeline
 from coati.prompts.source import PromptSource
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, dispatch
 from coati.ray.delivery import ItemSender
-from coati.ray.environment import apply_env_info
+from coati.ray.environment import apply_env_info, set_up_gpu
 from coati.ray.peers import wait_in_slices
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy
@@ -367,6 +367,7 @@ def _make_maker(
 ) -> NaiveExperienceMaker:
     """The maker with its models on the strategy's device, whole, or cut over the ranks of the strategy's group."""
     strategy = strategy_fn()
+    set_up_gpu(strategy.device)
     with strategy.model_init_context():
         models = model_fn()
     if lock_step_seconds is not None:

@@ -147,8 +147,8 @@ class WeightChannel:
                     lent = []
             attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(targets))
         attempt.wait(until_in_flight=0)
-        if snapshots is not None and (attempt.unreachable or attempt.dead or attempt.late):
-            snapshots.retire()  # whoever did not answer may still come to read
+        if snapshots is not None and (attempt.unreachable or attempt.late):
+            snapshots.retire()  # whoever did not answer may still come to read; the dead do not
         self._judge(header, attempt)
         for name in attempt.standing:
             self._faults.pop(name, None)
