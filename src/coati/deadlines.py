@@ -1,8 +1,9 @@
 """How long anybody waits for anything. Every wait of the system takes its deadline from here."""
 
 import dataclasses
+from typing import Any
 
-from coati.errors import ConfigError
+from coati.errors import ConfigError, DeadlineExceeded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,3 +35,19 @@ class Deadlines:
             value = getattr(self, field.name)
             if not value > 0:
                 raise ConfigError(f"deadlines.{field.name} must be above 0 seconds, got {value}.")
+
+
+class TimedLock:
+    """A lock taken with a deadline: `with TimedLock(lock, 10.0, "the weights"): …`."""
+
+    def __init__(self, lock: Any, timeout_seconds: float, what: str) -> None:
+        self._lock = lock
+        self._timeout_seconds = timeout_seconds
+        self._what = what
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(timeout=self._timeout_seconds):
+            raise DeadlineExceeded(f"waited {self._timeout_seconds:g} s for {self._what}.")
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._lock.release()

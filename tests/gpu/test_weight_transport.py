@@ -59,7 +59,7 @@ def test_weights_move_on_the_card_and_arrive_to_the_bit(cluster, verify_updates)
 
     ray = cluster
     trainer = DetachedPPOTrainer.options(name="gpu-trainer", num_gpus=0.5).remote(
-        ["gpu-maker"], DDPStrategy, lambda: trainer_models(7), verify_updates=verify_updates, chunk_mib=1
+        ["gpu-maker"], DDPStrategy, lambda: trainer_models(7), verify_updates=verify_updates
     )
     maker = ExperienceMakerHolder.options(name="gpu-maker", num_gpus=0.5).remote(
         ["gpu-trainer"], DDPStrategy, maker_models, max_new_tokens=4
@@ -78,8 +78,8 @@ def test_weights_move_on_the_card_and_arrive_to_the_bit(cluster, verify_updates)
 
     before = ray.get(maker.__ray_call__.remote(addresses), timeout=240)
     ray.get(trainer.__ray_call__.remote(forbid_the_host_path), timeout=240)
-    for _ in range(3):
-        ray.get(trainer.sync_models_to_remote_makers.remote(), timeout=120)
+    for config in ({"shard_size": 1}, {}, {"shard_size": 1}):  # in many chunks, in two, and with the same memory again
+        ray.get(trainer.sync_models_to_remote_makers.remote(**config), timeout=120)
     sent = ray.get(
         trainer.__ray_call__.remote(
             lambda self: digests({"actor": self._learner.actor, "critic": self._learner.critic})

@@ -225,7 +225,8 @@ class TopologySection(Section):
     )
     chunk_mib: int = setting(
         64,
-        "Weights travel in chunks of at most so many MiB; a single tensor that is larger is its own chunk.",
+        "Weights travel in chunks of at most so many MiB; a single tensor that is larger is its own chunk. Between "
+        "actors on one GPU, where they do not travel, chunks have a GiB or more.",
         rule="a whole number, 1 or more",
         ge=1,
     )

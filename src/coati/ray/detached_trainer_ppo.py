@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from coati.cpu import set_up_cpu
-from coati.deadlines import Deadlines
-from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
+from coati.deadlines import Deadlines, TimedLock
+from coati.errors import CheckpointError, StalenessExceeded, WeightUpdateError
 from coati.experience_maker.base import Experience
 from coati.ledger import SignalMeter, StalenessController, VersionSignals, age_metrics
 from coati.models.critic import as_critic
@@ -35,6 +35,7 @@ from coati.trainer.strategies import Strategy
 from coati.weights import (
     DEFAULT_CHUNK_MIB,
     Canary,
+    Snapshots,
     VerifyUpdates,
     check_verify_updates,
     make_canary,
@@ -234,7 +235,7 @@ class DetachedPPOTrainer(DetachedTrainer):
             header = new_header(version=self.version, source=self._source, max_staleness=bound, snapshots=snapshots)
             messages = weight_messages(
                 header,
-                self._shards(is_partial, **config),
+                self._shards(is_partial, snapshots, **config),
                 is_partial=is_partial,
                 lora=self._lora_settings(),
                 has_checksums=self._verify_updates != "off",
@@ -340,8 +341,11 @@ class DetachedPPOTrainer(DetachedTrainer):
             return None
         return make_canary(self.strategy.unwrap_model(self._learner.actor), device=self.strategy.device)
 
-    def _shards(self, is_partial: bool, *, shard_size: float | None = None) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        shard_size = self._chunk_mib if shard_size is None else shard_size
+    def _shards(
+        self, is_partial: bool, snapshots: Snapshots | None, *, shard_size: float | None = None
+    ) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        if shard_size is None:
+            shard_size = max(self._chunk_mib, 0.0 if snapshots is None else snapshots.least_chunk_mib)
         for label, model in self._learner.models.items():
             kept = _trainable_names(self.strategy.unwrap_model(model)) if is_partial else None
             options = {"shard_size": shard_size, "dtype": self.strategy.compute_dtype, "names": kept}
@@ -355,8 +359,8 @@ class DetachedPPOTrainer(DetachedTrainer):
             for label, model in self._learner.models.items()
         }
 
-    def _weights(self) -> "_TimedLock":
-        return _TimedLock(self._weights_lock, self.deadlines.update, "the trainer's weights, which another call holds")
+    def _weights(self) -> TimedLock:
+        return TimedLock(self._weights_lock, self.deadlines.update, "the trainer's weights, which another call holds")
 
     def _over_all_ranks(self, signals: VersionSignals) -> VersionSignals:
         """The signals of the group, so that all ranks move their bounds alike."""
@@ -379,22 +383,6 @@ class DetachedPPOTrainer(DetachedTrainer):
         with self._timeline.span("wait_ranks"):
             have = self.strategy.all_reduce_sum(torch.tensor(int(has_batch), device=self.strategy.device))
             return int(have) == self.strategy.world_size
-
-
-class _TimedLock:
-    """A lock taken with a deadline."""
-
-    def __init__(self, lock: Any, timeout_seconds: float, what: str) -> None:
-        self._lock = lock
-        self._timeout_seconds = timeout_seconds
-        self._what = what
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(timeout=self._timeout_seconds):
-            raise DeadlineExceeded(f"waited {self._timeout_seconds:g} s for {self._what}.")
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._lock.release()
 
 
 def _num_parameters(model: nn.Module | None) -> int:

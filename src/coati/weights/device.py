@@ -31,6 +31,9 @@ class DeviceSnapshots(Snapshots):
     """The sender's side: chunks whose bytes stay on `device`."""
 
     instead = "through host memory"
+    # Both sides wait for the card several times for each chunk. On one that others use too, that is a turn of theirs
+    # each time: milliseconds, in which a GiB could be copied a few times over.
+    least_chunk_mib = 1024.0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

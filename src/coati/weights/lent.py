@@ -91,6 +91,8 @@ class Snapshots(ABC):
     """Which way weights go if a receiver cannot open this memory, in words."""
     is_one_check_enough = False
     """Whether all receivers read the very same bytes, so that it is enough if one of them checks a chunk."""
+    least_chunk_mib = 0.0
+    """Smaller chunks would only take longer: nothing but their handles travels, and each has its price."""
 
     @abstractmethod
     def probe(self) -> ShareProbe:
