@@ -12,26 +12,36 @@ warm-up. "mixed" cases keep float32 weights and compute in bfloat16; the others 
 
 With one rank nothing is shared out, so what zero1, zero2 and gemini can show here is their overhead; what offloading
 saves shows in full. The cap is set with `torch.cuda.set_per_process_memory_fraction`: going over it is an
-out-of-memory error, which ends that case. Sizes double in depth and in width by turns. Offloaded weights, gradients
-and moments need the host's memory, which `--host-gib` bounds: a case that would need more is not started.
+out-of-memory error, which ends that case.
+
+`--largest` looks for the deepest model that trains, layer by layer of 61M weights: what weights, gradients and moments
+alone leave room for, then half of it, then in between (`largest_model.py`). It says whether the cap, the host's
+memory (`--host-gib`) or time (`--search-seconds` for each case) stopped it. Each size makes two steps, the second of
+which has Adam's moments to live with. A weight costs 8 bytes (bfloat16 weight, gradient and two moments), on the card
+or on the host, and there is a critic as large as the actor. Sizes are powers of two, because torch rounds pinned memory
+up to them.
 """
 
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from largest_model import find_deepest
+from torch import Tensor, nn
+from transformers import Qwen2Config
 
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic
+from coati.models.deferred import DeferredWeights, deferred_weights
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
 
@@ -46,7 +56,13 @@ CASES = {
     "gemini-static-mixed": lambda **options: GeminiStrategy("static", compute_dtype=torch.bfloat16, **options),
     "gemini-cpu-mixed": lambda **options: GeminiStrategy("cpu", compute_dtype=torch.bfloat16, **options),
 }
+OFFLOADED = {"zero2-offload", "gemini-cpu", "gemini-cpu-mixed"}  # weights, gradients and moments lie on the host
 OUT_OF_MEMORY = 77  # exit status of a case that did not fit
+KILLED = (-9, 137)  # by the system, when its memory runs out
+NO_HOST_MEMORY = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+)  # torch's words, for plain and for pinned memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,25 +86,9 @@ class Shape:
         attention = 2 * self.width**2 + 2 * self.width * self.kv_heads * (self.width // self.heads)
         return self.vocabulary * self.width + self.layers * (attention + 3 * self.width * self.intermediate)
 
-    def training_bytes(self, itemsize: int) -> int:
-        """Weights, gradients and two moments, of actor and critic."""
-        return 2 * 4 * itemsize * self.parameters
-
-    def grown(self, doublings: int) -> "Shape":
-        """Twice the layers, then twice the width, and so on; heads keep their size."""
-        shape = self
-        for turn in range(doublings):
-            if turn % 2 == 0:
-                shape = replace(shape, layers=shape.layers * 2)
-            else:
-                shape = replace(
-                    shape,
-                    width=shape.width * 2,
-                    heads=shape.heads * 2,
-                    kv_heads=shape.kv_heads * 2,
-                    intermediate=shape.intermediate * 2,
-                )
-        return shape
+    def training_gib(self, case: str) -> float:
+        """Weights, gradients and two moments of actor and critic."""
+        return 2 * 4 * (4 if "mixed" in case else 2) * self.parameters / 2**30
 
 
 TINY = Shape(
@@ -102,6 +102,18 @@ TINY = Shape(
     micro_batch=2,
     prompt_tokens=6,
     response_tokens=8,
+)
+SEARCHED = Shape(
+    layers=1,
+    width=2048,
+    heads=16,
+    kv_heads=4,
+    intermediate=8192,
+    vocabulary=131_072,
+    samples=2,
+    micro_batch=2,
+    prompt_tokens=128,
+    response_tokens=128,
 )
 
 
@@ -138,28 +150,31 @@ def make_batch(shape: Shape, seed: int) -> Experience:
     )
 
 
-def random_checkpoint(shape: Shape, device: str) -> Path:
-    """A folder with random weights of this shape, made once on the device: drawing them on a CPU takes minutes."""
-    sizes = "-".join(str(value) for value in asdict(shape).values())
-    folder = Path(tempfile.gettempdir()) / f"coati-strategies-{sizes}"
-    if not (folder / "config.json").exists():
-        torch.manual_seed(0)
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(model_config(shape), dtype=torch.bfloat16)
-        model.save_pretrained(folder)
-        del model
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    return folder
+class DeviceDraws(DeferredWeights):
+    """Random weights of a model that is sharded block by block, drawn on the device: on a CPU that takes minutes."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__({}, seed=0)
+        self._device = device
+
+    def _draw(self, model: nn.Module, layer: nn.Module, key: str, name: str) -> Tensor:  # noqa: ARG002
+        parameter = layer._parameters[key]
+        if parameter.dim() < 2:
+            return torch.full(parameter.shape, 0.0 if key == "bias" else 1.0)
+        return torch.randn(parameter.shape, dtype=parameter.dtype, device=self._device).mul_(0.02).cpu()
 
 
 def make_learner(case: str, shape: Shape, device: str) -> PPOLearner:
-    folder = random_checkpoint(shape, device)
     strategy: Strategy = CASES[case](seed=0, device=device)
     dtype = torch.float32 if strategy.compute_dtype is not None else torch.bfloat16
-    with strategy.model_init_context():
-        actor = Actor.from_pretrained(folder, dtype=dtype)
-        critic = Critic.from_pretrained(folder, dtype=dtype)
+    # Models that are not sharded are drawn where they belong.
+    place = nullcontext() if case.startswith("gemini") else torch.device(device)
+    with place, strategy.model_init_context():
+        actor = Actor.from_config(model_config(shape), dtype=dtype)
+        critic = Critic.from_config(model_config(shape), dtype=dtype)
+    for model in (actor, critic):
+        if deferred_weights(model) is not None:
+            model.deferred_weights = DeviceDraws(device)
     settings = PPOSettings(actor_lr=1e-6, critic_lr=1e-5, micro_batch_size=shape.micro_batch)
     return PPOLearner(actor, critic, strategy, settings, optimizer_class=strategy.optimizer_class)
 
@@ -169,7 +184,6 @@ def measure(case: str, shape: Shape, device: str, *, steps: int, cap_gib: float)
     is_cuda = device == "cuda"
     if is_cuda:
         torch.cuda.init()
-        random_checkpoint(shape, device)  # before there is a cap
         total = torch.cuda.get_device_properties(0).total_memory
         if cap_gib:
             torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total))
@@ -187,6 +201,8 @@ def measure(case: str, shape: Shape, device: str, *, steps: int, cap_gib: float)
             torch.cuda.synchronize()
         if step:  # the first is a warm-up
             seconds.append(time.perf_counter() - started)
+    if metrics["optim/skipped_batches"]:
+        raise RuntimeError("a step was skipped because its gradient was not finite, so it measured nothing")
     parameters = sum(p.numel() for model in learner.models.values() for p in model.parameters())
     row: dict[str, object] = {
         "case": case,
@@ -198,9 +214,9 @@ def measure(case: str, shape: Shape, device: str, *, steps: int, cap_gib: float)
         "tokens_per_second": shape.samples * (shape.prompt_tokens + shape.response_tokens) / statistics.median(seconds),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_cuda else 0.0,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if is_cuda else 0.0,
+        "host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,  # Linux counts in KiB
         "loss": metrics["policy/loss"],
         "grad_norm": metrics["policy/grad_norm"],
-        "skipped": metrics["optim/skipped_batches"],
         "device": torch.cuda.get_device_name() if is_cuda else "cpu",
         "torch": torch.__version__,
     }
@@ -209,11 +225,7 @@ def measure(case: str, shape: Shape, device: str, *, steps: int, cap_gib: float)
 
 
 def run_in_process(case: str, shape: Shape, arguments: argparse.Namespace, *, cap_gib: float) -> dict[str, object]:
-    """The row of one case, measured in a process of its own; its error in place of numbers if it fails."""
-    host_gib = shape.training_bytes(4 if "mixed" in case else 2) / 2**30
-    if host_gib > arguments.host_gib:
-        error = f"not tried: actor, critic and their training need {host_gib:.0f} GiB of host memory"
-        return {"case": case, **asdict(shape), "cap_gib": cap_gib, "error": error}
+    """The row of one case, measured in a process of its own; in place of numbers its error, and the limit it hit."""
     command = [
         *(sys.executable, __file__, "--one", case, "--device", arguments.device, "--steps", str(arguments.steps)),
         *("--cap-gib", str(cap_gib), "--shape", json.dumps(asdict(shape))),
@@ -225,13 +237,20 @@ def run_in_process(case: str, shape: Shape, arguments: argparse.Namespace, *, ca
             command, capture_output=True, text=True, timeout=arguments.case_seconds, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"case": case, **asdict(shape), "cap_gib": cap_gib, "error": f"over {arguments.case_seconds:g} s"}
+        return failure(case, shape, cap_gib, f"over {arguments.case_seconds:g} s", "time")
     if done.returncode == 0:
         row: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
         return row
+    if done.returncode == OUT_OF_MEMORY:
+        return failure(case, shape, cap_gib, "out of GPU memory", cap_of(cap_gib))
     lines = done.stderr.strip().splitlines() or ["no message"]
-    error = "out of memory" if done.returncode == OUT_OF_MEMORY else lines[-1]
-    return {"case": case, **asdict(shape), "cap_gib": cap_gib, "error": error}
+    is_host = done.returncode in KILLED or any(words in done.stderr for words in NO_HOST_MEMORY)
+    error = "killed" if done.returncode in KILLED else lines[-1]
+    return failure(case, shape, cap_gib, error, "the host's memory" if is_host else "an error")
+
+
+def failure(case: str, shape: Shape, cap_gib: float, error: str, limit: str) -> dict[str, object]:
+    return {"case": case, **asdict(shape), "cap_gib": cap_gib, "error": error, "limit": limit}
 
 
 def print_row(row: dict[str, object]) -> None:
@@ -241,7 +260,8 @@ def print_row(row: dict[str, object]) -> None:
         return
     print(
         f"{row['case']:<20} {row['actor_parameters'] / 1e6:>9.1f} M {row['step_seconds']:>9.3f} s "
-        f"{row['tokens_per_second']:>9.0f} tok/s {row['peak_gib']:>8.2f} GiB {row['reserved_gib']:>8.2f} GiB reserved",
+        f"{row['tokens_per_second']:>9.0f} tok/s {row['peak_gib']:>8.2f} GiB {row['reserved_gib']:>8.2f} GiB reserved "
+        f"{row['host_gib']:>7.1f} GiB of the host's",
         flush=True,
     )
 
@@ -254,16 +274,38 @@ def compare(arguments: argparse.Namespace, shape: Shape) -> list[dict[str, objec
     return rows
 
 
-def find_largest(arguments: argparse.Namespace, shape: Shape) -> list[dict[str, object]]:
-    """Grow the model until it does not fit the cap, for each case."""
+def find_largest(case: str, arguments: argparse.Namespace, shape: Shape) -> list[dict[str, object]]:
+    """Every size that was tried, and the answer."""
     rows = []
-    for case in arguments.cases:
-        for doublings in range(arguments.max_doublings + 1):
-            rows.append(run_in_process(case, shape.grown(doublings), arguments, cap_gib=arguments.cap_gib))
-            print_row(rows[-1])
-            if "error" in rows[-1]:
-                break
-    return rows
+    most, limit = most_layers(case, shape, cap_gib=arguments.cap_gib, host_gib=arguments.host_gib)
+
+    def attempt(layers: int) -> str:
+        rows.append(run_in_process(case, replace(shape, layers=layers), arguments, cap_gib=arguments.cap_gib))
+        print_row(rows[-1])
+        return rows[-1].get("limit", "")
+
+    answer = find_deepest(attempt, most=most, limit=limit, seconds=arguments.search_seconds, tries=arguments.tries)
+    largest = replace(shape, layers=answer.layers).parameters if answer.layers else 0
+    next_one = replace(shape, layers=answer.too_many).parameters
+    print(
+        f"{case:<20} largest: {largest / 1e9:.2f}B weights in {answer.layers} layers, actor and critic each; "
+        f"{next_one / 1e9:.2f}B in {answer.too_many} are too many. Stopped by {answer.limit}.",
+        flush=True,
+    )
+    return [*rows, {"case": case, "largest_parameters": largest, **asdict(answer)}]
+
+
+def most_layers(case: str, shape: Shape, *, cap_gib: float, host_gib: float) -> tuple[int, str]:
+    """Layers whose weights, gradients and moments are not too much by themselves, and for which memory one more is."""
+    room, limit = (host_gib, f"{host_gib:g} GiB of host memory") if case in OFFLOADED else (cap_gib, cap_of(cap_gib))
+    layers = 0
+    while replace(shape, layers=layers + 1).training_gib(case) <= room:
+        layers += 1
+    return layers, limit
+
+
+def cap_of(gib: float) -> str:
+    return f"the cap of {gib:g} GiB"
 
 
 def main() -> None:
@@ -271,12 +313,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=None)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model and a batch of nearly nothing")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--steps", type=int, default=None, help="timed steps, after one more: 5, or 1 with --largest")
     parser.add_argument("--micro-batch", type=int, default=None, help="samples in one pass")
     parser.add_argument("--cap-gib", type=float, default=0.0, help="GPU memory that a case may have; 0 = all")
-    parser.add_argument("--largest", action="store_true", help="grow the model until it does not fit the cap")
-    parser.add_argument("--max-doublings", type=int, default=4)
-    parser.add_argument("--host-gib", type=float, default=100.0, help="host memory that a case may need")
+    parser.add_argument("--largest", action="store_true", help="look for the largest model that fits the cap")
+    parser.add_argument("--tries", type=int, default=4, help="sizes that --largest tries at most, for each case")
+    parser.add_argument("--search-seconds", type=float, default=150.0, help="time of --largest for each case")
+    parser.add_argument("--host-gib", type=float, default=100.0, help="host memory that --largest may take")
     parser.add_argument("--case-seconds", type=float, default=300.0, help="longest that one case may take")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
@@ -290,14 +333,15 @@ def main() -> None:
             sys.exit(OUT_OF_MEMORY)
         print(json.dumps(row))
         return
-    shape = TINY if arguments.tiny else Shape()
+    arguments.steps = arguments.steps or (1 if arguments.largest else 5)
+    shape = TINY if arguments.tiny else SEARCHED if arguments.largest else Shape()
     if arguments.micro_batch is not None:
         shape = replace(shape, micro_batch=arguments.micro_batch)
     if arguments.largest:
-        if arguments.device == "cuda" and not arguments.cap_gib:
+        if not arguments.cap_gib:
             parser.error("--largest needs a cap: give --cap-gib")
         arguments.cases = arguments.cases or ["ddp", "gemini-static", "gemini-cpu"]
-        rows = find_largest(arguments, shape)
+        rows = [row for case in arguments.cases for row in find_largest(case, arguments, shape)]
     else:
         arguments.cases = arguments.cases or list(CASES)
         rows = compare(arguments, shape)
