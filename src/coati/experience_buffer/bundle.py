@@ -7,7 +7,7 @@ import torch
 
 from coati.experience_buffer.utils import BufferItem
 from coati.experience_maker.base import EXPERIENCE_FIELDS
-from coati.wire import WireTensor, decode, encode
+from coati.wire import WireTensor, decode, encode, shared_if_equal
 
 
 class ItemBundle(list[BufferItem]):
@@ -21,7 +21,7 @@ class ItemBundle(list[BufferItem]):
     def __reduce__(self) -> tuple[Callable[..., list[BufferItem]], tuple[Any, ...]]:
         if not all(isinstance(item, BufferItem) for item in self):
             return list, (list(self),)  # whoever takes them says what is wrong with them
-        packed = {}
+        packed: dict[str, tuple[WireTensor, list[int] | None]] = {}
         for name in EXPERIENCE_FIELDS:
             parts = [getattr(item, name) for item in self]
             if all(part is None for part in parts):
@@ -30,7 +30,10 @@ class ItemBundle(list[BufferItem]):
             if len(kinds) > 1 or parts[0].ndim > 1:
                 return list, (list(self),)  # items of different makers, each in its own way
             joined, sizes = (torch.stack(parts), None) if parts[0].ndim == 0 else (torch.cat(parts), [*map(len, parts)])
-            packed[name] = encode(joined), sizes
+            wire = encode(joined)
+            if name == "rollout_log_probs":  # of our makers these are the action_log_probs
+                wire = shared_if_equal(wire, packed["action_log_probs"][0])
+            packed[name] = wire, sizes
         ids = [(item.delivery_id, item.round_index) for item in self]
         return _unpacked, (packed, ids)
 

@@ -21,7 +21,7 @@ from coati.experience_buffer.collector import BatchCollector
 from coati.experience_buffer.utils import BufferItem, make_experience_batch, split_experience_batch
 from coati.experience_maker.base import Experience
 from coati.ray.batch_queue import BatchQueue
-from coati.wire import WireTensor, decode, encode
+from coati.wire import WireTensor, decode, encode, shared_if_equal
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,10 @@ class DetachedReplayBuffer:
 
 def _pack(experience: Experience) -> _Packed:
     """Arrays and strings only: the queue's process unpickles them, and does not import torch for that."""
-    return {name: tuple(encode(tensor)) for name, tensor in experience.tensors()}  # type: ignore[misc]
+    wires = {name: encode(tensor) for name, tensor in experience.tensors()}
+    if "rollout_log_probs" in wires:  # of our makers these are the action_log_probs
+        wires["rollout_log_probs"] = shared_if_equal(wires["rollout_log_probs"], wires["action_log_probs"])
+    return {name: tuple(wire) for name, wire in wires.items()}  # type: ignore[misc]
 
 
 def _unpack(packed: _Packed) -> Experience:
