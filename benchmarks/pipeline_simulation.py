@@ -5,7 +5,8 @@ Nothing is random unless `spread` is set, and then it depends on the seed alone.
 
     maker     wait until admitted (staleness) ► generate ► send (at most 2 sends unacknowledged) ► …
     intake    one batch after the other into the buffer; with a full buffer it stops, and makers with it
-    trainer   wait for a batch ► train ► after every version: publish to all makers, then on
+    trainer   wait for a batch ► train ► read the weights for the makers, when the version before has arrived ► on
+    channel   delivers a version to all makers, while the trainer goes on
     maker     takes new weights before its next batch
 
 With `cores`, all work shares so many processors fairly: when more pieces than cores are in work, all slow down alike.
@@ -45,7 +46,11 @@ class PipelineModel:
     train_base: float = 0.0
     train_per_sample: float = 0.0
     publish_base: float = 0.0
+    """The trainer's part of a version: it does nothing else meanwhile."""
     publish_per_maker: float = 0.0
+    deliver_base: float = 0.0
+    """From then on until all makers have a version."""
+    deliver_per_maker: float = 0.0
     commit: float = 0.0
     max_staleness: int = 1
     """-1 for no bound."""
@@ -67,8 +72,13 @@ class PipelineModel:
 
     @property
     def publish(self) -> float:
-        """Time in which new weights go to all makers."""
+        """Time in which the trainer reads new weights."""
         return self.publish_base + self.publish_per_maker * self.makers
+
+    @property
+    def deliver(self) -> float:
+        """Time in which they go to all makers."""
+        return self.deliver_base + self.deliver_per_maker * self.makers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +189,7 @@ class _Simulation:
         self.total = model.versions * model.train_batch
         self.version = 0
         self.buffered = self.most_buffered = self.trained = 0
-        self.is_training = False
+        self.is_training = self.is_delivering = self.has_to_publish = False
         self.arrived: deque[tuple[_Maker, int]] = deque()
         self.taking: _Maker | None = None
         self.training, self.publishing = _Busy(self.machine), _Busy(self.machine)
@@ -303,18 +313,31 @@ class _Simulation:
         self.training.off()
         self.trained += self.model.train_batch
         self.publishing.on()
-        self.machine.work(self.model.publish, self.published)
+        self.has_to_publish = True
+        self.publish()
+
+    def publish(self) -> None:
+        """One version after the other: until the one before has arrived, the trainer stands still."""
+        if self.has_to_publish and not self.is_delivering:
+            self.has_to_publish = False
+            self.is_delivering = True
+            self.machine.work(self.model.publish, self.published)
 
     def published(self) -> None:
         self.publishing.off()
-        self.version += 1
+        self.machine.work(self.model.deliver, self.delivered)
         self.is_training = False
-        for maker in self.makers:
-            if maker.is_idle:
-                self.next_rollout(maker)
         self.next_step()
         if not self.is_training:
             self.wait_data.on()
+
+    def delivered(self) -> None:
+        self.version += 1
+        self.is_delivering = False
+        for maker in self.makers:
+            if maker.is_idle:
+                self.next_rollout(maker)
+        self.publish()
 
 
 def simulate(model: PipelineModel) -> Outcome:

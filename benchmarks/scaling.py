@@ -8,7 +8,8 @@
    Warm-up steps are left out.
 2. Calibration: runs with `max_staleness` 0, in which nobody works while another does. Their spans give the cost of
    each piece of work alone: a rollout (fixed and by sample, from two batch sizes), sending, taking in, a training
-   step (likewise), publishing (fixed and by maker, from one and two makers), committing. Medians.
+   step (likewise), publishing and delivering weights (fixed and by maker, from one and two makers), committing.
+   Medians.
 3. Check: the event simulation of `pipeline_simulation.py` with those costs, beside the real runs with `max_staleness`
    1, none of which it has seen. All actors of a run share the cores that this machine has to give: as many as busy
    processes do more work than one of them, measured between the two parts.
@@ -54,6 +55,7 @@ def calibrated(full: Measured, half: Measured, two_makers: Measured, *, batch: i
     generate_base, generate_per_sample = line(*rollout, batch, batch // 2)
     train_base, train_per_sample = line(full.medians["train"], half.medians["train"], batch, batch // 2)
     publish_base, publish_per_maker = line(two_makers.medians["publish"], full.medians["publish"], 2, 1)
+    deliver_base, deliver_per_maker = line(two_makers.medians["deliver"], full.medians["deliver"], 2, 1)
     return PipelineModel(
         rollout_batch=batch,
         train_batch=batch,
@@ -66,6 +68,8 @@ def calibrated(full: Measured, half: Measured, two_makers: Measured, *, batch: i
         train_per_sample=train_per_sample,
         publish_base=publish_base,
         publish_per_maker=publish_per_maker,
+        deliver_base=deliver_base,
+        deliver_per_maker=deliver_per_maker,
         commit=full.medians.get("commit", 0.0),
         max_staleness=1,
         buffer_limit=4,

@@ -128,13 +128,13 @@ def test_a_sync_in_the_middle_of_an_episode_waits_for_a_whole_version(keep):
         trained.set()
         return metrics
 
-    def send(header, messages, *, fully_update, snapshots=None):
+    def start(header, messages, *, fully_update, snapshots=None):
         list(messages)
         sent.append((header.version, trainer._num_steps_unpublished, fully_update))
-        return 0
+        return lambda: 0
 
     trainer._learner.step = step
-    trainer._channel.send = send
+    trainer._publisher.channel.start = start
     fit = Background(trainer.fit, 2, 2)
     trainer.buffer_append(experience(0, 4))
     assert trained.wait(PATIENCE)  # one of two steps is done: the weights have no version

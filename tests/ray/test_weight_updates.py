@@ -515,7 +515,7 @@ def mapped(self):
 
 def lent(self):
     """Inside a trainer: inodes of its buffers."""
-    return {buffer.handle.inode for one in self._path.snapshots._sets for buffer in one.buffers}
+    return {buffer.handle.inode for one in self._publisher.path.snapshots._sets for buffer in one.buffers}
 
 
 def train(self):

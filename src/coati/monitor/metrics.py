@@ -89,7 +89,8 @@ METRICS: Final[Mapping[str, str]] = MappingProxyType(
         "trainer/train_seconds": "Time the trainer spent on the training steps of the last version.",
         "trainer/busy_share": "Share of the last version's time that the trainer trained.",
         "weights/bytes": "Bytes of one weight update.",
-        "weights/publish_seconds": "Time the trainer spent to publish an update to all its makers.",
+        "weights/publish_seconds": "From the moment the trainer had a new version until all its makers had "
+        "verified it. Training goes on meanwhile.",
         "weights/commit_seconds": "Time a maker stood still to take a staged update into use.",
         "wait/data_seconds": "Time the trainer waited for a batch.",
         "wait/data_share": "Share of the last version's time that the trainer waited for data.",

@@ -44,6 +44,7 @@ ACTIVITIES: Final[Mapping[str, Activity]] = {
     "send": Activity("send", "work"),
     "train": Activity("train", "work"),
     "publish": Activity("publish weights", "work"),
+    "deliver": Activity("deliver weights", "work"),
     "commit": Activity("commit weights", "work"),
     "save": Activity("save", "work"),
     "receive": Activity("receive weights", "work"),

@@ -118,6 +118,7 @@ class DetachedTrainer(ABC):
         self._watch = MakerWatch(self.maker_names, self.deadlines)
         try:
             loop.run(total_steps, update_steps, train_epochs)
+            self._end_publishing()
         except BaseException:
             self._state = "failed"
             raise
@@ -220,7 +221,14 @@ class DetachedTrainer(ABC):
         self.version += 1
         self._timeline.version = self.version
         with self._timeline.span("publish"):
-            self._update_remote_makers()
+            self._publish()
+
+    def _publish(self) -> None:
+        """Send the makers a new version; it need not have arrived when this returns."""
+        self._update_remote_makers()
+
+    def _end_publishing(self) -> None:  # noqa: B027
+        """Wait until whatever was published has arrived."""
 
     def _next_batch(self) -> Experience | None:
         """Wait for a batch. None: a stop came, or all makers are finished and nothing is left."""

@@ -2,18 +2,15 @@
 
 import dataclasses
 import logging
-import os
-import socket
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from coati.cpu import set_up_cpu
 from coati.deadlines import Deadlines, TimedLock
@@ -21,26 +18,19 @@ from coati.errors import CheckpointError, StalenessExceeded, WeightUpdateError
 from coati.experience_maker.base import Experience
 from coati.ledger import SignalMeter, StalenessController, VersionSignals, age_metrics
 from coati.models.critic import as_critic
-from coati.models.lora import LayerLoRA, LoRAConstructor
 from coati.monitor.timeline import trainer_metrics
 from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator
 from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.environment import apply_env_info, set_up_gpu
 from coati.ray.peers import wait_in_slices
-from coati.ray.weight_channel import WeightChannel
-from coati.ray.weight_path import WeightPath
+from coati.ray.publishing import WeightPublisher
 from coati.trainer.batch_mover import BatchMover
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import Strategy
 from coati.weights import (
     DEFAULT_CHUNK_MIB,
-    Canary,
-    Snapshots,
     VerifyUpdates,
     check_verify_updates,
-    make_canary,
-    new_header,
-    weight_messages,
 )
 
 logger = logging.getLogger(__name__)
@@ -127,9 +117,6 @@ class DetachedPPOTrainer(DetachedTrainer):
             dataclasses.replace(settings or PPOSettings(), eps_clip=eps_clip, value_clip=value_clip),
             optimizer_class=self.strategy.optimizer_class,
         )
-        self._update_lora_weights = update_lora_weights
-        self._verify_updates = verify_updates
-        self._chunk_mib = chunk_mib
         self._max_staleness = max_staleness
         self._staleness = staleness
         self._signals = SignalMeter()
@@ -138,15 +125,19 @@ class DetachedPPOTrainer(DetachedTrainer):
         self._num_steps_unpublished = 0
         self._save_every = save_every
         self._save_folder = Path(save_folder)
-        self._channel = WeightChannel(
-            self.maker_names if updated_makers is None else updated_makers, deadlines=self.deadlines
+        self._publisher = WeightPublisher(
+            self._learner,
+            self.maker_names if updated_makers is None else updated_makers,
+            deadlines=self.deadlines,
+            timeline=self._timeline,
+            sends_adapters_only=update_lora_weights,
+            verify_updates=verify_updates,
+            chunk_mib=chunk_mib,
         )
-        self._path = WeightPath(self._channel, self.strategy.device)
         self._move = BatchMover(self.strategy.device)
         # Held while weights change and while they are read for publishing, so that no update is torn at its
         # source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
-        self._source = f"trainer {os.environ.get('RANK', '0')} ({socket.gethostname()}, {uuid.uuid4().hex[:8]})"
 
     @ray.method(concurrency_group="compute")
     def training_step(self, experience: Experience) -> dict[str, float]:
@@ -206,13 +197,12 @@ class DetachedPPOTrainer(DetachedTrainer):
         """
         with self._weights():  # not in the middle of an update
             updated = maker_names if updated_makers is None else updated_makers
-            self._channel.change_makers(updated, newcomers=newcomers)
-            self._path.ask_again()  # newcomers may sit elsewhere
+            self._publisher.change_makers(updated, newcomers=newcomers)
         super().change_makers(maker_names, newcomers=newcomers)
 
     def newcomer_faults(self) -> dict[str, str]:
         """Why makers that joined did not take the last update, by name."""
-        return self._channel.faults
+        return self._publisher.channel.faults
 
     def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
         """Sync if the weights are those of a version; checked and sent under one lock, so no step comes between."""
@@ -224,39 +214,29 @@ class DetachedPPOTrainer(DetachedTrainer):
         self._stop.wait(min(seconds, 0.2))
         return False
 
-    def _update_remote_makers(self, fully_update: bool = False, **config: Any) -> None:
-        """Publish the weights as version `self.version`; `config` may hold `shard_size` in MiB."""
-        started = time.perf_counter()
-        with self._weights():
-            fully_update = fully_update or self._any_rank_has_newcomers()
-            is_partial = self._update_lora_weights and not fully_update
-            bound = None if self._staleness is None else self._staleness.max_staleness
-            snapshots = self._path.snapshots
-            header = new_header(version=self.version, source=self._source, max_staleness=bound, snapshots=snapshots)
-            messages = weight_messages(
-                header,
-                self._shards(is_partial, snapshots, **config),
-                is_partial=is_partial,
-                lora=self._lora_settings(),
-                has_checksums=self._verify_updates != "off",
-                canary=self._canary(),
-                snapshots=snapshots,
-            )
-            try:
-                num_bytes = self._channel.send(header, messages, fully_update=fully_update, snapshots=snapshots)
-            except BaseException:
-                if snapshots is not None:
-                    snapshots.retire()
-                raise
-            self._num_steps_unpublished = 0
-        metrics = {
-            "weights/publish_seconds": time.perf_counter() - started,
-            "weights/bytes": float(num_bytes),
-            **self._version_metrics,
-        }
+    def _update_remote_makers(self, fully_update: bool = False, *, waits: bool = True, **config: Any) -> None:
+        """Publish the weights as version `self.version`; `config` may hold `shard_size` in MiB.
+
+        Without `waits` it returns when the weights have been read. What the makers say to them comes to light in the
+        next update, or at the end of `fit`.
+        """
+        metrics = dict(self._version_metrics)
+        bound = None if self._staleness is None else self._staleness.max_staleness
         if bound is not None:
             metrics["staleness/bound"] = float(bound)
-        self._records.append({"batch": self._num_batches, "version": self.version, "metrics": metrics})
+        record = {"batch": self._num_batches, "version": self.version, "metrics": metrics}
+
+        def note(seconds: float, num_bytes: int) -> None:
+            metrics.update({"weights/publish_seconds": seconds, "weights/bytes": float(num_bytes)})
+            self._records.append(record)
+
+        with self._weights():
+            self._publisher.begin(
+                self.version, fully_update=fully_update, max_staleness=bound, on_arrival=note, **config
+            )
+            self._num_steps_unpublished = 0
+            if waits:
+                self._publisher.wait()
 
     @ray.method(concurrency_group="model_io")
     def strategy_save_actor(self, path: str, only_rank0: bool = False) -> None:
@@ -316,6 +296,13 @@ class DetachedPPOTrainer(DetachedTrainer):
             with self._timeline.span("save"):
                 self._save(self._learner.actor, str(self._save_folder / f"version-{self.version}"), True)
 
+    def _publish(self) -> None:
+        self._update_remote_makers(waits=False)
+
+    def _end_publishing(self) -> None:
+        with self._weights():
+            self._publisher.wait()
+
     def _save(self, model: nn.Module, path: str, only_rank0: bool) -> None:
         with self._weights():
             self.strategy.save_model(model, path, only_rank0=only_rank0)
@@ -327,37 +314,6 @@ class DetachedPPOTrainer(DetachedTrainer):
                 f"one of {self.strategy.world_size} trainers was asked to save while they train together, "
                 "which would block them all. Use save_every and save_folder, or save after fit."
             )
-
-    def _any_rank_has_newcomers(self) -> bool:
-        """Whether some maker needs all weights. Ranks gather them together, so they must agree on which."""
-        has_some = self._channel.has_newcomers
-        if self.strategy.world_size == 1 or not self._update_lora_weights:
-            return has_some
-        return bool(self.strategy.all_reduce_sum(torch.tensor(int(has_some), device=self.strategy.device)) > 0)
-
-    def _canary(self) -> Canary | None:
-        """What the makers' actors must compute afterwards; all ranks come here together."""
-        if self._verify_updates != "canary":
-            return None
-        return make_canary(self.strategy.unwrap_model(self._learner.actor), device=self.strategy.device)
-
-    def _shards(
-        self, is_partial: bool, snapshots: Snapshots | None, *, shard_size: float | None = None
-    ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        if shard_size is None:
-            shard_size = max(self._chunk_mib, 0.0 if snapshots is None else snapshots.least_chunk_mib)
-        for label, model in self._learner.models.items():
-            kept = _trainable_names(self.strategy.unwrap_model(model)) if is_partial else None
-            options = {"shard_size": shard_size, "dtype": self.strategy.compute_dtype, "names": kept}
-            for shard in self.strategy.get_model_state_dict_shard(model, **options):
-                yield label, shard
-
-    def _lora_settings(self) -> dict[str, dict[str, LayerLoRA]]:
-        """Adapter settings of actor and critic, for makers whose models have no adapters."""
-        return {
-            label: LoRAConstructor.extract_lora_config(self.strategy.unwrap_model(model))
-            for label, model in self._learner.models.items()
-        }
 
     def _weights(self) -> TimedLock:
         return TimedLock(self._weights_lock, self.deadlines.update, "the trainer's weights, which another call holds")
@@ -387,7 +343,3 @@ class DetachedPPOTrainer(DetachedTrainer):
 
 def _num_parameters(model: nn.Module | None) -> int:
     return 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
-
-
-def _trainable_names(model: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)

@@ -5,7 +5,7 @@ Where every maker can open the sender's memory, the card's or the host's, the by
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -110,6 +110,23 @@ class WeightChannel:
     ) -> int:
         """Send header, chunks and manifest; returns the bytes when every maker has verified the update.
 
+        The same as `start`, and at once what that returns.
+        """
+        return self.start(header, messages, fully_update=fully_update, snapshots=snapshots)()
+
+    def start(
+        self,
+        header: UpdateHeader,
+        messages: Iterable[WeightChunk | LentChunk | WeightManifest],
+        *,
+        fully_update: bool,
+        snapshots: Snapshots | None = None,
+    ) -> Callable[[], int]:
+        """Draw all messages, and send header and chunks; then the weights may change. Returns what does the rest.
+
+        That waits until every maker has verified the update, and returns its bytes. It may be called in another thread;
+        until it is done, nothing else may be asked of this channel.
+
         A maker that died is reported and left out from then on; one that cannot be reached now misses this
         update and is sent the next. An update that any living maker rejects, or that no maker is left to
         take, is an error. A newcomer that is not there, or rejects it, misses it and is sent the next; one that is
@@ -128,13 +145,12 @@ class WeightChannel:
         checks = _SharedChecks(attempt, is_enough=snapshots is not None and snapshots.is_one_check_enough)
         num_bytes = 0
         lent: list[LentChunk] = []
+        manifest: WeightManifest | None = None
         for message in messages:
             if not targets:
                 continue
             if isinstance(message, WeightManifest):
-                lent = checks.settle(lent)
-                end = {"manifest": message, "fully_update": fully_update, "chunk_end": True}
-                attempt.call(chunks=lent, checked=checks.passed(), **end)
+                manifest = message
                 continue
             num_bytes += message.nbytes
             if isinstance(message, WeightChunk):
@@ -146,15 +162,21 @@ class WeightChannel:
                     checks.call(lent)
                     lent = []
             attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(targets))
-        attempt.wait(until_in_flight=0)
-        if snapshots is not None and (attempt.unreachable or attempt.late):
-            snapshots.retire()  # whoever did not answer may still come to read; the dead do not
-        self._judge(header, attempt)
-        for name in attempt.standing:
-            self._faults.pop(name, None)
+
+        def finish() -> int:
+            if manifest is not None:
+                rest = checks.settle(lent)
+                end = {"manifest": manifest, "fully_update": fully_update, "chunk_end": True}
+                attempt.call(chunks=rest, checked=checks.passed(), **end)
+            attempt.wait(until_in_flight=0)
+            if snapshots is not None and (attempt.unreachable or attempt.late):
+                snapshots.retire()  # whoever did not answer may still come to read; the dead do not
+            self._judge(header, attempt)
             if fully_update:
-                self._unsynced.discard(name)
-        return num_bytes
+                self._unsynced -= set(attempt.standing)
+            return num_bytes
+
+        return finish
 
     @property
     def _newcomers(self) -> set[str]:
@@ -184,7 +206,8 @@ class WeightChannel:
         for name, reason in {**attempt.unreachable, **attempt.late, **missed}.items():
             logger.error("maker %s missed the weights of version %d: %s", name, header.version, reason)
         failed = {**attempt.dead, **attempt.unreachable, **attempt.late, **missed}
-        self._faults |= {name: reason for name, reason in failed.items() if name in newcomers}
+        faults = {name: reason for name, reason in self._faults.items() if name not in attempt.standing}
+        self._faults = faults | {name: reason for name, reason in failed.items() if name in newcomers}
         rejected = [f"maker {name}: {why}" for name, why in attempt.rejected.items() if name not in missed]
         if rejected:
             raise WeightUpdateError(f"weights of version {header.version} were rejected. {'; '.join(rejected)}")

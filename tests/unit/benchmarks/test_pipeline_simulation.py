@@ -62,6 +62,22 @@ def test_weights_are_the_limit_when_many_makers_are_updated(simulate):
     assert outcome.limit == "weights"
 
 
+def test_a_version_is_delivered_while_the_next_is_trained(simulate):
+    # generate until 0.1; train 0.1-1.1; deliver 1.1-1.6 beside training 1.1-2.1; …: nobody waits for it.
+    outcome = simulate(generate_base=0.1, train_base=1.0, deliver_base=0.5, max_staleness=1)
+    assert outcome.seconds == pytest.approx(3.1)
+    # On policy the makers need it: generate, train and deliver in turn, without the last delivery.
+    outcome = simulate(generate_base=0.1, train_base=1.0, deliver_base=0.5, max_staleness=0)
+    assert outcome.seconds == pytest.approx(3 * 1.1 + 2 * 0.5)
+
+
+def test_a_delivery_that_takes_longer_than_a_step_holds_the_trainer_up(simulate):
+    # train 0-1, 1-2; version 1 arrives at 4, so version 2 is published then, and step 3 is 4-5.
+    outcome = simulate(train_base=1.0, deliver_base=3.0, max_staleness=-1)
+    assert outcome.seconds == pytest.approx(5.0)
+    assert outcome.utilization["weights"] == pytest.approx(2 / 5)
+
+
 def test_the_intake_serves_one_batch_after_the_other(simulate):
     # 4 makers deliver a sample each at 0.1; taking one in lasts 1, so versions are complete at 4.1, 8.1 and 12.1.
     outcome = simulate(makers=4, rollout_batch=1, generate_base=0.1, intake=1.0, max_staleness=-1)

@@ -18,6 +18,7 @@ COLOURS: Final[Mapping[str, str]] = {
     "send": "#6cb35b",
     "train": "#e07a35",
     "publish": "#8a5fc7",
+    "deliver": "#c9b3ea",
     "commit": "#c4478d",
     "save": "#8a7361",
     "receive": "#b69ae0",
