@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import compress
 from typing import Any
 
 from torch import Tensor
@@ -59,7 +60,7 @@ class RewardScorer:
 
     def decode(self, ids: Tensor, mask: Tensor) -> list[str]:
         """Decode the unmasked ids of each row; padding may be a real token, so only the mask tells."""
-        rows = [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+        rows = [list(compress(*row)) for row in zip(ids.tolist(), mask.tolist(), strict=True)]
         return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
 

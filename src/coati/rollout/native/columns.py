@@ -11,6 +11,7 @@ rotated before they are stored, so all that matters is which places a sample may
 Shapes: n samples, H query heads in K groups (key-value heads) of G, D dimensions of a head, L places.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class ColumnDecoder(Decoder):
 
     def new_columns(self, num_samples: int, num_places: int) -> Tensor:
         """Room for the cache of so many samples; zeros, because what is masked must be numbers all the same."""
+        self._angle_columns: Floats = torch.cat(self._rotation(num_places), dim=1).t().contiguous().numpy()
         size = 2 * self._geometry.num_kv_heads * self._geometry.head_dim * num_places * num_samples
         return torch.zeros(len(self._layers) * size, dtype=self.weight.dtype)
 
@@ -67,8 +69,7 @@ class ColumnDecoder(Decoder):
         """Steps of so many samples, with their cache in the front of the room."""
         geometry = self._geometry
         shape = (len(self._layers), num_places, 2 * geometry.num_kv_heads, geometry.head_dim, num_samples)
-        angles = torch.cat(self._rotation(num_places), dim=1).t().contiguous().numpy()
-        return ColumnStep(self, geometry, room[: torch.Size(shape).numel()].view(shape).numpy(), angles)
+        return ColumnStep(self, geometry, room.numpy()[: math.prod(shape)].reshape(shape), self._angle_columns)
 
     def read_prompts(self, tokens: Tensor, lengths: Tensor, which: Tensor) -> tuple[Tensor, Floats]:
         """Logits after prompts, [n, vocabulary], and their keys and values, [layers, T, 2K, D, n].
