@@ -161,6 +161,14 @@ def test_adapters_count_and_loading_a_model_anew_is_noticed():
     assert_same(engine.generate(make_request()), ReferenceEngine(model).generate(make_request()))
 
 
+def test_other_activations_are_the_models_own():
+    from transformers import LlamaConfig
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")).eval()
+    assert_same(NativeEngine(model).generate(make_request()), ReferenceEngine(model).generate(make_request()))
+
+
 def test_what_columns_write_can_be_trained_on():
     model = make_model("llama")
     rollout = NativeEngine(model).generate(make_request())

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from coati.rollout.native.decoder import Decoder, SlotCache
 
@@ -169,6 +170,7 @@ class _LayerColumns(NamedTuple):
     mlp_norm: _Norm
     gate_and_up: _Product
     activation: Any
+    is_silu: bool
     down: _Product
 
     @classmethod
@@ -182,6 +184,7 @@ class _LayerColumns(NamedTuple):
             _Norm(layer.module.post_attention_layernorm),
             _Product([mlp.gate_proj, mlp.up_proj], layer.gate_and_up.joined),
             mlp.act_fn,
+            isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation",
             _Product.of(mlp.down_proj),
         )
 
@@ -268,5 +271,10 @@ class ColumnStep:
 
     def _feed_forward(self, layer: _LayerColumns) -> None:
         layer.gate_and_up.write(self._normed.tensor, out=self._mlp.tensor)
-        np.multiply(layer.activation(self._gate.tensor).numpy(), self._up, out=self._gate.array)
-        layer.down.add(self._gate.tensor, out=self._hidden.tensor)
+        gate = self._gate
+        if layer.is_silu:  # in place: memory for the result took a millisecond of 64 × 16 tokens
+            F.silu(gate.tensor, inplace=True)
+        else:
+            gate.array[:] = layer.activation(gate.tensor).numpy()
+        np.multiply(gate.array, self._up, out=gate.array)
+        layer.down.add(gate.tensor, out=self._hidden.tensor)
