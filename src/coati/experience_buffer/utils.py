@@ -68,10 +68,10 @@ class BufferItem:
 
     def validate(self) -> None:
         """Raise DataError if the fields do not fit each other, before the item can poison a batch."""
-        values = {name: getattr(self, name) for name in EXPERIENCE_FIELDS}
-        for name, value in values.items():
-            if not isinstance(value, Tensor) and (value is not None or name in REQUIRED_FIELDS):
-                raise DataError(f"buffer item.{name} must be a tensor, got {type(value).__name__}.")
+        fields = vars(self)
+        for name in REQUIRED_FIELDS:
+            if not isinstance(fields[name], Tensor):
+                raise DataError(f"buffer item.{name} must be a tensor, got {type(fields[name]).__name__}.")
         if self.sequences.ndim != 1 or self.action_log_probs.ndim != 1:
             raise DataError(
                 f"a buffer item is one sample: sequences must be [S] and action_log_probs [A], got "
@@ -79,17 +79,20 @@ class BufferItem:
                 "Use split_experience_batch to take a batch apart."
             )
         token_shape, response_shape = self.sequences.shape, self.action_log_probs.shape
-        for name, tensor in values.items():
-            if tensor is None:
+        for name in EXPERIENCE_FIELDS:  # of every sample, several times on its way: as little as will do
+            value = fields[name]
+            if value is None:
                 continue
+            if not isinstance(value, Tensor):
+                raise DataError(f"buffer item.{name} must be a tensor, got {type(value).__name__}.")
             if name in PER_SAMPLE_FIELDS:
-                if tensor.numel() != 1:
-                    raise DataError(f"buffer item.{name} must hold one number, got shape {list(tensor.shape)}.")
+                if value.numel() != 1:
+                    raise DataError(f"buffer item.{name} must hold one number, got shape {list(value.shape)}.")
                 continue
             expected = token_shape if name in PER_TOKEN_FIELDS else response_shape
-            if tensor.shape != expected:
+            if value.shape != expected:
                 raise DataError(
-                    f"buffer item.{name} must be {list(expected)}, got {list(tensor.shape)}. "
+                    f"buffer item.{name} must be {list(expected)}, got {list(value.shape)}. "
                     "Fields of one sample share its length; the item was refused, the buffer is unharmed."
                 )
         if self.sequences.is_floating_point():

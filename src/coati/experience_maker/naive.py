@@ -1,5 +1,6 @@
 """The reference maker: generate, score, penalise by KL, estimate advantages. One step after the other."""
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -258,17 +259,18 @@ class NaiveExperienceMaker(ExperienceMaker):
     def _score(
         self, prompts: PromptRows, rollout: Rollout, temperatures: Tensor, options: GenerateOptions
     ) -> Experience:
-        """All the forward passes, and the arithmetic on top."""
+        """All the forward passes, with reward functions beside them, and the arithmetic on top."""
         sequences, attention_mask, action_mask = (
             rollout.sequences,
             rollout.attention_mask,
             rollout.action_mask,
         )
+        finished_rewards = self._begin_rewards(sequences, attention_mask, action_mask, prompts.columns)
         logprobs = self._policy_logprobs(rollout, temperatures, options).masked_fill(~action_mask, 0.0)
         reference_logprobs, values = score_with_models(
             self.initial_model, self.critic, sequences, attention_mask, action_mask, temperatures
         )
-        scores = self._rewards(sequences, attention_mask, action_mask, prompts.columns)
+        scores = finished_rewards()
         kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.kl_estimator)
         return Experience(
             sequences=sequences,
@@ -302,18 +304,22 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.last_logprob_gap = self._gap_watch.look(self.actor, rollout, temperatures, version=self.policy_version)
         return rollout.rollout_log_probs
 
-    def _rewards(
+    def _begin_rewards(
         self,
         sequences: Tensor,
         attention_mask: Tensor,
         action_mask: Tensor,
         columns: Mapping[str, Sequence[Any]],
-    ) -> Tensor:
+    ) -> Callable[[], Tensor]:
+        """Let a function begin to score; what is returned waits for it, or asks a model."""
         if isinstance(self.reward_model, RewardScorer):
-            scores = self.reward_model(sequences, attention_mask, action_mask, columns)
+            finish = self.reward_model.begin(sequences, attention_mask, action_mask, columns)
         else:
-            output = self.reward_model(sequences, attention_mask)
-            scores = output["logits"] if isinstance(output, Mapping) else output
+            finish = functools.partial(self.reward_model, sequences, attention_mask)
+        return lambda: self._checked_scores(finish(), sequences)
+
+    def _checked_scores(self, output: Any, sequences: Tensor) -> Tensor:
+        scores = output["logits"] if isinstance(output, Mapping) else output
         if not isinstance(scores, Tensor) or scores.numel() != sequences.shape[0]:
             came = f"shape {list(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             raise RewardError(

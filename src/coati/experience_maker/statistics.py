@@ -47,12 +47,11 @@ def describe(experience: Experience, eos_token_ids: tuple[int, ...] = ()) -> dic
 
 
 def _ends_by_itself(experience: Experience, eos_token_ids: tuple[int, ...]) -> list[bool]:
-    lengths = experience.full_action_mask().sum(dim=1).tolist()
-    first = experience.num_prompt_tokens
-    last_tokens = [
-        int(experience.sequences[row, first + length - 1]) if length else None for row, length in enumerate(lengths)
-    ]
-    return [token in eos_token_ids for token in last_tokens]
+    lengths = experience.full_action_mask().sum(dim=1)
+    places = (experience.num_prompt_tokens + lengths - 1).clamp(min=0)
+    last_tokens = experience.sequences.gather(1, places.unsqueeze(1)).squeeze(1)
+    pairs = zip(last_tokens.tolist(), lengths.tolist(), strict=True)
+    return [length > 0 and token in eos_token_ids for token, length in pairs]
 
 
 def maker_record(

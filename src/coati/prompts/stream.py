@@ -220,16 +220,13 @@ class PromptStream:
         samples = [(position, row, repeat) for position, row in groups for repeat in repeats]
         encoded = [self._encode(row) for _, row, _ in samples]
         length = max(len(prompt.ids) for prompt in encoded)
-        input_ids = torch.full((len(samples), length), self._pad_id, dtype=torch.long)  # [B, P]
-        attention_mask = torch.zeros(len(samples), length, dtype=torch.long)  # [B, P]
-        for index, prompt in enumerate(encoded):
-            start = length - len(prompt.ids)
-            input_ids[index, start:] = torch.tensor(prompt.ids, dtype=torch.long)
-            attention_mask[index, start:] = 1
+        missing = [length - len(prompt.ids) for prompt in encoded]
+        padded = [[self._pad_id] * count + list(prompt.ids) for count, prompt in zip(missing, encoded, strict=True)]
+        masks = [[0] * count + [1] * (length - count) for count in missing]
         ids = [position * self._samples_per_prompt + repeat for position, _, repeat in samples]
         return {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
+            "input_ids": torch.tensor(padded, dtype=torch.long),  # [B, P]
+            "attention_mask": torch.tensor(masks, dtype=torch.long),  # [B, P]
             "sample_ids": torch.tensor(ids, dtype=torch.long),  # [B]
             "group_ids": torch.tensor([position for position, _, _ in samples], dtype=torch.long),  # [B]
             "prompt": [prompt.text for prompt in encoded],

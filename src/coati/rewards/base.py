@@ -44,6 +44,14 @@ class Reward(Protocol):
         """
 
 
+def is_host_work(reward: Reward) -> bool:
+    """Whether a reward computes with Python and not with models, so that it may run beside them, on another thread.
+
+    It says so itself, by an attribute of this name; one that does not is taken for a model.
+    """
+    return bool(getattr(reward, "is_host_work", False))
+
+
 class WeightedSum:
     """The weighted sum of several rewards. A sample that one of them gives no score has none.
 
@@ -66,6 +74,11 @@ class WeightedSum:
         self.name = name
         self.last_terms: dict[str, float] = {}
         self._terms = tuple(terms)
+
+    @property
+    def is_host_work(self) -> bool:
+        """Whether all of the rewards may run beside the models."""
+        return all(is_host_work(reward) for reward, _ in self._terms)
 
     def score(self, request: RewardRequest) -> Tensor:
         """Return the weighted sum, [B] float32."""

@@ -38,6 +38,8 @@ class FunctionReward:
         'brevity'
     """
 
+    is_host_work = True
+
     def __init__(self, function: Callable[..., Any], *, name: str = "", timeout_seconds: float = 120.0) -> None:
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self._function = function

@@ -61,11 +61,12 @@ def compile_blocks(model: nn.Module) -> None:
 def make_optimizer(
     optimizer_class: type[Optimizer], model: nn.Module, lr: float, *, device: torch.device | None = None
 ) -> Optimizer:
-    """An optimizer of what can be trained; torch's Adam in one kernel for all weights on a GPU."""
+    """An optimizer of what can be trained; torch's Adam in one call for all weights."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise ConfigError(f"{type(model).__name__} has no trainable parameters, so there is nothing to learn.")
     options: dict[str, Any] = {"lr": lr}
-    if optimizer_class in (torch.optim.Adam, torch.optim.AdamW) and device is not None and device.type == "cuda":
+    has_fused = device is not None and device.type in ("cuda", "cpu")
+    if optimizer_class in (torch.optim.Adam, torch.optim.AdamW) and has_fused:
         options["fused"] = True
     return optimizer_class(trainable, **options)

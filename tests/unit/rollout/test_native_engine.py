@@ -98,6 +98,8 @@ def test_it_writes_what_the_reference_writes(name, options):
     assert 0 < int(expected.is_cut.sum()) < 9  # some end by themselves, some are cut
     for num_slots in (64, 2):  # all at once, and two at a time with the others waiting
         assert_same(NativeEngine(model, num_slots=num_slots).generate(make_request(**options)), expected)
+    slots = NativeEngine(model, num_slots=2, by_columns=False)  # as on a GPU, or with a large model
+    assert_same(slots.generate(make_request(**options)), expected)
 
 
 def test_rows_do_not_depend_on_slots_or_neighbours():
@@ -148,15 +150,39 @@ def test_adapters_count_and_loading_a_model_anew_is_noticed():
     with torch.no_grad():
         for name, parameter in actor.named_parameters():
             if "lora_B" in name:
-                parameter.normal_()
+                parameter.normal_(std=0.2)  # much more, and float32 is further from float64 than what is compared
     assert_same(NativeEngine(actor).generate(make_request()), ReferenceEngine(actor).generate(make_request()))
 
     model = make_model("llama")
     engine = NativeEngine(model)
     engine.generate(make_request())
     for parameter in model.parameters():
-        parameter.data = parameter.data * 1.5  # other memory than the engine saw
+        parameter.data = parameter.data * 1.1  # other memory than the engine saw
     assert_same(engine.generate(make_request()), ReferenceEngine(model).generate(make_request()))
+
+
+def test_other_activations_are_the_models_own():
+    from transformers import LlamaConfig
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")).eval()
+    assert_same(NativeEngine(model).generate(make_request()), ReferenceEngine(model).generate(make_request()))
+
+
+def test_what_columns_write_can_be_trained_on():
+    model = make_model("llama")
+    rollout = NativeEngine(model).generate(make_request())
+    assert not any(tensor.is_inference() for tensor in vars(rollout).values())
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
+def test_a_row_of_nan_stays_a_row_of_nan():
+    model = make_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    rollout = NativeEngine(model).generate(make_request(eos_token_id=[]))
+    assert rollout.rollout_log_probs.isnan().all()
+    assert int(rollout.sequences.max()) < 29
 
 
 def test_joined_layers_share_the_models_memory():

@@ -193,10 +193,13 @@ def test_compile_takes_the_blocks_and_nothing_else(template, monkeypatch):
     assert compiled == [("Qwen2DecoderLayer", {"dynamic": True})] * 4  # two of the actor, two of the critic
 
 
-def test_adam_is_fused_on_a_gpu_and_plain_torch_elsewhere():
-    layer = nn.Linear(2, 2)
-    fused = make_optimizer(torch.optim.Adam, layer, 0.1, device=torch.device("cuda"))
-    plain = make_optimizer(torch.optim.Adam, layer, 0.1, device=torch.device("cpu"))
-    assert (fused.param_groups[0]["fused"], plain.param_groups[0]["fused"]) == (True, None)
-    other = make_optimizer(torch.optim.SGD, layer, 0.1, device=torch.device("cuda"))
-    assert other.param_groups[0]["fused"] is None
+@pytest.mark.parametrize(("device", "is_fused"), [("cuda", True), ("cpu", True), ("mps", None), (None, None)])
+def test_adam_is_fused_where_torch_has_it_for_every_weight(device, is_fused):
+    device = device and torch.device(device)
+    optimizer = make_optimizer(torch.optim.Adam, nn.Linear(2, 2), 0.1, device=device)
+    assert optimizer.param_groups[0]["fused"] is is_fused
+
+
+def test_other_optimizers_are_left_as_they_are():
+    optimizer = make_optimizer(torch.optim.SGD, nn.Linear(2, 2), 0.1, device=torch.device("cuda"))
+    assert optimizer.param_groups[0]["fused"] is None

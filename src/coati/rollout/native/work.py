@@ -45,5 +45,17 @@ class Work:
         is_real = source < ids.shape[1]
         tokens = ids.masked_fill(~mask, 0).gather(1, source.clamp(max=ids.shape[1] - 1)).masked_fill(~is_real, 0)
         keys = torch.cat([lengths.unsqueeze(1), tokens], dim=1)  # a prompt that ends in token 0 is not its prefix
-        distinct, which = torch.unique(keys, dim=0, return_inverse=True)
+        distinct, which = _distinct(keys)
         return distinct[:, 1:], distinct[:, 0], which
+
+
+def _distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Different rows [U, k], and which of them each row is, [n]."""
+    if keys.is_cuda:
+        distinct, inverse = torch.unique(keys, dim=0, return_inverse=True)
+        return distinct, inverse
+    # torch sorts rows, which takes ten times as long as looking them up.
+    numbers: dict[bytes, int] = {}
+    which = [numbers.setdefault(row.tobytes(), len(numbers)) for row in keys.numpy()]
+    firsts = torch.tensor([which.index(number) for number in range(len(numbers))])
+    return keys[firsts], torch.tensor(which)

@@ -1,0 +1,109 @@
+"""Reward functions run while the models score the same batch; models as rewards wait their turn."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from coati.errors import RewardError
+from coati.experience_maker import NaiveExperienceMaker
+from coati.models import Actor
+from coati.rewards import FunctionReward, RewardScorer, WeightedSum
+
+PROMPTS = torch.tensor([[3, 4], [5, 6]])
+SECONDS = 30  # far more than anything here takes
+
+
+class Numbers:
+    """A tokenizer that writes numbers."""
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
+class Watched(nn.Module):
+    """A reference that tells when it is called, and may wait in the middle of it."""
+
+    def __init__(self, model, on_call):
+        super().__init__()
+        self.model, self.on_call = model, on_call
+
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        self.on_call()
+        return self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+
+@pytest.fixture
+def make(llama):
+    def make(reward, on_reference=lambda: None):
+        maker = NaiveExperienceMaker(
+            Actor(llama(seed=1)),
+            None,
+            RewardScorer(reward, Numbers()),
+            Watched(llama(seed=2), on_reference),
+            algorithm="grpo",
+        )
+        group_ids = torch.zeros(2, dtype=torch.long)
+        return maker.make_experience(PROMPTS, torch.ones_like(PROMPTS), group_ids=group_ids, max_new_tokens=3)
+
+    return make
+
+
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_a_function_and_the_reference_work_at_the_same_time(make, is_sum):
+    reward_begun, reference_begun = threading.Event(), threading.Event()
+
+    def patient(completions):
+        reward_begun.set()
+        return [1.0 if reference_begun.wait(SECONDS) else -1.0] * len(completions)
+
+    def on_reference():  # neither can end before the other has begun
+        assert reward_begun.wait(SECONDS)
+        reference_begun.set()
+
+    reward = FunctionReward(patient)
+    experience = make(WeightedSum([(reward, 2.0)]) if is_sum else reward, on_reference)
+    assert experience.reward.tolist() == ([2.0, 2.0] if is_sum else [1.0, 1.0])
+
+
+def test_what_a_function_raises_is_raised_where_its_scores_are_wanted(make):
+    calls = []
+
+    def broken(completions):
+        raise ZeroDivisionError("of nothing")
+
+    with pytest.raises(RewardError, match="'broken' must not raise, got ZeroDivisionError: of nothing"):
+        make(FunctionReward(broken), lambda: calls.append("reference"))
+    assert calls == ["reference"]
+
+
+def test_a_deadline_counts_from_the_start_and_is_kept(make):
+    is_over = threading.Event()
+
+    def hanging(completions):
+        is_over.wait(SECONDS)
+        return [0.0] * len(completions)
+
+    try:
+        with pytest.raises(RewardError, match=r"must return within 0\.01 seconds"):
+            make(FunctionReward(hanging, timeout_seconds=0.01))
+    finally:
+        is_over.set()
+
+
+def test_a_reward_that_may_be_a_model_is_asked_after_the_models(make):
+    calls = []
+
+    class OfSomebody:
+        name = "of somebody"
+
+        def score(self, request):
+            calls.append(threading.current_thread())
+            return torch.ones(len(request))
+
+    function = FunctionReward(lambda completions: [1.0] * len(completions), name="function")
+    for reward in (OfSomebody(), WeightedSum([(function, 1.0), (OfSomebody(), 1.0)])):
+        calls.clear()
+        make(reward, lambda: calls.append("reference"))
+        assert calls == ["reference", threading.current_thread()]
