@@ -7,8 +7,10 @@ can tell (a hub name, a column of a Parquet file) is left to the run itself.
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
+from coati.config.model_folder import context_length, weight_names
 from coati.config.reward_source import find_reward_problem
 from coati.config.schema import RunConfig
 from coati.errors import DataError
@@ -23,6 +25,8 @@ def preflight(config: RunConfig) -> list[str]:
     """Return what would stop the run, each a full message; empty when nothing is known to."""
     return [
         *_model_problems(config),
+        *_length_problems(config),
+        *_lora_problems(config),
         *_prompt_problems(config),
         *_reward_problems(config),
         *_output_problems(config),
@@ -69,6 +73,37 @@ def _model_problems(config: RunConfig) -> list[str]:
                 "Point at the folder that save_pretrained wrote."
             )
     return problems
+
+
+def _length_problems(config: RunConfig) -> list[str]:
+    context = context_length(Path(config.model.path))
+    wanted = config.rollout.max_new_tokens
+    if context is None or wanted < context:
+        return []
+    return [
+        f"rollout.max_new_tokens must be below the {context} tokens that fit {config.model.path}, prompt included, got "
+        f"{wanted}. Lower it, so that prompts have room too."
+    ]
+
+
+def _lora_problems(config: RunConfig) -> list[str]:
+    """Targets that no weight of the model is named after; only where its files can be looked into."""
+    names = weight_names(Path(config.model.path))
+    if not config.lora.rank or not names:
+        return []
+    modules = {name.removesuffix(".weight").rpartition(".")[2] for name in names if name.endswith("_proj.weight")}
+    paths = {name.rpartition(".")[0] for name in names}
+    missing = [
+        target
+        for target in config.lora.target_modules
+        if not any(path == target or path.endswith(f".{target}") for path in paths)
+    ]
+    known = f" It has {', '.join(sorted(modules))}." if modules else ""
+    return [
+        f"lora.target_modules must name layers of {config.model.path}, got {target!r}, which none is called.{known} "
+        "Leave the list empty for all linear layers."
+        for target in missing
+    ]
 
 
 def _prompt_problems(config: RunConfig) -> list[str]:
@@ -136,7 +171,15 @@ def _peeked_columns(config: RunConfig) -> list[str] | None:
 def _output_problems(config: RunConfig) -> list[str]:
     folder = config.output_folder
     blocking = [parent for parent in (folder, *folder.parents) if parent.exists() and not parent.is_dir()]
+    if blocking:
+        return [
+            f"run.output must be a folder, got {str(folder)!r}, but {str(path)!r} is a file. Choose another run.output."
+            for path in blocking
+        ]
+    nearest = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.is_dir())
+    if os.access(nearest, os.W_OK | os.X_OK):
+        return []
     return [
-        f"run.output must be a folder, got {str(folder)!r}, but {str(path)!r} is a file. Choose another run.output."
-        for path in blocking
+        f"run.output must be a folder that you may write to, got {str(folder)!r}, but {str(nearest)!r} is not yours to "
+        "write in. Choose another run.output, or change its permissions."
     ]

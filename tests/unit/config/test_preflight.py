@@ -1,6 +1,7 @@
 """Checks of what settings point at, without torch and without importing the reward."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -169,3 +170,41 @@ def test_a_reward_parameter_that_nothing_is_passed_for(folder):
     assert "prompts, completions and the dataset's columns" in problem
     assert problems("reward.function=odd_rewards:defaults") == []
     assert problems("reward.function=odd_rewards:anything") == []
+
+
+def test_responses_that_would_fill_the_context(folder):
+    (folder / "model/config.json").write_text('{"max_position_embeddings": 64}')
+    assert problems("rollout.max_new_tokens=63") == []
+    (problem,) = problems("rollout.max_new_tokens=64")
+    assert "rollout.max_new_tokens must be below the 64 tokens that fit ./model" in problem
+    (folder / "model/config.json").write_text('{"max_position_embeddings": 64, "text_config": {"n_positions": 32}}')
+    assert "below the 32 tokens" in problems("rollout.max_new_tokens=32")[0]
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_lora_targets_that_the_model_does_not_have(folder, is_sharded):
+    names = {f"model.layers.0.self_attn.{name}_proj.weight": {} for name in "qkvo"}
+    if is_sharded:
+        (folder / "model/model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    else:
+        header = json.dumps({"__metadata__": {}, **names}).encode()
+        (folder / "model/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    targets = 'lora.target_modules=["q_proj", "self_attn.v_proj", "query_key_value"]'
+    assert problems(targets) == []  # no adapters, no targets
+    (problem,) = problems("lora.rank=8", targets)
+    assert "got 'query_key_value', which none is called. It has k_proj, o_proj, q_proj, v_proj." in problem
+
+
+@pytest.mark.parametrize("content", [b"", b"1234", b"\xff" * 16, (4).to_bytes(8, "little") + b"[1]]"])
+def test_files_that_cannot_be_looked_into_are_left_to_the_run(folder, content):
+    (folder / "model/model.safetensors").write_bytes(content)
+    (folder / "model/config.json").write_text("no json")
+    assert problems("lora.rank=8", 'lora.target_modules=["anything"]', "rollout.max_new_tokens=100000") == []
+
+
+def test_an_output_that_cannot_be_written(folder, monkeypatch):
+    (folder / "theirs").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "theirs")  # root may write anywhere
+    (problem,) = problems("run.output=theirs/run")
+    assert "run.output must be a folder that you may write to" in problem
+    assert "'theirs/run'" in problem
