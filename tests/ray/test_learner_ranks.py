@@ -41,8 +41,8 @@ def reference_run(folder, num_steps):
     settings = worker.SETTINGS
     actor, critic = (model.eval() for model in worker.load_models(folder))
     optimizers = [
-        torch.optim.Adam(actor.parameters(), lr=settings.actor_lr),
-        torch.optim.Adam(critic.parameters(), lr=settings.critic_lr),
+        torch.optim.Adam(actor.parameters(), lr=settings.actor_lr, fused=True),
+        torch.optim.Adam(critic.parameters(), lr=settings.critic_lr, fused=True),
     ]
     states = []
     for step in range(num_steps + 1):
@@ -242,7 +242,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(alone, together,
         assert mixed["stored"] == mixed["moments"] == {torch.float32}
         assert mixed["wire"] == {torch.bfloat16}
         # Eight bits of mantissa in a step of Adam, whose size is the learning rate
-        assert 0 < worker.furthest(mixed["state"], alone["mixed-ddp"]["state"]) < 0.01 or name == "ddp"
+        assert worker.furthest(mixed["state"], alone["mixed-ddp"]["state"]) < 0.01
 
 
 def test_sharded_gradients_stay_sharded_between_micro_batches(folder):
