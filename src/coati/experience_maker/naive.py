@@ -212,7 +212,7 @@ class NaiveExperienceMaker(ExperienceMaker):
     def _room(self, prompts: PromptRows, options: GenerateOptions) -> Tensor:
         """How many new tokens each prompt may get, [B]: options and the model's context."""
         lengths = prompts.attention_mask.sum(dim=1)
-        limits = torch.tensor([options.new_token_limit(int(length)) for length in lengths], device=lengths.device)
+        limits = torch.tensor([options.new_token_limit(length) for length in lengths.tolist()], device=lengths.device)
         return torch.minimum(limits, self._context_room(prompts))
 
     def _context_room(self, prompts: PromptRows) -> Tensor:
