@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from coati.errors import ConfigError
 from coati.monitor.performance import (
@@ -286,6 +286,12 @@ class TrainerPerformanceEvaluator(TrainerCallback):
     def on_update_end(self) -> None:
         """Stop the clock of *update*."""
         self._work.stop(_UPDATE)
+
+
+def num_parameters(model: Any) -> int:
+    """Weights of a model; 0 if it is none, like a reward function."""
+    parameters = getattr(model, "parameters", None)
+    return sum(parameter.numel() for parameter in parameters()) if callable(parameters) else 0
 
 
 def _count(experience: Experience) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ from coati.experience_maker.base import Experience
 from coati.ledger import SignalMeter, StalenessController, VersionSignals, age_metrics
 from coati.models.critic import as_critic
 from coati.monitor.timeline import trainer_metrics
-from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator
+from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator, num_parameters
 from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.environment import apply_env_info, set_up_gpu
 from coati.ray.peers import wait_in_slices
@@ -99,7 +99,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         critic = None if critic is None else as_critic(critic)
         callbacks = list(callbacks)
         if eval_performance:
-            callbacks.append(TrainerPerformanceEvaluator(_num_parameters(actor), _num_parameters(critic)))
+            callbacks.append(TrainerPerformanceEvaluator(num_parameters(actor), num_parameters(critic)))
         super().__init__(
             experience_maker_holder_name_list,
             train_batch_size=train_batch_size,
@@ -339,7 +339,3 @@ class DetachedPPOTrainer(DetachedTrainer):
         with self._timeline.span("wait_ranks"):
             have = self.strategy.all_reduce_sum(torch.tensor(int(has_batch), device=self.strategy.device))
             return int(have) == self.strategy.world_size
-
-
-def _num_parameters(model: nn.Module | None) -> int:
-    return 0 if model is None else sum(parameter.numel() for parameter in model.parameters())

@@ -31,7 +31,7 @@ from coati.ledger import Standing, WorkShare
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import WEIGHTS, Span, Timeline
 from coati.prompts.source import PromptSource
-from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, dispatch
+from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, dispatch, num_parameters
 from coati.ray.delivery import ItemSender
 from coati.ray.environment import apply_env_info, set_up_gpu
 from coati.ray.peers import wait_in_slices
@@ -165,7 +165,7 @@ class ExperienceMakerHolder:
         )
         if eval_performance:
             models = (maker.actor, maker.critic, maker.initial_model, maker.reward_model)
-            self._callbacks.append(ExperienceMakerPerformanceEvaluator(*map(_num_parameters, models)))
+            self._callbacks.append(ExperienceMakerPerformanceEvaluator(*map(num_parameters, models)))
 
     # Work.
 
@@ -396,7 +396,3 @@ def _own_name() -> str:
 def _first_sample_id(name: str) -> int:
     """Prompts that come without ids are numbered apart for each maker, by its name."""
     return (zlib.crc32(name.encode()) & 0x7FFFFF) << 40
-
-
-def _num_parameters(model: Any) -> int:
-    return sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else 0

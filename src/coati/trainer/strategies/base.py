@@ -43,12 +43,7 @@ from coati.trainer.strategies.optimizer_files import (
     state_dict_of,
     write_optimizer,
 )
-from coati.trainer.strategies.process_group import (
-    RankInfo,
-    choose_device,
-    join_process_group,
-    seed_everything,
-)
+from coati.trainer.strategies.process_group import RankInfo, choose_device, join_process_group, seed_everything
 from coati.trainer.strategies.state_chunks import iter_state_chunks
 
 _DEFAULT_SHARD_MIB = 64
