@@ -19,6 +19,7 @@ from transformers import (
 from coati.models import Actor, LoRASettings, action_logprobs
 from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
 from coati.rollout.native import NativeEngine, unsupported_reason
+from coati.rollout.native.columns import ColumnDecoder
 from coati.rollout.native.fused import FusedLinear
 
 SHAPE = {
@@ -222,3 +223,32 @@ def test_a_sliding_window_is_not_ours():
     sliding = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8))
     assert "sliding window of 8" in unsupported_reason(sliding)
     assert unsupported_reason(make_model("mistral")) == ""
+
+
+def test_what_broken_weights_left_behind_is_not_seen_by_the_next_request():
+    """Masked places of the cache are computed with: they must be numbers again."""
+    model = make_model("llama").eval()
+    engine = NativeEngine(model, num_slots=2)
+    ids = torch.randint(3, 29, (4, 30), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[:2, :28] = 0  # short prompts first, so that the long ones look at places that were not written before
+    options = GenerateOptions.parse(eos_token_id=[], pad_token_id=0)
+    request = RolloutRequest(
+        input_ids=ids, attention_mask=mask, sample_ids=torch.arange(4), seed=0, options=options, max_new_tokens=8
+    )
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+    broken = engine.generate(request)
+    assert broken.rollout_log_probs.isnan().any()
+    with torch.no_grad():
+        weight.copy_(kept)
+    found = engine.generate(request)
+    assert found.rollout_log_probs.isfinite().all()
+
+
+def test_long_texts_are_for_slots():
+    decoder = ColumnDecoder(make_model("llama"))
+    assert decoder.suits_columns(256)
+    assert not decoder.suits_columns(257)

@@ -98,6 +98,56 @@ def test_a_rejected_update_fails_fit(trainer, makers, num_steps):
     assert makers.sent == [1]  # the next one was not begun
 
 
+def test_a_rejected_update_fails_fit_though_no_data_comes(keep):
+    """On policy nothing would come: the makers wait for the version that they rejected."""
+    trainer = make_ppo_trainer([])
+    keep(trainer._buffer)
+    makers = Makers()
+    makers.error = WeightUpdateError("weights of version 1 were rejected.")
+    trainer._publisher.channel.start = makers.start
+    trainer.buffer_append(experience(0, 4))
+    fit = Background(trainer.fit, 2, 1)
+    assert makers.has_started.wait(PATIENCE)
+    makers.may_answer.set()
+    with pytest.raises(WeightUpdateError, match="version 1 were rejected"):
+        fit.result()
+
+
+@pytest.mark.parametrize("interrupt", ["change_makers", "sync_models_to_remote_makers"])
+def test_what_went_wrong_reaches_fit_whoever_waited_for_it(keep, interrupt):
+    trainer = make_ppo_trainer([])
+    keep(trainer._buffer)
+    makers = Makers()
+    makers.error = WeightUpdateError("weights of version 1 were rejected.")
+    trainer._publisher.channel.start = makers.start
+    may_learn_on = threading.Event()
+    steps = []
+    real_step = trainer._learner.step
+
+    def step(batch):
+        steps.append(batch)
+        if len(steps) == 2:
+            assert may_learn_on.wait(PATIENCE)
+        return real_step(batch)
+
+    trainer._learner.step = step
+    for index in range(2):
+        trainer.buffer_append(experience(4 * index, 4))
+    fit = Background(trainer.fit, 2, 1)
+    assert makers.has_started.wait(PATIENCE)
+    arguments = ([],) if interrupt == "change_makers" else ()
+    other = Background(getattr(trainer, interrupt), *arguments)
+    makers.may_answer.set()
+    may_learn_on.set()
+    with pytest.raises(WeightUpdateError, match="version 1 were rejected"):
+        fit.result()
+    if interrupt == "change_makers":
+        other.result()  # it has no part in that
+    else:
+        with pytest.raises(WeightUpdateError):  # of its own update, which is sent when fit has ended
+            other.result()
+
+
 def test_a_sync_returns_when_the_makers_have_verified_it(trainer, makers):
     sync = Background(trainer.sync_models_to_remote_makers)
     assert makers.has_started.wait(PATIENCE)

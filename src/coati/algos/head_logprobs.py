@@ -56,7 +56,7 @@ def head_logprobs_and_entropy(
     if chunk_tokens == 0:
         chunk_tokens = head_operations(hidden.device, dtype).chunk_tokens(len(tokens), weight.shape[0])
     logprobs, entropy = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, tokens.long(), scale, dtype, chunk_tokens, with_entropy
+        hidden, weight, bias, tokens.long().contiguous(), scale, dtype, chunk_tokens, with_entropy
     )
     return logprobs, entropy
 

@@ -31,7 +31,7 @@ class ItemBundle(list[BufferItem]):
                 return list, (list(self),)  # items of different makers, each in its own way
             joined, sizes = (torch.stack(parts), None) if parts[0].ndim == 0 else (torch.cat(parts), [*map(len, parts)])
             wire = encode(joined)
-            if name == "rollout_log_probs":  # of our makers these are the action_log_probs
+            if name == "rollout_log_probs" and "action_log_probs" in packed:  # the same, of our makers
                 wire = shared_if_equal(wire, packed["action_log_probs"][0])
             packed[name] = wire, sizes
         ids = [(item.delivery_id, item.round_index) for item in self]

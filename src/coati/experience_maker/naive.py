@@ -312,10 +312,13 @@ class NaiveExperienceMaker(ExperienceMaker):
         columns: Mapping[str, Sequence[Any]],
     ) -> Callable[[], Tensor]:
         """Let a function begin to score; what is returned waits for it, or asks a model."""
+        finish: Callable[[], Any] = functools.partial(self.reward_model, sequences, attention_mask)
         if isinstance(self.reward_model, RewardScorer):
-            finish = self.reward_model.begin(sequences, attention_mask, action_mask, columns)
-        else:
-            finish = functools.partial(self.reward_model, sequences, attention_mask)
+            arguments = (sequences, attention_mask, action_mask, columns)
+            if type(self.reward_model).__call__ is RewardScorer.__call__:
+                finish = self.reward_model.begin(*arguments)
+            else:  # a subclass that does something else
+                finish = functools.partial(self.reward_model, *arguments)
         return lambda: self._checked_scores(finish(), sequences)
 
     def _checked_scores(self, output: Any, sequences: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ ACTIVITIES: Final[Mapping[str, Activity]] = {
     "wait_room": Activity("wait for room", "idle"),
     "wait_prompts": Activity("wait for prompts", "idle"),
     "wait_ranks": Activity("wait for other ranks", "idle"),
+    "wait_delivery": Activity("wait for delivery", "idle"),
 }
 """Every activity that actors of this project report, in the order in which reports list them."""
 
@@ -113,8 +114,8 @@ class Timeline:
         self._thread = threading.local()
 
     @contextlib.contextmanager
-    def span(self, what: str, lane: str = WORK) -> Iterator[None]:
-        """Time the body of a `with` statement; it counts even if the body raises."""
+    def span(self, what: str, lane: str = WORK, *, version: int | None = None) -> Iterator[None]:
+        """Time the body of a `with` statement; it counts even if the body raises. `version` if it is not the newest."""
         outer = getattr(self._thread, "inner_seconds", 0.0)
         self._thread.inner_seconds = 0.0
         started = self._clock()
@@ -124,7 +125,8 @@ class Timeline:
             ended = self._clock()
             own = ended - started - self._thread.inner_seconds
             self._thread.inner_seconds = outer + ended - started
-            self._note(Span(lane, what, started + self._offset, ended + self._offset, self.version), own)
+            newest = self.version if version is None else version
+            self._note(Span(lane, what, started + self._offset, ended + self._offset, newest), own)
 
     def add(self, what: str, started: float, ended: float, lane: str = WORK) -> None:
         """Note a span that somebody else has timed, with this timeline's clock, in the thread that calls."""

@@ -85,7 +85,7 @@ class TrainerCallback:
         """Run before the first episode."""
 
     def on_fit_end(self) -> None:
-        """Run after the last episode."""
+        """Run after the last episode, when the makers have verified its weights."""
 
     def on_episode_start(self, episode: int) -> None:
         """Run before an episode: some batches, learnt from for one or more epochs, then a weight update."""
@@ -109,7 +109,7 @@ class TrainerCallback:
         """Run before new weights go to the makers."""
 
     def on_update_end(self) -> None:
-        """Run after new weights went to the makers."""
+        """Run when new weights have been read for the makers. They verify them while training goes on."""
 
 
 def dispatch(callbacks: Iterable[MakerCallback | TrainerCallback], hook_name: str, *args: object) -> None:
@@ -206,7 +206,7 @@ class ExperienceMakerPerformanceEvaluator(MakerCallback):
 class TrainerPerformanceEvaluator(TrainerCallback):
     """Measures a trainer: throughput, time per sample by phase, achieved FLOP/s. Logs a summary at the end.
 
-    Phases: *learn* (from `on_batch_start` to `on_batch_end`), *update* (new weights to the makers), and
+    Phases: *learn* (from `on_batch_start` to `on_batch_end`), *update* (reading new weights for the makers), and
     *wait for data* (all the rest: what the trainer does between batches is wait for the next). One batch of N
     tokens, prompt and response without padding, takes::
 

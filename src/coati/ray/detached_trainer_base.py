@@ -107,6 +107,7 @@ class DetachedTrainer(ABC):
             next_batch=self._next_batch,
             train=self._train_and_count,
             publish=self._publish_next_version,
+            finish=self._end_publishing,
             notify=self._notify,
             agree=self._agree,
             look_ahead=lambda: self._buffer.look_ahead(self._prepared),
@@ -118,7 +119,6 @@ class DetachedTrainer(ABC):
         self._watch = MakerWatch(self.maker_names, self.deadlines)
         try:
             loop.run(total_steps, update_steps, train_epochs)
-            self._end_publishing()
         except BaseException:
             self._state = "failed"
             raise
@@ -227,8 +227,11 @@ class DetachedTrainer(ABC):
         """Send the makers a new version; it need not have arrived when this returns."""
         self._update_remote_makers()
 
+    def _check_published(self) -> None:  # noqa: B027
+        """Raise what went wrong with a version on its way: without it, makers may not send what we wait for."""
+
     def _end_publishing(self) -> None:  # noqa: B027
-        """Wait until whatever was published has arrived."""
+        """Wait until whatever was published has arrived; raise what went wrong."""
 
     def _next_batch(self) -> Experience | None:
         """Wait for a batch. None: a stop came, or all makers are finished and nothing is left."""
@@ -242,6 +245,7 @@ class DetachedTrainer(ABC):
             batch = self._buffer.try_sample(_SLICE_SECONDS)
             if batch is not None:
                 return self._prepared(batch)
+            self._check_published()
             self._fail_if_rounds_are_lost()
             if self._watch.all_finished():
                 # Finished makers have been acknowledged, so whatever they made is here by now.

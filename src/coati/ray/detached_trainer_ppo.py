@@ -206,6 +206,7 @@ class DetachedPPOTrainer(DetachedTrainer):
 
     def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
         """Sync if the weights are those of a version; checked and sent under one lock, so no step comes between."""
+        self._publisher.settle()  # before the lock, which a step waits for
         with self._weights():
             if not self._num_steps_unpublished or self._state != "fitting":
                 self.version += self._num_steps_unpublished > 0  # trained by hand since the last version
@@ -217,8 +218,7 @@ class DetachedPPOTrainer(DetachedTrainer):
     def _update_remote_makers(self, fully_update: bool = False, *, waits: bool = True, **config: Any) -> None:
         """Publish the weights as version `self.version`; `config` may hold `shard_size` in MiB.
 
-        Without `waits` it returns when the weights have been read. What the makers say to them comes to light in the
-        next update, or at the end of `fit`.
+        Without `waits` it returns when the weights have been read; `fit` asks later what the makers said to them.
         """
         metrics = dict(self._version_metrics)
         bound = None if self._staleness is None else self._staleness.max_staleness
@@ -230,13 +230,10 @@ class DetachedPPOTrainer(DetachedTrainer):
             metrics.update({"weights/publish_seconds": seconds, "weights/bytes": float(num_bytes)})
             self._records.append(record)
 
+        publish = self._publisher.send if waits else self._publisher.begin
         with self._weights():
-            self._publisher.begin(
-                self.version, fully_update=fully_update, max_staleness=bound, on_arrival=note, **config
-            )
+            publish(self.version, fully_update=fully_update, max_staleness=bound, on_arrival=note, **config)
             self._num_steps_unpublished = 0
-            if waits:
-                self._publisher.wait()
 
     @ray.method(concurrency_group="model_io")
     def strategy_save_actor(self, path: str, only_rank0: bool = False) -> None:
@@ -297,11 +294,15 @@ class DetachedPPOTrainer(DetachedTrainer):
                 self._save(self._learner.actor, str(self._save_folder / f"version-{self.version}"), True)
 
     def _publish(self) -> None:
+        self._publisher.check()
         self._update_remote_makers(waits=False)
 
+    def _check_published(self) -> None:
+        self._publisher.check()
+
     def _end_publishing(self) -> None:
-        with self._weights():
-            self._publisher.wait()
+        self._publisher.settle()
+        self._publisher.check()
 
     def _save(self, model: nn.Module, path: str, only_rank0: bool) -> None:
         with self._weights():

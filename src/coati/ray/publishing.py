@@ -3,15 +3,18 @@
 import contextlib
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from coati.beside import beside
 from coati.deadlines import Deadlines
 from coati.errors import DeadlineExceeded
 from coati.models.lora import LayerLoRA, LoRAConstructor
@@ -26,8 +29,8 @@ class WeightPublisher:
     """Sends versions of a learner's weights, one after the other.
 
     `begin` reads the weights, which must not change meanwhile; the makers' answers are waited for in another thread.
-    What went wrong with an update is raised by `wait`, which the next `begin` calls too, so there is never more than
-    one on its way.
+    There is never more than one update on its way. What went wrong with one that nobody waited for is kept for the
+    loop that sent it: `check` raises it. A `send` waits for its own update, and raises what is wrong with that.
     """
 
     def __init__(
@@ -50,8 +53,9 @@ class WeightPublisher:
         self.channel = WeightChannel(maker_names, deadlines=deadlines)
         self.path = WeightPath(self.channel, learner.device)
         self._timeout_seconds = deadlines.update + deadlines.grace
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publishing")
+        self._lock = threading.Lock()  # of the two below
         self._open: Future[None] | None = None
+        self._failure: BaseException | None = None
         self._source = f"trainer {os.environ.get('RANK', '0')} ({socket.gethostname()}, {uuid.uuid4().hex[:8]})"
 
     def begin(
@@ -65,7 +69,8 @@ class WeightPublisher:
     ) -> None:
         """Read the weights and send them as a version. `on_arrival` hears how long that took, and how many bytes."""
         started = time.perf_counter()
-        self.wait()
+        with self._timeline.span("wait_delivery"):
+            self.settle()
         fully_update = fully_update or self._any_rank_has_newcomers()
         is_partial = self._sends_adapters_only and not fully_update
         snapshots = self.path.snapshots
@@ -82,30 +87,51 @@ class WeightPublisher:
         with _retired_if_it_fails(snapshots):
             finish = self.channel.start(header, messages, fully_update=fully_update, snapshots=snapshots)
 
-        def wait_for_makers() -> None:
-            with _retired_if_it_fails(snapshots), self._timeline.span("deliver", WEIGHTS):
+        def deliver() -> None:
+            with _retired_if_it_fails(snapshots), self._timeline.span("deliver", WEIGHTS, version=version):
                 num_bytes = finish()
             on_arrival(time.perf_counter() - started, num_bytes)
 
-        self._open = self._thread.submit(wait_for_makers)
+        self._open = beside(deliver, name="publishing")
 
-    def wait(self) -> None:
-        """Until the makers have verified what was sent last; raises what went wrong with it, once."""
-        unfinished, self._open = self._open, None
-        if unfinished is None:
+    def send(self, version: int, **options: Any) -> None:
+        """The same as `begin`, and wait until the makers have verified it."""
+        earlier, self._failure = self._failure, None
+        try:
+            self.begin(version, **options)
+            self.settle()
+            self.check()
+        finally:
+            self._failure = self._failure or earlier
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way. What went wrong is left for `check`."""
+        update = self._open
+        if update is None:
             return
         try:
-            unfinished.result(timeout=self._timeout_seconds)
+            failure = update.exception(timeout=self._timeout_seconds)
         except FutureTimeout:
-            if unfinished.done():  # an error of the update's own
-                raise
             raise DeadlineExceeded(
                 f"waited {self._timeout_seconds:g} s for the makers to verify the weights that were published last."
             ) from None
+        with self._lock:
+            if self._open is update:
+                self._open = None
+                self._failure = self._failure or failure
+
+    def check(self) -> None:
+        """Raise what went wrong with an update that is no longer on its way, once. Waits for nothing."""
+        if self._open is not None and self._open.done():
+            self.settle()
+        with self._lock:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def change_makers(self, maker_names: Sequence[str], *, newcomers: Sequence[str]) -> None:
         """Others than before get the weights, from the next update on."""
-        self.wait()
+        self.settle()
         self.channel.change_makers(maker_names, newcomers=newcomers)
         self.path.ask_again()  # newcomers may sit elsewhere
 

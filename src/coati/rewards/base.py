@@ -52,6 +52,11 @@ def is_host_work(reward: Reward) -> bool:
     return bool(getattr(reward, "is_host_work", False))
 
 
+def longest_seconds(reward: Reward) -> float:
+    """How long a reward may take over a batch: its own `timeout_seconds`, or half an hour."""
+    return float(getattr(reward, "timeout_seconds", 1800.0))
+
+
 class WeightedSum:
     """The weighted sum of several rewards. A sample that one of them gives no score has none.
 
@@ -79,6 +84,11 @@ class WeightedSum:
     def is_host_work(self) -> bool:
         """Whether all of the rewards may run beside the models."""
         return all(is_host_work(reward) for reward, _ in self._terms)
+
+    @property
+    def timeout_seconds(self) -> float:
+        """The longest that they may take, one after the other."""
+        return sum(longest_seconds(reward) for reward, _ in self._terms)
 
     def score(self, request: RewardRequest) -> Tensor:
         """Return the weighted sum, [B] float32."""

@@ -38,12 +38,12 @@ class FunctionReward:
         'brevity'
     """
 
-    is_host_work = True
-
     def __init__(self, function: Callable[..., Any], *, name: str = "", timeout_seconds: float = 120.0) -> None:
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self._function = function
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
+        # One that asks a model on the card says so: it would get in the way of the models that score beside it.
+        self.is_host_work = bool(getattr(function, "is_host_work", True))
         self._parameters = _keyword_parameters(function)
 
     def score(self, request: RewardRequest) -> Tensor:
@@ -92,7 +92,7 @@ class FunctionReward:
 
         thread = threading.Thread(target=work, name=f"reward-{self.name}", daemon=True)
         thread.start()
-        thread.join(self._timeout_seconds)
+        thread.join(self.timeout_seconds)
         if failure:
             error = failure[0]
             place = traceback.extract_tb(error.__traceback__)[-1]
@@ -103,7 +103,7 @@ class FunctionReward:
             ) from error
         if not outcome:
             raise self._error(
-                f"must return within {self._timeout_seconds:g} seconds, got nothing by then",
+                f"must return within {self.timeout_seconds:g} seconds, got nothing by then",
                 "Make it faster, or raise reward.timeout_seconds",
                 request,
             )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import compress
 from typing import Any
 
 from torch import Tensor
 
+from coati.beside import beside
 from coati.errors import RewardError
-from coati.rewards.base import Reward, RewardRequest, is_host_work
+from coati.rewards.base import Reward, RewardRequest, is_host_work, longest_seconds
+
+_GRACE_SECONDS = 5.0
 
 
 class RewardScorer:
@@ -75,38 +79,25 @@ class RewardScorer:
         )
         if not is_host_work(self.reward):
             return lambda: self.reward.score(request).to(sequences.device)
-        scores = _Beside(lambda: self.reward.score(request), name=f"reward-{self.reward.name}")
-        return lambda: scores.result().to(sequences.device)
+        scores = beside(lambda: self.reward.score(request), name=f"reward-{self.reward.name}")
+        return lambda: self._waited_for(scores).to(sequences.device)
+
+    def _waited_for(self, scores: Future[Tensor]) -> Tensor:
+        # Its own deadline, if it keeps one, has passed by then, and what it says of it is more than we could.
+        seconds = longest_seconds(self.reward) + _GRACE_SECONDS
+        try:
+            return scores.result(timeout=seconds)
+        except FutureTimeout:
+            if scores.done():  # the reward's own error
+                raise
+            raise RewardError(
+                f"The reward {self.reward.name} must score a batch within {seconds:g} s, and did not. Is it stuck?"
+            ) from None
 
     def decode(self, ids: Tensor, mask: Tensor) -> list[str]:
         """Decode the unmasked ids of each row; padding may be a real token, so only the mask tells."""
         rows = [list(compress(*row)) for row in zip(ids.tolist(), mask.tolist(), strict=True)]
         return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-
-
-class _Beside:
-    """A call on a thread of its own. It must end by itself, as functions with a deadline do."""
-
-    def __init__(self, call: Callable[[], Tensor], *, name: str) -> None:
-        self._call = call
-        self._scores: Tensor | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._scores = self._call()
-        except BaseException as error:  # handed to the one who waits
-            self._error = error
-
-    def result(self) -> Tensor:
-        """What the call returned; raises what it raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._scores is not None
-        return self._scores
 
 
 def _as_list(values: Any) -> list[Any]:

@@ -20,7 +20,8 @@ def _no_hook(hook: str, *args: Any) -> None:
 
 
 class FitLoop:
-    """Consumes batches, trains on them, publishes weights. Waits only inside `next_batch` and `publish`.
+    """Consumes batches, trains on them, publishes weights. Waits only inside `next_batch`, `publish` and `finish`,
+    which ends whatever publishing has begun.
 
     `next_batch` returns None when no more data will come; `agree` lets the ranks of a group decide together
     whether all of them go on and have a batch, so that none waits alone in a collective operation. `look_ahead` is
@@ -33,6 +34,7 @@ class FitLoop:
         next_batch: Callable[[], Experience | None],
         train: Callable[[Experience], dict[str, Any]],
         publish: Callable[[], None],
+        finish: Callable[[], None] = lambda: None,
         notify: Callable[..., None] = _no_hook,
         agree: Callable[[bool], bool] = bool,
         look_ahead: Callable[[], None] = lambda: None,
@@ -42,6 +44,7 @@ class FitLoop:
         self._next_batch = next_batch
         self._train = train
         self._publish = publish
+        self._finish = finish
         self._notify = notify
         self._agree = agree
         self._look_ahead = look_ahead
@@ -73,6 +76,7 @@ class FitLoop:
                 reason = "it was stopped" if self._should_stop() else "no more data came"
                 logger.warning("training ends after %d of %d batches: %s", num_done, total_steps, reason)
                 break
+        self._finish()
         self._notify("on_fit_end")
         return num_done
 

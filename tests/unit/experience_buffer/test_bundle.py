@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 
+from coati.errors import DataError
 from coati.experience_buffer import split_experience_batch
 from coati.experience_buffer.bundle import ItemBundle
 from coati.experience_maker.base import EXPERIENCE_FIELDS, Experience
@@ -97,3 +98,10 @@ def test_log_probs_that_are_the_engines_travel_once_and_arrive_twice():
     twice = pickle.dumps(ItemBundle(items))
     assert_same(pickle.loads(twice), items)
     assert len(twice) - len(once) >= 4 * 190
+
+
+def test_items_without_log_probs_travel_and_whoever_takes_them_says_what_is_wrong():
+    items = [dataclasses.replace(item, action_log_probs=None, rollout_log_probs=item.values) for item in items_of()]
+    (found, *_) = sent(items)
+    with pytest.raises(DataError, match="action_log_probs must be a tensor"):
+        found.validate()

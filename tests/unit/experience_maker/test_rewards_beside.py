@@ -10,6 +10,7 @@ from coati.errors import RewardError
 from coati.experience_maker import NaiveExperienceMaker
 from coati.models import Actor
 from coati.rewards import FunctionReward, RewardScorer, WeightedSum
+from coati.rewards import scorer as scorer_module
 
 PROMPTS = torch.tensor([[3, 4], [5, 6]])
 SECONDS = 30  # far more than anything here takes
@@ -36,11 +37,11 @@ class Watched(nn.Module):
 
 @pytest.fixture
 def make(llama):
-    def make(reward, on_reference=lambda: None):
+    def make(reward, on_reference=lambda: None, scorer=RewardScorer):
         maker = NaiveExperienceMaker(
             Actor(llama(seed=1)),
             None,
-            RewardScorer(reward, Numbers()),
+            scorer(reward, Numbers()),
             Watched(llama(seed=2), on_reference),
             algorithm="grpo",
         )
@@ -107,3 +108,42 @@ def test_a_reward_that_may_be_a_model_is_asked_after_the_models(make):
         calls.clear()
         make(reward, lambda: calls.append("reference"))
         assert calls == ["reference", threading.current_thread()]
+
+
+def test_a_function_that_asks_a_model_says_so_and_waits_its_turn(make):
+    calls = []
+
+    def judged(completions):
+        calls.append("reward")
+        return [1.0] * len(completions)
+
+    judged.is_host_work = False
+    make(FunctionReward(judged), lambda: calls.append("reference"))
+    assert calls == ["reference", "reward"]
+
+
+def test_a_scorer_with_a_call_of_its_own_is_called(make):
+    class Doubled(RewardScorer):
+        def __call__(self, *args):
+            return 2 * super().__call__(*args)
+
+    reward = FunctionReward(lambda completions: [1.0] * len(completions), name="function")
+    assert make(reward, scorer=Doubled).reward.tolist() == [2.0, 2.0]
+
+
+def test_a_reward_that_never_ends_is_an_error(make, monkeypatch):
+    monkeypatch.setattr(scorer_module, "_GRACE_SECONDS", 0.0)
+    is_over = threading.Event()
+
+    class Stuck:
+        name, is_host_work, timeout_seconds = "stuck", True, 0.01
+
+        def score(self, request):
+            is_over.wait(SECONDS)
+            return torch.zeros(len(request))
+
+    try:
+        with pytest.raises(RewardError, match=r"stuck must score a batch within 0\.01 s"):
+            make(Stuck())
+    finally:
+        is_over.set()

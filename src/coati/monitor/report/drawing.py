@@ -28,6 +28,7 @@ COLOURS: Final[Mapping[str, str]] = {
     "wait_room": "#b8a1cf",
     "wait_prompts": "#b9c77a",
     "wait_ranks": "#9fb7d4",
+    "wait_delivery": "#d9c2f0",
 }
 OTHER_COLOUR: Final = "#b0b0b0"
 

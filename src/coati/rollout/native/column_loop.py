@@ -32,6 +32,7 @@ class ColumnLoop:
         # Twice what a sample needs: while prompts wait, places move on, and what lies before all starts comes free.
         self._num_places = 2 * num_positions
         self._room = decoder.new_columns(num_slots, self._num_places)
+        self._is_clean = True  # whether all that lies there are numbers: masked or not, they are computed with
 
     def fits(self, *, num_slots: int, num_positions: int) -> bool:
         """Whether a request of these sizes can use this cache."""
@@ -44,6 +45,9 @@ class ColumnLoop:
     def generate(self, request: RolloutRequest, work: Work, *, num_slots: int) -> Rollout:
         """Continue every prompt of the request, at most `num_slots` at a time."""
         self._decoder.find_weights()
+        if not self._is_clean:
+            self._room.zero_()
+        self._is_clean = False
         sheet = _Sheet(request, work)
         columns = _Columns(self._decoder, self._room, self._num_places, work, num_slots)
         version = request.version
@@ -61,7 +65,9 @@ class ColumnLoop:
                 old, version = version, request.commit_point()
                 if version != old:
                     self._decoder.find_weights()
-        return sheet.rollout(request, work)
+        rollout = sheet.rollout(request, work)
+        self._is_clean = bool(rollout.rollout_log_probs.isfinite().all())
+        return rollout
 
 
 class _Columns:
@@ -245,7 +251,7 @@ class _Dice:
             scores = process(None, scores)
         uniforms = torch.from_numpy(self._uniforms[cells])
         tokens = scores.argmax(dim=-1) if self._is_greedy else inverse_cdf(scores, uniforms)
-        return tokens.numpy(), scores.gather(1, tokens.unsqueeze(1)).squeeze(1).numpy()
+        return tokens.numpy(), scores.gather(1, tokens.unsqueeze(1)).squeeze(1).float().numpy()
 
     def _drawn(self, logits: Tensor, cells: Integers) -> tuple[Integers, Floats]:
         """`inverse_cdf` with fewer operations, for probabilities of which none was cut: sums are in float64 too."""

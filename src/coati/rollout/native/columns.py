@@ -23,8 +23,11 @@ from torch.nn import functional as F
 
 from coati.rollout.native.decoder import Decoder, SlotCache
 
-# Weights up to which a model is small. Beyond, arithmetic is all, and columns gain nothing.
+# Weights up to which a model is small, and positions up to which texts are short. Beyond, arithmetic is all, and
+# columns gain nothing: with 2 layers of 256 they took 0.64 of the slots' time at 60 positions, 0.97 at 300, 1.35 at
+# 800.
 _MOST_WEIGHTS = 1 << 25
+_MOST_POSITIONS = 256
 
 Floats = NDArray[Any]
 """float32 or float64, as the weights are."""
@@ -39,12 +42,12 @@ class ColumnDecoder(Decoder):
         self.mlp_size = int(self._layers[0].module.mlp.intermediate_size)
         self._addresses: tuple[int, ...] = ()
 
-    @property
-    def suits_columns(self) -> bool:
-        """Whether this model is for columns."""
+    def suits_columns(self, num_positions: int) -> bool:
+        """Whether texts of so many positions by this model are for columns."""
         dtype, parameters = self.weight.dtype, self._parameters
         return (
-            dtype in (torch.float32, torch.float64)
+            num_positions <= _MOST_POSITIONS
+            and dtype in (torch.float32, torch.float64)
             and all(parameter.dtype == dtype and parameter.device.type == "cpu" for parameter in parameters)
             and sum(parameter.numel() for parameter in parameters) <= _MOST_WEIGHTS
         )

@@ -50,7 +50,7 @@ class NativeEngine:
         work = Work(request, unwrap(self._model))
         num_slots = min(self._num_slots, work.num_rows)
         sizes = {"num_slots": num_slots, "num_positions": work.num_positions}
-        if self._by_columns and self._decoder.suits_columns:
+        if self._by_columns and self._decoder.suits_columns(work.num_positions):
             if self._column_loop is None or not self._column_loop.fits(**sizes):
                 self._column_loop = None
                 self._column_loop = ColumnLoop(self._decoder, **sizes)
