@@ -27,6 +27,7 @@ from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import BUFFER, WEIGHTS, Span, Timeline
 from coati.ray.callbacks import TrainerCallback, dispatch
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer
+from coati.ray.environment import leave_out_of_collections
 from coati.ray.maker_watch import MakerWatch
 from coati.trainer.fit_loop import FitLoop
 
@@ -115,6 +116,7 @@ class DetachedTrainer(ABC):
             seed=self._seed,
         )
         self._state = "fitting"
+        leave_out_of_collections()
         self._timeline.take()  # what came before is nobody's time in the metrics of this fit
         self._watch = MakerWatch(self.maker_names, self.deadlines)
         try:

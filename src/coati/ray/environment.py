@@ -5,6 +5,7 @@ A worker's other variables come from the Ray node it runs on. On a cluster that 
 the driver had at that moment; what is set later stays in the driver.
 """
 
+import gc
 import os
 from collections.abc import Mapping
 
@@ -35,9 +36,24 @@ def set_up_gpu(device: torch.device) -> None:
         share_gpu(device)
 
 
+def leave_out_of_collections() -> None:
+    """Have the garbage collector pass over what an actor has loaded so far, libraries and models: it stays.
+
+    Looking through it again and again took 3 % of the steps of a small model. Other processes are left alone.
+    """
+    if is_actor():
+        gc.collect()
+        gc.freeze()
+
+
+def is_actor() -> bool:
+    """Whether this is an actor's process, and not a debugger's or a test's."""
+    return ray.get_runtime_context().get_actor_id() is not None
+
+
 def has_part_of_a_gpu() -> bool:
     """Whether Ray gave this actor less than a whole card, but some."""
     context = ray.get_runtime_context()
-    if context.get_actor_id() is None:  # not in an actor: a debugger's or a test's process
+    if not is_actor():
         return False
     return 0 < float(context.get_assigned_resources().get("GPU", 0)) < 1

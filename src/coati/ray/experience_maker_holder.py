@@ -33,7 +33,7 @@ from coati.monitor.timeline import WEIGHTS, Span, Timeline
 from coati.prompts.source import PromptSource
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, dispatch, num_parameters
 from coati.ray.delivery import ItemSender
-from coati.ray.environment import apply_env_info, set_up_gpu
+from coati.ray.environment import apply_env_info, leave_out_of_collections, set_up_gpu
 from coati.ray.peers import wait_in_slices
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy
@@ -179,6 +179,7 @@ class ExperienceMakerHolder:
         try:
             with self._timeline.span("wait_weights"):
                 self._await_first_weights()
+            leave_out_of_collections()
             self._timeline.take()  # what came before is nobody's time in the metrics of this loop
             dispatch(self._callbacks, "on_loop_start")
             batches = self._prompts.batches(dataloader_fn, num_epochs, num_steps)
