@@ -53,21 +53,34 @@ class WeightPublisher:
         self.channel = WeightChannel(maker_names, deadlines=deadlines)
         self.path = WeightPath(self.channel, learner.device)
         self._timeout_seconds = deadlines.update + deadlines.grace
-        self._lock = threading.Lock()  # of the two below
+        self._lock = threading.Lock()  # of the three below
         self._open: Future[None] | None = None
+        self._left: Future[None] | None = None  # the one that nobody waits for, if it is that
         self._failure: BaseException | None = None
         self._source = f"trainer {os.environ.get('RANK', '0')} ({socket.gethostname()}, {uuid.uuid4().hex[:8]})"
 
-    def begin(
+    def begin(self, version: int, **options: Any) -> None:
+        """Read the weights and send them as a version; see `_start` for the options."""
+        self._start(version, is_left=True, **options)
+
+    def send(self, version: int, **options: Any) -> None:
+        """The same, and wait until the makers have verified it; raises what went wrong with it."""
+        update = self._start(version, is_left=False, **options)
+        self._close(update)
+        if (failure := update.exception()) is not None:
+            raise failure
+
+    def _start(
         self,
         version: int,
         *,
+        is_left: bool,
         fully_update: bool,
         max_staleness: int | None,
         on_arrival: Callable[[float, int], None],
         shard_size: float | None = None,  # MiB
-    ) -> None:
-        """Read the weights and send them as a version. `on_arrival` hears how long that took, and how many bytes."""
+    ) -> "Future[None]":
+        """`on_arrival` hears how long it took until the makers had the version, and how many bytes it has."""
         started = time.perf_counter()
         with self._timeline.span("wait_delivery"):
             self.settle()
@@ -92,23 +105,27 @@ class WeightPublisher:
                 num_bytes = finish()
             on_arrival(time.perf_counter() - started, num_bytes)
 
-        self._open = beside(deliver, name="publishing")
-
-    def send(self, version: int, **options: Any) -> None:
-        """The same as `begin`, and wait until the makers have verified it."""
-        earlier, self._failure = self._failure, None
-        try:
-            self.begin(version, **options)
-            self.settle()
-            self.check()
-        finally:
-            self._failure = self._failure or earlier
+        update = beside(deliver, name="publishing")
+        with self._lock:
+            self._open, self._left = update, update if is_left else None
+        return update
 
     def settle(self) -> None:
         """Wait until nothing is on its way. What went wrong is left for `check`."""
-        update = self._open
-        if update is None:
-            return
+        if (update := self._open) is not None:
+            self._close(update)
+
+    def check(self) -> None:
+        """Raise what went wrong with an update that was begun and is no longer on its way, once. Waits for nothing."""
+        if (update := self._open) is not None and update.done():
+            self._close(update)
+        with self._lock:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _close(self, update: "Future[None]") -> None:
+        """Wait for the end of an update. Whoever comes first notes it."""
         try:
             failure = update.exception(timeout=self._timeout_seconds)
         except FutureTimeout:
@@ -118,16 +135,8 @@ class WeightPublisher:
         with self._lock:
             if self._open is update:
                 self._open = None
-                self._failure = self._failure or failure
-
-    def check(self) -> None:
-        """Raise what went wrong with an update that is no longer on its way, once. Waits for nothing."""
-        if self._open is not None and self._open.done():
-            self.settle()
-        with self._lock:
-            failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+                if self._left is update:
+                    self._failure = self._failure or failure
 
     def change_makers(self, maker_names: Sequence[str], *, newcomers: Sequence[str]) -> None:
         """Others than before get the weights, from the next update on."""
