@@ -232,9 +232,10 @@ def test_what_broken_weights_left_behind_is_not_seen_by_the_next_request():
     ids = torch.randint(3, 29, (4, 30), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[:2, :28] = 0  # short prompts first, so that the long ones look at places that were not written before
-    options = GenerateOptions.parse(eos_token_id=[], pad_token_id=0)
+    # Some end early, so that a long prompt comes in beside a short text, which must not see the places before its own.
+    options = GenerateOptions.parse(eos_token_id=[5, 8, 11, 14, 17, 20], pad_token_id=0)
     request = RolloutRequest(
-        input_ids=ids, attention_mask=mask, sample_ids=torch.arange(4), seed=0, options=options, max_new_tokens=8
+        input_ids=ids, attention_mask=mask, sample_ids=torch.arange(4), seed=0, options=options, max_new_tokens=16
     )
     weight = model.model.layers[0].self_attn.v_proj.weight
     kept = weight.detach().clone()
