@@ -25,11 +25,11 @@ from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroSt
 VOCAB = 23
 NUM_STEPS = 20
 STRATEGIES = {
-    "ddp": lambda **options: DDPStrategy(device="cpu", timeout_seconds=60, **options),
-    "zero1": lambda **options: LowLevelZeroStrategy(stage=1, device="cpu", timeout_seconds=60, **options),
-    "zero2": lambda **options: LowLevelZeroStrategy(stage=2, device="cpu", timeout_seconds=60, **options),
-    "gemini": lambda **options: GeminiStrategy("static", device="cpu", timeout_seconds=60, **options),
-    "gemini-cpu": lambda **options: GeminiStrategy("cpu", device="cpu", timeout_seconds=60, **options),
+    "ddp": lambda **options: DDPStrategy(device="cpu", timeout_seconds=180, **options),
+    "zero1": lambda **options: LowLevelZeroStrategy(stage=1, device="cpu", timeout_seconds=180, **options),
+    "zero2": lambda **options: LowLevelZeroStrategy(stage=2, device="cpu", timeout_seconds=180, **options),
+    "gemini": lambda **options: GeminiStrategy("static", device="cpu", timeout_seconds=180, **options),
+    "gemini-cpu": lambda **options: GeminiStrategy("cpu", device="cpu", timeout_seconds=180, **options),
 }
 SAVERS = ("ddp", "zero1", "zero2", "gemini")  # on CPUs the policies of Gemini are one
 LAYOUTS = ("whole", "sharded")

@@ -18,10 +18,10 @@ from coati.trainer.optim import HybridAdam
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
 
 STRATEGIES = {
-    "ddp": lambda: DDPStrategy(device="cpu", timeout_seconds=60),
-    "zero1": lambda: LowLevelZeroStrategy(stage=1, device="cpu", timeout_seconds=60),
-    "zero2": lambda: LowLevelZeroStrategy(device="cpu", timeout_seconds=60),
-    "gemini": lambda: GeminiStrategy(device="cpu", timeout_seconds=60),
+    "ddp": lambda: DDPStrategy(device="cpu", timeout_seconds=180),
+    "zero1": lambda: LowLevelZeroStrategy(stage=1, device="cpu", timeout_seconds=180),
+    "zero2": lambda: LowLevelZeroStrategy(device="cpu", timeout_seconds=180),
+    "gemini": lambda: GeminiStrategy(device="cpu", timeout_seconds=180),
 }
 ROWS_OF_RANK = {0: slice(0, 1), 1: slice(1, 4)}  # one row and three
 MAX_NORM = 0.5
@@ -132,7 +132,7 @@ def resume(name, saved_by, tie, out):
 def save_on_two_nodes(out):
     """Each rank is the first of its node. Their folders differ, then are the same one."""
     os.environ["LOCAL_RANK"] = "0"
-    strategy = DDPStrategy(device="cpu", timeout_seconds=60)
+    strategy = DDPStrategy(device="cpu", timeout_seconds=180)
     torch.manual_seed(strategy.rank)
     model = tiny_llama(tie=True, seed=strategy.rank)
     strategy.save_model(model, out / f"node{strategy.rank}" / "model")
@@ -170,7 +170,7 @@ def main(out):
     for name, saved_by in zip(names, names[1:] + names[:1], strict=True):
         seen[f"resumed-{name}"] = resume(name, saved_by, True, out)
     save_on_two_nodes(out)
-    strategy = DDPStrategy(device="cpu", timeout_seconds=60)
+    strategy = DDPStrategy(device="cpu", timeout_seconds=180)
     strategy.barrier(30)
     lone = nn.Linear(1, 1)
     seen["lone_is_wrapped"] = strategy.prepare(lone) is not lone

@@ -210,7 +210,7 @@ def silent_leader(rank):
 
 def main(out):
     torch.set_num_threads(1)
-    strategy = DDPStrategy(device="cpu", timeout_seconds=60)
+    strategy = DDPStrategy(device="cpu", timeout_seconds=180)
     mesh = init_device_mesh("cpu", (2,))
     seen = {name: compare(name, mesh) for name in MODELS}
     seen["lock_step"] = in_lock_step(strategy.rank, mesh)

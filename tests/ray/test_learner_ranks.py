@@ -2,9 +2,6 @@
 
 import importlib.util
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -102,27 +99,10 @@ def alone(folder):
 
 
 @pytest.fixture(scope="module")
-def together(folder, reference, alone):
+def together(folder, reference, alone, run_ranks):
     """What each of two ranks saw, in processes of their own."""
     torch.save(reference[1], folder / "expected.pt")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks, logs = [], []
-    for rank in range(2):
-        env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        logs.append((folder / f"rank{rank}.log").open("w"))
-        ranks.append(subprocess.Popen([sys.executable, WORKER, folder], env=env, stdout=logs[-1], stderr=logs[-1]))
-    try:
-        for process in ranks:
-            process.wait(timeout=240)
-    finally:
-        for process, log in zip(ranks, logs, strict=True):
-            process.kill()
-            log.close()
-    for rank, process in enumerate(ranks):
-        assert process.returncode == 0, (folder / f"rank{rank}.log").read_text()[-3000:]
+    run_ranks(WORKER, folder)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

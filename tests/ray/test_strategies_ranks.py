@@ -1,10 +1,6 @@
 """Two ranks, every strategy, against plain torch on the joined batch. Needs no Ray, but some time."""
 
 import importlib.util
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,28 +16,12 @@ CASES = [(name, tie) for tie in (False, True) for name in worker.STRATEGIES]
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory):
+def out(tmp_path_factory, run_ranks):
     """The folder in which two ranks have lived through strategies_worker.main."""
     out = tmp_path_factory.mktemp("ranks")
     (out / "foreign").mkdir()
     (out / "foreign" / "notes.txt").write_text("not a model")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks = []
-    for rank in range(2):
-        env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        log = (out / f"rank{rank}.log").open("w")
-        ranks.append(subprocess.Popen([sys.executable, WORKER, out], env=env, stdout=log, stderr=log))
-    try:
-        for process in ranks:
-            process.wait(timeout=240)
-    finally:
-        for process in ranks:
-            process.kill()
-    for rank, process in enumerate(ranks):
-        assert process.returncode == 0, (out / f"rank{rank}.log").read_text()[-3000:]
+    run_ranks(WORKER, out)
     return out
 
 

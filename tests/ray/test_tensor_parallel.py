@@ -2,10 +2,7 @@
 
 import functools
 import importlib.util
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,26 +23,10 @@ _spec.loader.exec_module(worker)
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen(tmp_path_factory, run_ranks):
     """What each of two ranks wrote down."""
     out = tmp_path_factory.mktemp("tensor-parallel")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    ranks = []
-    for rank in range(2):
-        env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        log = (out / f"rank{rank}.log").open("w")
-        ranks.append(subprocess.Popen([sys.executable, WORKER, out], env=env, stdout=log, stderr=log))
-    try:
-        for process in ranks:
-            process.wait(timeout=200)
-    finally:
-        for process in ranks:
-            process.kill()
-    for rank, process in enumerate(ranks):
-        assert process.returncode == 0, (out / f"rank{rank}.log").read_text()[-3000:]
+    run_ranks(WORKER, out)
     return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -332,8 +332,11 @@ def test_no_chunk_is_drawn_before_every_maker_has_answered_or_failed_to(keep, un
 class Looker:
     """The real weight side of a maker, which notes what it was told and may die when it gets its first chunk."""
 
-    def __init__(self, *, is_fragile):
+    def __init__(self, *, is_fragile=False):
         self._is_fragile = is_fragile
+        self.begin_anew()
+
+    def begin_anew(self):
         models = {"actor": torch.nn.ParameterDict({f"w{i}": torch.zeros(1) for i in range(4)})}
         self._served = ServedModels(models)
         self._stage = WeightStage(models, let_go=self._served.let_go)
@@ -372,23 +375,27 @@ def send_four_chunks(names, *, damaged=None):
     WeightChannel(names, deadlines=QUICK).send(header, messages, fully_update=False, snapshots=snapshots)
 
 
-@pytest.fixture
-def lookers(keep, unique):
-    def make(*fragile):
-        names = [unique(f"looker-{index}") for index in range(len(fragile))]
-        actors = [
-            keep(Looker.options(name=name).remote(is_fragile=is_fragile))
-            for name, is_fragile in zip(names, fragile, strict=True)
-        ]
-        return names, actors
+@pytest.fixture(scope="module")
+def shared_lookers(cluster):
+    names = [f"looker-{index}" for index in range(2)]
+    actors = [Looker.options(name=name).remote() for name in names]
+    yield names, actors
+    for actor in actors:
+        ray.kill(actor)
 
-    return make
+
+@pytest.fixture
+def lookers(shared_lookers):
+    """Names and actors of two that have seen nothing yet; tests must not kill them."""
+    names, actors = shared_lookers
+    ray.get([actor.begin_anew.remote() for actor in actors], timeout=PATIENCE)
+    return names, actors
 
 
 @pytest.mark.parametrize("bytes_per_call", [1, 8, 2**20])
 def test_makers_that_look_at_the_same_memory_check_each_chunk_once(lookers, monkeypatch, bytes_per_call):
     monkeypatch.setattr(weight_channel, "LENT_BYTES_PER_CALL", bytes_per_call)
-    names, actors = lookers(False, False)
+    names, actors = lookers
     send_four_chunks(names)
     whole = [0, 1, 2, 3]
     assert ray.get([actor.told.remote() for actor in actors], timeout=PATIENCE) == [
@@ -399,7 +406,7 @@ def test_makers_that_look_at_the_same_memory_check_each_chunk_once(lookers, monk
 
 @pytest.mark.parametrize("damaged", [0, 3])
 def test_a_chunk_that_one_of_them_finds_damaged_is_served_by_none(lookers, damaged):
-    names, actors = lookers(False, False)
+    names, actors = lookers
     with pytest.raises(WeightUpdateError) as caught:
         send_four_chunks(names, damaged=damaged)
     assert all(f"maker {name}: chunk {damaged} of weight update" in str(caught.value) for name in names)
@@ -407,14 +414,16 @@ def test_a_chunk_that_one_of_them_finds_damaged_is_served_by_none(lookers, damag
 
 
 @pytest.mark.parametrize("damaged", [None, 0])
-def test_what_a_maker_that_died_was_to_check_the_others_check(lookers, damaged):
-    names, actors = lookers(True, False, False)
+def test_what_a_maker_that_died_was_to_check_the_others_check(lookers, keep, unique, damaged):
+    fragile = unique("fragile")
+    keep(Looker.options(name=fragile).remote(is_fragile=True))
+    names, actors = [fragile, *lookers[0]], lookers[1]
     if damaged is None:
         send_four_chunks(names)
     else:
         with pytest.raises(WeightUpdateError, match=r"chunk 0 of weight update .* is corrupt"):
             send_four_chunks(names, damaged=damaged)
-    told = ray.get([actor.told.remote() for actor in actors[1:]], timeout=PATIENCE)
+    told = ray.get([actor.told.remote() for actor in actors], timeout=PATIENCE)
     assert [(calls[-1], version) for calls, version in told] == [([1, 2], int(damaged is None))] * 2
 
 
