@@ -26,7 +26,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from coati.errors import ConfigError, DataError, DeadlineExceeded, PeerDied
 from coati.experience_maker.base import Experience
-from coati.experience_maker.naive import AllSamplesDropped, NaiveExperienceMaker
+from coati.experience_maker.dropping import AllSamplesDropped
+from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.models.tensor_parallel import cut_model
 from coati.rollout import GenerateOptions, Rollout
 from coati.weights.canary import Canary

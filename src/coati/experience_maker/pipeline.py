@@ -10,7 +10,8 @@ import torch
 
 from coati.errors import DataError
 from coati.experience_maker.base import Experience
-from coati.experience_maker.naive import DROPPED_NO_SIGNAL, AllSamplesDropped, NaiveExperienceMaker, NoSignal
+from coati.experience_maker.dropping import DROPPED_NO_SIGNAL, AllSamplesDropped, NoSignal
+from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.experience_maker.statistics import maker_record
 from coati.ledger.admission import AdmissionGate, WorkShare
