@@ -1,7 +1,13 @@
-"""The reference maker: generate, score, penalise by KL, estimate advantages. One step after the other."""
+"""The reference maker: generate, score, penalise by KL, estimate advantages. One step after the other.
 
+Reward functions alone run beside the rest. So a batch can be begun (everything that needs the models) and finished
+later, when its scores are there, with the next one begun in between.
+"""
+
+import dataclasses
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -29,7 +35,7 @@ from coati.models.actor import unwrap
 from coati.models.critic import as_critic
 from coati.models.positions import context_length_of
 from coati.monitor.timeline import Timeline
-from coati.rewards import RewardScorer
+from coati.rewards import PendingScores, RewardScorer
 from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, make_engine, merge_rollouts
 
 __all__ = ["AllSamplesDropped", "NaiveExperienceMaker", "NoSignal", "action_values"]
@@ -37,6 +43,20 @@ __all__ = ["AllSamplesDropped", "NaiveExperienceMaker", "NoSignal", "action_valu
 logger = logging.getLogger(__name__)
 
 _NO_LIMIT = 1 << 62
+
+
+@dataclasses.dataclass(frozen=True)
+class UnfinishedExperience:
+    """Experience that lacks its advantages and, where scores are still on their way, its rewards."""
+
+    experience: Experience
+    scores: PendingScores | None = None
+    """None: the rewards are there."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be finished without a wait."""
+        return self.scores is None or self.scores.is_ready
 
 
 class NaiveExperienceMaker(ExperienceMaker):
@@ -85,6 +105,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.policy_version = 0
         # Set to pick new weights up between tokens: commits what is pending and returns the version that serves.
         self.commit_point: Callable[[], int] | None = None
+        # Set to be called between tokens, by whoever has something to do when it is ready.
+        self.meanwhile: Callable[[], None] | None = None
         self.timeline = Timeline()  # exchanged by whoever keeps one for the whole actor
         self.last_logprob_gap: LogprobGap | None = None  # of the last batch
         self._gap_watch = GapWatch()
@@ -111,6 +133,29 @@ class NaiveExperienceMaker(ExperienceMaker):
         `columns` are the dataset's further columns, which reach the reward. Raises AllSamplesDropped if no
         sample of the batch can be trained on.
         """
+        return self.finish_experience(
+            self.begin_experience(
+                input_ids,
+                attention_mask,
+                sample_ids=sample_ids,
+                group_ids=group_ids,
+                columns=columns,
+                **generate_kwargs,
+            )
+        )
+
+    @torch.no_grad()
+    def begin_experience(
+        self,
+        input_ids: Tensor,  # [B, P]
+        attention_mask: Tensor | None = None,  # [B, P]
+        *,
+        sample_ids: Tensor | None = None,  # [B]
+        group_ids: Tensor | None = None,  # [B]
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        **generate_kwargs: Any,
+    ) -> UnfinishedExperience:
+        """All of `make_experience` that needs the models; reward functions have begun, and may still run."""
         options = GenerateOptions.parse(**generate_kwargs)
         prompts = PromptRows.checked(
             input_ids, attention_mask, sample_ids, group_ids, columns or {}, first_id=self._next_anonymous_id
@@ -125,8 +170,22 @@ class NaiveExperienceMaker(ExperienceMaker):
             rollout = self._generate(prompts, options)
         temperatures = torch.full_like(prompts.sample_ids, options.sampling_temperature, dtype=torch.float32)
         with self.timeline.span("score"):
-            experience = self._score(prompts, rollout, temperatures, options)
-            experience = without_bad_rewards(experience, self.dropped, in_whole_groups=self.algorithm.uses_groups)
+            return self._score(prompts, rollout, temperatures, options)
+
+    @torch.no_grad()
+    def finish_experience(self, unfinished: UnfinishedExperience) -> Experience:
+        """The rest, without the models: wait for the scores, drop bad ones, estimate advantages."""
+        experience = unfinished.experience
+        if (scores := unfinished.scores) is not None:
+            if not scores.is_ready:
+                with self.timeline.span("wait_rewards"):
+                    scores.wait(math.inf)
+            experience.reward = self._checked_scores(scores(), experience.sequences)
+        with self.timeline.span("score"):
+            return self._with_advantages(experience)
+
+    def _with_advantages(self, experience: Experience) -> Experience:
+        experience = without_bad_rewards(experience, self.dropped, in_whole_groups=self.algorithm.uses_groups)
         if self.algorithm.dynamic_sampling:
             experience = without_equal_scores(experience, self.dropped)
         experience.advantages = estimate_advantages(
@@ -193,40 +252,41 @@ class NaiveExperienceMaker(ExperienceMaker):
                         options=options,
                         max_new_tokens=int(room[rows].max()),
                         version=self.policy_version,
-                        commit_point=self._take_new_weights if self.commit_point is not None else None,
+                        commit_point=self._between_tokens if self.commit_point or self.meanwhile else None,
                     )
                 )
             )
         whole = rollouts[0] if len(rollouts) == 1 else merge_rollouts(rollouts, parts, prompts.input_ids.shape[1])
         return whole.shortened(room)
 
-    def _take_new_weights(self) -> int:
-        """Between two tokens: whatever the commit point brings is what this maker serves from here on."""
-        assert self.commit_point is not None
-        self.policy_version = self.commit_point()
+    def _between_tokens(self) -> int:
+        """Whatever the commit point brings is what this maker serves from here on."""
+        if self.meanwhile is not None:
+            self.meanwhile()
+        if self.commit_point is not None:
+            self.policy_version = self.commit_point()
         return self.policy_version
 
     def _score(
         self, prompts: PromptRows, rollout: Rollout, temperatures: Tensor, options: GenerateOptions
-    ) -> Experience:
+    ) -> UnfinishedExperience:
         """All the forward passes, with reward functions beside them, and the arithmetic on top."""
         sequences, attention_mask, action_mask = (
             rollout.sequences,
             rollout.attention_mask,
             rollout.action_mask,
         )
-        finished_rewards = self._begin_rewards(sequences, attention_mask, action_mask, prompts.columns)
+        scores = self._begin_rewards(sequences, attention_mask, action_mask, prompts.columns)
         logprobs = self._policy_logprobs(rollout, temperatures, options).masked_fill(~action_mask, 0.0)
         reference_logprobs, values = score_with_models(
             self.initial_model, self.critic, sequences, attention_mask, action_mask, temperatures
         )
-        scores = finished_rewards()
         kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.kl_estimator)
-        return Experience(
+        experience = Experience(
             sequences=sequences,
             action_log_probs=logprobs,
             values=values,
-            reward=scores,
+            reward=values.new_zeros(len(values)),  # until the scores are there
             kl=kl,
             advantages=torch.zeros_like(values),  # estimated when it is known which samples stay
             attention_mask=attention_mask,
@@ -240,6 +300,10 @@ class NaiveExperienceMaker(ExperienceMaker):
                 reference_logprobs.masked_fill(~action_mask, 0.0) if self.algorithm.kl_in == "loss" else None
             ),
         )
+        if isinstance(scores, PendingScores) and scores.is_beside:
+            return UnfinishedExperience(experience, scores)
+        experience.reward = self._checked_scores(scores(), sequences)  # by a model, which is ours only for now
+        return UnfinishedExperience(experience)
 
     def _policy_logprobs(self, rollout: Rollout, temperatures: Tensor, options: GenerateOptions) -> Tensor:
         """log-probs of the policy that wrote the responses, [B, A].
@@ -260,16 +324,14 @@ class NaiveExperienceMaker(ExperienceMaker):
         attention_mask: Tensor,
         action_mask: Tensor,
         columns: Mapping[str, Sequence[Any]],
-    ) -> Callable[[], Tensor]:
+    ) -> Callable[[], Any]:
         """Let a function begin to score; what is returned waits for it, or asks a model."""
-        finish: Callable[[], Any] = functools.partial(self.reward_model, sequences, attention_mask)
-        if isinstance(self.reward_model, RewardScorer):
-            arguments = (sequences, attention_mask, action_mask, columns)
-            if type(self.reward_model).__call__ is RewardScorer.__call__:
-                finish = self.reward_model.begin(*arguments)
-            else:  # a subclass that does something else
-                finish = functools.partial(self.reward_model, *arguments)
-        return lambda: self._checked_scores(finish(), sequences)
+        if not isinstance(self.reward_model, RewardScorer):
+            return functools.partial(self.reward_model, sequences, attention_mask)
+        arguments = (sequences, attention_mask, action_mask, columns)
+        if type(self.reward_model).__call__ is RewardScorer.__call__:
+            return self.reward_model.begin(*arguments)
+        return functools.partial(self.reward_model, *arguments)  # a subclass that does something else
 
     def _checked_scores(self, output: Any, sequences: Tensor) -> Tensor:
         scores = output["logits"] if isinstance(output, Mapping) else output
