@@ -251,18 +251,26 @@ def test_prompts_may_wait_for_what_is_pending(llama):
 
 def test_weights_that_come_before_the_scores_let_the_next_batch_begin(llama):
     # η = 1 and one batch for each version: the third needs version 1, which comes while the second has no scores.
-    third_begun = threading.Event()
+    refused, third_begun = threading.Event(), threading.Event()
 
     def reward(first):
         if first == 2:
+            assert refused.wait(SECONDS)
             rig.offer(1)
             assert third_begun.wait(SECONDS)
+
+    def admit(wanted):
+        num_rows = admits(wanted)
+        if num_rows == 0:
+            refused.set()
+        return num_rows
 
     def before_token(first):
         if first == 4:
             third_begun.set()
 
     rig = Rig(llama, reward, share=share(6, max_staleness=1), before_token=before_token)
+    admits, rig.pipeline.admit = rig.pipeline.admit, admit
     told = rig.run(3)
     assert told.index("generate 4") < told.index("deliver 2")
     assert rig.sent == [0, 1, 2, 3, 4, 5]
