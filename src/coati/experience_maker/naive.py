@@ -5,7 +5,6 @@ later, when its scores are there, with the next one begun in between.
 """
 
 import dataclasses
-import functools
 import logging
 import math
 from collections import Counter
@@ -28,7 +27,13 @@ from coati.experience_maker.dropping import (
     without_bad_rewards,
     without_equal_scores,
 )
-from coati.experience_maker.model_scores import GapWatch, LogprobGap, action_values, score_with_models
+from coati.experience_maker.model_scores import (
+    GapWatch,
+    LogprobGap,
+    action_values,
+    score_with_models,
+    sharing_reward_models,
+)
 from coati.experience_maker.prompt_rows import PromptRows, check_groups
 from coati.models import RewardModel, action_logprobs
 from coati.models.actor import unwrap
@@ -278,8 +283,15 @@ class NaiveExperienceMaker(ExperienceMaker):
         )
         scores = self._begin_rewards(sequences, attention_mask, action_mask, prompts.columns)
         logprobs = self._policy_logprobs(rollout, temperatures, options).masked_fill(~action_mask, 0.0)
-        reference_logprobs, values = score_with_models(
-            self.initial_model, self.critic, sequences, attention_mask, action_mask, temperatures
+        reward_models = self._reward_models_at_hand(scores)
+        reference_logprobs, values, rewards = score_with_models(
+            self.initial_model,
+            self.critic,
+            sequences,
+            attention_mask,
+            action_mask,
+            temperatures,
+            reward_models=reward_models,
         )
         kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.kl_estimator)
         experience = Experience(
@@ -302,7 +314,9 @@ class NaiveExperienceMaker(ExperienceMaker):
         )
         if isinstance(scores, PendingScores) and scores.is_beside:
             return UnfinishedExperience(experience, scores)
-        experience.reward = self._checked_scores(scores(), sequences)  # by a model, which is ours only for now
+        # By models, which are ours only for now.
+        ready: dict[nn.Module, Tensor] = dict(zip(reward_models, rewards.unbind(1), strict=True))
+        experience.reward = self._checked_scores(scores(ready), sequences)
         return UnfinishedExperience(experience)
 
     def _policy_logprobs(self, rollout: Rollout, temperatures: Tensor, options: GenerateOptions) -> Tensor:
@@ -324,14 +338,27 @@ class NaiveExperienceMaker(ExperienceMaker):
         attention_mask: Tensor,
         action_mask: Tensor,
         columns: Mapping[str, Sequence[Any]],
-    ) -> Callable[[], Any]:
-        """Let a function begin to score; what is returned waits for it, or asks a model."""
+    ) -> Callable[[Mapping[nn.Module, Tensor]], Any]:
+        """Let a function begin to score. What is returned waits for it or asks models, but for those that are ready."""
         if not isinstance(self.reward_model, RewardScorer):
-            return functools.partial(self.reward_model, sequences, attention_mask)
+            return lambda ready: (
+                ready[self.reward_model]
+                if isinstance(self.reward_model, nn.Module) and self.reward_model in ready
+                else self.reward_model(sequences, attention_mask)
+            )
         arguments = (sequences, attention_mask, action_mask, columns)
         if type(self.reward_model).__call__ is RewardScorer.__call__:
             return self.reward_model.begin(*arguments)
-        return functools.partial(self.reward_model, *arguments)  # a subclass that does something else
+        return lambda _: self.reward_model(*arguments)  # a subclass that does something else
+
+    def _reward_models_at_hand(self, scores: Callable[..., Any]) -> list[RewardModel]:
+        """Reward models that share a body with another model, and so are best asked with it."""
+        models: Sequence[nn.Module] = ()
+        if isinstance(scores, PendingScores) and not scores.is_beside:
+            models = self.reward_model.models
+        elif isinstance(self.reward_model, RewardModel):
+            models = (self.reward_model,)
+        return sharing_reward_models(self.initial_model, self.critic, models)
 
     def _checked_scores(self, output: Any, sequences: Tensor) -> Tensor:
         scores = output["logits"] if isinstance(output, Mapping) else output

@@ -6,9 +6,9 @@
 
 A batch whose reward functions still run when the models are done with it is pending, and the next one is begun. It is
 finished and delivered between two tokens of that one, as soon as its scores are there, so that trainers hardly get it
-later than they would have without. At most one batch is pending while another is generated, and batches are delivered in the
-order of their prompts. Whatever else the loop waits for (weights, prompts) may depend on the pending one, so it looks
-after that one meanwhile.
+later than they would have without. At most one batch is pending while another is generated, and batches are delivered
+in the order of their prompts. Whatever else the loop waits for (weights, prompts) may depend on the pending one, so it
+looks after that one meanwhile.
 
 With a staleness bound of 0 nothing is ever pending: see `ExperiencePipeline.may_defer`.
 """

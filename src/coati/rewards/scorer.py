@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
@@ -9,11 +10,11 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import compress
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from coati.beside import InTurn
 from coati.errors import RewardError
-from coati.rewards.base import Reward, RewardRequest, is_host_work, longest_seconds
+from coati.rewards.base import Reward, RewardRequest, is_host_work, longest_seconds, models_of
 
 _GRACE_SECONDS = 5.0
 
@@ -49,8 +50,13 @@ class PendingScores:
         if self._future is not None:
             wait([self._future], timeout=max(0.0, min(seconds, self._seconds_left())))
 
-    def __call__(self) -> Tensor:
-        """The scores, [B] on the device of the sequences; waits for them, and raises what the reward raised."""
+    def __call__(self, ready: Mapping[nn.Module, Tensor] | None = None) -> Tensor:
+        """The scores, [B] on the device of the sequences; waits for them, and raises what the reward raised.
+
+        `ready` are scores [B] of reward models that have been asked meanwhile.
+        """
+        if self._future is None and ready:
+            self._request = dataclasses.replace(self._request, ready=ready)
         scores = self._ask() if self._future is None else self._waited_for(self._future)
         return scores.to(self._request.sequences.device)
 
@@ -92,6 +98,11 @@ class RewardScorer:
         self.reward = reward
         self.tokenizer = tokenizer
         self._in_turn = InTurn()
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The models that the reward asks."""
+        return models_of(self.reward)
 
     def __call__(
         self,
