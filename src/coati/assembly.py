@@ -3,11 +3,14 @@
 The synchronous loop and the Ray launcher both build from here, so they train the same thing.
 """
 
+import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from coati.algorithms import algorithm_of
@@ -17,7 +20,8 @@ from coati.errors import ConfigError
 from coati.ledger import StalenessController, WorkShare
 from coati.models import Actor, Critic, LoRASettings, RewardModel
 from coati.models.positions import context_length_of
-from coati.models.quantized import quantize_linear_layers
+from coati.models.quantized import bytes_held, quantize_linear_layers
+from coati.models.shared_body import take_body_of
 from coati.prompts import PromptStream, load_prompts
 from coati.rewards import RewardScorer, build_reward, load_reward_function
 from coati.rollout import GenerateOptions
@@ -25,6 +29,8 @@ from coati.trainer.modes import compile_blocks
 from coati.trainer.off_policy import CorrectionSettings
 from coati.trainer.ppo import PPOSettings
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
+
+logger = logging.getLogger(__name__)
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -103,7 +109,8 @@ def maker_models(
     """What a maker works with: actor, critic, reward and the initial model.
 
     With `train.compile` the blocks of those that only score are compiled. The actor is left to the rollout engine, and
-    so are models that are cut over ranks, which exchange parts of their numbers inside of the blocks.
+    so are models that are cut over ranks, which exchange parts of their numbers inside of the blocks. A reward model
+    whose body is the reference's to the bit takes that one; never the actor's or the critic's, which change.
     """
     actor, critic = _trained_models(config, _dtype(config))
     reference = _loaded("model.reference", config.reference_path, Actor, dtype=_dtype(config))
@@ -113,20 +120,32 @@ def maker_models(
         for model in (reference, critic):
             if model is not None:
                 compile_blocks(model)
-    scorer = make_scorer(config, compiled=config.train.compile) if with_reward else None
-    return actor, critic, scorer, reference
+    if not with_reward:
+        return actor, critic, None, reference
+    # A cut reference is one part of a body on each rank, and the reward is the leader's alone.
+    lenders = [reference] if config.topology.tensor_parallel == 1 else []
+    return actor, critic, make_scorer(config, compiled=config.train.compile, body_from=lenders), reference
 
 
-def make_scorer(config: RunConfig, *, compiled: bool = False) -> RewardScorer:
-    """The reward that `[reward]` describes, over text; `compiled` is worth its time where much is scored."""
+def make_scorer(config: RunConfig, *, compiled: bool = False, body_from: Sequence[nn.Module] = ()) -> RewardScorer:
+    """The reward that `[reward]` describes, over text; `compiled` is worth its time where much is scored.
+
+    A reward model that has the same body as one of `body_from`, or as one that was loaded before, takes that module.
+    """
     device = make_strategy(config, "maker").device
+    lenders = list(body_from)
 
     def load_reward_model(path: str) -> RewardModel:
         model: RewardModel = _loaded("reward.model", path, RewardModel)
         if config.reward.quantize == "int8":
             quantize_linear_layers(model.body)
-        if compiled:
+        if (lender := take_body_of(model, lenders)) is not None:
+            whose = "the reference" if lender in body_from else "another reward model"
+            mib = bytes_held(model.body) / 2**20
+            logger.info("reward model %s has the body of %s: one pass for both, %.0f MiB less", path, whose, mib)
+        elif compiled:
             compile_blocks(model)
+        lenders.append(model)
         return model.to(device).eval()
 
     reward = build_reward(config.reward, search_paths=config.reward_search_paths, load_model=load_reward_model)

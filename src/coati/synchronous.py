@@ -121,13 +121,13 @@ class SynchronousRun:
         return self._ready.popleft() if self._ready else None
 
     def _make(self, part: PromptBatch) -> None:
-        experience = self._pipeline.make(part)
-        if experience is None:
+        made = self._pipeline.finish(self._pipeline.begin(part))
+        if made is None:
             return
-        experience.to_device("cpu")
-        record = self._pipeline.record(experience, samples_kept=self._config.logging.samples_kept, prompts=self._stream)
+        made.experience.to_device("cpu")
+        record = self._pipeline.record(made, samples_kept=self._config.logging.samples_kept, prompts=self._stream)
         self._log.maker_records([record])
-        for items in self._collector.add(split_experience_batch(experience)):
+        for items in self._collector.add(split_experience_batch(made.experience)):
             self._ready.append(make_experience_batch(items))
 
     def _train(self, experience: Experience) -> dict[str, float]:

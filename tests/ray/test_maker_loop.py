@@ -28,6 +28,7 @@ from coati.errors import (
 )
 from coati.ledger import WorkShare
 from coati.ray.callbacks import MakerCallback
+from coati.rewards import FunctionReward, RewardScorer
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -139,6 +140,32 @@ def test_samples_without_a_finite_reward_are_dropped_and_counted(sinks):
     progress = work(make_maker(list(sinks), reward=NaNForFirst()), [numbered(0, 4), numbered(4, 4)])
     assert (progress.num_made, progress.num_dropped, progress.num_delivered) == (6, 2, 6)
     assert sorted(sample for ids in received(sinks) for sample in ids) == [1, 2, 3, 5, 6, 7]
+
+
+class Numbers:
+    """A tokenizer that writes numbers."""
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
+def test_a_function_scores_one_batch_while_the_loop_goes_on_to_the_next(sinks):
+    second_drawn = threading.Event()
+
+    def patient(completions):
+        return [1.0 if second_drawn.wait(PATIENCE) else float("nan")] * len(completions)
+
+    def batches():
+        yield numbered(0, 4)
+        second_drawn.set()
+        yield numbered(4, 4)
+
+    maker = make_maker(list(sinks), reward=RewardScorer(FunctionReward(patient), Numbers()))
+    maker.workingloop(batches)
+    progress = maker.progress()
+    assert (progress.state, progress.num_made, progress.num_delivered) == ("finished", 8, 8)
+    assert received(sinks) == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert len(maker.records_since(0).records) == 2
 
 
 def test_an_unknown_generate_option_is_refused_before_any_model_is_loaded(sinks):

@@ -1,6 +1,7 @@
 """From settings to objects: every setting arrives, and what cannot be loaded is named."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from coati.deadlines import Deadlines
 from coati.errors import ConfigError
 from coati.experience_maker import NaiveExperienceMaker
 from coati.ledger import VersionSignals, WorkShare
+from coati.models import RewardModel
 from coati.models.quantized import QuantizedLinear
 from coati.trainer.off_policy import CorrectionSettings
 from coati.trainer.ppo import PPOSettings
@@ -308,7 +310,7 @@ def test_only_what_is_asked_for_is_quantised_and_it_takes_no_weight_updates(mode
     ("train", "tensor_parallel", "expected"),
     [
         ({}, 1, set()),
-        ({"compile": True}, 1, {"critic", "reference", "reward"}),
+        ({"compile": True}, 1, {"critic", "reference and reward"}),  # one body, which is compiled once
         ({"compile": True}, 2, {"reward"}),  # the others are cut over the ranks
     ],
 )
@@ -322,7 +324,9 @@ def test_makers_compile_what_only_scores(model_folder, monkeypatch, train, tenso
         topology={"tensor_parallel": tensor_parallel},
     )
     actor, critic, scorer, reference = assembly.maker_models(config)
-    models = {"actor": actor, "critic": critic, "reference": reference, "reward": scorer.reward._model}
+    reward = scorer.reward._model
+    shared = {"reference and reward": reward.body} if reward.body is reference.model.model else {}
+    models = {"actor": actor, "critic": critic, "reference": reference, "reward": reward, **shared}
     of = {part: name for name, model in models.items() for part in model.modules()}
     assert [of[part] for part in compiled].count("actor") == 0
     assert {of[part] for part in compiled} == expected
@@ -330,6 +334,33 @@ def test_makers_compile_what_only_scores(model_folder, monkeypatch, train, tenso
     compiled.clear()
     assembly.make_scorer(config)  # as an evaluation does, which scores once
     assert compiled == []
+
+
+def test_reward_models_with_the_body_of_the_reference_or_of_each_other_share_it(model_folder, tmp_path, caplog):
+    heads, other = [], RewardModel.from_pretrained(model_folder)
+    other.body.norm.weight.data[0] = 2.0
+    for index, model in enumerate([RewardModel.from_pretrained(model_folder), other, other]):
+        torch.nn.init.constant_(model.value_head.weight, index + 1.0)
+        heads.append(tmp_path / f"head-{index}")
+        model.save_pretrained(heads[-1])
+    settings = {
+        "model": {"path": str(model_folder), "device": "cpu"},
+        "reward": {"function": "", "terms": [{"model": str(path), "name": path.name} for path in heads]},
+    }
+    with caplog.at_level(logging.INFO, logger="coati.assembly"):
+        actor, critic, scorer, reference = assembly.maker_models(config_of(**settings))
+    first, second, third = scorer.models
+    body = reference.model.model
+    assert first.body is body
+    assert second.body is third.body is not body
+    assert all(trained is not body for trained in (actor.model.model, critic.body))
+    assert [model.value_head.weight[0, 0].item() for model in scorer.models] == [1.0, 2.0, 3.0]
+    messages = [record.getMessage() for record in caplog.records if record.name == "coati.assembly"]
+    said = [message.partition(":")[0].partition(" has the body of ")[2] for message in messages]
+    assert said == ["the reference", "another reward model"]
+    cut = assembly.maker_models(config_of(**settings, topology={"tensor_parallel": 2}))
+    assert cut[2].models[0].body is not cut[3].model.model
+    assert cut[2].models[1].body is cut[2].models[2].body
 
 
 def test_prompts_keep_to_the_sections(model_folder, tmp_path):

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from coati.errors import ConfigError, DataError, DeadlineExceeded, PeerDied
-from coati.experience_maker.base import Experience
-from coati.experience_maker.naive import AllSamplesDropped, NaiveExperienceMaker
+from coati.experience_maker.dropping import AllSamplesDropped
+from coati.experience_maker.naive import NaiveExperienceMaker, UnfinishedExperience
 from coati.models.tensor_parallel import cut_model
 from coati.rollout import GenerateOptions, Rollout
 from coati.weights.canary import Canary
@@ -152,11 +152,13 @@ class FollowingMaker(NaiveExperienceMaker):
 class LeadingMaker(FollowingMaker):
     """Tells the followers before it works."""
 
-    def make_experience(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Experience:
+    def begin_experience(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
+    ) -> UnfinishedExperience:
         """As `NaiveExperienceMaker` does; columns, which only the reward reads, stay here."""
         shared = {name: value for name, value in options.items() if name != "columns"}
         self.lock_step.say(MakeNotice(self.policy_version, input_ids, attention_mask, shared))
-        return super().make_experience(input_ids, attention_mask, **options)
+        return super().begin_experience(input_ids, attention_mask, **options)
 
 
 class NoReward(nn.Module):

@@ -5,15 +5,18 @@ computed again, to see how far the two are apart.
 """
 
 import logging
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from coati.errors import DataError
-from coati.models import action_logprobs
-from coati.models.actor import packed_scoring_problem
+from coati.models import Critic, RewardModel, action_logprobs
+from coati.models.actor import packed_scoring_problem, unwrap
 from coati.models.packing import SCORED_TOKENS, row_parts, row_tokens
+from coati.models.scoring import Scoring, score_hidden
+from coati.models.shared_body import SharedPasses, body_of, shared_bodies
 from coati.rollout import Rollout
 
 logger = logging.getLogger(__name__)
@@ -23,10 +26,14 @@ _EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
 
 
 class ModelScores(NamedTuple):
-    """[B, A] each; values are 0 outside of responses, and everywhere without a critic."""
+    """What the models say of a batch."""
 
     reference_logprobs: Tensor
+    """[B, A]"""
     values: Tensor
+    """[B, A]; 0 outside of responses, and everywhere without a critic."""
+    rewards: Tensor
+    """[B, M] by the reward models that were asked."""
 
 
 @torch.no_grad()
@@ -38,22 +45,46 @@ def score_with_models(
     action_mask: Tensor,  # [B, A] bool
     temperatures: Tensor,  # [B]
     *,
+    reward_models: Sequence[RewardModel] = (),
     max_tokens: int = SCORED_TOKENS,
 ) -> ModelScores:
-    """What the models say of each response token."""
+    """What the models say of each response token, and reward models of each response.
+
+    A body that several of them share is run once for each part.
+    """
     num_actions = action_mask.shape[1]
+    bodies = shared_bodies([initial_model, critic, *reward_models]) if num_actions else set()
     costs = row_tokens(sequences, attention_mask, is_packed=not packed_scoring_problem(initial_model))
     parts = []
     for rows in row_parts(costs, max_tokens=max_tokens):
-        forward = (sequences[rows], attention_mask[rows], num_actions)
-        reference, _ = action_logprobs(initial_model, *forward, temperatures=temperatures[rows])
+        part = (sequences[rows], attention_mask[rows])
+        passes = SharedPasses(bodies, *part)
+        reference = _reference_logprobs(initial_model, *part, Scoring(num_actions, temperatures[rows]), passes)
         values = torch.zeros_like(reference)
         if critic is not None:
-            values = action_values(critic, *forward).masked_fill(~action_mask[rows], 0.0)
-        parts.append(ModelScores(reference, values))
+            values = action_values(critic, *part, num_actions, passes=passes).masked_fill(~action_mask[rows], 0.0)
+        rewards = [_reward_scores(model, *part, passes) for model in reward_models]
+        parts.append(
+            ModelScores(reference, values, torch.stack(rewards, 1) if rewards else values.new_zeros(len(values), 0))
+        )
     if len(parts) == 1:
         return parts[0]
     return ModelScores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _reference_logprobs(
+    model: nn.Module, sequences: Tensor, attention_mask: Tensor, scoring: Scoring, passes: SharedPasses
+) -> Tensor:
+    if (hidden := passes.hidden_of(model)) is not None:
+        return score_hidden(unwrap(model), passes.packed, hidden, scoring)[0]
+    return action_logprobs(model, sequences, attention_mask, scoring.num_actions, temperatures=scoring.temperatures)[0]
+
+
+def _reward_scores(model: RewardModel, sequences: Tensor, attention_mask: Tensor, passes: SharedPasses) -> Tensor:
+    if (hidden := passes.hidden_of(model)) is not None:
+        return model.last_values(model.hidden_values(passes.packed, hidden), attention_mask)
+    scores: Tensor = model(sequences, attention_mask)
+    return scores
 
 
 class LogprobGap(NamedTuple):
@@ -75,6 +106,15 @@ def logprob_gap(actor: nn.Module, rollout: Rollout, temperatures: Tensor, *, num
     if not len(gaps):
         return LogprobGap(0.0, 0.0, 0)
     return LogprobGap(float(gaps.mean()), float(gaps.max()), len(gaps))
+
+
+def sharing_reward_models(
+    initial_model: nn.Module, critic: nn.Module | None, reward_models: Iterable[nn.Module]
+) -> list[RewardModel]:
+    """Those whose body another of the models has too, so that they are best asked with them."""
+    distinct = list(dict.fromkeys(reward_models))
+    bodies = shared_bodies([initial_model, critic, *distinct])
+    return [model for model in distinct if isinstance(model, RewardModel) and body_of(model) in bodies]
 
 
 class GapWatch:
@@ -105,12 +145,24 @@ class GapWatch:
         return gap
 
 
-def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int) -> Tensor:
+def action_values(
+    critic: nn.Module,
+    sequences: Tensor,
+    attention_mask: Tensor | None,
+    num_actions: int,
+    *,
+    passes: SharedPasses | None = None,
+) -> Tensor:
     """V(state before each response token), [B, A]: the critic's output one position earlier.
 
-    A critic that already returns [B, A] (a hand-written module) is taken at its word.
+    A critic that already returns [B, A] (a hand-written module) is taken at its word. With `passes` its body may have
+    been run already.
     """
-    values = critic(sequences, attention_mask)
+    hidden = None if passes is None else passes.hidden_of(critic)
+    if passes is not None and hidden is not None and isinstance(critic, Critic):
+        values = critic.hidden_values(passes.packed, hidden)
+    else:
+        values = critic(sequences, attention_mask)
     batch, length = sequences.shape
     came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
     if came == (batch, length) and num_actions < length:
@@ -120,4 +172,4 @@ def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor |
             f"the critic {type(critic).__name__} must return [{batch}, {length}] (one value for each token) "
             f"or [{batch}, {num_actions}] (one for each response token), got {came}."
         )
-    return values  # type: ignore[no-any-return]
+    return values

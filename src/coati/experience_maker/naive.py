@@ -1,7 +1,12 @@
-"""The reference maker: generate, score, penalise by KL, estimate advantages. One step after the other."""
+"""The reference maker: generate, score, penalise by KL, estimate advantages. One step after the other.
 
-import functools
+Reward functions alone run beside the rest. So a batch can be begun (everything that needs the models) and finished
+later, when its scores are there, with the next one begun in between.
+"""
+
+import dataclasses
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -11,37 +16,52 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coati.algorithms import Algorithm, algorithm_of
-from coati.algos import has_signal, kl_estimate
-from coati.errors import ConfigError, DataError, RewardError
+from coati.algos import kl_estimate
+from coati.errors import ConfigError, RewardError
 from coati.experience_maker.advantage_estimates import estimate_advantages
 from coati.experience_maker.base import Experience, ExperienceMaker
-from coati.experience_maker.model_scores import GapWatch, LogprobGap, action_values, score_with_models
+from coati.experience_maker.dropping import (
+    DROPPED_PROMPT_TOO_LONG,
+    AllSamplesDropped,
+    NoSignal,
+    without_bad_rewards,
+    without_equal_scores,
+)
+from coati.experience_maker.model_scores import (
+    GapWatch,
+    LogprobGap,
+    action_values,
+    score_with_models,
+    sharing_reward_models,
+)
 from coati.experience_maker.prompt_rows import PromptRows, check_groups
 from coati.models import RewardModel, action_logprobs
 from coati.models.actor import unwrap
 from coati.models.critic import as_critic
 from coati.models.positions import context_length_of
 from coati.monitor.timeline import Timeline
-from coati.rewards import RewardScorer
-from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, make_engine
+from coati.rewards import PendingScores, RewardScorer
+from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, make_engine, merge_rollouts
 
 __all__ = ["AllSamplesDropped", "NaiveExperienceMaker", "NoSignal", "action_values"]
 
 logger = logging.getLogger(__name__)
 
-DROPPED_PROMPT_TOO_LONG = "prompt_too_long"
-DROPPED_REWARD_NOT_FINITE = "reward_not_finite"
-DROPPED_GROUP_INCOMPLETE = "group_incomplete"
-DROPPED_NO_SIGNAL = "no_signal"
 _NO_LIMIT = 1 << 62
 
 
-class AllSamplesDropped(DataError):
-    """Every sample of a batch had to be dropped; the message says why."""
+@dataclasses.dataclass(frozen=True)
+class UnfinishedExperience:
+    """Experience that lacks its advantages and, where scores are still on their way, its rewards."""
 
+    experience: Experience
+    scores: PendingScores | None = None
+    """None: the rewards are there."""
 
-class NoSignal(AllSamplesDropped):
-    """Dynamic sampling left nothing: in each group of the batch all samples scored the same."""
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be finished without a wait."""
+        return self.scores is None or self.scores.is_ready
 
 
 class NaiveExperienceMaker(ExperienceMaker):
@@ -90,6 +110,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.policy_version = 0
         # Set to pick new weights up between tokens: commits what is pending and returns the version that serves.
         self.commit_point: Callable[[], int] | None = None
+        # Set to be called between tokens, by whoever has something to do when it is ready.
+        self.meanwhile: Callable[[], None] | None = None
         self.timeline = Timeline()  # exchanged by whoever keeps one for the whole actor
         self.last_logprob_gap: LogprobGap | None = None  # of the last batch
         self._gap_watch = GapWatch()
@@ -116,16 +138,61 @@ class NaiveExperienceMaker(ExperienceMaker):
         `columns` are the dataset's further columns, which reach the reward. Raises AllSamplesDropped if no
         sample of the batch can be trained on.
         """
+        return self.finish_experience(
+            self.begin_experience(
+                input_ids,
+                attention_mask,
+                sample_ids=sample_ids,
+                group_ids=group_ids,
+                columns=columns,
+                **generate_kwargs,
+            )
+        )
+
+    @torch.no_grad()
+    def begin_experience(
+        self,
+        input_ids: Tensor,  # [B, P]
+        attention_mask: Tensor | None = None,  # [B, P]
+        *,
+        sample_ids: Tensor | None = None,  # [B]
+        group_ids: Tensor | None = None,  # [B]
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        **generate_kwargs: Any,
+    ) -> UnfinishedExperience:
+        """All of `make_experience` that needs the models; reward functions have begun, and may still run."""
         options = GenerateOptions.parse(**generate_kwargs)
-        prompts = self._checked_prompts(input_ids, attention_mask, sample_ids, group_ids, columns or {})
+        prompts = PromptRows.checked(
+            input_ids, attention_mask, sample_ids, group_ids, columns or {}, first_id=self._next_anonymous_id
+        )
+        if sample_ids is None:
+            self._next_anonymous_id += len(prompts.sample_ids)
+        if self.algorithm.uses_groups:
+            check_groups(group_ids)
+        prompts.to_device(next(self.actor.parameters()).device)
         prompts = self._without_overlong(prompts, options)
         with self.timeline.span("generate"):
             rollout = self._generate(prompts, options)
         temperatures = torch.full_like(prompts.sample_ids, options.sampling_temperature, dtype=torch.float32)
         with self.timeline.span("score"):
-            experience = self._without_bad_rewards(self._score(prompts, rollout, temperatures, options))
+            return self._score(prompts, rollout, temperatures, options)
+
+    @torch.no_grad()
+    def finish_experience(self, unfinished: UnfinishedExperience) -> Experience:
+        """The rest, without the models: wait for the scores, drop bad ones, estimate advantages."""
+        experience = unfinished.experience
+        if (scores := unfinished.scores) is not None:
+            if not scores.is_ready:
+                with self.timeline.span("wait_rewards"):
+                    scores.wait(math.inf)
+            experience.reward = self._checked_scores(scores(), experience.sequences)
+        with self.timeline.span("score"):
+            return self._with_advantages(experience)
+
+    def _with_advantages(self, experience: Experience) -> Experience:
+        experience = without_bad_rewards(experience, self.dropped, in_whole_groups=self.algorithm.uses_groups)
         if self.algorithm.dynamic_sampling:
-            experience = self._without_equal_scores(experience)
+            experience = without_equal_scores(experience, self.dropped)
         experience.advantages = estimate_advantages(
             self.algorithm.advantages,
             scores=experience.reward,
@@ -138,59 +205,6 @@ class NaiveExperienceMaker(ExperienceMaker):
             lam=self.lam,
         )
         return experience
-
-    def _checked_prompts(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        sample_ids: Tensor | None,
-        group_ids: Tensor | None,
-        columns: Mapping[str, Sequence[Any]],
-    ) -> PromptRows:
-        if input_ids.ndim != 2 or input_ids.shape[1] == 0 or input_ids.shape[0] == 0:
-            raise DataError(
-                f"input_ids must be [B, P] with at least one prompt and one token, got "
-                f"{list(input_ids.shape)}. Pad ragged prompts on the left and pass an attention_mask."
-            )
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        if attention_mask.shape != input_ids.shape:
-            raise DataError(
-                f"attention_mask must have the shape of input_ids, {list(input_ids.shape)}, "
-                f"got {list(attention_mask.shape)}."
-            )
-        if bool((attention_mask[:, -1] == 0).any()):
-            raise DataError(
-                "prompts must be padded on the left, but the last attention_mask column holds zeros. "
-                "Set tokenizer.padding_side = 'left'."
-            )
-        if bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any()):
-            raise DataError(
-                "attention_mask must be zeros and then ones in every row, but one has a zero after a one. "
-                "Pad on the left only, and leave nothing out of a prompt."
-            )
-        num_prompts = input_ids.shape[0]
-        if sample_ids is None:
-            sample_ids = torch.arange(num_prompts) + self._next_anonymous_id
-            self._next_anonymous_id += num_prompts
-        for name, ids in (("sample_ids", sample_ids), ("group_ids", group_ids)):
-            if ids is not None and tuple(ids.shape) != (num_prompts,):
-                raise DataError(f"{name} must be [{num_prompts}], one for each prompt, got {list(ids.shape)}.")
-        for name, column in columns.items():
-            if len(column) != num_prompts:
-                raise DataError(
-                    f"column {name!r} must have one entry for each of {num_prompts} prompts, got {len(column)}."
-                )
-        if self.algorithm.uses_groups:
-            check_groups(group_ids)
-        device = next(self.actor.parameters()).device
-        return PromptRows(
-            input_ids.to(device),
-            attention_mask.to(device),
-            sample_ids.to(device),
-            None if group_ids is None else group_ids.to(device),
-            dict(columns),
-        )
 
     def _without_overlong(self, prompts: PromptRows, options: GenerateOptions) -> PromptRows:
         """Drop prompts that leave no room for a single new token."""
@@ -243,40 +257,48 @@ class NaiveExperienceMaker(ExperienceMaker):
                         options=options,
                         max_new_tokens=int(room[rows].max()),
                         version=self.policy_version,
-                        commit_point=self._take_new_weights if self.commit_point is not None else None,
+                        commit_point=self._between_tokens if self.commit_point or self.meanwhile else None,
                     )
                 )
             )
-        whole = rollouts[0] if len(rollouts) == 1 else _merge_rollouts(rollouts, parts, prompts.input_ids.shape[1])
+        whole = rollouts[0] if len(rollouts) == 1 else merge_rollouts(rollouts, parts, prompts.input_ids.shape[1])
         return whole.shortened(room)
 
-    def _take_new_weights(self) -> int:
-        """Between two tokens: whatever the commit point brings is what this maker serves from here on."""
-        assert self.commit_point is not None
-        self.policy_version = self.commit_point()
+    def _between_tokens(self) -> int:
+        """Whatever the commit point brings is what this maker serves from here on."""
+        if self.meanwhile is not None:
+            self.meanwhile()
+        if self.commit_point is not None:
+            self.policy_version = self.commit_point()
         return self.policy_version
 
     def _score(
         self, prompts: PromptRows, rollout: Rollout, temperatures: Tensor, options: GenerateOptions
-    ) -> Experience:
+    ) -> UnfinishedExperience:
         """All the forward passes, with reward functions beside them, and the arithmetic on top."""
         sequences, attention_mask, action_mask = (
             rollout.sequences,
             rollout.attention_mask,
             rollout.action_mask,
         )
-        finished_rewards = self._begin_rewards(sequences, attention_mask, action_mask, prompts.columns)
+        scores = self._begin_rewards(sequences, attention_mask, action_mask, prompts.columns)
         logprobs = self._policy_logprobs(rollout, temperatures, options).masked_fill(~action_mask, 0.0)
-        reference_logprobs, values = score_with_models(
-            self.initial_model, self.critic, sequences, attention_mask, action_mask, temperatures
+        reward_models = self._reward_models_at_hand(scores)
+        reference_logprobs, values, rewards = score_with_models(
+            self.initial_model,
+            self.critic,
+            sequences,
+            attention_mask,
+            action_mask,
+            temperatures,
+            reward_models=reward_models,
         )
-        scores = finished_rewards()
         kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.kl_estimator)
-        return Experience(
+        experience = Experience(
             sequences=sequences,
             action_log_probs=logprobs,
             values=values,
-            reward=scores,
+            reward=values.new_zeros(len(values)),  # until the scores are there
             kl=kl,
             advantages=torch.zeros_like(values),  # estimated when it is known which samples stay
             attention_mask=attention_mask,
@@ -290,6 +312,12 @@ class NaiveExperienceMaker(ExperienceMaker):
                 reference_logprobs.masked_fill(~action_mask, 0.0) if self.algorithm.kl_in == "loss" else None
             ),
         )
+        if isinstance(scores, PendingScores) and scores.is_beside:
+            return UnfinishedExperience(experience, scores)
+        # By models, which are ours only for now.
+        ready: dict[nn.Module, Tensor] = dict(zip(reward_models, rewards.unbind(1), strict=True))
+        experience.reward = self._checked_scores(scores(ready), sequences)
+        return UnfinishedExperience(experience)
 
     def _policy_logprobs(self, rollout: Rollout, temperatures: Tensor, options: GenerateOptions) -> Tensor:
         """log-probs of the policy that wrote the responses, [B, A].
@@ -310,16 +338,27 @@ class NaiveExperienceMaker(ExperienceMaker):
         attention_mask: Tensor,
         action_mask: Tensor,
         columns: Mapping[str, Sequence[Any]],
-    ) -> Callable[[], Tensor]:
-        """Let a function begin to score; what is returned waits for it, or asks a model."""
-        finish: Callable[[], Any] = functools.partial(self.reward_model, sequences, attention_mask)
-        if isinstance(self.reward_model, RewardScorer):
-            arguments = (sequences, attention_mask, action_mask, columns)
-            if type(self.reward_model).__call__ is RewardScorer.__call__:
-                finish = self.reward_model.begin(*arguments)
-            else:  # a subclass that does something else
-                finish = functools.partial(self.reward_model, *arguments)
-        return lambda: self._checked_scores(finish(), sequences)
+    ) -> Callable[[Mapping[nn.Module, Tensor]], Any]:
+        """Let a function begin to score. What is returned waits for it or asks models, but for those that are ready."""
+        if not isinstance(self.reward_model, RewardScorer):
+            return lambda ready: (
+                ready[self.reward_model]
+                if isinstance(self.reward_model, nn.Module) and self.reward_model in ready
+                else self.reward_model(sequences, attention_mask)
+            )
+        arguments = (sequences, attention_mask, action_mask, columns)
+        if type(self.reward_model).__call__ is RewardScorer.__call__:
+            return self.reward_model.begin(*arguments)
+        return lambda _: self.reward_model(*arguments)  # a subclass that does something else
+
+    def _reward_models_at_hand(self, scores: Callable[..., Any]) -> list[RewardModel]:
+        """Reward models that share a body with another model, and so are best asked with it."""
+        models: Sequence[nn.Module] = ()
+        if isinstance(scores, PendingScores) and not scores.is_beside:
+            models = self.reward_model.models
+        elif isinstance(self.reward_model, RewardModel):
+            models = (self.reward_model,)
+        return sharing_reward_models(self.initial_model, self.critic, models)
 
     def _checked_scores(self, output: Any, sequences: Tensor) -> Tensor:
         scores = output["logits"] if isinstance(output, Mapping) else output
@@ -330,70 +369,3 @@ class NaiveExperienceMaker(ExperienceMaker):
                 f"{sequences.shape[0]} sequences, got {came}. Return a tensor [B]."
             )
         return scores.reshape(-1).float().to(sequences.device)
-
-    def _without_bad_rewards(self, experience: Experience) -> Experience:
-        """Drop samples whose reward is NaN or infinite: one of them would poison a whole training batch."""
-        is_good = experience.reward.isfinite()
-        num_dropped = int((~is_good).sum())
-        if num_dropped == 0:
-            return experience
-        self.dropped[DROPPED_REWARD_NOT_FINITE] += num_dropped
-        ids = experience.sample_ids[~is_good].tolist() if experience.sample_ids is not None else []
-        message = f"the reward of {num_dropped} of {len(is_good)} samples is not a finite number (sample ids {ids[:8]})"
-        if not bool(is_good.any()):
-            raise AllSamplesDropped(f"{message}. Make the reward return finite numbers for these samples.")
-        logger.warning("%s; dropped", message)
-        if self.algorithm.uses_groups and experience.group_ids is not None:
-            is_good = self._in_whole_groups(experience.group_ids, is_good, message)
-        return experience.select(is_good)
-
-    def _in_whole_groups(self, group_ids: Tensor, is_good: Tensor, message: str) -> Tensor:
-        """The good samples whose groups are whole, [B] bool: an advantage among what is left would be another one."""
-        is_whole = is_good & ~torch.isin(group_ids, group_ids[~is_good])
-        self.dropped[DROPPED_GROUP_INCOMPLETE] += int((is_good & ~is_whole).sum())
-        if not bool(is_whole.any()):
-            raise AllSamplesDropped(f"{message}, in every group of the batch. Make the reward return finite numbers.")
-        return is_whole
-
-    def _without_equal_scores(self, experience: Experience) -> Experience:
-        """Dynamic sampling: leave out the groups whose samples all score the same, and so have no advantage."""
-        assert experience.group_ids is not None
-        teaches = has_signal(experience.reward, experience.group_ids)
-        num_dropped = int((~teaches).sum())
-        self.dropped[DROPPED_NO_SIGNAL] += num_dropped
-        if num_dropped == len(teaches):
-            raise NoSignal(
-                f"all {num_dropped} samples of a batch scored the same as the others of their prompt, so dynamic "
-                "sampling dropped them. Use prompts that are neither too easy nor too hard, more samples of each, or "
-                "set algorithm.dynamic_sampling = false."
-            )
-        return experience.select(teaches)
-
-
-def _merge_rollouts(rollouts: Sequence[Rollout], parts: Sequence[Tensor], num_prompt_tokens: int) -> Rollout:
-    """Put rows that were generated in separate calls back into one batch, in their old order."""
-    num_rows = parts[0].shape[0]
-    num_actions = max(rollout.action_mask.shape[1] for rollout in rollouts)
-    first = rollouts[0]
-
-    def joined(name: str, width: int) -> Tensor:
-        example: Tensor = getattr(first, name)
-        result = example.new_zeros((num_rows, width))
-        for rows, rollout in zip(parts, rollouts, strict=True):
-            values: Tensor = getattr(rollout, name)
-            padded = values.new_zeros((values.shape[0], width))
-            padded[:, : values.shape[1]] = values
-            result[rows] = padded
-        return result
-
-    is_cut = first.is_cut.new_zeros(num_rows)
-    for rows, rollout in zip(parts, rollouts, strict=True):
-        is_cut[rows] = rollout.is_cut
-    return Rollout(
-        sequences=joined("sequences", num_prompt_tokens + num_actions),
-        attention_mask=joined("attention_mask", num_prompt_tokens + num_actions),
-        action_mask=joined("action_mask", num_actions),
-        rollout_log_probs=joined("rollout_log_probs", num_actions),
-        token_versions=joined("token_versions", num_actions),
-        is_cut=is_cut,
-    )

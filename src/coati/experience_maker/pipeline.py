@@ -4,13 +4,16 @@ import dataclasses
 import logging
 import re
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from coati.errors import DataError
 from coati.experience_maker.base import Experience
-from coati.experience_maker.naive import DROPPED_NO_SIGNAL, AllSamplesDropped, NaiveExperienceMaker, NoSignal
+from coati.experience_maker.dropping import DROPPED_NO_SIGNAL, AllSamplesDropped, NoSignal
+from coati.experience_maker.model_scores import LogprobGap
+from coati.experience_maker.naive import NaiveExperienceMaker, UnfinishedExperience
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.experience_maker.statistics import maker_record
 from coati.ledger.admission import AdmissionGate, WorkShare
@@ -18,6 +21,7 @@ from coati.ledger.staleness import BoundSchedule
 from coati.models.actor import unwrap
 from coati.monitor.metrics import Max, Mean, Metric, Sum
 from coati.monitor.timeline import Timeline, maker_metrics
+from coati.rewards import PendingScores
 from coati.rollout import GenerateOptions
 from coati.weights import ServedModels
 
@@ -37,6 +41,48 @@ class MakerCounts:
 
     made: int = 0
     dropped: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeBatch:
+    """Experience, and what there is to say of the batch that it comes from."""
+
+    experience: Experience
+    version: int
+    make_seconds: float
+    """Of the maker's own time, in which it may have waited for rewards."""
+    logprob_gap: LogprobGap | None
+    reward_terms: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingBatch:
+    """A batch that was generated, and what its models say of it; its reward functions may still run."""
+
+    made: Any
+    """An unfinished experience, a whole one of a maker that knows no such thing, or AllSamplesDropped."""
+    num_samples: int
+    """Before any was dropped."""
+    version: int
+    seconds: float
+    logprob_gap: LogprobGap | None
+    reward_terms: Mapping[str, float]
+    """Of a reward that has ended; else they come with the scores."""
+
+    @property
+    def scores(self) -> PendingScores | None:
+        """What a reward function still works at; None where nothing is waited for."""
+        return self.made.scores if isinstance(self.made, UnfinishedExperience) else None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can be finished without a wait."""
+        return self.scores is None or self.scores.is_ready
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it is ready, but not for longer."""
+        if self.scores is not None:
+            self.scores.wait(seconds)
 
 
 class ExperiencePipeline:
@@ -71,7 +117,6 @@ class ExperiencePipeline:
         self._num_dropped_reported = 0
         self._num_skipped_reported = 0
         self._num_without_signal_reported = 0
-        self._last_make_seconds = 0.0
         self._largest_batch = 0
 
     @property
@@ -109,11 +154,28 @@ class ExperiencePipeline:
             needed, version = self.version_needed(), self.served.version
         return needed is None or version >= needed
 
+    @property
+    def may_defer(self) -> bool:
+        """Whether the next batch may be begun before the last one is finished.
+
+        Not on-policy: a dropped sample is given back when its batch is finished, and what takes its place must be
+        issued before anything else, as it is in the synchronous loop.
+        """
+        if self.gate is None:
+            return True
+        self._follow_bound(self.served.version)
+        return self.gate.share.max_staleness != 0
+
     def make(self, batch: PromptBatch) -> Experience | None:
         """Make experience of admitted prompts; None if every sample had to be dropped (counted, and said).
 
         A run in which batch after batch is dropped has a fault that waiting will not mend: an error.
         """
+        made = self.finish(self.begin(batch))
+        return None if made is None else made.experience
+
+    def begin(self, batch: PromptBatch, *, meanwhile: Callable[[], None] | None = None) -> PendingBatch:
+        """Generate, and do all else that needs the models. `meanwhile` is called between tokens."""
         sample_ids = batch.sample_ids
         if sample_ids is None:
             sample_ids = torch.arange(len(batch)) + self._next_sample_id
@@ -121,8 +183,10 @@ class ExperiencePipeline:
         started = time.perf_counter()
         with self.served.use() as version:
             self.maker.policy_version = version
+            aside = _Timed(meanwhile)
+            self.maker.meanwhile = None if meanwhile is None else aside
             try:
-                experience: Experience | None = self.maker.make_experience(
+                made: Any = self._begin_with_maker()(
                     batch.input_ids,
                     batch.attention_mask,
                     sample_ids=sample_ids,
@@ -131,33 +195,67 @@ class ExperiencePipeline:
                     **self._generate_kwargs,
                 )
             except AllSamplesDropped as error:
-                experience = None
-                self._tolerate(error, len(batch))
-            else:
-                self._num_dropped_in_a_row = self._num_without_signal_in_a_row = 0
-        self._last_make_seconds = time.perf_counter() - started
+                made = error
+            finally:
+                self.maker.meanwhile = None
+        reward = getattr(getattr(self.maker, "reward_model", None), "reward", None)
+        return PendingBatch(
+            made,
+            num_samples=len(batch),
+            version=self.maker.policy_version,  # of the last token, where weights came between two
+            seconds=time.perf_counter() - started - aside.seconds,
+            logprob_gap=getattr(self.maker, "last_logprob_gap", None),
+            reward_terms=getattr(reward, "last_terms", {}),
+        )
+
+    def finish(self, pending: PendingBatch) -> MadeBatch | None:
+        """Make experience of a batch that was begun, the oldest first; waits for its rewards, and needs no model."""
+        started = time.perf_counter()
+        experience: Experience | None = None
+        try:
+            if isinstance(pending.made, AllSamplesDropped):
+                raise pending.made
+            is_whole = not isinstance(pending.made, UnfinishedExperience)
+            experience = pending.made if is_whole else self.maker.finish_experience(pending.made)
+        except AllSamplesDropped as error:
+            self._tolerate(error, pending.num_samples)
+        else:
+            self._num_dropped_in_a_row = self._num_without_signal_in_a_row = 0
         num_made = 0 if experience is None else experience.num_samples
         self.counts.made += num_made
-        self.counts.dropped += len(batch) - num_made
+        self.counts.dropped += pending.num_samples - num_made
         if self.gate is not None:
-            self.gate.give_back(len(batch) - num_made)
-        return experience
+            self.gate.give_back(pending.num_samples - num_made)
+        if experience is None:
+            return None
+        return MadeBatch(
+            experience,
+            version=pending.version,
+            make_seconds=pending.seconds + time.perf_counter() - started,
+            logprob_gap=pending.logprob_gap,
+            reward_terms=pending.reward_terms if pending.scores is None else pending.scores.terms,
+        )
+
+    def _begin_with_maker(self) -> Callable[..., Any]:
+        """A maker of one's own, with a `make_experience` of its own, makes all of it at once."""
+        if getattr(type(self.maker), "make_experience", None) is NaiveExperienceMaker.make_experience:
+            return self.maker.begin_experience
+        return self.maker.make_experience
 
     def record(
         self,
-        experience: Experience,
+        made: MadeBatch,
         *,
         samples_kept: int,
         prompts: Any = None,
     ) -> dict[str, Any]:
-        """What there is to report of the batch just made: version, typed metrics, and a few samples as text.
+        """What there is to report of a batch: version, typed metrics, and a few samples as text.
 
         `prompts` is where they come from; if it counts what it skipped (as `PromptStream` does), that is reported.
         """
-        reward = getattr(self.maker.reward_model, "reward", None)
         terms = {
-            f"reward/term_{re.sub('[^a-z0-9_]', '_', name.lower())}": Mean(mean, float(experience.num_samples))
-            for name, mean in getattr(reward, "last_terms", {}).items()
+            f"reward/term_{re.sub('[^a-z0-9_]', '_', name.lower())}": Mean(mean, float(made.experience.num_samples))
+            for name, mean in made.reward_terms.items()
         }
         num_skipped = sum(getattr(prompts, "skipped", {}).values()) - self._num_skipped_reported
         self._num_skipped_reported += num_skipped
@@ -167,9 +265,9 @@ class ExperiencePipeline:
         num_without_signal = self.maker.dropped[DROPPED_NO_SIGNAL] - self._num_without_signal_reported
         self._num_without_signal_reported += num_without_signal
         return maker_record(
-            experience,
-            version=self.maker.policy_version,
-            make_seconds=self._last_make_seconds,
+            made.experience,
+            version=made.version,
+            make_seconds=made.make_seconds,
             num_dropped=num_dropped,
             eos_token_ids=options.eos_token_ids(unwrap(self.maker.actor)),
             tokenizer=getattr(self.maker.reward_model, "tokenizer", None),
@@ -179,19 +277,10 @@ class ExperiencePipeline:
                 "weights/commit_seconds": Max(self.served.last_commit_seconds),
                 "maker/skipped_prompts": Sum(num_skipped),
                 **maker_metrics(self.timeline.take()),
-                **self._gap_metrics(),
+                **_gap_metrics(made.logprob_gap),
                 **({"maker/no_signal": Sum(num_without_signal)} if self.maker.algorithm.dynamic_sampling else {}),
             },
         )
-
-    def _gap_metrics(self) -> dict[str, Metric]:
-        gap = self.maker.last_logprob_gap
-        if gap is None or not gap.num_tokens:
-            return {}
-        return {
-            "rollout/logprob_gap": Mean(gap.mean, float(gap.num_tokens)),
-            "rollout/logprob_gap_max": Max(gap.largest),
-        }
 
     def _follow_bound(self, version: int) -> None:
         """A bound that came with the weights holds from the moment they serve."""
@@ -213,3 +302,26 @@ class ExperiencePipeline:
         max_batches = MAX_BATCHES_WITHOUT_SIGNAL if is_by_design else MAX_EMPTY_BATCHES
         if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * self._largest_batch):
             raise DataError(f"{count} samples in a row had to be dropped. The last: {error}") from error
+
+
+class _Timed:
+    """Sums up the time of calls."""
+
+    def __init__(self, call: Callable[[], None] | None) -> None:
+        self.seconds = 0.0
+        self._call = call
+
+    def __call__(self) -> None:
+        assert self._call is not None
+        started = time.perf_counter()
+        self._call()
+        self.seconds += time.perf_counter() - started
+
+
+def _gap_metrics(gap: LogprobGap | None) -> dict[str, Metric]:
+    if gap is None or not gap.num_tokens:
+        return {}
+    return {
+        "rollout/logprob_gap": Mean(gap.mean, float(gap.num_tokens)),
+        "rollout/logprob_gap_max": Max(gap.largest),
+    }

@@ -21,7 +21,10 @@ class RewardModel(ValueHeadModel):
         return self._scores(input_ids, attention_mask)
 
     def _scores(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        values = self.token_values(input_ids, attention_mask)
+        return self.last_values(self.token_values(input_ids, attention_mask), attention_mask)
+
+    def last_values(self, values: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Scores, [B], from the values at each token, [B, S]."""
         if attention_mask is None:
             return values[:, -1]
         rows = torch.arange(values.shape[0], device=values.device)

@@ -50,8 +50,15 @@ def score_actions(
     packed = PackedRows.of(sequences, attention_mask)
     if len(packed) == 0:
         return score_padded(model, sequences, attention_mask, scoring)
+    return score_hidden(model, packed, packed_hidden(model, packed), scoring)
+
+
+def score_hidden(
+    model: nn.Module, packed: PackedRows, hidden: Tensor, scoring: Scoring
+) -> tuple[Tensor, Tensor | None]:
+    """The same from the hidden states of the model's body over packed rows, [T, d]."""
     targets = PackedTargets.of(packed, scoring.num_actions)
-    hidden = take(packed_hidden(model, packed), targets.predecessors)  # [n, d]
+    hidden = take(hidden, targets.predecessors)  # [n, d]
     head = base_of(model).get_output_embeddings()
     temperatures = scoring.temperatures
     logprobs, entropy = head_logprobs_and_entropy(
@@ -62,7 +69,7 @@ def score_actions(
         temperature=1.0 if temperatures is None else temperatures[targets.rows],
         with_entropy=scoring.with_entropy,
     )
-    shape = (sequences.shape[0], scoring.num_actions)
+    shape = (packed.shape[0], scoring.num_actions)
     return targets.unpacked(logprobs, shape), None if entropy is None else targets.unpacked(entropy, shape)
 
 

@@ -84,7 +84,7 @@ class ValueHeadModel(nn.Module):
         if problem := packing_problem(self.body):
             say_padded_once(type(self.body).__name__, problem)
         elif len(packed := PackedRows.of(input_ids, attention_mask)) > 0:
-            return packed.unpacked(self._values_of(packed_hidden(self.body, packed)))
+            return self.hidden_values(packed, packed_hidden(self.body, packed))
         kwargs: dict[str, Any] = {}
         if attention_mask is not None and accepts(self.body, "position_ids"):
             kwargs["position_ids"] = position_ids_from_mask(attention_mask)
@@ -93,6 +93,10 @@ class ValueHeadModel(nn.Module):
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, **kwargs)[0]
         # A copy, not a view: sharding hangs its backward hook on what a module returns, and a view can lose it.
         return self._values_of(hidden).clone()
+
+    def hidden_values(self, packed: PackedRows, hidden: Tensor) -> Tensor:
+        """The same from the hidden states of the body over packed rows, [T, d]."""
+        return packed.unpacked(self._values_of(hidden))
 
     def _values_of(self, hidden: Tensor) -> Tensor:
         """What the head makes of hidden states, [..., d] to [...]."""

@@ -75,7 +75,7 @@ METRICS: Final[Mapping[str, str]] = MappingProxyType(
         "maker/version": "Policy version that the makers' numbers beside this one are of.",
         "maker/samples_per_second": "Samples made per second.",
         "maker/generate_seconds": "Time makers spent writing text, over all of them.",
-        "maker/score_seconds": "Time makers spent on rewards, values and log-probs.",
+        "maker/score_seconds": "Time makers spent on reward models, values and log-probs.",
         "maker/send_seconds": "Time makers spent handing items over, without waiting for room.",
         "rollout/logprob_gap": "Mean |log-prob by which the engine drew a token - the same by a learner's "
         "forward pass|, in a few samples of each batch.",
@@ -102,6 +102,8 @@ METRICS: Final[Mapping[str, str]] = MappingProxyType(
         "wait/weights_share": "Share of their time that makers waited for weights.",
         "wait/prompts_seconds": "Time makers waited for prompts, over all of them.",
         "wait/prompts_share": "Share of their time that makers waited for prompts.",
+        "wait/rewards_seconds": "Time makers waited for reward functions with nothing else to do, over all of them.",
+        "wait/rewards_share": "Share of their time that makers waited for reward functions.",
     }
 )
 """Every metric name the system reports, with its meaning in one line."""

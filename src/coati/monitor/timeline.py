@@ -13,14 +13,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple
 
 from coati.monitor.metrics import Mean, Metric, Sum
 from coati.monitor.records import RecordLog, RecordPage
-
-T = TypeVar("T")
 
 Kind = Literal["work", "idle"]
 
@@ -53,6 +51,7 @@ ACTIVITIES: Final[Mapping[str, Activity]] = {
     "wait_weights": Activity("wait for weights", "idle"),
     "wait_room": Activity("wait for room", "idle"),
     "wait_prompts": Activity("wait for prompts", "idle"),
+    "wait_rewards": Activity("wait for rewards", "idle"),
     "wait_ranks": Activity("wait for other ranks", "idle"),
     "wait_delivery": Activity("wait for delivery", "idle"),
 }
@@ -133,17 +132,6 @@ class Timeline:
         self._thread.inner_seconds = getattr(self._thread, "inner_seconds", 0.0) + ended - started
         self._note(Span(lane, what, started + self._offset, ended + self._offset, self.version), ended - started)
 
-    def each(self, what: str, items: Iterable[T]) -> Iterator[T]:
-        """The items, with the time until each of them comes as a span."""
-        iterator = iter(items)
-        while True:
-            with self.span(what):
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    return
-            yield item
-
     def since(self, cursor: int) -> RecordPage[Span]:
         """The spans that ended after `cursor`, as far as they are still there."""
         return self._log.since(cursor)
@@ -172,7 +160,7 @@ class Timeline:
 
 
 _MAKER_WORK: Final = ("generate", "score", "send")
-_MAKER_WAITS: Final = ("weights", "room", "prompts")
+_MAKER_WAITS: Final = ("weights", "room", "prompts", "rewards")
 
 
 def maker_metrics(use: TimeUse) -> dict[str, Metric]:

@@ -1,12 +1,14 @@
 """The experience maker in a Ray actor: prompts in, experience out to the trainers, new weights in between.
 
-* `workingloop` (compute) waits for admission and weights ► makes experience ► sends items, acknowledged.
+* `workingloop` (compute) waits for admission and weights ► makes experience ► sends items, acknowledged; reward
+  functions of one batch run beside the next one's generation (`coati.experience_maker.work_loop`).
 * `update_experience_maker` (model_io) stages chunks ► verifies ► offers the whole update to the models, which
   commit it between two batches (with `in_flight`, between two tokens), or at once if nobody generates.
 * `hold_work` and `deal_work` exchange its part of the run, when makers join or leave.
 """
 
 import dataclasses
+import functools
 import logging
 import os
 import threading
@@ -22,11 +24,10 @@ from coati.cpu import set_up_cpu
 from coati.deadlines import Deadlines
 from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience_buffer.utils import split_experience_batch
-from coati.experience_maker.base import Experience
 from coati.experience_maker.lock_step import LeadingMaker, LockStep, cut_maker
 from coati.experience_maker.naive import NaiveExperienceMaker
-from coati.experience_maker.pipeline import ExperiencePipeline
-from coati.experience_maker.prompt_batch import PromptBatch
+from coati.experience_maker.pipeline import ExperiencePipeline, MadeBatch
+from coati.experience_maker.work_loop import WorkLoop
 from coati.ledger import Standing, WorkShare
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import WEIGHTS, Span, Timeline
@@ -182,13 +183,14 @@ class ExperienceMakerHolder:
             leave_out_of_collections()
             self._timeline.take()  # what came before is nobody's time in the metrics of this loop
             dispatch(self._callbacks, "on_loop_start")
-            batches = self._prompts.batches(dataloader_fn, num_epochs, num_steps)
-            for batch in self._timeline.each("wait_prompts", batches):
-                if self._is_over():
-                    break
-                dispatch(self._callbacks, "on_batch_start")
-                self._work_on(PromptBatch.parse(batch))
-                dispatch(self._callbacks, "on_batch_end")
+            loop = WorkLoop(
+                self._pipeline,
+                await_admission=self._await_admission,
+                deliver=self._deliver,
+                should_stop=self._stop.is_set,
+                notify=functools.partial(dispatch, self._callbacks),
+            )
+            loop.run(self._prompts.batches(dataloader_fn, num_epochs, num_steps))
             self._sender.flush()
             dispatch(self._callbacks, "on_loop_end")
         except BaseException:
@@ -314,45 +316,29 @@ class ExperienceMakerHolder:
             return False
         return True
 
-    def _is_over(self) -> bool:
-        return self._stop.is_set() or self._pipeline.is_done
-
-    def _work_on(self, batch: PromptBatch) -> None:
-        """Make and send all of a batch, in as many parts as admission asks for."""
-        start = 0
-        while start < len(batch) and not self._is_over():
-            with self._timeline.span("wait_weights"):
-                num_rows = self._await_admission(len(batch) - start)
-            if num_rows == 0:  # a stop, or work is being dealt anew
-                continue
-            part = batch.rows(start, start + num_rows)
-            start += num_rows
-            dispatch(self._callbacks, "on_make_experience_start")
-            experience = self._pipeline.make(part)
-            if experience is not None:
-                dispatch(self._callbacks, "on_make_experience_end", experience)
-                self._send(experience)
-
     def _await_admission(self, wanted: int) -> int:
         """Wait until samples may be issued, and issue them; 0 if something came between."""
         if self._pipeline.gate is None:
             return wanted
-        wait_in_slices(
-            lambda seconds: self._pipeline.wait_for_admission(seconds) or self._stop.is_set(),
-            deadline_seconds=self._deadlines.batch,
-            what=lambda: (
-                f"weights of version {self._pipeline.version_needed()} at maker {self._name} "
-                f"(it serves {self._served.version})"
-            ),
-            message_every=self._deadlines.message_every,
-            between=self._sender.check_trainers,
-        )
+        with self._timeline.span("wait_weights"):
+            wait_in_slices(
+                lambda seconds: self._pipeline.wait_for_admission(seconds) or self._stop.is_set(),
+                deadline_seconds=self._deadlines.batch,
+                what=lambda: (
+                    f"weights of version {self._pipeline.version_needed()} at maker {self._name} "
+                    f"(it serves {self._served.version})"
+                ),
+                message_every=self._deadlines.message_every,
+                between=self._sender.check_trainers,
+            )
         return 0 if self._stop.is_set() else self._pipeline.admit(wanted)
 
-    def _send(self, experience: Experience) -> None:
+    def _deliver(self, made: MadeBatch) -> None:
+        experience = made.experience
+        dispatch(self._callbacks, "on_make_experience_end", experience)
         if self._buffer_cpu_offload:
             experience.to_device("cpu")
-        self._records.append(self._pipeline.record(experience, samples_kept=self._samples_kept, prompts=self._prompts))
+        self._records.append(self._pipeline.record(made, samples_kept=self._samples_kept, prompts=self._prompts))
         dispatch(self._callbacks, "on_send_start")
         with self._timeline.span("send"):
             self._sender.send(split_experience_batch(experience))

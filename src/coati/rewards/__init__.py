@@ -4,11 +4,12 @@ from coati.rewards.base import Reward, RewardRequest, WeightedSum
 from coati.rewards.function import FunctionReward
 from coati.rewards.loading import build_reward, load_reward_function
 from coati.rewards.model import ModelReward
-from coati.rewards.scorer import RewardScorer
+from coati.rewards.scorer import PendingScores, RewardScorer
 
 __all__ = [
     "FunctionReward",
     "ModelReward",
+    "PendingScores",
     "Reward",
     "RewardRequest",
     "RewardScorer",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coati.errors import ConfigError
 
@@ -23,6 +23,8 @@ class RewardRequest:
     sequences: Tensor  # [B, S] left-padded prompt, then response, S = P + A
     attention_mask: Tensor  # [B, S]
     action_mask: Tensor  # [B, A] True on response tokens
+    ready: Mapping[nn.Module, Tensor] = field(default_factory=dict)
+    """Scores [B] of reward models that were asked already, with others that share their body."""
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -50,6 +52,11 @@ def is_host_work(reward: Reward) -> bool:
     It says so itself, by an attribute of this name; one that does not is taken for a model.
     """
     return bool(getattr(reward, "is_host_work", False))
+
+
+def models_of(reward: Reward) -> tuple[nn.Module, ...]:
+    """The models that a reward asks, called as `model(sequences, attention_mask)`; it names them by `models`."""
+    return tuple(getattr(reward, "models", ()))
 
 
 def longest_seconds(reward: Reward) -> float:
@@ -84,6 +91,11 @@ class WeightedSum:
     def is_host_work(self) -> bool:
         """Whether all of the rewards may run beside the models."""
         return all(is_host_work(reward) for reward, _ in self._terms)
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """All models that they ask."""
+        return tuple(model for reward, _ in self._terms for model in models_of(reward))
 
     @property
     def timeout_seconds(self) -> float:

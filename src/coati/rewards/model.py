@@ -20,6 +20,7 @@ class ModelReward:
     def __init__(self, model: nn.Module, name: str = "model") -> None:
         self.name = name
         self._model = model.eval()
+        self.models = (model,)
 
     def score(self, request: RewardRequest) -> Tensor:
         """Return one score per sample, [B] float32, on the device of the sequences; NaN for non-finite ones.
@@ -27,9 +28,11 @@ class ModelReward:
         Raises:
             RewardError: when the model does not return one score per sequence.
         """
-        device = next((parameter.device for parameter in self._model.parameters()), request.sequences.device)
-        with torch.no_grad():
-            scores = self._model(request.sequences.to(device), request.attention_mask.to(device))  # [B]
+        scores = request.ready.get(self._model)  # [B]
+        if scores is None:
+            device = next((parameter.device for parameter in self._model.parameters()), request.sequences.device)
+            with torch.no_grad():
+                scores = self._model(request.sequences.to(device), request.attention_mask.to(device))
         expected = (request.sequences.shape[0],)
         if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
             came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__

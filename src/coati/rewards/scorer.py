@@ -2,19 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+import dataclasses
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import compress
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from coati.beside import beside
+from coati.beside import InTurn
 from coati.errors import RewardError
-from coati.rewards.base import Reward, RewardRequest, is_host_work, longest_seconds
+from coati.rewards.base import Reward, RewardRequest, is_host_work, longest_seconds, models_of
 
 _GRACE_SECONDS = 5.0
+
+
+class PendingScores:
+    """The scores of one batch, on their way.
+
+    With `in_turn` the reward is asked beside whatever its caller does, after the batches before; else when the scores
+    are wanted.
+    """
+
+    def __init__(self, reward: Reward, request: RewardRequest, in_turn: InTurn | None) -> None:
+        self.terms: dict[str, float] = {}
+        """Mean score of each term of a weighted sum, when the scores are there."""
+        self._reward, self._request, self._in_turn = reward, request, in_turn
+        self._began_at: float | None = None
+        self._future: Future[Tensor] | None = None
+        if in_turn is not None:
+            self._future = in_turn.run(self._ask, name=f"reward-{reward.name}")
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the reward is asked beside its caller."""
+        return self._future is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether asking for the scores would not wait: they are there, or late enough to be an error."""
+        return self._future is None or self._future.done() or self._seconds_left() <= 0
+
+    def wait(self, seconds: float) -> None:
+        """Wait until they are ready, but not for longer."""
+        if self._future is not None:
+            wait([self._future], timeout=max(0.0, min(seconds, self._seconds_left())))
+
+    def __call__(self, ready: Mapping[nn.Module, Tensor] | None = None) -> Tensor:
+        """The scores, [B] on the device of the sequences; waits for them, and raises what the reward raised.
+
+        `ready` are scores [B] of reward models that have been asked meanwhile.
+        """
+        if self._future is None and ready:
+            self._request = dataclasses.replace(self._request, ready=ready)
+        scores = self._ask() if self._future is None else self._waited_for(self._future)
+        return scores.to(self._request.sequences.device)
+
+    def _ask(self) -> Tensor:
+        self._began_at = time.monotonic()
+        scores = self._reward.score(self._request)
+        self.terms = dict(getattr(self._reward, "last_terms", {}))  # before the next batch writes over them
+        return scores
+
+    def _seconds_left(self) -> float:
+        """Of its own time. The reward's own deadline, if it keeps one, ends before and says more than we could."""
+        began_at = time.monotonic() if self._began_at is None else self._began_at
+        return began_at + longest_seconds(self._reward) + _GRACE_SECONDS - time.monotonic()
+
+    def _waited_for(self, scores: Future[Tensor]) -> Tensor:
+        assert self._in_turn is not None
+        try:
+            return scores.result(timeout=max(0.0, self._seconds_left()))
+        except FutureTimeout:
+            if scores.done():  # the reward's own error
+                raise
+            seconds = longest_seconds(self._reward) + _GRACE_SECONDS
+            raise RewardError(
+                f"The reward {self._reward.name} must score a batch within {seconds:g} s, and did not. Is it stuck?"
+            ) from None
+        finally:
+            self._in_turn.has_seen(scores)
 
 
 class RewardScorer:
@@ -28,6 +97,12 @@ class RewardScorer:
     def __init__(self, reward: Reward, tokenizer: Any) -> None:
         self.reward = reward
         self.tokenizer = tokenizer
+        self._in_turn = InTurn()
+
+    @property
+    def models(self) -> tuple[nn.Module, ...]:
+        """The models that the reward asks."""
+        return models_of(self.reward)
 
     def __call__(
         self,
@@ -48,11 +123,12 @@ class RewardScorer:
         attention_mask: Tensor,  # [B, S]
         action_mask: Tensor,  # [B, A]
         columns: Mapping[str, Any] | None = None,
-    ) -> Callable[[], Tensor]:
+    ) -> PendingScores:
         """Start to score, and return what waits for the scores; it raises what the reward raised.
 
-        Functions run beside whatever the caller does until then, and their deadlines count from here. A reward that
-        may be a model is asked when its scores are wanted: it would get in the way of other models.
+        Functions run beside whatever the caller does until then. They are never called for two batches at a time: the
+        second begins when the first has ended, and its deadline counts from there. A reward that may be a model is
+        asked when its scores are wanted: it would get in the way of other models.
 
         `columns` are the further keys of a prompt batch, B values each. If `prompt` is among them, its texts
         are the prompts, exactly as the dataset or the chat template wrote them; else prompts are decoded.
@@ -77,22 +153,7 @@ class RewardScorer:
             attention_mask=attention_mask,
             action_mask=action_mask,
         )
-        if not is_host_work(self.reward):
-            return lambda: self.reward.score(request).to(sequences.device)
-        scores = beside(lambda: self.reward.score(request), name=f"reward-{self.reward.name}")
-        return lambda: self._waited_for(scores).to(sequences.device)
-
-    def _waited_for(self, scores: Future[Tensor]) -> Tensor:
-        # Its own deadline, if it keeps one, has passed by then, and what it says of it is more than we could.
-        seconds = longest_seconds(self.reward) + _GRACE_SECONDS
-        try:
-            return scores.result(timeout=seconds)
-        except FutureTimeout:
-            if scores.done():  # the reward's own error
-                raise
-            raise RewardError(
-                f"The reward {self.reward.name} must score a batch within {seconds:g} s, and did not. Is it stuck?"
-            ) from None
+        return PendingScores(self.reward, request, self._in_turn if is_host_work(self.reward) else None)
 
     def decode(self, ids: Tensor, mask: Tensor) -> list[str]:
         """Decode the unmasked ids of each row; padding may be a real token, so only the mask tells."""

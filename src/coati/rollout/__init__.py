@@ -3,7 +3,7 @@
 from typing import Any
 
 from coati.errors import ConfigError
-from coati.rollout.engine import Rollout, RolloutEngine, RolloutRequest, mask_after_end
+from coati.rollout.engine import Rollout, RolloutEngine, RolloutRequest, mask_after_end, merge_rollouts
 from coati.rollout.native import NativeEngine
 from coati.rollout.options import GenerateOptions, known_options
 from coati.rollout.reference import ReferenceEngine
@@ -18,6 +18,7 @@ __all__ = [
     "known_options",
     "make_engine",
     "mask_after_end",
+    "merge_rollouts",
 ]
 
 

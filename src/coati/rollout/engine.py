@@ -1,7 +1,7 @@
 """What every rollout engine does: prompts in, sampled responses with their log-probs out."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -52,6 +52,35 @@ class Rollout:
             is_cut=self.is_cut | (self.action_mask.sum(dim=1) > limits),
             token_versions=self.token_versions[:, :width],
         )
+
+
+def merge_rollouts(rollouts: Sequence[Rollout], parts: Sequence[Tensor], num_prompt_tokens: int) -> Rollout:
+    """Put rows that were generated in separate calls back into one batch, in their old order."""
+    num_rows = parts[0].shape[0]
+    num_actions = max(rollout.action_mask.shape[1] for rollout in rollouts)
+    first = rollouts[0]
+
+    def joined(name: str, width: int) -> Tensor:
+        example: Tensor = getattr(first, name)
+        result = example.new_zeros((num_rows, width))
+        for rows, rollout in zip(parts, rollouts, strict=True):
+            values: Tensor = getattr(rollout, name)
+            padded = values.new_zeros((values.shape[0], width))
+            padded[:, : values.shape[1]] = values
+            result[rows] = padded
+        return result
+
+    is_cut = first.is_cut.new_zeros(num_rows)
+    for rows, rollout in zip(parts, rollouts, strict=True):
+        is_cut[rows] = rollout.is_cut
+    return Rollout(
+        sequences=joined("sequences", num_prompt_tokens + num_actions),
+        attention_mask=joined("attention_mask", num_prompt_tokens + num_actions),
+        action_mask=joined("action_mask", num_actions),
+        rollout_log_probs=joined("rollout_log_probs", num_actions),
+        token_versions=joined("token_versions", num_actions),
+        is_cut=is_cut,
+    )
 
 
 class RolloutEngine(Protocol):

@@ -12,14 +12,14 @@ from transformers import LlamaForSequenceClassification
 
 from coati.errors import ConfigError, DataError, GenerateOptionError, RewardError
 from coati.experience_maker import AllSamplesDropped, NaiveExperienceMaker
-from coati.experience_maker.naive import (
+from coati.experience_maker.dropping import (
     DROPPED_GROUP_INCOMPLETE,
     DROPPED_NO_SIGNAL,
     DROPPED_PROMPT_TOO_LONG,
     DROPPED_REWARD_NOT_FINITE,
     NoSignal,
-    action_values,
 )
+from coati.experience_maker.naive import action_values
 from coati.models import Actor, Critic, RewardModel
 from coati.rewards import RewardScorer
 from coati.rollout import ReferenceEngine

@@ -117,6 +117,7 @@ def test_times_of_both_actors_by_hand():
     [
         ({"generate": 5, "wait_weights": 5}, {"train": 5, "wait_data": 5}, "max_staleness"),
         ({"generate": 10}, {"train": 6, "wait_data": 4}, "generation is the limit"),
+        ({"generate": 6, "wait_rewards": 4}, {"train": 5, "wait_data": 5}, r"reward functions \(40%\): those are the"),
         ({"generate": 4, "wait_weights": 6}, {"train": 10}, "waited for weights 60%.*training is the limit"),
         ({"generate": 7, "wait_room": 3}, {"train": 10}, "waited for room in the buffer 30%"),
         ({"generate": 9, "wait_weights": 1}, {"train": 9, "wait_data": 1}, "in balance"),

@@ -103,17 +103,6 @@ def test_a_span_counts_when_its_body_raises(timeline, clock):
     assert timeline.total("score") == 2.5
 
 
-def test_each_times_the_wait_for_every_item_and_not_its_use(timeline, clock):
-    def slow():
-        for item in (1, 2):
-            clock.now += item
-            yield item
-
-    for _ in timeline.each("wait_prompts", slow()):
-        clock.now += 10.0
-    assert timeline.total("wait_prompts") == 3.0
-
-
 def test_memory_is_bounded(clock):
     timeline = Timeline(capacity=2, clock=clock, wall_clock=clock)
     for what in ("generate", "score", "send"):

@@ -27,6 +27,7 @@ COLOURS: Final[Mapping[str, str]] = {
     "wait_weights": "#e5989b",
     "wait_room": "#b8a1cf",
     "wait_prompts": "#b9c77a",
+    "wait_rewards": "#d6a77a",
     "wait_ranks": "#9fb7d4",
     "wait_delivery": "#d9c2f0",
 }

@@ -95,6 +95,12 @@ class RunTimes:
         data = _mean(actor.share("wait_data") for actor in trainers)
         weights = _mean(actor.share("wait_weights") for actor in makers)
         room = _mean(actor.share("wait_room") for actor in makers)
+        rewards = _mean(actor.share("wait_rewards") for actor in makers)
+        if data >= _NOTABLE_SHARE and rewards >= max(weights, _NOTABLE_SHARE):
+            return (
+                f"{lead} Trainers waited for data ({data:.0%}) and makers for reward functions ({rewards:.0%}): those "
+                "are the limit. Make them quicker, or use more makers (coati scale)."
+            )
         if data >= _NOTABLE_SHARE and weights >= _NOTABLE_SHARE:
             return (
                 f"{lead} Trainers waited for data ({data:.0%}) and makers for weights ({weights:.0%}) in turn. "

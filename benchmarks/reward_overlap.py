@@ -1,0 +1,175 @@
+"""What it is worth to generate the next batch while reward functions score the last one, in one maker.
+
+    python benchmarks/reward_overlap.py
+    python benchmarks/reward_overlap.py --reward 0.5 1 --hidden 256
+    python benchmarks/reward_overlap.py --device cuda --half-billion
+
+The maker's real loop (`coati.experience_maker.work_loop`) in this process, without trainers: what it delivers is split
+into items and dropped. The reward function waits, as one does that asks a server or a sandbox, for `--reward` times as
+long as a batch takes the models. Each length is run three times: without a reward (`models`), in turn (the next batch
+waits for the scores, as with `max_staleness` 0) and beside; all of it `--repeats` times; medians.
+
+    gain     seconds a batch in turn / beside
+    ideal    the most that it can be: seconds a batch in turn / the longer of models and reward
+    late     from the moment that models and reward are done with a batch until it is delivered, which is between tokens
+
+Responses always have the same length, and seeds are fixed.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from detached_runs import Workload
+from overlap import HALF_BILLION
+from transformers import AutoTokenizer
+
+from coati.cpu import set_up_cpu
+from coati.experience_buffer import split_experience_batch
+from coati.experience_maker import NaiveExperienceMaker
+from coati.experience_maker.pipeline import ExperiencePipeline, MadeBatch, PendingBatch
+from coati.experience_maker.work_loop import WorkLoop
+from coati.models import Actor, Critic
+from coati.rewards import FunctionReward, RewardScorer
+from coati.weights import ServedModels
+
+
+class Beside(ExperiencePipeline):
+    """Notes when the models are done with each batch."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.begun: list[float] = []
+
+    def begin(self, *args: Any, **settings: Any) -> PendingBatch:
+        pending = super().begin(*args, **settings)
+        self.begun.append(time.perf_counter())
+        return pending
+
+
+class InTurn(Beside):
+    """Finishes each batch before the next is begun."""
+
+    may_defer = False  # type: ignore[assignment]
+
+
+class Maker:
+    """The loop, and the clock readings that the table is made of."""
+
+    def __init__(self, workload: Workload, folder: Path) -> None:
+        path = workload.save_model(folder)
+        dtype = getattr(torch, workload.dtype)
+        actor, critic, reference = (
+            kind.from_pretrained(path, dtype=dtype).to(workload.device) for kind in (Actor, Critic, Actor)
+        )
+        scorer = RewardScorer(FunctionReward(self._reward), AutoTokenizer.from_pretrained(path))
+        self._maker = NaiveExperienceMaker(actor, critic, scorer, reference, engine="native", seed=workload.seed)
+        self._workload = workload
+        self._reward_seconds = 0.0
+        self._ended: list[float] = []
+        self._delivered: list[float] = []
+
+    def run(self, kind: type[Beside], num_batches: int, reward_seconds: float) -> tuple[float, float]:
+        """Seconds a batch, and the median seconds by which one is late."""
+        self._reward_seconds = reward_seconds
+        self._ended.clear()
+        self._delivered.clear()
+        pipeline = kind(
+            self._maker,
+            ServedModels(self._maker.trained_models),
+            generate_kwargs={"max_new_tokens": self._workload.new_tokens, "eos_token_id": [], "pad_token_id": 0},
+        )
+        loop = WorkLoop(pipeline, await_admission=lambda wanted: wanted, deliver=self._deliver)
+        started = time.perf_counter()
+        loop.run(self._prompts(num_batches))
+        seconds = time.perf_counter() - started
+        ready = map(max, pipeline.begun, self._ended)
+        late = [delivered - since for delivered, since in zip(self._delivered, ready, strict=True)]
+        return seconds / num_batches, statistics.median(late)
+
+    def _prompts(self, num_batches: int) -> Iterator[dict[str, Any]]:
+        size = self._workload.batch
+        for first in range(0, num_batches * size, size):
+            ids = torch.arange(first, first + size)
+            yield {"input_ids": torch.full((size, self._workload.prompt_tokens), 5), "sample_ids": ids}
+
+    def _reward(self, completions: list[str]) -> list[float]:
+        time.sleep(self._reward_seconds)
+        self._ended.append(time.perf_counter())
+        return [float(len(text) % 7) for text in completions]
+
+    def _deliver(self, made: MadeBatch) -> None:
+        self._delivered.append(time.perf_counter())
+        made.experience.to_device("cpu")
+        split_experience_batch(made.experience)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reward", type=float, nargs="+", default=[0.25, 1.0, 2.0], help="in times of a batch")
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--half-billion", action="store_true", help="the model and lengths of overlap.py")
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--json", type=Path, help="write every repeat here")
+    arguments = parser.parse_args()
+    sizes: dict[str, Any] = {
+        "hidden": arguments.hidden,
+        "layers": arguments.layers,
+        "prompt_tokens": 16,
+        "new_tokens": arguments.new_tokens,
+        "batch": arguments.batch,
+        "device": arguments.device,
+        "dtype": "bfloat16" if arguments.device == "cuda" else "float32",
+    }
+    workload = Workload(**(sizes | HALF_BILLION if arguments.half_billion else sizes))
+    set_up_cpu(1)
+    print(f"load average {os.getloadavg()[0]:.1f}, {workload}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        maker = Maker(workload, Path(name))
+        maker.run(InTurn, 2, 0.0)
+        once, _ = maker.run(InTurn, arguments.batches, 0.0)
+    rows = []
+    for factor, _ in itertools.product(arguments.reward, range(arguments.repeats)):
+        reward = factor * once
+        models, _ = maker.run(InTurn, arguments.batches, 0.0)
+        in_turn, _ = maker.run(InTurn, arguments.batches, reward)
+        beside, late = maker.run(Beside, arguments.batches, reward)
+        rows.append(
+            {
+                "factor": factor,
+                "reward": reward * 1e3,
+                "models": models * 1e3,
+                "in turn": in_turn * 1e3,
+                "beside": beside * 1e3,
+                "gain": in_turn / beside,
+                "ideal": in_turn / max(models, reward),
+                "late": late * 1e3,
+            }
+        )
+    print(f"milliseconds a batch, medians of {arguments.repeats}, load average {os.getloadavg()[0]:.1f}")
+    names = [name for name in rows[0] if name != "factor"]
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
+    for factor in arguments.reward:
+        of_factor = [row for row in rows if row["factor"] == factor]
+        medians = {name: statistics.median(row[name] for row in of_factor) for name in names}
+        cells = [f"{value:.2f}" if name in ("gain", "ideal") else f"{value:.0f}" for name, value in medians.items()]
+        print(f"| {' | '.join(cells)} |")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"workload": str(workload), "repeats": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

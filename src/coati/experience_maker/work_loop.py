@@ -1,0 +1,129 @@
+"""What a maker does with its prompts, one batch after the other, with the rewards of one beside the next.
+
+    models    │ generate 1, score │ generate 2 ·········, score │ generate 3 …
+    rewards               │ functions of 1 ·│            │ functions of 2 …
+    delivery                                │ 1
+
+A batch whose reward functions still run when the models are done with it is pending, and the next one is begun. It is
+finished and delivered between two tokens of that one, as soon as its scores are there, so that trainers hardly get it
+later than they would have without. At most one batch is pending while another is generated, and batches are delivered
+in the order of their prompts. Whatever else the loop waits for (weights, prompts) may depend on the pending one, so it
+looks after that one meanwhile.
+
+With a staleness bound of 0 nothing is ever pending: see `ExperiencePipeline.may_defer`.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from typing import Any, Final
+
+from coati.beside import beside
+from coati.experience_maker.pipeline import ExperiencePipeline, MadeBatch, PendingBatch
+from coati.experience_maker.prompt_batch import PromptBatch
+
+# Between two looks at whether the scores of a pending batch are there, while something else is waited for.
+_LOOK_SECONDS: Final = 0.02
+_END: Final = object()
+
+
+class WorkLoop:
+    """Makes experience of batches of prompts, in as many parts as admission asks for.
+
+    `await_admission(wanted)` waits until samples may be issued and issues them (0: something came between), `deliver`
+    takes what is made, and `notify` is told the names of the hooks around it (see `coati.ray.callbacks`). Hooks keep
+    their order: those of a batch that is begun while another is pending come when that one is delivered.
+    """
+
+    def __init__(
+        self,
+        pipeline: ExperiencePipeline,
+        *,
+        await_admission: Callable[[int], int],
+        deliver: Callable[[MadeBatch], None],
+        should_stop: Callable[[], bool] = lambda: False,
+        notify: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._pipeline = pipeline
+        self._timeline = pipeline.timeline
+        self._await_admission = await_admission
+        self._deliver = deliver
+        self._should_stop = should_stop
+        self._notify = notify
+        self._pending: PendingBatch | None = None
+        self._late_hooks: list[str] = []
+
+    def run(self, batches: Iterator[Any]) -> None:
+        """Work on the batches until they end, the run's samples are made, or a stop comes; deliver all that is made."""
+        while (batch := self._next_of(batches)) is not _END and not self._is_over():
+            self._hook("on_batch_start")
+            self._work_on(PromptBatch.parse(batch))
+            self._hook("on_batch_end")
+        self._finish_pending()
+
+    def _work_on(self, batch: PromptBatch) -> None:
+        start = 0
+        while start < len(batch) and not self._is_over():
+            num_rows = self._admitted(len(batch) - start)
+            if num_rows == 0:  # a stop, or work is being dealt anew
+                continue
+            self._make(batch.rows(start, start + num_rows))
+            start += num_rows
+
+    def _make(self, part: PromptBatch) -> None:
+        self._hook("on_make_experience_start")
+        begun = self._pipeline.begin(part, meanwhile=self._finish_if_ready if self._pending else None)
+        self._finish_pending()
+        self._pending = begun
+        if begun.is_ready or not self._pipeline.may_defer:
+            self._finish_pending()
+
+    def _is_over(self) -> bool:
+        """Whether nothing is left to begin. A pending batch may yet give samples back, so it is finished first."""
+        if self._pipeline.is_done:
+            self._finish_pending()
+        return self._should_stop() or self._pipeline.is_done
+
+    def _next_of(self, batches: Iterator[Any]) -> Any:
+        """The next batch of prompts. They may come from somebody who waits for what is pending."""
+        with self._timeline.span("wait_prompts"):
+            if self._pending is None:
+                return next(batches, _END)
+            drawn = beside(lambda: next(batches, _END), name="prompts")
+            while not drawn.done():
+                wait([drawn], timeout=_LOOK_SECONDS if self._pending else None)
+                self._finish_if_ready()
+            return drawn.result()
+
+    def _admitted(self, wanted: int) -> int:
+        """Issue samples, as soon as that may be, and say how many; 0 if something came between."""
+        if (pending := self._pending) is not None:
+            if (num_rows := self._pipeline.admit(wanted)) > 0:
+                return num_rows
+            with self._timeline.span("wait_rewards"):
+                while not pending.is_ready and not self._should_stop():
+                    pending.wait(_LOOK_SECONDS)
+                    if (num_rows := self._pipeline.admit(wanted)) > 0:  # the weights came first
+                        return num_rows
+            self._finish_if_ready()
+        return self._await_admission(wanted)
+
+    def _finish_if_ready(self) -> None:
+        if self._pending is not None and self._pending.is_ready:
+            self._finish_pending()
+
+    def _finish_pending(self) -> None:
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        made = self._pipeline.finish(pending)
+        if made is not None:
+            self._deliver(made)
+        late, self._late_hooks = self._late_hooks, []
+        for name in late:
+            self._notify(name)
+
+    def _hook(self, name: str) -> None:
+        if self._pending is None:
+            self._notify(name)
+        else:
+            self._late_hooks.append(name)

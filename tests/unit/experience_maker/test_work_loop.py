@@ -1,0 +1,306 @@
+"""A maker's loop: reward functions of one batch run beside the next one; nothing is lost, doubled or out of order."""
+
+import dataclasses
+import threading
+
+import pytest
+
+from coati.errors import RewardError
+from coati.experience_maker import NaiveExperienceMaker
+from coati.experience_maker.pipeline import ExperiencePipeline
+from coati.experience_maker.work_loop import WorkLoop
+from coati.ledger import WorkShare
+from coati.models import Actor, Critic
+from coati.rewards import FunctionReward, RewardScorer, WeightedSum
+from coati.rollout import ReferenceEngine
+from coati.weights import ServedModels
+from coati.weights.stage import VerifiedUpdate
+
+SECONDS = 30  # far more than anything here takes
+SIZE = 2
+
+
+class Nothing:
+    """A tokenizer; the prompts come as texts, and what was written does not matter."""
+
+    def decode(self, ids, skip_special_tokens):
+        return ""
+
+
+class WatchedEngine(ReferenceEngine):
+    """Tells the story when it begins and ends, and does what the test says before each token but the first."""
+
+    def __init__(self, model, story, before_token):
+        super().__init__(model)
+        self._story, self._before_token = story, before_token
+
+    def generate(self, request):
+        first = int(request.sample_ids[0])
+        self._story.append(f"generate {first}")
+        go_on = request.commit_point
+
+        def commit_point():
+            self._before_token(first)
+            return request.version if go_on is None else go_on()
+
+        rollout = super().generate(dataclasses.replace(request, commit_point=commit_point))
+        self._story.append(f"generated {first}")
+        return rollout
+
+
+class Rig:
+    """A loop over real models, with everything around it written down. Batches have `SIZE` samples.
+
+    `reward(first)` gives the scores of the batch whose first sample has that id; None stands for two ones.
+    """
+
+    def __init__(self, llama, reward, *, share=None, terms=False, before_token=lambda _: None):
+        self.story, self.sent, self.records, self.should_stop = [], [], [], False
+
+        def scores_of(prompts):
+            return reward(int(prompts[0])) or [1.0] * len(prompts)
+
+        self.reward = FunctionReward(scores_of)
+        scorer = RewardScorer(WeightedSum([(self.reward, 1.0)]) if terms else self.reward, Nothing())
+        actor = Actor(llama(seed=1))
+        engine = WatchedEngine(actor, self.story, before_token)
+        maker = NaiveExperienceMaker(actor, Critic(llama(seed=2)), scorer, Actor(llama(seed=3)), engine=engine)
+        self.finish, maker.finish_experience = maker.finish_experience, self._finish
+        self.finishing = threading.Event()
+        self.served = ServedModels(maker.trained_models)
+        self.pipeline = ExperiencePipeline(
+            maker, self.served, share=share, generate_kwargs={"max_new_tokens": 3, "eos_token_id": []}
+        )
+        self.loop = WorkLoop(
+            self.pipeline,
+            await_admission=self._await_admission,
+            deliver=self._deliver,
+            should_stop=lambda: self.should_stop,
+            notify=self.story.append,
+        )
+
+    def run(self, num_batches=3, *, prompts=None):
+        self.loop.run(prompts or self.prompts(num_batches))
+        return [step for step in self.story if not step.startswith("on_")]
+
+    def prompts(self, num_batches):
+        for first in range(0, SIZE * num_batches, SIZE):
+            yield self.batch(first)
+
+    def batch(self, first):
+        ids = list(range(first, first + SIZE))
+        return {"input_ids": [[3, 4]] * SIZE, "sample_ids": ids, "prompt": list(map(str, ids))}
+
+    def offer(self, version):
+        weights = {("actor", name): tensor for name, tensor in self.pipeline.maker.actor.state_dict().items()}
+        self.served.offer(VerifiedUpdate(f"update {version}", version, "trainer", weights, False))
+
+    def _finish(self, unfinished):
+        self.finishing.set()
+        return self.finish(unfinished)
+
+    def _await_admission(self, wanted):
+        assert self.loop._pending is None, "the weights that are waited for may depend on it"
+        return 0 if self.should_stop else self.pipeline.admit(wanted)
+
+    def _deliver(self, made):
+        self.sent += made.experience.sample_ids.tolist()
+        self.story.append(f"deliver {int(made.experience.sample_ids[0])}")
+        self.records.append(self.pipeline.record(made, samples_kept=0))
+
+
+def share(total, **settings):
+    return WorkShare(rounds_per_version=SIZE, total_rounds=total, **settings)
+
+
+def test_the_next_batch_is_generated_beside_the_reward_and_the_last_one_goes_out_between_two_tokens(llama):
+    second_begun = threading.Event()
+
+    def reward(first):
+        return None if first or second_begun.wait(SECONDS) else [-1.0, -1.0]
+
+    def before_token(first):
+        if first == SIZE:
+            second_begun.set()
+            if rig.loop._pending is not None:
+                rig.loop._pending.wait(SECONDS)
+
+    rig = Rig(llama, reward, before_token=before_token)
+    told = rig.run(2)
+    assert told[:5] == ["generate 0", "generated 0", "generate 2", "deliver 0", "generated 2"]
+    assert told[5:] == ["deliver 2"]
+    assert rig.records[0]["metrics"]["reward/mean"].value == 1.0  # and not -1: it had begun
+
+
+@pytest.mark.parametrize(("max_staleness", "is_deferred"), [(0, False), (1, True), (-1, True), (None, True)])
+def test_only_where_data_may_be_old(llama, max_staleness, is_deferred):
+    # No reward ends before somebody waits for it.
+    rig = Rig(
+        llama,
+        lambda _: rig.finishing.wait(SECONDS) and None,
+        share=None if max_staleness is None else share(4, max_staleness=max_staleness),
+    )
+    rig.offer(1)
+    order = ["generate 2", "deliver 0"] if is_deferred else ["deliver 0", "generate 2"]
+    assert [step for step in rig.run(2) if step in order] == order
+
+
+def test_a_bound_that_falls_to_0_defers_nothing_more(llama):
+    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None, share=share(4, max_staleness=1))
+    rig.pipeline.bounds.note(1, 0)
+    rig.offer(1)
+    told = rig.run(2)
+    assert told.index("deliver 0") < told.index("generate 2")
+
+
+def test_batches_and_hooks_keep_their_order(llama):
+    events = {first: threading.Event() for first in range(0, 8, 2)}
+
+    def reward(first):  # each waits until the next one is being generated, the last until it is wanted
+        assert events[first + 2].wait(SECONDS) if first < 4 else rig.finishing.wait(SECONDS)
+
+    rig = Rig(llama, reward, before_token=lambda first: events[first].set())
+    told = rig.run(3)
+    assert rig.sent == [0, 1, 2, 3, 4, 5]
+    assert told.index("generate 2") < told.index("deliver 0") < told.index("deliver 2") < told.index("deliver 4")
+    one = ["on_batch_start", "on_make_experience_start", "deliver", "on_batch_end"]
+    hooks = [step.split()[0] for step in rig.story if step.startswith(("on_", "deliver"))]
+    assert hooks == one * 3
+
+
+def test_a_dropped_sample_of_the_last_batch_is_made_up_for(llama):
+    # 4 samples in all. All are issued when it shows that one of them has no reward.
+    second_done = threading.Event()
+
+    def reward(first):
+        if first == 0:
+            assert second_done.wait(SECONDS)
+            return [float("nan"), 1.0]
+        second_done.set()
+        return None if first < 4 else [1.0]
+
+    rig = Rig(
+        llama, lambda first: reward(first), share=share(4), before_token=lambda first: first and second_done.set()
+    )
+    rig.run(9)
+    assert rig.sent == [1, 2, 3, 4]
+    counts = rig.pipeline.counts
+    assert (counts.made, counts.dropped, rig.pipeline.gate.num_issued) == (4, 1, 4)
+
+
+def test_a_sample_dropped_when_all_others_are_made_is_made_up_for(llama):
+    rig = Rig(
+        llama,
+        lambda first: rig.finishing.wait(SECONDS) and ([float("nan"), 1.0] if first == 2 else None),
+        share=share(4),
+    )
+    rig.run(9)
+    assert sorted(rig.sent) == [0, 1, 3, 4]
+    assert rig.pipeline.counts.made == 4
+
+
+def test_what_is_pending_at_a_stop_is_delivered_and_nothing_else_begun(llama):
+    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None)
+
+    def prompts():
+        yield rig.batch(0)
+        rig.should_stop = True
+        yield rig.batch(2)
+
+    assert rig.run(prompts=prompts()) == ["generate 0", "generated 0", "deliver 0"]
+
+
+def test_an_error_of_a_pending_reward_ends_the_run_with_its_message(llama):
+    second_begun = threading.Event()
+
+    def reward(first):
+        assert second_begun.wait(SECONDS)
+        raise ZeroDivisionError("of nothing")
+
+    def before_token(first):
+        if first:
+            second_begun.set()
+
+    rig = Rig(llama, reward, before_token=before_token)
+    with pytest.raises(RewardError, match="'scores_of' must not raise, got ZeroDivisionError: of nothing"):
+        rig.run(3)
+    assert "generate 2" in rig.story
+    assert "generate 4" not in rig.story
+    assert rig.sent == []
+
+
+def test_prompts_may_wait_for_what_is_pending(llama):
+    delivered, asked = threading.Event(), threading.Event()
+    rig = Rig(llama, lambda first: None if first or asked.wait(SECONDS) else [-1.0, -1.0])
+    deliver = rig.loop._deliver
+    rig.loop._deliver = lambda made: (deliver(made), delivered.set())
+
+    def prompts():
+        yield rig.batch(0)
+        asked.set()
+        assert delivered.wait(SECONDS)
+        yield rig.batch(2)
+
+    assert [step for step in rig.run(prompts=prompts()) if "generated" not in step] == [
+        "generate 0",
+        "deliver 0",
+        "generate 2",
+        "deliver 2",
+    ]
+
+
+def test_weights_that_come_before_the_scores_let_the_next_batch_begin(llama):
+    # η = 1 and one batch for each version: the third needs version 1, which comes while the second has no scores.
+    refused, third_begun = threading.Event(), threading.Event()
+
+    def reward(first):
+        if first == 2:
+            assert refused.wait(SECONDS)
+            rig.offer(1)
+            assert third_begun.wait(SECONDS)
+
+    def admit(wanted):
+        num_rows = admits(wanted)
+        if num_rows == 0:
+            refused.set()
+        return num_rows
+
+    def before_token(first):
+        if first == 4:
+            third_begun.set()
+
+    rig = Rig(llama, reward, share=share(6, max_staleness=1), before_token=before_token)
+    admits, rig.pipeline.admit = rig.pipeline.admit, admit
+    told = rig.run(3)
+    assert told.index("generate 4") < told.index("deliver 2")
+    assert rig.sent == [0, 1, 2, 3, 4, 5]
+
+
+def test_each_record_tells_of_its_own_batch(llama):
+    third_begun = threading.Event()
+
+    def reward(first):
+        if first == 2:
+            rig.offer(7)  # for the third, which begins before this one ends
+            assert third_begun.wait(SECONDS)
+        return [float(first), float(first)]
+
+    def before_token(first):
+        if first == 4:
+            third_begun.set()
+
+    rig = Rig(llama, reward, terms=True, before_token=before_token)
+    told = rig.run(3)
+    assert told.index("generate 4") < told.index("deliver 2")
+    metrics = [record["metrics"] for record in rig.records]
+    assert [record["version"] for record in rig.records] == [0, 0, 7]
+    assert [one["reward/term_scores_of"].value for one in metrics] == [0.0, 2.0, 4.0]
+    assert all(one["rollout/logprob_gap"].weight == 2 * 3 for one in metrics)
+    assert [one["maker/samples"].value for one in metrics] == [2.0, 2.0, 2.0]
+
+
+def test_waiting_for_a_reward_is_a_cause_of_its_own(llama):
+    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None, share=share(2, max_staleness=0))
+    rig.run(1)
+    assert rig.pipeline.timeline.total("wait_rewards") > 0
+    assert "wait/rewards_share" in rig.records[0]["metrics"]

@@ -1,0 +1,136 @@
+"""Models with one body: one pass, the same bits, and nothing shared that is not the same."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from coati.experience_maker import NaiveExperienceMaker
+from coati.experience_maker.model_scores import score_with_models, sharing_reward_models
+from coati.models import Actor, Critic, RewardModel
+from coati.models.quantized import quantize_linear_layers
+from coati.models.shared_body import body_of, take_body_of
+from coati.rewards import FunctionReward, ModelReward, RewardScorer, WeightedSum
+
+# Padding on the left, on the right, on both sides, and none.
+MASK = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 1, 0], [1, 1, 1, 1, 1]])
+SEQUENCES = torch.randint(3, 11, MASK.shape, generator=torch.Generator().manual_seed(0))
+BATCH = (SEQUENCES, MASK, MASK[:, 2:].bool(), torch.tensor([1.0, 0.7, 1.0, 1.3]))
+
+
+def with_head(kind, body, seed):
+    model = kind(body)
+    nn.init.normal_(model.value_head.weight, generator=torch.Generator().manual_seed(seed))
+    return model.eval()
+
+
+@pytest.fixture
+def models(llama):
+    """A reference, a critic and two reward models, all with one body."""
+    reference = Actor(llama(seed=1)).eval()
+    body = reference.model.model
+    kinds = (Critic, RewardModel, RewardModel)
+    return reference, *(with_head(kind, body, seed) for seed, kind in enumerate(kinds))
+
+
+def passes_of(body):
+    calls = []
+    body.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize(("max_tokens", "num_parts"), [(9, 2), (1000, 1)])
+def test_one_pass_gives_the_bits_of_separate_ones(models, max_tokens, num_parts):
+    apart = [copy.deepcopy(model) for model in models]  # each with a body of its own
+    calls, calls_apart = passes_of(models[0].model.model), [passes_of(body_of(model)) for model in apart]
+    for (reference, critic, *rewards), counted in ((models, [calls]), (apart, calls_apart)):
+        scores = score_with_models(reference, critic, *BATCH, reward_models=rewards, max_tokens=max_tokens)
+        assert [len(count) for count in counted] == [num_parts] * len(counted)
+        if reference is models[0]:
+            together = scores
+    assert all(map(torch.equal, together, scores))
+    assert together.rewards.shape == (4, 2)
+    assert together.rewards.std(dim=0).min() > 0
+    if num_parts == 1:
+        assert torch.equal(together.rewards[:, 0], apart[2](SEQUENCES, MASK))
+
+
+@pytest.mark.parametrize("kind", ["the model", "a term", "two terms and a function"])
+def test_a_maker_asks_reward_models_with_the_reference(models, llama, kind):
+    def made_by(reference, critic, first, second):
+        terms = [(ModelReward(first, "first"), 1.0)]
+        if kind == "two terms and a function":
+            function = FunctionReward(lambda completions: [0.5] * len(completions), name="half")
+            terms += [(ModelReward(second, "second"), 2.0), (function, 1.0)]
+        reward = first if kind == "the model" else RewardScorer(WeightedSum(terms), Letters())
+        maker = NaiveExperienceMaker(Actor(llama(seed=7)), critic, reward, reference)
+        prompts, mask = torch.tensor([[3, 4, 5], [0, 0, 6]]), torch.tensor([[1, 1, 1], [0, 0, 1]])
+        return maker.make_experience(prompts, mask, max_new_tokens=3)
+
+    class Letters:
+        def decode(self, ids, skip_special_tokens):
+            return ""
+
+    apart = made_by(*(copy.deepcopy(model) for model in models))
+    calls = passes_of(models[0].model.model)
+    together = made_by(*models)
+    assert len(calls) == 1
+    for name in ("reward", "values", "kl", "advantages"):
+        assert torch.equal(getattr(together, name), getattr(apart, name)), name
+    assert together.reward.std() > 0
+
+
+def test_only_what_shares_a_body_is_asked_with_others(models, llama):
+    reference, critic, shared, _ = models
+    alone = RewardModel(llama(seed=5))
+    pair = [with_head(RewardModel, alone.body, seed) for seed in (3, 4)]
+
+    class Squared(RewardModel):
+        def forward(self, *args):
+            return super().forward(*args) ** 2
+
+    hooked = with_head(RewardModel, shared.body, 5)
+    hooked.register_forward_hook(lambda *_: None)
+    own = [alone, Squared(shared.body), hooked, nn.Linear(2, 2)]
+    assert sharing_reward_models(reference, None, own) == []
+    assert sharing_reward_models(reference, critic, [*own[1:], shared, shared]) == [shared]
+    assert sharing_reward_models(reference, None, [shared, *pair]) == [shared, *pair]
+
+
+def changed(body):
+    body.norm.weight.data[3] += 1e-6
+    return body
+
+
+def other_positions(body):
+    body.config.rope_parameters = {**body.config.rope_parameters, "rope_theta": 1234.0}
+    return body
+
+
+def quantized(body):
+    quantize_linear_layers(body)
+    return body
+
+
+@pytest.mark.parametrize(
+    ("of_the_reference", "of_the_reward", "is_taken"),
+    [
+        (lambda body: body, lambda body: body, True),
+        (lambda body: body, changed, False),
+        (lambda body: body, nn.Module.double, False),
+        (lambda body: body, other_positions, False),
+        (lambda body: body, quantized, False),
+        (quantized, lambda body: body, False),
+        (quantized, quantized, True),
+    ],
+    ids=["the same", "a weight", "dtype", "settings", "int8 reward", "int8 reference", "both int8"],
+)
+def test_a_body_is_taken_only_if_it_is_the_same_to_the_bit(llama, of_the_reference, of_the_reward, is_taken):
+    reference, reward = Actor(llama(seed=1)), RewardModel(llama(seed=1))
+    of_the_reference(reference.model.model)
+    of_the_reward(reward.body)
+    lender = take_body_of(reward, [Actor(llama(seed=2)), reference])
+    assert (lender is reference) == is_taken
+    assert (reward.body is reference.model.model) == is_taken
+    assert (lender is None) == (not is_taken)
