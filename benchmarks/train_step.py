@@ -5,10 +5,11 @@
     python benchmarks/train_step.py --cases packed --profile   and where the time of a step goes, by kernel
     python benchmarks/train_step.py --device cpu --tiny        a smoke test, in seconds
 
-A step is the learner's, of the policy alone: forward and backward in micro-batches, clipping, Adam. Two batches, both
-seeded: "ragged", prompts of 64 to 512 tokens and responses of lengths as a policy writes them (log-normal, a few up to
-the limit); and "full", where every sample has all its tokens and there is nothing to save. All cases see the same
-batches in the same run. Times are medians after a warm-up.
+A step is the learner's, of the policy alone: forward and backward in micro-batches, clipping, Adam. The batches
+(`--batches`) are seeded: "ragged", prompts of 64 to 512 tokens and responses of lengths as a policy writes them
+(log-normal, a few up to the limit); "full", where every sample has all its tokens and there is nothing to save; and
+"groups", 8 responses of 256 tokens to each of 8 prompts of 128, which "packed-whole-rows" computes 8 times and others
+once. All cases see the same batches in the same run. Times are medians after a warm-up.
 
 MFU is the work that the batch asks for (real tokens, causal attention, logits of response tokens, three times the
 forward; nothing that is computed twice or is padding counts) over the time, over the rate of a large square matrix
@@ -24,19 +25,17 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
 
 import torch
+from logprob_memory import logprob_memory, print_memory, timed
 from torch import Tensor
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from coati.algos import head_logprobs_and_entropy, logprobs_and_entropy
 from coati.cpu import set_up_cpu
 from coati.experience_maker import Experience
 from coati.models import Actor
@@ -57,6 +56,9 @@ class Shape:
     max_length: int = 4096
     ragged_samples: int = 32
     full_samples: int = 12
+    grouped_samples: int = 64
+    group_prompt: int = 128
+    group_response: int = 256
     micro_batch_tokens: int = 16_384
 
     def config(self) -> Qwen2Config:
@@ -90,8 +92,12 @@ TINY = Shape(
     max_length=96,
     ragged_samples=8,
     full_samples=4,
+    grouped_samples=16,
+    group_prompt=40,
+    group_response=10,
     micro_batch_tokens=256,
 )
+SAMPLES_PER_PROMPT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +105,7 @@ class Case:
     """One way to make the step."""
 
     is_packed: bool = True
+    shares_prompts: bool = True
     is_mixed: bool = False
     compile: bool = False
     activation_checkpointing: bool = False
@@ -107,6 +114,7 @@ class Case:
 CASES = {
     "padded": Case(is_packed=False),
     "packed": Case(),
+    "packed-whole-rows": Case(shares_prompts=False),
     "packed-compiled": Case(compile=True),
     "packed-checkpointed": Case(activation_checkpointing=True),
     "packed-mixed": Case(is_mixed=True),
@@ -116,6 +124,8 @@ CASES = {
 
 def sample_lengths(shape: Shape, kind: str, generator: torch.Generator) -> tuple[list[int], list[int]]:
     """Prompt and response lengths of a batch."""
+    if kind == "groups":
+        return [shape.group_prompt] * shape.grouped_samples, [shape.group_response] * shape.grouped_samples
     count = shape.ragged_samples if kind == "ragged" else shape.full_samples
     longest = shape.max_length
     prompts = torch.randint(max(1, longest // 64), longest // 8 + 1, (count,), generator=generator)
@@ -140,8 +150,12 @@ def make_batch(shape: Shape, kind: str, seed: int) -> tuple[Experience, list[int
     def noise(scale: float) -> Tensor:
         return (torch.randn(action_mask.shape, generator=generator) * scale).masked_fill(~action_mask, 0.0)
 
+    sequences = torch.randint(3, shape.vocabulary, mask.shape, generator=generator) * mask
+    if kind == "groups":
+        firsts = torch.arange(len(prompts)) // SAMPLES_PER_PROMPT * SAMPLES_PER_PROMPT
+        sequences[:, :width] = sequences[firsts, :width]
     experience = Experience(
-        sequences=torch.randint(3, shape.vocabulary, mask.shape, generator=generator) * mask,
+        sequences=sequences,
         action_log_probs=noise(0.1) - 11.0 * action_mask,
         values=torch.zeros(action_mask.shape),
         reward=torch.zeros(len(prompts)),
@@ -157,6 +171,13 @@ def make_batch(shape: Shape, kind: str, seed: int) -> tuple[Experience, list[int
 def padded() -> Iterator[None]:
     """What the learner did before, and does with models that it does not know."""
     with mock.patch("coati.models.actor.scoring_problem", return_value="it is the baseline"):
+        yield
+
+
+@contextlib.contextmanager
+def whole_rows() -> Iterator[None]:
+    """Every row with a prompt of its own, as before prompts were shared."""
+    with mock.patch("coati.models.packing.SharedPrefixes.of", return_value=None):
         yield
 
 
@@ -178,16 +199,6 @@ def make_learner(case: Case, shape: Shape, device: str) -> PPOLearner:
         activation_checkpointing=case.activation_checkpointing,
     )
     return PPOLearner(Actor(model), None, strategy, settings, optimizer_class=strategy.optimizer_class)
-
-
-def timed(call: Callable[[], object], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def measure_step(name: str, kind: str, learner: PPOLearner, arguments: argparse.Namespace) -> dict[str, object]:
@@ -243,19 +254,23 @@ def profile_step(kind: str, learner: PPOLearner, arguments: argparse.Namespace) 
 
 
 def measure_case(name: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """One learner, both batches; an error in place of numbers if there is no memory for it."""
+    """One learner, all batches; an error in place of numbers if there is no memory for it."""
     case = CASES[name]
     rows: list[dict[str, object]] = []
-    with contextlib.nullcontext() if case.is_packed else padded():
+    with contextlib.ExitStack() as stack:
+        if not case.is_packed:
+            stack.enter_context(padded())
+        if not case.shares_prompts:
+            stack.enter_context(whole_rows())
         learner = make_learner(case, arguments.shape, arguments.device)
-        for kind in ("ragged", "full"):
+        for kind in arguments.batches:
             try:
                 rows.append(measure_step(name, kind, learner, arguments))
             except torch.cuda.OutOfMemoryError:
                 rows.append({"case": name, "batch": kind, "error": "out of memory"})
             print_step(rows[-1])
         if arguments.profile:
-            rows[-1]["profile"] = profile_step("full", learner, arguments)
+            rows[-1]["profile"] = profile_step(arguments.batches[-1], learner, arguments)
     learner.strategy.close()
     del learner
     gc.collect()
@@ -272,63 +287,6 @@ def matrix_rate(device: str, size: int) -> float:
     return 2 * size**3 / statistics.median(times[3:])
 
 
-class LargestTensor(TorchDispatchMode):
-    """Bytes of the largest result of any operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
-                self.num_bytes = max(self.num_bytes, tensor.nbytes)
-        return result
-
-
-def logprob_memory(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Peak memory of hidden states → log-probs, entropies → gradients, for growing numbers of tokens."""
-    shape, device = arguments.shape, arguments.device
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    weight = torch.randn(shape.vocabulary, shape.width, device=device, dtype=dtype, requires_grad=True)
-
-    def with_logits(hidden: Tensor, tokens: Tensor) -> Tensor:
-        return logprobs_and_entropy(F.linear(hidden, weight), tokens)[0]
-
-    def without_logits(hidden: Tensor, tokens: Tensor) -> Tensor:
-        # A vocabulary of nearly nothing would fit whole into one chunk.
-        return head_logprobs_and_entropy(hidden, weight, tokens, chunk_tokens=128 if arguments.tiny else 0)[0]
-
-    rows = []
-    for num_tokens in arguments.memory_tokens:
-        for name, score in (("with logits", with_logits), ("without logits", without_logits)):
-            hidden = torch.randn(num_tokens, shape.width, device=device, dtype=dtype, requires_grad=True)
-            tokens = torch.randint(shape.vocabulary, (num_tokens,), device=device)
-            row: dict[str, object] = {"way": name, "tokens": num_tokens}
-            try:
-                row |= _memory_of(lambda hidden=hidden, tokens=tokens, score=score: score(hidden, tokens), device)
-            except torch.cuda.OutOfMemoryError:
-                row["error"] = "out of memory"
-            rows.append(row)
-            weight.grad = None
-            del hidden, tokens
-            gc.collect()
-    return rows
-
-
-def _memory_of(score: Callable[[], Tensor], device: str) -> dict[str, object]:
-    if device != "cuda":
-        with LargestTensor() as seen:
-            score().sum().backward()
-        return {"largest_tensor_mib": seen.num_bytes / 2**20}
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    seconds = timed(lambda: score().sum().backward(), device)
-    return {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20, "seconds": seconds}
-
-
 def print_step(row: dict[str, object]) -> None:
     if "error" in row:
         print(f"{row['case']:<22} {row['batch']:<7} {row['error']}", flush=True)
@@ -342,15 +300,10 @@ def print_step(row: dict[str, object]) -> None:
     )
 
 
-def print_memory(rows: list[dict[str, object]]) -> None:
-    for row in rows:
-        sizes = ", ".join(f"{key} {value:.1f}" for key, value in row.items() if isinstance(value, float))
-        print(f"{row['way']:<16} {row['tokens']:>8} tokens  {sizes or row['error']}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["padded", "packed", "packed-compiled"])
+    parser.add_argument("--batches", nargs="+", choices=["ragged", "full", "groups"], default=["ragged", "full"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model and batches of nearly nothing")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")

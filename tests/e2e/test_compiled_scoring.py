@@ -6,7 +6,8 @@ from torch._dynamo.testing import CompileCounter
 from transformers import Qwen2Config
 
 from coati.experience_maker.model_scores import score_with_models
-from coati.models import Actor, Critic, RewardModel
+from coati.models import Actor, Critic, RewardModel, action_logprobs
+from coati.models.packing import PackedRows
 from coati.trainer.modes import compile_blocks
 
 CONFIG = Qwen2Config(
@@ -16,7 +17,7 @@ CONFIG = Qwen2Config(
     num_attention_heads=2,
     num_key_value_heads=1,
     vocab_size=11,
-    max_position_embeddings=32,
+    max_position_embeddings=64,
 )
 
 
@@ -62,3 +63,23 @@ def test_models_of_one_class_share_their_code_and_new_weights_are_seen(monkeypat
     for block in critic.body.layers:
         block._compiled_call_impl = None
     torch.testing.assert_close(scores()[values], after[values])
+
+
+def test_a_compiled_learner_gets_the_same_gradient_from_rows_with_one_prompt(monkeypatch):
+    torch.manual_seed(0)
+    actor = Actor.from_config(CONFIG).eval()
+    sequences = torch.randint(1, 11, (3, 40))
+    sequences[1:, :36] = sequences[0, :36]
+    assert PackedRows.of(sequences, None).shared is not None
+
+    def gradient():
+        actor.zero_grad()
+        action_logprobs(actor, sequences, None, 4)[0].square().sum().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in actor.parameters()])
+
+    graphs, before = CompileCounter(), gradient()
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile_module(self, backend=graphs, **options))
+    compile_blocks(actor)
+    torch.testing.assert_close(gradient(), before)
+    assert graphs.frame_count > 0

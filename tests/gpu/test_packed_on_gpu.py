@@ -9,6 +9,7 @@ from transformers import Qwen2Config
 
 from coati.algos import head_logprobs_and_entropy, logprobs_and_entropy
 from coati.models import Actor, action_logprobs, packed_attention
+from coati.models.packing import PackedRows
 from coati.models.scoring import Scoring, score_padded
 
 CONFIG = Qwen2Config(
@@ -34,15 +35,28 @@ def ragged_batch():
     return torch.randint(3, 1000, mask.shape, generator=generator).cuda(), mask.cuda()
 
 
+def grouped_batch():
+    """Rows 1 to 4 have their first 200 tokens in common, which are computed once."""
+    sequences, _ = ragged_batch()
+    sequences[2:, :200] = sequences[1, :200]
+    mask = (torch.arange(300) < torch.tensor([300, 300, 201, 250, 256]).unsqueeze(1)).long().cuda()
+    assert PackedRows.of(sequences, mask).shared is not None
+    return sequences, mask
+
+
+BATCHES = {"ragged": ragged_batch, "grouped": grouped_batch}
+
+
 def gradient(actor, logprobs):
     actor.zero_grad()
     logprobs.sum().backward()
     return torch.cat([p.grad.flatten().float() for p in actor.parameters()])
 
 
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.05), (torch.float32, 1e-4)])
-def test_log_probs_and_gradients_are_those_of_the_padded_batch(dtype, tolerance):
-    actor, (sequences, mask) = actor_of(dtype), ragged_batch()
+def test_log_probs_and_gradients_are_those_of_the_padded_batch(dtype, tolerance, batch):
+    actor, (sequences, mask) = actor_of(dtype), BATCHES[batch]()
     scored = mask[:, 1:].bool()
     padded, _ = score_padded(actor.model, sequences, mask, Scoring(299))
     expected = gradient(actor, padded[scored])
@@ -69,9 +83,11 @@ def test_compiled_blocks_give_the_same_log_probs_for_any_batch():
     compiled = copy.deepcopy(actor)
     for block in compiled.model.model.layers:
         block.compile(dynamic=True)
-    for rows in (slice(0, 5), slice(0, 2), slice(1, 4)):
-        expected, _ = action_logprobs(actor, sequences[rows], mask[rows], 299)
-        logprobs, _ = action_logprobs(compiled, sequences[rows], mask[rows], 299)
+    whole = (sequences, mask)
+    parts = [tuple(part[rows] for part in whole) for rows in (slice(0, 5), slice(0, 2), slice(1, 4))]
+    for rows, attention_mask in (*parts, grouped_batch(), whole):
+        expected, _ = action_logprobs(actor, rows, attention_mask, 299)
+        logprobs, _ = action_logprobs(compiled, rows, attention_mask, 299)
         assert (logprobs - expected).abs().max() < 0.05
         one, other = gradient(compiled, logprobs), gradient(actor, expected)
         assert (one - other).norm() / other.norm() < 0.05

@@ -6,6 +6,7 @@ Registered with transformers under the name `coati_packed`. A model that is set 
     CUDA, half precision    torch's variable-length flash kernel, where torch has one
     everything else         rows of like length side by side, one call for each power of two among the lengths
 
+Tokens that rows have in common come once (`coati.models.shared_prefixes`) and are laid out as whole rows here.
 Grouped queries read their key-value heads as they lie. In the second way rows are filled up behind their end, where
 causality hides it from every real token, so the numbers are those of each row alone.
 """
@@ -45,6 +46,8 @@ def packed_attention_forward(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,  # [rows + 1] int32
     max_length_q: int | None = None,
+    row_owners: Tensor | None = None,  # [T] if rows have tokens in common: which of their N tokens these are
+    row_slots: Tensor | None = None,  # [N] and where each of the N is among these
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The interface of transformers' attention functions; the result is `[1, T, H, D]`."""
@@ -58,6 +61,10 @@ def packed_attention_forward(
         # Rotary embeddings come out of autocast in float32, values do not; torch's own attention casts both down.
         dtype = torch.get_autocast_dtype(device_type)
     heads = _Heads(*(part[0].transpose(0, 1).to(dtype) for part in (query, key, value)))  # [T, H or K, D]
+    if row_owners is not None and row_slots is not None:
+        # Keys and values go to every row. A query is asked once; where it would be asked again, zeros are, in vain.
+        keys, values = (take_often(part, row_slots) for part in (heads.key, heads.value))
+        heads = _Heads(spread(heads.query, row_owners, len(row_slots)), keys, values)  # [N, H or K, D]
     is_half = dtype in (torch.float16, torch.bfloat16)
     takes_flash = device_type == "cuda" and is_half and not dropout and query.shape[-1] <= _LARGEST_FLASH_HEAD
     if _FLASH is not None and takes_flash:
@@ -67,6 +74,8 @@ def packed_attention_forward(
         starts = cu_seq_lens_q.tolist()
         lengths = tuple(end - start for start, end in itertools.pairwise(starts))
         mixed = _by_length(heads, lengths, scale=scaling, window=sliding_window, dropout=dropout)
+    if row_owners is not None:
+        mixed = take(mixed, row_owners)
     return mixed.unsqueeze(0), None
 
 
@@ -239,6 +248,12 @@ def take(values: Tensor, at: Tensor) -> Tensor:
     return taken
 
 
+def take_often(values: Tensor, at: Tensor) -> Tensor:
+    """`values[at]` along the first dimension, where an index may come often: gradients add up, in float32 at least."""
+    taken: Tensor = _TakeOften.apply(values, at)  # type: ignore[no-untyped-call]
+    return taken
+
+
 def spread(values: Tensor, at: Tensor, length: int) -> Tensor:
     """Zeros of `length` along the first dimension, with `values` at `at`, where no index comes twice."""
     result: Tensor = _Spread.apply(values, at, length)  # type: ignore[no-untyped-call]
@@ -256,6 +271,21 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (at,) = ctx.saved_tensors
         return spread(gradient, at, ctx.length), None
+
+
+class _TakeOften(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, at: Tensor) -> Tensor:
+        ctx.save_for_backward(at)
+        ctx.length = values.shape[0]
+        return values.index_select(0, at)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (at,) = ctx.saved_tensors
+        precise = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        summed = precise.new_zeros(ctx.length, *gradient.shape[1:]).index_add_(0, at, precise)
+        return summed.to(gradient.dtype), None
 
 
 class _Spread(torch.autograd.Function):

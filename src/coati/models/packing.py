@@ -5,9 +5,12 @@
         [. . . j k . . .]
 
 A forward pass over the joined row is an ordinary call of the model, with positions that begin anew in each row and with
-attention that stays inside of it (`coati.models.packed_attention`). So it works wherever an ordinary call does: under
-every strategy, with adapters, with quantised layers. Models that we do not know to pass these arguments on to their
-attention are called with padding, as they always were; `packing_problem` says why.
+attention that stays inside of it (`coati.models.packed_attention`). Where rows begin alike, as several responses to one
+prompt do, what they have in common is computed once (`coati.models.shared_prefixes`).
+
+So it works wherever an ordinary call does: under every strategy, with adapters, with quantised layers. Models that we
+do not know to pass these arguments on to their attention are called with padding, as they always were;
+`packing_problem` says why.
 """
 
 import dataclasses
@@ -20,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coati.models.packed_attention import PACKED_ATTENTION, check_flash_once
+from coati.models.packed_attention import PACKED_ATTENTION, check_flash_once, take, take_often
+from coati.models.shared_prefixes import SharedPrefixes
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +38,21 @@ PACKED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """The real tokens of a padded batch `[B, S]`, T of them, and where they came from."""
+    """The real tokens of a padded batch `[B, S]`, N of them, and where they came from."""
 
     tokens: Tensor
-    """[T]"""
+    """[N]"""
     positions: Tensor
-    """[T] of each token in its row, from 0."""
+    """[N] of each token in its row, from 0."""
     spots: Tensor
-    """[T] of each token in the padded batch, row · S + column."""
+    """[N] of each token in the padded batch, row · S + column."""
     starts: Tensor
     """[rows + 1] int32: where each row begins here, and where the last one ends. Rows without a token are left out."""
     max_length: int
     shape: torch.Size
     """[B, S]"""
+    shared: SharedPrefixes | None = None
+    """Which of the tokens are computed, T of them; None for all."""
 
     @classmethod
     def of(cls, sequences: Tensor, attention_mask: Tensor | None) -> "PackedRows":
@@ -69,13 +75,24 @@ class PackedRows:
             starts=F.pad(lengths.cumsum(0), (1, 0)).int(),
             max_length=int(lengths.max()) if len(lengths) else 0,
             shape=sequences.shape,
+            shared=SharedPrefixes.of(sequences, is_real),
         )
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def computed(self, values: Tensor) -> Tensor:
+        """[N, …] to [T, …]: what belongs to tokens that are computed."""
+        return values if self.shared is None else values[self.shared.owners]
+
+    def at(self, values: Tensor, tokens: Tensor) -> Tensor:
+        """[T, …] to [n, …]: what was computed for some of the N tokens, each of which is named once."""
+        return take(values, tokens) if self.shared is None else take_often(values, self.shared.slots[tokens])
+
     def unpacked(self, values: Tensor) -> Tensor:
         """[T] back to [B, S], with 0 at padding."""
+        if self.shared is not None:
+            values = take_often(values, self.shared.slots)
         rows, columns = self.spots // self.shape[1], self.spots % self.shape[1]
         # Not a view of something flat: sharding hangs its backward hook on what a module returns.
         return values.new_zeros(self.shape).index_put((rows, columns), values)
@@ -86,7 +103,7 @@ class PackedTargets:
     """Which of the packed tokens are scored: those of the last columns that have a token before them in their row."""
 
     predecessors: Tensor
-    """[n] where the token before is, whose hidden state predicts it."""
+    """[n] where the token before is among the N, whose hidden state predicts it."""
     tokens: Tensor
     """[n] token ids."""
     rows: Tensor
@@ -160,20 +177,22 @@ def packing_problem(model: nn.Module) -> str:
 
 def packed_hidden(model: nn.Module, packed: PackedRows) -> Tensor:
     """Last hidden states of a body over packed rows, [T, d]. The model must have no `packing_problem`."""
+    shared = {} if packed.shared is None else {"row_owners": packed.shared.owners, "row_slots": packed.shared.slots}
     body = base_of(model).base_model
     if body.config._attn_implementation != PACKED_ATTENTION:
         body.set_attn_implementation(PACKED_ATTENTION)
     if packed.tokens.is_cuda:
         check_flash_once(packed.tokens.device)
     hidden: Tensor = body(
-        input_ids=packed.tokens.unsqueeze(0),
+        input_ids=packed.computed(packed.tokens).unsqueeze(0),
         # transformers takes a mask of four dimensions as ready and builds none of its own; ours is never looked at.
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.tokens.device),
-        position_ids=packed.positions.unsqueeze(0),
+        position_ids=packed.computed(packed.positions).unsqueeze(0),
         use_cache=False,
         cu_seq_lens_q=packed.starts,
         # Rounded up, which costs nothing, so that compiled blocks see few values of it.
         max_length_q=1 << (packed.max_length - 1).bit_length(),
+        **shared,
     )[0]
     return hidden[0]
 

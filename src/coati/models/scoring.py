@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from coati.algos import head_logprobs_and_entropy, logprobs_and_entropy
-from coati.models.packed_attention import take
 from coati.models.packing import PackedRows, PackedTargets, base_of, packed_hidden, packing_problem
 from coati.models.positions import accepts, position_ids_from_mask
 
@@ -58,7 +57,7 @@ def score_hidden(
 ) -> tuple[Tensor, Tensor | None]:
     """The same from the hidden states of the model's body over packed rows, [T, d]."""
     targets = PackedTargets.of(packed, scoring.num_actions)
-    hidden = take(hidden, targets.predecessors)  # [n, d]
+    hidden = packed.at(hidden, targets.predecessors)  # [n, d]
     head = base_of(model).get_output_embeddings()
     temperatures = scoring.temperatures
     logprobs, entropy = head_logprobs_and_entropy(

@@ -71,6 +71,17 @@ def ragged_batch(prompts=(4, 1, 2, 3), responses=(5, 3, 1, 2)):
     return torch.randint(1, 13, mask.shape, generator=generator), mask
 
 
+def grouped_batch():
+    """[4, 45]: three responses to one prompt of 35 tokens, the last two of which begin alike, and one to another."""
+    sequences, mask = ragged_batch(prompts=(35, 35, 35, 40), responses=(5, 3, 4, 2))
+    sequences[1:3, 5:40] = sequences[0, 5:40]
+    sequences[2, :42] = sequences[1, :42]
+    return sequences, mask
+
+
+BATCHES = {"ragged": ragged_batch, "grouped": grouped_batch}
+
+
 def gradients(model, scores, mask):
     model.zero_grad()
     generator = torch.Generator().manual_seed(2)
@@ -80,18 +91,26 @@ def gradients(model, scores, mask):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_gradients(ours, theirs):
+def assert_same_gradients(ours, theirs, *, tolerance=1e-10):
     assert ours.keys() == theirs.keys()
     assert max(float(gradient.abs().max()) for gradient in theirs.values()) > 0.1
     for name, gradient in theirs.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+        close = {"rtol": tolerance, "atol": tolerance}
+        torch.testing.assert_close(ours[name], gradient, **close, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def gradient_tolerance(name, batch):
+    """Most models' norms compute in float32, and it rounds a sum of gradients otherwise than each of them."""
+    return 1e-10 if batch == "ragged" or name in ("gpt2", "gpt_neox") else 1e-4
+
+
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_log_probs_entropies_and_gradients_are_those_of_the_padded_batch(name):
+def test_log_probs_entropies_and_gradients_are_those_of_the_padded_batch(name, batch):
     model = causal_lm(name)
     assert packed_scoring_problem(model) == ""
-    sequences, mask = ragged_batch()
+    sequences, mask = BATCHES[batch]()
+    assert (PackedRows.of(sequences, mask).shared is None) == (batch == "ragged")
     scored = mask[:, -NUM_ACTIONS:].bool()
     padded = score_padded(model, sequences, mask, Scoring(NUM_ACTIONS, TEMPERATURES, True))
     expected = gradients(model, padded, scored)
@@ -99,19 +118,20 @@ def test_log_probs_entropies_and_gradients_are_those_of_the_padded_batch(name):
     for ours, theirs in zip(packed, padded, strict=True):
         torch.testing.assert_close(ours[scored], theirs[scored], rtol=1e-10, atol=1e-10)
         assert torch.equal(ours[~scored], torch.zeros_like(ours[~scored]))
-    assert_same_gradients(gradients(model, packed, scored), expected)
+    assert_same_gradients(gradients(model, packed, scored), expected, tolerance=gradient_tolerance(name, batch))
 
 
 def test_every_known_decoder_is_tested():
     assert {config().model_type for config in CONFIGS.values()} == set(PACKED_MODEL_TYPES)
 
 
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window"])
-def test_values_and_rewards_are_those_of_the_padded_batch(name, monkeypatch):
+def test_values_and_rewards_are_those_of_the_padded_batch(name, batch, monkeypatch):
     critic, reward_model = Critic(causal_lm(name)), RewardModel(causal_lm(name))
     nn.init.normal_(critic.value_head.weight)
     nn.init.normal_(reward_model.value_head.weight)
-    sequences, mask = ragged_batch()
+    sequences, mask = BATCHES[batch]()
     assert packs(critic)
     packed, rewards = critic(sequences, mask), reward_model(sequences, mask)
     ours = gradients(critic, [packed], mask.bool())
@@ -119,7 +139,8 @@ def test_values_and_rewards_are_those_of_the_padded_batch(name, monkeypatch):
     padded = critic(sequences, mask)
     torch.testing.assert_close(packed, padded * mask, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(rewards, reward_model(sequences, mask), rtol=1e-10, atol=1e-10)
-    assert_same_gradients(ours, gradients(critic, [padded], mask.bool()))
+    theirs = gradients(critic, [padded], mask.bool())
+    assert_same_gradients(ours, theirs, tolerance=gradient_tolerance(name, batch))
 
 
 def test_adapters_count_and_only_they_get_gradients():

@@ -1,0 +1,81 @@
+"""Which tokens of rows that begin alike are computed, and where each token of a row then is."""
+
+import doctest
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import coati.models.shared_prefixes
+from coati.models.packed_attention import take_often
+from coati.models.packing import PackedRows
+from coati.models.shared_prefixes import LEAST_TOKENS, SharedPrefixes
+
+
+def test_docstring_examples_run():
+    assert doctest.testmod(coati.models.shared_prefixes).attempted > 0
+    assert doctest.testmod(coati.models.shared_prefixes).failed == 0
+
+
+def rows_of(packed):
+    starts = packed.starts.tolist()
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(0, 1), min_size=0, max_size=7), min_size=1, max_size=6),
+    paddings=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+)
+def test_a_token_is_taken_only_from_one_with_the_same_past(rows, paddings):
+    """Two words, so that rows begin alike by chance; padding in front may differ."""
+    sequences, mask = torch.full((len(rows), 10), 7), torch.zeros(len(rows), 10, dtype=torch.long)
+    for row, (words, padding) in enumerate(zip(rows, paddings, strict=False)):
+        sequences[row, padding : padding + len(words)] = torch.tensor(words)
+        mask[row, padding : padding + len(words)] = 1
+    shared = SharedPrefixes.of(sequences, mask.bool(), least=2)
+    if shared is None:
+        return
+    packed = PackedRows.of(sequences, mask)
+    pasts = {at: tuple(packed.tokens[row.start : at + 1].tolist()) for row in rows_of(packed) for at in row}
+    owners, slots = shared.owners.tolist(), shared.slots.tolist()
+    assert len(slots) == len(packed)
+    assert [slots[owner] for owner in owners] == list(range(len(owners)))
+    assert all(pasts[owners[slot]] == pasts[at] for at, slot in enumerate(slots))
+    assert len(owners) < len(slots)
+
+
+def batch(*rows):
+    width = max(map(len, rows))
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    return torch.tensor([list(row) + [0] * (width - len(row)) for row in rows]), mask
+
+
+def num_computed(*rows):
+    packed = PackedRows.of(*batch(*rows))
+    return len(packed.computed(packed.tokens))
+
+
+def test_a_prompt_is_computed_once_for_each_run_of_rows_with_it():
+    one, other = range(LEAST_TOKENS), range(50, 50 + LEAST_TOKENS)
+    assert num_computed([*one, 1], [*one, 2, 3], [*other, 1], [*other, 2]) == 2 * LEAST_TOKENS + 5
+    # Only neighbours are looked at, and rows that are the same from end to end are one.
+    assert num_computed([*one, 1], [*other, 1], [*one, 2]) == 3 * LEAST_TOKENS + 3
+    assert num_computed([*one, 1], [*one, 1], [*one, 1]) == LEAST_TOKENS + 1
+
+
+def test_what_is_too_short_or_too_small_a_part_is_left_alone():
+    short = range(LEAST_TOKENS - 1)
+    assert PackedRows.of(*batch([*short, 1], [*short, 2])).shared is None
+    prompt, long = range(LEAST_TOKENS), [100 + n for n in range(8 * LEAST_TOKENS)]
+    assert PackedRows.of(*batch([*prompt, *long], [*prompt, 1])).shared is None
+    assert PackedRows.of(*batch([*prompt, *long[: 5 * LEAST_TOKENS]], [*prompt, 1])).shared is not None
+
+
+def test_gradients_of_what_is_taken_often_add_up_without_rounding_in_between():
+    values = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    taken = take_often(values, torch.tensor([0] * 300 + [1]))
+    taken.sum().backward()
+    assert values.grad.tolist() == [[300.0], [1.0]]  # bfloat16 counts to 256 in steps of 1
+    assert values.grad.dtype == torch.bfloat16
