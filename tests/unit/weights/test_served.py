@@ -263,7 +263,7 @@ def test_whatever_the_network_does_only_published_weights_serve(make_models, pub
     reader.start()
     assert looked.acquire(timeout=PATIENCE)  # it has seen version 0
     num_rejected, accepted = 0, []
-    for version in range(1, 101):
+    for version in range(1, 51):
         pair = []
         for source in ("trainer 0", "trainer 1"):  # two different models claim each version
             sender = make_models(dice.randrange(2**30))
@@ -291,6 +291,6 @@ def test_whatever_the_network_does_only_published_weights_serve(make_models, pub
     assert seen <= published
     assert {version for version, _ in seen} == {0, *accepted}
     assert served.version == accepted[-1]
-    # The seed decides how many: of 200 updates most arrive, and far from all.
-    assert num_rejected > 20
-    assert len(accepted) > 100
+    # The seed decides how many: of 100 updates most arrive, and far from all.
+    assert num_rejected > 10
+    assert len(accepted) > 50
