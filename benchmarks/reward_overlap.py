@@ -78,7 +78,7 @@ class Maker:
         self._delivered: list[float] = []
 
     def run(self, kind: type[Beside], num_batches: int, reward_seconds: float) -> tuple[float, float]:
-        """Seconds a batch, and the median seconds by which one is late."""
+        """Seconds from one delivery to the next, and those by which one is late; medians."""
         self._reward_seconds = reward_seconds
         self._ended.clear()
         self._delivered.clear()
@@ -88,12 +88,11 @@ class Maker:
             generate_kwargs={"max_new_tokens": self._workload.new_tokens, "eos_token_id": [], "pad_token_id": 0},
         )
         loop = WorkLoop(pipeline, await_admission=lambda wanted: wanted, deliver=self._deliver)
-        started = time.perf_counter()
         loop.run(self._prompts(num_batches))
-        seconds = time.perf_counter() - started
         ready = map(max, pipeline.begun, self._ended)
         late = [delivered - since for delivered, since in zip(self._delivered, ready, strict=True)]
-        return seconds / num_batches, statistics.median(late)
+        cycles = [after - before for before, after in itertools.pairwise(self._delivered)]
+        return statistics.median(cycles), statistics.median(late)
 
     def _prompts(self, num_batches: int) -> Iterator[dict[str, Any]]:
         size = self._workload.batch
@@ -114,7 +113,7 @@ class Maker:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reward", type=float, nargs="+", default=[0.25, 1.0, 2.0], help="in times of a batch")
+    parser.add_argument("--reward", type=float, nargs="+", default=[0.25, 0.75, 1.0, 2.0], help="in times of a batch")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--half-billion", action="store_true", help="the model and lengths of overlap.py")

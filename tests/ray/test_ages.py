@@ -6,7 +6,6 @@ decides at every named point who goes on; then real actors that are held at seed
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import random
 import socket
@@ -33,9 +32,9 @@ from transformers import LogitsProcessor
 from coati.deadlines import Deadlines
 from coati.experience_buffer.collector import BatchCollector
 from coati.experience_buffer.utils import make_experience_batch, split_experience_batch
-from coati.experience_maker.naive import AllSamplesDropped
+from coati.experience_maker.naive import AllSamplesDropped, NaiveExperienceMaker, UnfinishedExperience
 from coati.experience_maker.pipeline import ExperiencePipeline
-from coati.experience_maker.prompt_batch import PromptBatch
+from coati.experience_maker.work_loop import WorkLoop
 from coati.ledger import DeliveryLog, RoundOrder, WorkShare, ages_of
 from coati.ray import delivery
 from coati.ray.callbacks import MakerCallback, TrainerCallback
@@ -132,34 +131,59 @@ def update_to(version):
     )
 
 
-class FakeGeneration:
-    """Writes the number of the weights it sees as each token's log-prob, and pauses between tokens."""
+class FakeScores:
+    """Scores that come when the scheduler lets the reward of the maker go on."""
+
+    def __init__(self, scheduler, may_issue):
+        self._scheduler, self._may_issue = scheduler, may_issue
+        self.is_ready, self.terms = False, {}
+
+    def wait(self, seconds=None):
+        """As long as it takes; with a limit also until something else can be done."""
+        self._scheduler.pause("scores", lambda: self.is_ready or (seconds is not None and self._may_issue()))
+
+
+class FakeGeneration(NaiveExperienceMaker):
+    """Writes the number of the weights it sees as each token's log-prob, and pauses between tokens.
+
+    A reward, which is somebody else's work, drops some samples.
+    """
 
     reward_model = None
 
-    def __init__(self, model, scheduler, dice):
-        self._model, self._scheduler, self._dice = model, scheduler, dice
+    def __init__(self, model, scheduler, dice, may_issue):
+        self._model, self._scheduler, self._dice, self._may_issue = model, scheduler, dice, may_issue
         self.policy_version = 0
         self.commit_point = None  # set by the pipeline of a maker that takes weights in flight
+        self.to_score = deque()
+        self.num_beside = 0
 
-    def make_experience(self, input_ids, attention_mask, *, sample_ids, group_ids, columns):
+    def begin_experience(self, input_ids, attention_mask, *, sample_ids, group_ids, columns):
+        self.num_beside += self.meanwhile is not None
         written, versions = [], []
         for _ in range(NUM_TOKENS):
             written.append(float(self._model.number))
             versions.append(self.policy_version)
             self._scheduler.pause("a token")
+            if self.meanwhile is not None:
+                self.meanwhile()
             if self.commit_point is not None:
                 self.policy_version = self.commit_point()
-        kept = [index for index in sample_ids.tolist() if self._dice.random() < 0.9]
-        if not kept:
-            raise AllSamplesDropped("the dice dropped them")
         made = []
-        for sample_id in kept:
+        for sample_id in sample_ids.tolist():
             one = item(sample_id, num_actions=NUM_TOKENS)
             one.action_log_probs = torch.tensor(written)
             one.policy_versions = torch.tensor(versions)
             made.append(one)
-        return make_experience_batch(made)
+        self.to_score.append(FakeScores(self._scheduler, self._may_issue))
+        return UnfinishedExperience(make_experience_batch(made), self.to_score[-1])
+
+    def finish_experience(self, unfinished):
+        unfinished.scores.wait()
+        kept = torch.tensor([self._dice.random() < 0.9 for _ in range(unfinished.experience.num_samples)])
+        if not kept.any():
+            raise AllSamplesDropped("the dice dropped them")
+        return unfinished.experience.select(kept)
 
 
 class Run:
@@ -182,6 +206,8 @@ class Run:
                 self.scheduler.spawn(f"{kind} {index}", member.work)
         for trainer in self.trainers:
             self.scheduler.spawn(f"the buffer of {trainer.name}", trainer.append_loop)
+        for index, maker in enumerate(self.makers):
+            self.scheduler.spawn(f"the reward of maker {index}", maker.reward_loop)
         # The sender waits for acknowledgements here, and not for Ray.
         monkeypatch.setattr(delivery, "ray", SimpleNamespace(get=self._await_acknowledgement))
         self.scheduler.run()
@@ -191,41 +217,53 @@ class Run:
 
 
 class Maker:
-    """The working loop of a maker, over its real pipeline and its real sender."""
+    """The working loop of a maker, over its real pipeline and its real sender; its reward is another thread."""
 
     def __init__(self, run, share, in_flight):
         self._run = run
         model = Model()
         self.served = ServedModels({"actor": model})
-        generation = FakeGeneration(model, run.scheduler, run.dice)
-        self._pipeline = ExperiencePipeline(generation, self.served, share=share, in_flight=in_flight)
+        self.generation = FakeGeneration(model, run.scheduler, run.dice, self._may_issue)
+        self._pipeline = ExperiencePipeline(self.generation, self.served, share=share, in_flight=in_flight)
         names = [trainer.name for trainer in run.trainers]
         self._sender = ItemSender(names, sender=f"maker {share.maker_index}", deadlines=DEADLINES, share=share)
         handles = {trainer.name: SimpleNamespace(buffer_extend=trainer) for trainer in run.trainers}
         self._sender._peers = SimpleNamespace(names=names, handle=handles.get)
-        self._next_id = share.maker_index * 10**6
+        self._first_id = share.maker_index * 10**6
         self.sent = []
         self.is_finished = False
 
     def work(self):
-        gate, pause = self._pipeline.gate, self._run.scheduler.pause
-        while not gate.is_done:
-            needed = gate.version_needed()
-            pause(f"version {needed}", functools.partial(self._serves, needed))
-            num_rows = self._pipeline.admit(MAKER_BATCH)
-            assert num_rows > 0
-            ids = torch.arange(self._next_id, self._next_id + num_rows)
-            self._next_id += num_rows
-            pause("a generation")
-            experience = self._pipeline.make(PromptBatch(torch.ones(num_rows, 2), torch.ones(num_rows, 2), ids))
-            if experience is not None:
-                self.sent += experience.sample_ids.tolist()
-                self._sender.send(split_experience_batch(experience))
+        WorkLoop(self._pipeline, await_admission=self._await_admission, deliver=self._deliver).run(self._prompts())
         self._sender.flush()
         self.is_finished = True
 
-    def _serves(self, version):
-        return self.served.version >= version
+    def reward_loop(self):
+        waiting = self.generation.to_score
+        while True:
+            self._run.scheduler.pause("a batch to score", lambda: waiting or self.is_finished)
+            if not waiting:
+                return
+            self._run.scheduler.pause("a reward")
+            waiting.popleft().is_ready = True
+
+    def _prompts(self):
+        for first in itertools.count(self._first_id, MAKER_BATCH):
+            ids = torch.arange(first, first + MAKER_BATCH)
+            yield {"input_ids": torch.ones(MAKER_BATCH, 2), "sample_ids": ids}
+
+    def _await_admission(self, wanted):
+        self._run.scheduler.pause(f"version {self._pipeline.version_needed()}", self._may_issue)
+        num_rows = self._pipeline.admit(wanted)
+        assert num_rows > 0
+        return num_rows
+
+    def _may_issue(self):
+        return self.served.version >= (self._pipeline.gate.version_needed() or 0)
+
+    def _deliver(self, made):
+        self.sent += made.experience.sample_ids.tolist()
+        self._sender.send(split_experience_batch(made.experience))
 
 
 class Trainer:
@@ -310,7 +348,7 @@ SHAPES = [
 @pytest.mark.parametrize("max_staleness", range(4))
 def test_measured_ages_never_exceed_the_bound_and_nobody_starves(max_staleness, in_flight, monkeypatch):
     torch.set_num_threads(1)
-    oldest = 0.0
+    oldest, num_beside = 0.0, 0
     for (num_makers, num_trainers, in_step), seed in itertools.product(SHAPES, range(3)):
         run = Run(
             monkeypatch,
@@ -326,11 +364,13 @@ def test_measured_ages_never_exceed_the_bound_and_nobody_starves(max_staleness, 
         assert max(ages) <= max_staleness, where
         assert min(ages) >= 0 or not in_step, where  # no data from the future
         oldest = max(oldest, *ages)
+        num_beside += sum(maker.generation.num_beside for maker in run.makers)
         trained = [index for trainer in run.trainers for index in trainer.trained]
         assert len(trained) == TOTAL_STEPS * BATCH * num_trainers, where
         assert sorted(trained) == sorted(index for maker in run.makers for index in maker.sent), where
         assert len(set(trained)) == len(trained), where
     assert oldest == max_staleness  # the runs go as far as they may: the bound is what held them
+    assert (num_beside > 0) == (max_staleness > 0)  # batches generated while a reward was at the one before
 
 
 # A real maker whose models somebody else is busy with.

@@ -69,7 +69,7 @@ class Rig:
         self.finishing = threading.Event()
         self.served = ServedModels(maker.trained_models)
         self.pipeline = ExperiencePipeline(
-            maker, self.served, share=share, generate_kwargs={"max_new_tokens": 3, "eos_token_id": []}
+            maker, self.served, share=share, generate_kwargs={"max_new_tokens": 2, "eos_token_id": []}
         )
         self.loop = WorkLoop(
             self.pipeline,
@@ -295,7 +295,7 @@ def test_each_record_tells_of_its_own_batch(llama):
     metrics = [record["metrics"] for record in rig.records]
     assert [record["version"] for record in rig.records] == [0, 0, 7]
     assert [one["reward/term_scores_of"].value for one in metrics] == [0.0, 2.0, 4.0]
-    assert all(one["rollout/logprob_gap"].weight == 2 * 3 for one in metrics)
+    assert all(one["rollout/logprob_gap"].weight == 2 * 2 for one in metrics)
     assert [one["maker/samples"].value for one in metrics] == [2.0, 2.0, 2.0]
 
 
