@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LEAST_TOKENS = 32
+LEAST_TOKENS = 4
 """A beginning in common that is worth its bookkeeping."""
 _LEAST_SHARE = 8  # of all tokens it must be at least one in so many
 

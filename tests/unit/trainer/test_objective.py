@@ -169,8 +169,9 @@ def test_steps_in_micro_batches_are_the_same_steps(actor, settings):
         for size in (0, 1, 2)
     ]
     whole, *others = ([learner.step(make_part()) for _ in range(2)] and weights(learner) for learner in learners)
+    # The rows have a prompt in common, computed once for the whole batch; the model's norms round to float32.
     for other in others:
-        torch.testing.assert_close(other, whole, atol=1e-10, rtol=0)
+        torch.testing.assert_close(other, whole, atol=1e-7, rtol=0)
 
 
 def test_a_kl_term_alone_pulls_the_policy_to_the_reference(actor):
