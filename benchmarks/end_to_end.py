@@ -11,6 +11,7 @@ are not counted: they start processes, compile and fill caches.
     coati-ppo     the same with a critic, which TRL's GRPO does not have; on a GPU the score comes from a reward model
     trl-grpo      TRL's GRPOTrainer with transformers' generate and the same KL term (TRL must be installed)
     trl-tuned     the same after `coati.cpu.set_up_cpu`, which helps every torch program on some CPUs (CPU only)
+    trl-compiled  the same as trl-grpo with its `torch_compile`, as coati has `train.compile` there (GPU only)
 
 On a GPU hardly any response ends early (the weights are random), coati runs with `train.compile = true` (its warm-up
 steps include compiling), and the peak memory is what nvidia-smi shows.
@@ -28,7 +29,8 @@ import threading
 import time
 from pathlib import Path
 
-COMPETITORS = ("coati-grpo", "coati-ppo", "trl-grpo", "trl-tuned")
+COMPETITORS = ("coati-grpo", "coati-ppo", "trl-grpo", "trl-tuned", "trl-compiled")
+NOT_ON = {"cuda": "trl-tuned", "cpu": "trl-compiled"}
 SAMPLES_PER_PROMPT = 8
 KL_COEF = 0.05
 
@@ -55,7 +57,7 @@ def main() -> None:
     if arguments.only:
         run_one(arguments)
         return
-    names = arguments.competitors or [name for name in COMPETITORS if not (is_gpu and name == "trl-tuned")]
+    names = arguments.competitors or [name for name in COMPETITORS if name != NOT_ON[arguments.device]]
     with tempfile.TemporaryDirectory(prefix="coati-end-to-end-") as folder:
         prepare(Path(folder), is_gpu=is_gpu)
         results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -305,6 +307,7 @@ def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
             output_dir=str(folder / "trl"),
             use_cpu=not is_gpu,
             bf16=is_gpu,
+            torch_compile=arguments.only == "trl-compiled",
             per_device_train_batch_size=arguments.batch,
             num_generations=SAMPLES_PER_PROMPT,
             max_completion_length=256 if is_gpu else 16,
