@@ -1,5 +1,6 @@
 """Calls that run beside whatever their caller does meanwhile."""
 
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,15 +16,43 @@ def beside(call: Callable[[], T], *, name: str) -> "Future[T]":
     42
     """
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # for whoever asks for the result
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=_settle, args=(future, call), name=name, daemon=True).start()
     return future
+
+
+def _settle(future: "Future[T]", call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # for whoever asks for the result
+        future.set_exception(error)
+
+
+class OneThread:
+    """Runs calls beside their caller, all on one daemon thread: some things may not leave the one they began on.
+
+    >>> one_thread = OneThread(name="worker")
+    >>> len({one_thread.run(threading.get_ident).result(timeout=10) for _ in range(3)})
+    1
+    >>> one_thread.close()
+    """
+
+    def __init__(self, *, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def run(self, call: Callable[[], T]) -> "Future[T]":
+        """Make the call when those before have ended."""
+        future: Future[T] = Future()
+        self._calls.put(lambda: _settle(future, call))
+        return future
+
+    def close(self) -> None:
+        """Let the thread end when it has made the calls that it has."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (settle := self._calls.get()) is not None:
+            settle()
 
 
 class InTurn:
@@ -55,6 +84,6 @@ class InTurn:
         return future
 
     def has_seen(self, future: "Future[T]") -> None:
-        """Somebody knows what came of this call: those that come from now on do not depend on it."""
-        if future is self._last and future.done():
+        """Somebody knows what came of this call, or that it is stuck: those that come from now on do not wait."""
+        if future is self._last:
             self._last = None

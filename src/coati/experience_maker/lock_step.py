@@ -152,6 +152,9 @@ class FollowingMaker(NaiveExperienceMaker):
 class LeadingMaker(FollowingMaker):
     """Tells the followers before it works."""
 
+    # Between two tokens the followers wait in a sum with it, and not for its next word, which may be long in coming.
+    may_pause = False
+
     def begin_experience(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> UnfinishedExperience:

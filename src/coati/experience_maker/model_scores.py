@@ -111,8 +111,10 @@ def logprob_gap(actor: nn.Module, rollout: Rollout, temperatures: Tensor, *, num
 def sharing_reward_models(
     initial_model: nn.Module, critic: nn.Module | None, reward_models: Iterable[nn.Module]
 ) -> list[RewardModel]:
-    """Those whose body another of the models has too, so that they are best asked with them."""
-    distinct = list(dict.fromkeys(reward_models))
+    """Those whose body another of the models has too, on the device of the others, so that they are best asked with
+    them."""
+    device = next(initial_model.parameters()).device
+    distinct = [model for model in dict.fromkeys(reward_models) if next(model.parameters()).device == device]
     bodies = shared_bodies([initial_model, critic, *distinct])
     return [model for model in distinct if isinstance(model, RewardModel) and body_of(model) in bodies]
 

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +58,6 @@ class UnfinishedExperience:
     scores: PendingScores | None = None
     """None: the rewards are there."""
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether it can be finished without a wait."""
-        return self.scores is None or self.scores.is_ready
-
 
 class NaiveExperienceMaker(ExperienceMaker):
     """Makes experience with one pass of each model.
@@ -75,6 +70,9 @@ class NaiveExperienceMaker(ExperienceMaker):
     how advantages are made and where the KL penalty goes. `kl_coef` and `kl_estimator` are these arguments, and not the
     row's. Algorithms without a critic take None for it.
     """
+
+    may_pause: ClassVar[bool] = True
+    """Whether something else may be done between two of its tokens."""
 
     def __init__(
         self,
@@ -347,9 +345,10 @@ class NaiveExperienceMaker(ExperienceMaker):
                 else self.reward_model(sequences, attention_mask)
             )
         arguments = (sequences, attention_mask, action_mask, columns)
-        if type(self.reward_model).__call__ is RewardScorer.__call__:
-            return self.reward_model.begin(*arguments)
-        return lambda _: self.reward_model(*arguments)  # a subclass that does something else
+        if type(self.reward_model).__call__ is not RewardScorer.__call__:
+            return lambda _: self.reward_model(*arguments)  # a subclass that does something else
+        scores = self.reward_model.begin(*arguments)
+        return scores if isinstance(scores, PendingScores) else lambda _: scores()  # or that begins otherwise
 
     def _reward_models_at_hand(self, scores: Callable[..., Any]) -> list[RewardModel]:
         """Reward models that share a body with another model, and so are best asked with it."""

@@ -59,8 +59,8 @@ class MadeBatch:
 class PendingBatch:
     """A batch that was generated, and what its models say of it; its reward functions may still run."""
 
-    made: Any
-    """An unfinished experience, a whole one of a maker that knows no such thing, or AllSamplesDropped."""
+    made: UnfinishedExperience | Experience | AllSamplesDropped
+    """A whole experience is that of a maker that knows no unfinished ones."""
     num_samples: int
     """Before any was dropped."""
     version: int
@@ -184,7 +184,7 @@ class ExperiencePipeline:
         with self.served.use() as version:
             self.maker.policy_version = version
             aside = _Timed(meanwhile)
-            self.maker.meanwhile = None if meanwhile is None else aside
+            self.maker.meanwhile = aside if meanwhile is not None and getattr(self.maker, "may_pause", False) else None
             try:
                 made: Any = self._begin_with_maker()(
                     batch.input_ids,
@@ -213,10 +213,10 @@ class ExperiencePipeline:
         started = time.perf_counter()
         experience: Experience | None = None
         try:
-            if isinstance(pending.made, AllSamplesDropped):
-                raise pending.made
-            is_whole = not isinstance(pending.made, UnfinishedExperience)
-            experience = pending.made if is_whole else self.maker.finish_experience(pending.made)
+            made = pending.made
+            if isinstance(made, AllSamplesDropped):
+                raise made
+            experience = self.maker.finish_experience(made) if isinstance(made, UnfinishedExperience) else made
         except AllSamplesDropped as error:
             self._tolerate(error, pending.num_samples)
         else:

@@ -8,18 +8,21 @@ A batch whose reward functions still run when the models are done with it is pen
 finished and delivered between two tokens of that one, as soon as its scores are there, so that trainers hardly get it
 later than they would have without. At most one batch is pending while another is generated, and batches are delivered
 in the order of their prompts. Whatever else the loop waits for (weights, prompts) may depend on the pending one, so it
-looks after that one meanwhile.
+looks after that one meanwhile; prompts are drawn on a thread of their own, always the same one.
 
 With a staleness bound of 0 nothing is ever pending: see `ExperiencePipeline.may_defer`.
 """
 
+import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import Any, Final
 
-from coati.beside import beside
+from coati.beside import OneThread
 from coati.experience_maker.pipeline import ExperiencePipeline, MadeBatch, PendingBatch
 from coati.experience_maker.prompt_batch import PromptBatch
+
+logger = logging.getLogger(__name__)
 
 # Between two looks at whether the scores of a pending batch are there, while something else is waited for.
 _LOOK_SECONDS: Final = 0.02
@@ -54,11 +57,22 @@ class WorkLoop:
 
     def run(self, batches: Iterator[Any]) -> None:
         """Work on the batches until they end, the run's samples are made, or a stop comes; deliver all that is made."""
-        while (batch := self._next_of(batches)) is not _END and not self._is_over():
-            self._hook("on_batch_start")
-            self._work_on(PromptBatch.parse(batch))
-            self._hook("on_batch_end")
-        self._finish_pending()
+        prompts_thread = OneThread(name="prompts")
+
+        def draw() -> Any:
+            return self._waited_for(prompts_thread.run(lambda: next(batches, _END)))
+
+        try:
+            while (batch := draw()) is not _END and not self._is_over():
+                self._hook("on_batch_start")
+                self._work_on(PromptBatch.parse(batch))
+                self._hook("on_batch_end")
+            self._finish_pending()
+        except BaseException:
+            self._save_pending()
+            raise
+        finally:
+            prompts_thread.close()
 
     def _work_on(self, batch: PromptBatch) -> None:
         start = 0
@@ -83,16 +97,13 @@ class WorkLoop:
             self._finish_pending()
         return self._should_stop() or self._pipeline.is_done
 
-    def _next_of(self, batches: Iterator[Any]) -> Any:
-        """The next batch of prompts. They may come from somebody who waits for what is pending."""
+    def _waited_for(self, prompts: "Future[Any]") -> Any:
+        """Prompts that are being drawn. They may come from somebody who waits for what is pending."""
         with self._timeline.span("wait_prompts"):
-            if self._pending is None:
-                return next(batches, _END)
-            drawn = beside(lambda: next(batches, _END), name="prompts")
-            while not drawn.done():
-                wait([drawn], timeout=_LOOK_SECONDS if self._pending else None)
+            while not prompts.done():
+                wait([prompts], timeout=_LOOK_SECONDS if self._pending else None)
                 self._finish_if_ready()
-            return drawn.result()
+            return prompts.result()
 
     def _admitted(self, wanted: int) -> int:
         """Issue samples, as soon as that may be, and say how many; 0 if something came between."""
@@ -121,6 +132,13 @@ class WorkLoop:
         late, self._late_hooks = self._late_hooks, []
         for name in late:
             self._notify(name)
+
+    def _save_pending(self) -> None:
+        """Something else has failed: deliver what is ready all the same, if that goes well."""
+        try:
+            self._finish_if_ready()
+        except Exception as error:
+            logger.warning("a batch that was made is lost: %s", error)
 
     def _hook(self, name: str) -> None:
         if self._pending is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from coati.models.actor import packed_scoring_problem, unwrap
+from coati.models.actor import Actor, packed_scoring_problem, unwrap
 from coati.models.critic import Critic
 from coati.models.packing import PackedRows, base_of, packed_hidden, packing_problem
 from coati.models.reward_model import RewardModel
@@ -49,11 +49,23 @@ def body_of(model: nn.Module) -> nn.Module | None:
         if not is_ours or isinstance(model, FSDPModule) or packing_problem(model.body):
             return None
         body: nn.Module = base_of(model.body).base_model
-    elif packed_scoring_problem(model):
+    elif packed_scoring_problem(model) or _is_somebodys_own(model):
         return None
     else:
         body = base_of(unwrap(model)).base_model
     return None if isinstance(body, FSDPModule) else body
+
+
+def _is_somebodys_own(policy: nn.Module) -> bool:
+    """Whether a call of this policy may do more than our own code for it: a subclass of `Actor`, or hooks around it."""
+    inner = unwrap(policy)
+    for module in policy.modules():  # from the outermost wrapper on
+        if module is inner:
+            return False
+        is_subclass = isinstance(module, Actor) and type(module) is not Actor
+        if is_subclass or module._forward_hooks or module._forward_pre_hooks:
+            return True
+    return True
 
 
 def shared_bodies(models: Iterable[nn.Module | None]) -> set[nn.Module]:

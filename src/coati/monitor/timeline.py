@@ -81,6 +81,17 @@ class TimeUse:
         return min(1.0, spent / self.elapsed) if self.elapsed > 0 else 0.0
 
 
+@dataclass
+class _OpenSpan:
+    what: str
+    lane: str
+    started: float
+    inner: float = 0.0
+    """Seconds of the spans inside of it that have ended."""
+    counted: float = 0.0
+    """Of its own seconds, those that `take` has counted already."""
+
+
 class Timeline:
     """Records spans, from any thread, in bounded memory: the oldest go when nobody fetches them.
 
@@ -115,21 +126,25 @@ class Timeline:
     @contextlib.contextmanager
     def span(self, what: str, lane: str = WORK, *, version: int | None = None) -> Iterator[None]:
         """Time the body of a `with` statement; it counts even if the body raises. `version` if it is not the newest."""
-        outer = getattr(self._thread, "inner_seconds", 0.0)
-        self._thread.inner_seconds = 0.0
-        started = self._clock()
+        open_spans = self._open_spans()
+        this = _OpenSpan(what, lane, self._clock())
+        open_spans.append(this)
         try:
             yield
         finally:
             ended = self._clock()
-            own = ended - started - self._thread.inner_seconds
-            self._thread.inner_seconds = outer + ended - started
+            open_spans.pop()
+            elapsed = ended - this.started
+            if open_spans:
+                open_spans[-1].inner += elapsed
             newest = self.version if version is None else version
-            self._note(Span(lane, what, started + self._offset, ended + self._offset, newest), own)
+            span = Span(lane, what, this.started + self._offset, ended + self._offset, newest)
+            self._note(span, elapsed - this.inner - this.counted)
 
     def add(self, what: str, started: float, ended: float, lane: str = WORK) -> None:
         """Note a span that somebody else has timed, with this timeline's clock, in the thread that calls."""
-        self._thread.inner_seconds = getattr(self._thread, "inner_seconds", 0.0) + ended - started
+        if open_spans := self._open_spans():
+            open_spans[-1].inner += ended - started
         self._note(Span(lane, what, started + self._offset, ended + self._offset, self.version), ended - started)
 
     def since(self, cursor: int) -> RecordPage[Span]:
@@ -142,15 +157,29 @@ class Timeline:
             return self._totals.get(what, 0.0)
 
     def take(self) -> TimeUse:
-        """What became of the time since the last call."""
+        """What became of the time since the last call, with what this thread is in the middle of."""
         with self._lock:
             now = self._clock()
+            inside = 0.0
+            for span in reversed(self._open_spans()):
+                elapsed = now - span.started
+                own = elapsed - span.inner - inside
+                if span.lane == WORK:
+                    self._totals[span.what] = self._totals.get(span.what, 0.0) + own - span.counted
+                span.counted, inside = own, elapsed
             use = TimeUse(
                 now - self._taken_at,
                 {what: total - self._taken.get(what, 0.0) for what, total in self._totals.items()},
             )
             self._taken, self._taken_at = dict(self._totals), now
             return use
+
+    def _open_spans(self) -> list[_OpenSpan]:
+        """Of this thread, the innermost last."""
+        if not hasattr(self._thread, "open_spans"):
+            self._thread.open_spans = []
+        found: list[_OpenSpan] = self._thread.open_spans
+        return found
 
     def _note(self, span: Span, own_seconds: float) -> None:
         self._log.append(span)

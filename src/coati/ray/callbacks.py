@@ -138,8 +138,8 @@ class ExperienceMakerPerformanceEvaluator(MakerCallback):
         2·P_actor·(N − B)                            generation: all tokens but each sample's last
         2·(P_actor + P_critic + P_initial_model + P_reward_model)·N    one forward of each to score
 
-    FLOP/s is the sum over the time of *make experience*. A model that is absent has 0 parameters. Numbers are
-    those of this process.
+    FLOP/s is the sum over the time of *make experience*. A model that is absent has 0 parameters. What is computed once
+    (a prompt of several samples, a body of several models) counts each time. Numbers are those of this process.
     """
 
     def __init__(
@@ -214,8 +214,9 @@ class TrainerPerformanceEvaluator(TrainerCallback):
         6·(P_actor + P_critic)·N     forward 2, backward 4
         8·(P_actor + P_critic)·N     with gradient checkpointing, which runs the forward once more
 
-    FLOP/s is the sum over the time of *learn*. A sample that is learnt from in two epochs counts twice. The
-    first `ignore_first_episodes` episodes warm up caches and kernels; they are left out, unless no later
+    That is the work that the batch asks for: prompts that samples have in common count each time, though they are
+    computed once. FLOP/s is the sum over the time of *learn*. A sample that is learnt from in two epochs counts
+    twice. The first `ignore_first_episodes` episodes warm up caches and kernels; they are left out, unless no later
     episode learnt from anything. Numbers are those of this process.
     """
 

@@ -30,6 +30,10 @@ class PendingScores:
         self.terms: dict[str, float] = {}
         """Mean score of each term of a weighted sum, when the scores are there."""
         self._reward, self._request, self._in_turn = reward, request, in_turn
+        self._seconds = (
+            longest_seconds(reward) + _GRACE_SECONDS
+        )  # a deadline of the reward's own ends before, and says more
+        self._made_at = time.monotonic()
         self._began_at: float | None = None
         self._future: Future[Tensor] | None = None
         if in_turn is not None:
@@ -67,9 +71,9 @@ class PendingScores:
         return scores
 
     def _seconds_left(self) -> float:
-        """Of its own time. The reward's own deadline, if it keeps one, ends before and says more than we could."""
-        began_at = time.monotonic() if self._began_at is None else self._began_at
-        return began_at + longest_seconds(self._reward) + _GRACE_SECONDS - time.monotonic()
+        """Of its own time, which counts from its own start; before that, of its time after one that is stuck."""
+        until = self._made_at + 2 * self._seconds if self._began_at is None else self._began_at + self._seconds
+        return until - time.monotonic()
 
     def _waited_for(self, scores: Future[Tensor]) -> Tensor:
         assert self._in_turn is not None
@@ -78,9 +82,9 @@ class PendingScores:
         except FutureTimeout:
             if scores.done():  # the reward's own error
                 raise
-            seconds = longest_seconds(self._reward) + _GRACE_SECONDS
             raise RewardError(
-                f"The reward {self._reward.name} must score a batch within {seconds:g} s, and did not. Is it stuck?"
+                f"The reward {self._reward.name} must score a batch within {self._seconds:g} s, and did not. "
+                "Is it stuck?"
             ) from None
         finally:
             self._in_turn.has_seen(scores)
@@ -98,6 +102,10 @@ class RewardScorer:
         self.reward = reward
         self.tokenizer = tokenizer
         self._in_turn = InTurn()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has turns of its own."""
+        return {**self.__dict__, "_in_turn": InTurn()}
 
     @property
     def models(self) -> tuple[nn.Module, ...]:

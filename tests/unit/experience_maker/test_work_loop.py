@@ -7,11 +7,13 @@ import pytest
 
 from coati.errors import RewardError
 from coati.experience_maker import NaiveExperienceMaker
+from coati.experience_maker.lock_step import LeadingMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.ledger import WorkShare
+from coati.ledger.admission import AdmissionGate
 from coati.models import Actor, Critic
-from coati.rewards import FunctionReward, RewardScorer, WeightedSum
+from coati.rewards import FunctionReward, PendingScores, RewardScorer, WeightedSum
 from coati.rollout import ReferenceEngine
 from coati.weights import ServedModels
 from coati.weights.stage import VerifiedUpdate
@@ -54,7 +56,9 @@ class Rig:
     `reward(first)` gives the scores of the batch whose first sample has that id; None stands for two ones.
     """
 
-    def __init__(self, llama, reward, *, share=None, terms=False, before_token=lambda _: None):
+    def __init__(
+        self, llama, reward, *, share=None, terms=False, before_token=lambda _: None, maker_class=NaiveExperienceMaker
+    ):
         self.story, self.sent, self.records, self.should_stop = [], [], [], False
 
         def scores_of(prompts):
@@ -64,7 +68,7 @@ class Rig:
         scorer = RewardScorer(WeightedSum([(self.reward, 1.0)]) if terms else self.reward, Nothing())
         actor = Actor(llama(seed=1))
         engine = WatchedEngine(actor, self.story, before_token)
-        maker = NaiveExperienceMaker(actor, Critic(llama(seed=2)), scorer, Actor(llama(seed=3)), engine=engine)
+        maker = maker_class(actor, Critic(llama(seed=2)), scorer, Actor(llama(seed=3)), engine=engine)
         self.finish, maker.finish_experience = maker.finish_experience, self._finish
         self.finishing = threading.Event()
         self.served = ServedModels(maker.trained_models)
@@ -132,6 +136,29 @@ def test_the_next_batch_is_generated_beside_the_reward_and_the_last_one_goes_out
     assert rig.records[0]["metrics"]["reward/mean"].value == 1.0  # and not -1: it had begun
 
 
+class Steady(NaiveExperienceMaker):
+    may_pause = False
+
+
+def test_a_maker_that_may_not_pause_delivers_when_the_next_batch_is_generated(llama):
+    # As the leader of a tensor-parallel maker, whose followers wait for its next sum.
+    second_begun = threading.Event()
+
+    def before_token(first):
+        if first == SIZE:
+            second_begun.set()
+            rig.loop._pending.wait(SECONDS)
+
+    rig = Rig(
+        llama,
+        lambda first: None if first or second_begun.wait(SECONDS) else [-1.0, -1.0],
+        before_token=before_token,
+        maker_class=Steady,
+    )
+    assert rig.run(2)[2:] == ["generate 2", "generated 2", "deliver 0", "deliver 2"]
+    assert not LeadingMaker.may_pause
+
+
 @pytest.mark.parametrize(("max_staleness", "is_deferred"), [(0, False), (1, True), (-1, True), (None, True)])
 def test_only_where_data_may_be_old(llama, max_staleness, is_deferred):
     # No reward ends before somebody waits for it.
@@ -151,6 +178,48 @@ def test_a_bound_that_falls_to_0_defers_nothing_more(llama):
     rig.offer(1)
     told = rig.run(2)
     assert told.index("deliver 0") < told.index("generate 2")
+
+
+def test_a_bound_that_falls_while_a_batch_is_generated_holds_for_it(llama):
+    def before_token(first):
+        if first == 0:
+            rig.offer(1)  # serves as soon as the batch is generated
+
+    rig = Rig(
+        llama,
+        lambda _: rig.finishing.wait(SECONDS) and None,
+        share=share(4, max_staleness=1),
+        before_token=before_token,
+    )
+    rig.pipeline.bounds.note(1, 0)
+    told = rig.run(2)
+    assert told.index("deliver 0") < told.index("generate 2")
+
+
+def test_a_stop_does_not_wait_for_scores_before_it_is_seen(llama):
+    # η = 1 and one batch for each version: the third would need version 1, which never comes.
+    stopped = threading.Event()
+    rig = Rig(llama, lambda first: None if first == 0 or stopped.wait(SECONDS) else [-1.0, -1.0])
+    rig.pipeline.gate = AdmissionGate(share(6, max_staleness=1))
+    admits = rig.pipeline.admit
+
+    def admit(wanted):
+        num_rows = admits(wanted)
+        if num_rows == 0:
+            rig.should_stop = True
+        return num_rows
+
+    def await_admission(wanted):
+        if not rig.should_stop:
+            return admits(wanted)
+        stopped.set()
+        return 0
+
+    rig.pipeline.admit, rig.loop._await_admission = admit, await_admission
+    rig.run(3)
+    assert rig.sent == [0, 1, 2, 3]
+    assert rig.records[1]["metrics"]["reward/mean"].value == 1.0  # and not -1: the stop came before the scores
+    assert "generate 4" not in rig.story
 
 
 def test_batches_and_hooks_keep_their_order(llama):
@@ -249,6 +318,45 @@ def test_prompts_may_wait_for_what_is_pending(llama):
     ]
 
 
+def test_prompts_are_all_drawn_on_one_thread(llama):
+    # Databases and the like stay on the thread that opened them, whether a reward is slow or not.
+    threads, second_begun = set(), threading.Event()
+
+    def prompts():
+        for batch in rig.prompts(3):
+            threads.add(threading.get_ident())
+            yield batch
+
+    rig = Rig(
+        llama,
+        lambda first: None if first or second_begun.wait(SECONDS) else [-1.0, -1.0],
+        before_token=lambda first: first and second_begun.set(),
+    )
+    told = rig.run(prompts=prompts())
+    assert told.index("generate 2") < told.index("deliver 0")  # it was pending when the second batch was drawn
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+def test_what_is_made_is_delivered_though_something_else_fails(llama, caplog):
+    second_begun = threading.Event()
+
+    def before_token(first):
+        if first == 2:
+            second_begun.set()
+            rig.loop._pending.wait(SECONDS)
+            raise OSError("the disk is gone")
+
+    outcomes = [None, [1.0]]  # the second time its reward gives one score for two samples
+    rig = Rig(llama, lambda _: second_begun.wait(SECONDS) and outcomes.pop(0), before_token=before_token)
+    for _ in range(2):
+        second_begun.clear()
+        with pytest.raises(OSError, match="the disk is gone"):
+            rig.run(2)
+    assert rig.sent == [0, 1]
+    assert "a batch that was made is lost: Reward function 'scores_of' must return 2 scores" in caplog.text
+
+
 def test_weights_that_come_before_the_scores_let_the_next_batch_begin(llama):
     # η = 1 and one batch for each version: the third needs version 1, which comes while the second has no scores.
     refused, third_begun = threading.Event(), threading.Event()
@@ -277,20 +385,27 @@ def test_weights_that_come_before_the_scores_let_the_next_batch_begin(llama):
 
 
 def test_each_record_tells_of_its_own_batch(llama):
-    third_begun = threading.Event()
+    third_begun, offered = threading.Event(), threading.Event()
 
     def reward(first):
         if first == 2:
             rig.offer(7)  # for the third, which begins before this one ends
+            offered.set()
             assert third_begun.wait(SECONDS)
         return [float(first), float(first)]
+
+    def prompts():
+        yield rig.batch(0)
+        yield rig.batch(2)
+        assert offered.wait(SECONDS)
+        yield rig.batch(4)
 
     def before_token(first):
         if first == 4:
             third_begun.set()
 
     rig = Rig(llama, reward, terms=True, before_token=before_token)
-    told = rig.run(3)
+    told = rig.run(prompts=prompts())
     assert told.index("generate 4") < told.index("deliver 2")
     metrics = [record["metrics"] for record in rig.records]
     assert [record["version"] for record in rig.records] == [0, 0, 7]
@@ -299,8 +414,10 @@ def test_each_record_tells_of_its_own_batch(llama):
     assert [one["maker/samples"].value for one in metrics] == [2.0, 2.0, 2.0]
 
 
-def test_waiting_for_a_reward_is_a_cause_of_its_own(llama):
-    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None, share=share(2, max_staleness=0))
+def test_waiting_for_a_reward_is_a_cause_of_its_own(llama, monkeypatch):
+    waiting, wait = threading.Event(), PendingScores.wait
+    monkeypatch.setattr(PendingScores, "wait", lambda self, seconds: (waiting.set(), wait(self, seconds)))
+    rig = Rig(llama, lambda _: waiting.wait(SECONDS) and None, share=share(2, max_staleness=0))
     rig.run(1)
     assert rig.pipeline.timeline.total("wait_rewards") > 0
     assert "wait/rewards_share" in rig.records[0]["metrics"]

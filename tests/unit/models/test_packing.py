@@ -101,7 +101,7 @@ def assert_same_gradients(ours, theirs, *, tolerance=1e-10):
 
 def gradient_tolerance(name, batch):
     """Most models' norms compute in float32, and it rounds a sum of gradients otherwise than each of them."""
-    return 1e-10 if batch == "ragged" or name in ("gpt2", "gpt_neox") else 1e-4
+    return 1e-10 if batch == "ragged" or name in ("gpt2", "gpt_neox") else 1e-5
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -56,6 +56,27 @@ def test_one_pass_gives_the_bits_of_separate_ones(models, max_tokens, num_parts)
         assert torch.equal(together.rewards[:, 0], apart[2](SEQUENCES, MASK))
 
 
+class Louder(Actor):
+    """Somebody's own policy: what it says of tokens is not what its body says."""
+
+    def forward(self, *args, **kwargs):
+        logprobs, entropies = super().forward(*args, **kwargs)
+        return 2 * logprobs, entropies
+
+
+@pytest.mark.parametrize("kind", ["a subclass", "a hook"])
+def test_a_policy_that_does_more_than_ours_is_called(models, kind):
+    reference, critic, *rewards = models
+    plain = score_with_models(reference, critic, *BATCH)
+    if kind == "a subclass":
+        reference = Louder(reference.model)
+    else:
+        reference.register_forward_hook(lambda module, inputs, output: (2 * output[0], output[1]))
+    assert body_of(reference) is None
+    scores = score_with_models(reference, critic, *BATCH, reward_models=rewards)
+    assert torch.equal(scores.reference_logprobs, 2 * plain.reference_logprobs)
+
+
 @pytest.mark.parametrize("kind", ["the model", "a term", "two terms and a function"])
 def test_a_maker_asks_reward_models_with_the_reference(models, llama, kind):
     def made_by(reference, critic, first, second):

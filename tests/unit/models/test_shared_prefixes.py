@@ -73,6 +73,23 @@ def test_what_is_too_short_or_too_small_a_part_is_left_alone():
     assert PackedRows.of(*batch([*prompt, *long[: 5 * LEAST_TOKENS]], [*prompt, 1])).shared is not None
 
 
+def shared_of(rows, mask):
+    return SharedPrefixes.of(torch.tensor(rows), torch.tensor(mask).bool(), least=2)
+
+
+def test_the_same_words_at_other_positions_are_other_tokens():
+    words = [[5, 6, 7, 8, 9, 1], [0, 6, 7, 8, 9, 2]]
+    assert shared_of(words, [[1] * 6, [0] + [1] * 5]) is None
+    words = [[5, 6, 7, 8, 9, 1], [5, 6, 7, 8, 9, 2]]
+    assert shared_of(words, [[1] * 6, [1, 0, 1, 1, 1, 1]]) is None
+    assert shared_of(words, [[1] * 6, [1] * 6]).slots.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 6]
+
+
+def test_what_stands_in_the_padding_does_not_matter():
+    shared = shared_of([[3, 6, 7, 1], [4, 6, 7, 2]], [[0, 1, 1, 1]] * 2)
+    assert shared.slots.tolist() == [0, 1, 2, 0, 1, 3]
+
+
 def test_gradients_of_what_is_taken_often_add_up_without_rounding_in_between():
     values = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     taken = take_often(values, torch.tensor([0] * 300 + [1]))

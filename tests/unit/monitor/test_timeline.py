@@ -75,6 +75,23 @@ def test_taking_begins_anew_and_totals_go_on(timeline, clock):
     assert timeline.take().share("train") == 0.0
 
 
+def test_what_is_taken_in_the_middle_of_a_span_is_counted_then_and_only_then(timeline, clock):
+    with timeline.span("generate"):
+        clock.now += 2.0
+        with timeline.span("send"):
+            clock.now += 0.5
+            assert timeline.take() == TimeUse(2.5, {"generate": 2.0, "send": 0.5})
+            clock.now += 0.25
+        timeline.add("wait_room", clock.now - 0.125, clock.now)
+        clock.now += 1.0
+        with timeline.span("receive", WEIGHTS):
+            clock.now += 4.0
+            assert timeline.take() == TimeUse(5.25, {"generate": 0.875, "send": 0.25, "wait_room": 0.125})
+        clock.now += 3.0
+    assert timeline.take() == TimeUse(3.0, {"generate": 3.0, "send": 0.0, "wait_room": 0.0})
+    assert timeline.total("generate") == 5.875
+
+
 def test_other_lanes_and_other_threads_do_not_count_into_a_span(timeline, clock):
     def receive():
         with timeline.span("receive", WEIGHTS):

@@ -1,10 +1,12 @@
 """Rewards: what a function may return, every way it can fail, models, sums and decoding."""
 
+import copy
 import math
 import pickle
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -330,3 +332,62 @@ def test_rewards_from_settings(tmp_path):
     assert total.score(request).tolist() == [2 * 1 + 3.0, 2 * 2 + 7.0]
     assert total.last_terms == {"length": 1.5, "style": 5.0}
     assert asked == ["models/rm", "rm"]
+
+
+def batch_of(scorer):
+    """Begin to score a batch of one row."""
+    ids = torch.tensor([[1, 2]])
+    return scorer.begin(ids, torch.ones_like(ids), torch.ones(1, 1, dtype=torch.bool))
+
+
+def test_a_function_is_never_called_for_two_batches_at_a_time():
+    inside, most, may_end, first_in = [], [], threading.Event(), threading.Event()
+
+    def watched(completions):
+        inside.append(1)
+        most.append(len(inside))
+        first_in.set()
+        assert may_end.wait(30)
+        inside.pop()
+        return [1.0]
+
+    scorer = RewardScorer(FunctionReward(watched, timeout_seconds=60), make_tokenizer())
+    both = [batch_of(scorer), batch_of(scorer)]
+    assert first_in.wait(30)
+    may_end.set()
+    assert [float(scores()) for scores in both] == [1.0, 1.0]
+    assert most == [1, 1]
+
+
+def test_a_deadline_counts_from_the_start_of_its_own_call(monkeypatch):
+    now, began, may_end = [100.0], threading.Event(), threading.Event()
+    monkeypatch.setattr("coati.rewards.scorer.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def slow(completions):
+        began.set()
+        assert may_end.wait(30)
+        return [1.0]
+
+    scorer = RewardScorer(FunctionReward(slow, timeout_seconds=60), make_tokenizer())
+    first = batch_of(scorer)
+    assert began.wait(30)
+    second = batch_of(scorer)  # its turn has not come
+    now[0] += 60 + 5 + 1  # and what it may take besides
+    assert (first.is_ready, second.is_ready) == (True, False)  # ready to be an error
+    now[0] += 65
+    assert second.is_ready
+    with pytest.raises(RewardError, match=r"must score a batch within 65 s, and did not\. Is it stuck\?"):
+        first()
+    may_end.set()
+    assert float(batch_of(scorer)()) == 1.0
+
+
+def test_a_scorer_can_be_copied_while_a_call_is_under_way():
+    may_end = threading.Event()
+    scorer = RewardScorer(FunctionReward(lambda completions: [float(may_end.wait(30))], timeout_seconds=60), None)
+    scorer.decode = lambda ids, mask: [""]
+    scores = batch_of(scorer)
+    other = copy.copy(scorer)
+    assert other._in_turn is not scorer._in_turn
+    may_end.set()
+    assert float(scores()) == float(batch_of(other)()) == 1.0
