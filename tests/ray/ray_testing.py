@@ -19,9 +19,9 @@ from coati.trainer.ppo import PPOSettings
 from coati.trainer.strategies import DDPStrategy
 
 EOS, PAD, VOCAB = 1, 0, 20
-PATIENCE = 120.0  # seconds that a test waits for what should come at once, on however busy a machine
+PATIENCE = 180.0  # seconds that a test waits for what should come at once, on however busy a machine
 # Short enough that a test of a deadline is quick, long enough for a loaded machine.
-QUICK = Deadlines(start=1.5, batch=60.0, update=60.0, grace=0.2, message_every=5.0)
+QUICK = Deadlines(start=1.5, batch=120.0, update=120.0, grace=0.2, message_every=5.0)
 
 # The classes inside Ray's actor classes, to run in the test's own process.
 PlainMaker = ExperienceMakerHolder.__ray_metadata__.modified_class

@@ -189,7 +189,7 @@ def test_a_trainer_fed_by_hand_needs_no_makers(make_trainer):
 
 def test_waiting_too_long_for_a_batch_says_what_is_there(make_trainer, fake_maker):
     name, _ = fake_maker
-    trainer = make_trainer([name], deadlines=dataclasses.replace(QUICK, batch=0.2))
+    trainer = make_trainer([name], deadlines=dataclasses.replace(QUICK, batch=1.5))
     trainer.buffer_extend(items(0, 1))
     with pytest.raises(DeadlineExceeded, match=f"for a batch of 2 samples; 1 are there. Makers: {name} is working"):
         trainer.fit(1, 1)
