@@ -85,6 +85,13 @@ def test_the_same_words_at_other_positions_are_other_tokens():
     assert shared_of(words, [[1] * 6, [1] * 6]).slots.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 6]
 
 
+def test_what_two_rows_have_beyond_their_lender_is_not_taken_from_it():
+    # The third has four words in common with the second, but only two with the first, which both take theirs from.
+    words = [[1, 2, 3, 4, 9], [1, 2, 5, 6, 7], [1, 2, 5, 6, 8]]
+    slots = shared_of(words, [[1] * 5] * 3).slots.tolist()
+    assert slots == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 0, 1, 8, 9, 10]
+
+
 def test_what_stands_in_the_padding_does_not_matter():
     shared = shared_of([[3, 6, 7, 1], [4, 6, 7, 2]], [[0, 1, 1, 1]] * 2)
     assert shared.slots.tolist() == [0, 1, 2, 0, 1, 3]
