@@ -9,9 +9,11 @@ are not counted: they start processes, compile and fill caches.
 
     coati-grpo    detached: a maker and a trainer, data at most one version old; KL against the reference in the loss
     coati-ppo     the same with a critic, which TRL's GRPO does not have; on a GPU the score comes from a reward model
+    coati-ahead   coati-ppo that writes two batches at a time, with data up to four versions old (GPU only)
     trl-grpo      TRL's GRPOTrainer with transformers' generate and the same KL term (TRL must be installed)
     trl-tuned     the same after `coati.cpu.set_up_cpu`, which helps every torch program on some CPUs (CPU only)
     trl-compiled  the same as trl-grpo with its `torch_compile`, as coati has `train.compile` there (GPU only)
+    trl-ahead     trl-grpo that writes two batches at a time and trains on them one after the other (GPU only)
 
 On a GPU hardly any response ends early (the weights are random), coati runs with `train.compile = true` (its warm-up
 steps include compiling), and the peak memory is what nvidia-smi shows.
@@ -29,8 +31,8 @@ import threading
 import time
 from pathlib import Path
 
-COMPETITORS = ("coati-grpo", "coati-ppo", "trl-grpo", "trl-tuned", "trl-compiled")
-NOT_ON = {"cuda": "trl-tuned", "cpu": "trl-compiled"}
+ONLY_ON = {"trl-tuned": "cpu", "coati-ahead": "cuda", "trl-compiled": "cuda", "trl-ahead": "cuda"}
+COMPETITORS = ("coati-grpo", "coati-ppo", "coati-ahead", "trl-grpo", *(name for name in ONLY_ON if "trl" in name))
 SAMPLES_PER_PROMPT = 8
 KL_COEF = 0.05
 
@@ -57,7 +59,9 @@ def main() -> None:
     if arguments.only:
         run_one(arguments)
         return
-    names = arguments.competitors or [name for name in COMPETITORS if name != NOT_ON[arguments.device]]
+    names = arguments.competitors or [
+        name for name in COMPETITORS if ONLY_ON.get(name, arguments.device) == arguments.device
+    ]
     with tempfile.TemporaryDirectory(prefix="coati-end-to-end-") as folder:
         prepare(Path(folder), is_gpu=is_gpu)
         results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -66,7 +70,7 @@ def main() -> None:
                 result = measured(name, Path(folder), arguments)
                 results[name].append(result)
                 print(
-                    f"round {number + 1} {name:>10}: {result['completions_per_second']:,.0f} completions/s", flush=True
+                    f"round {number + 1} {name:>12}: {result['completions_per_second']:,.0f} completions/s", flush=True
                 )
     report(results, arguments)
 
@@ -76,11 +80,11 @@ def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Names
         name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in results.items()
     }
     peers = [row["completions_per_second"] for name, row in medians.items() if name.startswith("trl")]
-    print(f"\n{'':>10} {'completions/s':>14} {'tokens/s':>10} {'ms/step':>8} {'× TRL':>6} {'peak GiB':>9}")
+    print(f"\n{'':>12} {'completions/s':>14} {'tokens/s':>10} {'ms/step':>8} {'× TRL':>6} {'peak GiB':>9}")
     for name, row in medians.items():
         row["times_trl"] = row["completions_per_second"] / max(peers) if peers else float("nan")
         print(
-            f"{name:>10} {row['completions_per_second']:>14,.0f} {row['tokens_per_second']:>10,.0f} "
+            f"{name:>12} {row['completions_per_second']:>14,.0f} {row['tokens_per_second']:>10,.0f} "
             f"{row['ms_per_step']:>8.1f} {row['times_trl']:>6.2f} {row['peak_gib']:>9.1f}"
         )
     print("× TRL: over the faster of TRL's rows")
@@ -220,7 +224,8 @@ def run_coati(arguments: argparse.Namespace) -> tuple[float, float]:
 
 
 def coati_settings(arguments: argparse.Namespace, output: Path) -> str:
-    is_gpu, is_ppo = arguments.device == "cuda", arguments.only == "coati-ppo"
+    is_gpu, is_ppo = arguments.device == "cuda", arguments.only != "coati-grpo"
+    batches = 2 if arguments.only == "coati-ahead" else 1  # that are written at a time
     reward = '[reward]\nfunction = "coati.demo.reward:film_sentiment"'
     if is_gpu:
         reward = f'[reward]\nmodel = "{arguments.folder}/reward"'
@@ -241,7 +246,7 @@ path = "{arguments.folder}/prompts.jsonl"
 {reward}
 
 [rollout]
-prompts_per_batch = {arguments.batch // SAMPLES_PER_PROMPT}
+prompts_per_batch = {batches * arguments.batch // SAMPLES_PER_PROMPT}
 samples_per_prompt = {SAMPLES_PER_PROMPT}
 max_new_tokens = {256 if is_gpu else 16}
 
@@ -255,8 +260,10 @@ batch_size = {arguments.batch}
 actor_lr = {1e-6 if is_gpu else 1e-3}
 critic_lr = {1e-6 if is_gpu else 1e-3}
 compile = {"true" if is_gpu else "false"}
+micro_batch_tokens = {32768 if is_gpu else 16384}
 
 [topology]
+max_staleness = {4 if batches > 1 else 1}
 gpus_per_maker = {0.5 if is_gpu else 0}
 gpus_per_trainer = {0.5 if is_gpu else 0}
 
@@ -310,6 +317,7 @@ def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
             torch_compile=arguments.only == "trl-compiled",
             per_device_train_batch_size=arguments.batch,
             num_generations=SAMPLES_PER_PROMPT,
+            steps_per_generation=2 if arguments.only == "trl-ahead" else 1,
             max_completion_length=256 if is_gpu else 16,
             max_steps=arguments.steps,
             learning_rate=1e-6 if is_gpu else 1e-3,
@@ -325,7 +333,7 @@ def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
         callbacks=[Clock()],
     )
     trainer.train()
-    return times[arguments.steps] - times[arguments.warmup], statistics.mean(lengths[arguments.warmup :])
+    return times[arguments.steps] - times[arguments.warmup], statistics.mean(lengths[arguments.warmup :] or lengths)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,7 @@ CASES = {
     "packed": Case(),
     "packed-whole-rows": Case(shares_prompts=False),
     "packed-compiled": Case(compile=True),
+    "packed-whole-rows-compiled": Case(shares_prompts=False, compile=True),
     "packed-checkpointed": Case(activation_checkpointing=True),
     "packed-mixed": Case(is_mixed=True),
     "packed-mixed-compiled": Case(is_mixed=True, compile=True),
@@ -289,11 +290,11 @@ def matrix_rate(device: str, size: int) -> float:
 
 def print_step(row: dict[str, object]) -> None:
     if "error" in row:
-        print(f"{row['case']:<22} {row['batch']:<7} {row['error']}", flush=True)
+        print(f"{row['case']:<27} {row['batch']:<7} {row['error']}", flush=True)
         return
     peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:>8.2f} GiB"
     print(
-        f"{row['case']:<22} {row['batch']:<7} {row['tokens']:>8} of {row['padded_tokens']:>8} tokens "
+        f"{row['case']:<27} {row['batch']:<7} {row['tokens']:>8} of {row['padded_tokens']:>8} tokens "
         f"{row['step_seconds']:>8.3f} s {row['tokens_per_second']:>10.0f} tok/s {row['tflops']:>7.1f} TFLOP/s "
         f"{100 * row['mfu']:>5.1f} % {peak}",
         flush=True,

@@ -110,11 +110,10 @@ def discounted_sums(
         )
     if terms.shape[1] == 0:
         return terms
-    decays = decay if isinstance(decay, Tensor) else torch.full_like(terms, decay)
-    running = torch.zeros_like(terms[:, 0])  # [B]
-    sums = []
+    columns = terms.unbind(dim=1)
+    decays = (decay if isinstance(decay, Tensor) else torch.full_like(terms, decay)).unbind(dim=1)
+    sums = [columns[-1]]
     # Backwards through the padding first: its terms are zero, so each row starts at its own last token.
-    for t in reversed(range(terms.shape[1])):
-        running = terms[:, t] + decays[:, t] * running
-        sums.append(running)
+    for column, factor in zip(columns[-2::-1], decays[-2::-1], strict=True):
+        sums.append(column + factor * sums[-1])
     return torch.stack(sums[::-1], dim=1)

@@ -8,7 +8,7 @@ A batch whose reward functions still run when the models are done with it is pen
 finished and delivered between two tokens of that one, as soon as its scores are there, so that trainers hardly get it
 later than they would have without. At most one batch is pending while another is generated, and batches are delivered
 in the order of their prompts. Whatever else the loop waits for (weights, prompts) may depend on the pending one, so it
-looks after that one meanwhile; prompts are drawn on a thread of their own, always the same one.
+looks after that one meanwhile. Prompts are drawn on a thread of their own, always the same one, and one batch ahead.
 
 With a staleness bound of 0 nothing is ever pending: see `ExperiencePipeline.may_defer`.
 """
@@ -59,11 +59,13 @@ class WorkLoop:
         """Work on the batches until they end, the run's samples are made, or a stop comes; deliver all that is made."""
         prompts_thread = OneThread(name="prompts")
 
-        def draw() -> Any:
-            return self._waited_for(prompts_thread.run(lambda: next(batches, _END)))
+        def draw() -> "Future[Any]":
+            return prompts_thread.run(lambda: next(batches, _END))
 
+        coming = draw()
         try:
-            while (batch := draw()) is not _END and not self._is_over():
+            while (batch := self._waited_for(coming)) is not _END and not self._is_over():
+                coming = draw()
                 self._hook("on_batch_start")
                 self._work_on(PromptBatch.parse(batch))
                 self._hook("on_batch_end")

@@ -7,8 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from coati.models.configs import own_config
 from coati.models.deferred import build_deferred
 from coati.models.lora import LoRASettings, add_lora
 from coati.models.packing import say_padded_once
@@ -44,8 +45,7 @@ class Actor(nn.Module):
         cls, config: PreTrainedConfig | str | Path, *, lora: LoRASettings | None = None, **kwargs: Any
     ) -> Self:
         """Fresh random weights from a transformers config, or from the path of one."""
-        if isinstance(config, str | Path):
-            config = AutoConfig.from_pretrained(str(config))
+        config = own_config(config)
         deferred = build_deferred(
             lambda: cls(AutoModelForCausalLM.from_config(config, **kwargs), lora=lora), weights_of=None
         )
@@ -85,7 +85,7 @@ class Actor(nn.Module):
 
 def _causal_without_weights(path: str, **kwargs: Any) -> PreTrainedModel:
     """What `from_pretrained` makes, before it loads the weights."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **kwargs)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(own_config(path), **kwargs)
     with contextlib.suppress(OSError):  # a folder need not have one
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model.eval()

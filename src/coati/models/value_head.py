@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from coati.errors import CheckpointError, ConfigError
+from coati.models.configs import own_config
 from coati.models.deferred import build_deferred
 from coati.models.lora import LoRASettings, add_lora
 from coati.models.packing import PackedRows, packed_hidden, packing_problem, say_padded_once
@@ -66,8 +67,7 @@ class ValueHeadModel(nn.Module):
         cls, config: PreTrainedConfig | str | Path, *, lora: LoRASettings | None = None, **kwargs: Any
     ) -> Self:
         """Fresh random weights from a transformers config, or from the path of one."""
-        if isinstance(config, str | Path):
-            config = AutoConfig.from_pretrained(str(config))
+        config = own_config(config)
         deferred = build_deferred(lambda: cls(AutoModel.from_config(config, **kwargs), lora=lora), weights_of=None)
         return deferred or cls(AutoModel.from_config(config, **kwargs), lora=lora)
 

@@ -269,10 +269,17 @@ def test_a_sample_dropped_when_all_others_are_made_is_made_up_for(llama):
 
 
 def test_what_is_pending_at_a_stop_is_delivered_and_nothing_else_begun(llama):
-    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None)
+    scored = threading.Event()
+
+    def reward(_):
+        scored.set()
+        rig.finishing.wait(SECONDS)
+
+    rig = Rig(llama, reward)
 
     def prompts():
         yield rig.batch(0)
+        assert scored.wait(SECONDS)
         rig.should_stop = True
         yield rig.batch(2)
 
@@ -316,6 +323,39 @@ def test_prompts_may_wait_for_what_is_pending(llama):
         "generate 2",
         "deliver 2",
     ]
+
+
+def test_prompts_are_drawn_one_batch_ahead_and_no_further(llama):
+    drawn, asked = [], [threading.Event() for _ in range(4)]
+    seen = {}
+
+    def before_token(first):
+        assert asked[first // SIZE + 1].wait(SECONDS)  # the next batch, while this one is written
+        seen.setdefault(first, list(drawn))
+
+    rig = Rig(llama, lambda _: None, before_token=before_token)
+
+    def prompts():
+        for number in range(4):
+            drawn.append(number)
+            asked[number].set()
+            if number < 3:
+                yield rig.batch(SIZE * number)
+
+    assert rig.run(prompts=prompts()).count("deliver 2") == 1
+    assert seen == {0: [0, 1], 2: [0, 1, 2], 4: [0, 1, 2, 3]}
+
+
+def test_an_error_of_the_next_prompts_comes_after_the_batch_before(llama):
+    rig = Rig(llama, lambda _: None)
+
+    def prompts():
+        yield rig.batch(0)
+        raise ZeroDivisionError("no such prompt")
+
+    with pytest.raises(ZeroDivisionError, match="no such prompt"):
+        rig.run(prompts=prompts())
+    assert rig.sent == [0, 1]
 
 
 def test_prompts_are_all_drawn_on_one_thread(llama):

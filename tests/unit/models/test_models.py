@@ -348,3 +348,12 @@ def test_as_critic_wraps_plain_models_and_takes_everything_else_at_its_word(llam
 )
 def test_values_come_in_at_least_float32(llama, dtype, expected):
     assert Critic(llama().to(dtype))(IDS).dtype == expected
+
+
+def test_models_of_one_config_do_not_change_each_other(llama_config):
+    config = llama_config()
+    before = config.to_dict()
+    halves = [made.from_config(config, dtype=torch.bfloat16) for made in (Actor, Critic)]
+    assert all(parameter.dtype == torch.bfloat16 for model in halves for parameter in model.parameters())
+    assert next(Actor.from_config(config).parameters()).dtype == torch.float32
+    assert config.to_dict() == before
