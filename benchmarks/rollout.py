@@ -3,9 +3,11 @@
     python benchmarks/rollout.py                                          the demo's model on the CPU
     python benchmarks/rollout.py --device cuda --batches 64 256 1024      0.5B parameters (Qwen2's shape) in bfloat16
 
-The others: `reference`, transformers' `generate` with our keyed draws; and on a GPU also `static`, transformers'
-`generate` with a static cache and a compiled step, and `vllm`, in a process of its own (`--vllm-site`: the folder it is
-installed in, if that is not beside torch). One that cannot run here is left out, and the table says why.
+The others: `reference`, transformers' `generate` with our keyed draws; on a CPU also `stock`, the same with torch as it
+comes (all cores, oneDNN on), where the rest has `--threads` and what `coati.cpu.set_up_cpu` sets; on a GPU `static`,
+transformers' `generate` with a static cache and a compiled step, and `vllm`, in a process of its own (`--vllm-site`:
+the folder it is installed in, if that is not beside torch). One that cannot run here is left out, and the table says
+why.
 
 Every engine continues the same prompts, always to the full length (no end-of-sequence token), at temperature 1 with no
 token cut, after one warm-up that is not counted; medians of `--repeats`. On a GPU the limit beside them is the
@@ -15,18 +17,22 @@ learner's forward pass.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
+import os
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from rollout_peers import WARMUP_TOKENS, StaticEngine, run_vllm
 
-ENGINES = ["reference", "static", "vllm", "native"]
+ENGINES = ["stock", "reference", "static", "vllm", "native"]
 """In the order of the rows: the native engine's comes last, beside all it is compared with."""
+ON = {"cpu": ["stock", "reference", "native"], "cuda": ["reference", "static", "vllm", "native"]}
 QWEN2_05B = {
     "vocab_size": 151_936,
     "hidden_size": 896,
@@ -80,7 +86,7 @@ def timed(name: str, engine, requests) -> tuple[float, object]:
     Warm-up is the first request: in full where graphs and compiled steps depend on the length, else a few tokens of it.
     """
     warmup_tokens = min(WARMUP_TOKENS, requests[0].max_new_tokens)
-    is_short = name == "reference"
+    is_short = name in ("stock", "reference")
     engine.generate(dataclasses.replace(requests[0], max_new_tokens=warmup_tokens) if is_short else requests[0])
     seconds = []
     for request in requests[1:]:
@@ -137,6 +143,19 @@ def release_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+@contextlib.contextmanager
+def stock_torch() -> Iterator[None]:
+    """torch on a CPU as it comes."""
+    threads, has_onednn = torch.get_num_threads(), torch.backends.mkldnn.enabled
+    torch.set_num_threads(os.cpu_count() or 1)
+    torch.backends.mkldnn.enabled = True
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.mkldnn.enabled = has_onednn
+
+
 class Table:
     """Rows, printed as they come and written to the JSON file each time: a run that is cut short leaves what it had."""
 
@@ -146,8 +165,8 @@ class Table:
         self._json_path = json_path
         self._rows: list[dict] = []
         print(
-            f"{'batch':>6} {'engine':>10} {'tokens/s':>10} {'ms/token':>9} {'× reference':>12} {'× static':>9} "
-            f"{'× vllm':>7} {'gap mean':>9} {'max':>8}",
+            f"{'batch':>6} {'engine':>10} {'tokens/s':>10} {'ms/token':>9} {'× stock':>8} {'× reference':>12} "
+            f"{'× static':>9} {'× vllm':>7} {'gap mean':>9} {'max':>8}",
             flush=True,
         )
 
@@ -167,8 +186,8 @@ class Table:
         times = {peer: row[f"times_{peer}"] for peer in ENGINES[:-1]}
         text = {peer: "-" if value is None else f"{value:.1f}" for peer, value in times.items()}
         print(
-            f"{batch:>6} {name:>10} {rate:>10,.0f} {row['ms_per_token']:>9.2f} {text['reference']:>12} "
-            f"{text['static']:>9} {text['vllm']:>7} {mean:>9.1e} {largest:>8.1e}",
+            f"{batch:>6} {name:>10} {rate:>10,.0f} {row['ms_per_token']:>9.2f} {text['stock']:>8} "
+            f"{text['reference']:>12} {text['static']:>9} {text['vllm']:>7} {mean:>9.1e} {largest:>8.1e}",
             flush=True,
         )
         self._keep(row)
@@ -222,7 +241,8 @@ def measure_here(name: str, model, batch: int, requests, num_slots: int, table: 
     release_memory()
     engine = make_engine(name, model, num_slots)
     try:
-        seconds, rollout = timed(name, engine, requests)
+        with stock_torch() if name == "stock" else contextlib.nullcontext():
+            seconds, rollout = timed(name, engine, requests)
     except RuntimeError as error:
         if name != "static":
             raise
@@ -241,7 +261,7 @@ def parse_arguments():
     parser.add_argument("--prompt-tokens", type=int)
     parser.add_argument("--new-tokens", type=int)
     parser.add_argument(
-        "--engines", nargs="+", choices=ENGINES, help="default: all on cuda, reference and native on cpu"
+        "--engines", nargs="+", choices=ENGINES, help="default: all but stock on cuda; stock, reference, native on cpu"
     )
     parser.add_argument("--vllm-site", type=Path, help="a folder for the PYTHONPATH of vLLM's process")
     parser.add_argument("--repeats", type=int, default=3)
@@ -249,7 +269,7 @@ def parse_arguments():
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     is_gpu = arguments.device == "cuda"
-    arguments.engines = arguments.engines or (ENGINES if is_gpu else ["reference", "native"])
+    arguments.engines = arguments.engines or ON[arguments.device]
     arguments.prompt_tokens = arguments.prompt_tokens or (128 if is_gpu else 4)
     arguments.new_tokens = arguments.new_tokens or (256 if is_gpu else 16)
     return arguments

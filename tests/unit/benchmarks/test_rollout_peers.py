@@ -116,7 +116,20 @@ def test_a_rate_is_compared_with_the_engines_measured_before(peers):
     import rollout
 
     assert rollout.times_others(600.0, {"reference": 100.0, "vllm": 400.0}) == {
+        "times_stock": None,
         "times_reference": 6.0,
         "times_static": None,
         "times_vllm": 1.5,
     }
+
+
+def test_torch_as_it_comes_is_left_as_it_was(peers, monkeypatch):
+    import rollout
+
+    monkeypatch.setattr(rollout.torch.backends.mkldnn, "enabled", False)
+    threads = rollout.torch.get_num_threads()
+    with pytest.raises(ZeroDivisionError), rollout.stock_torch():
+        assert rollout.torch.backends.mkldnn.enabled
+        raise ZeroDivisionError
+    assert not rollout.torch.backends.mkldnn.enabled
+    assert rollout.torch.get_num_threads() == threads
