@@ -79,9 +79,9 @@ def make_strategy(config: RunConfig, role: Literal["trainer", "maker"]) -> Strat
     common["compute_dtype"] = torch.bfloat16 if train.mixed_precision else None
     if train.strategy == "gemini":
         return GeminiStrategy(placement_policy=train.placement_policy, **common)
-    if train.strategy == "zero2":
-        return LowLevelZeroStrategy(stage=2, cpu_offload=train.cpu_offload, **common)
-    return LowLevelZeroStrategy(stage=1, **common) if train.strategy == "zero1" else DDPStrategy(**common)
+    if train.strategy == "ddp":
+        return DDPStrategy(**common)
+    return LowLevelZeroStrategy(stage=1 if train.strategy == "zero1" else 2, cpu_offload=train.cpu_offload, **common)
 
 
 def trainer_models(config: RunConfig) -> tuple[Actor, Critic | None]:

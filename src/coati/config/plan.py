@@ -170,7 +170,9 @@ def _strategy(train: TrainSection) -> str:
     if train.strategy == "ddp":
         return ""
     place = {"static": "", "auto": ", in host memory if need be", "cpu": ", in host memory"}[train.placement_policy]
-    return f", sharded as {train.strategy}{', in host memory' if train.cpu_offload else place}"
+    if train.cpu_offload:
+        place = ", in host memory" if train.strategy == "zero2" else ", optimizer state in host memory"
+    return f", sharded as {train.strategy}{place}"
 
 
 def make_plan(config: RunConfig) -> Plan:

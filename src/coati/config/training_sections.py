@@ -63,8 +63,8 @@ class TrainSection(Section):
     )
     cpu_offload: bool = setting(
         False,
-        "zero2: shares and optimizer state rest in host memory.",
-        rule='true or false, and true only with train.strategy = "zero2"',
+        "zero1: optimizer state rests in host memory, and steps are made there; zero2: shares too.",
+        rule='true or false, and true only with train.strategy = "zero1" or "zero2"',
     )
     mixed_precision: bool = setting(
         False,
@@ -121,7 +121,7 @@ class TrainSection(Section):
                 f'train.placement_policy must be "static" while train.strategy is "{self.strategy}", got '
                 f'"{self.placement_policy}". Leave it out, or set train.strategy to "gemini".'
             )
-        if self.cpu_offload and self.strategy != "zero2":
+        if self.cpu_offload and self.strategy not in ("zero1", "zero2"):
             remedy = (
                 'set train.placement_policy to "cpu"' if self.strategy == "gemini" else 'set train.strategy to "zero2"'
             )
