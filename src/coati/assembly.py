@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
@@ -334,9 +335,10 @@ def _dtype(config: RunConfig) -> torch.dtype:
 def _loaded(setting: str, path: str, model_class: Any, **kwargs: Any) -> Any:
     try:
         return model_class.from_pretrained(path, **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"{setting} must be a folder or hub name with a transformers model, got {path!r}: {_first_line(error)}"
+            f"{setting} must be a folder or hub name with a transformers model, got {path!r}: {_first_line(error)} "
+            "Is a file torn or missing? Use another copy."
         ) from error
 
 

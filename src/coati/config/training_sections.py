@@ -85,7 +85,8 @@ class TrainSection(Section):
     )
     save_every: int = setting(
         0,
-        "Save the model every so many weight versions; 0 = only at the end.",
+        "Save the model every so many weight versions, in checkpoints/version-N of the output folder; 0 = only at the "
+        "end.",
         rule="a whole number, 0 or more",
         ge=0,
     )
