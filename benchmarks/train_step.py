@@ -10,8 +10,8 @@ A step is the learner's, of the policy alone: forward and backward in micro-batc
 (`--batches`) are seeded: "ragged", prompts of 64 to 512 tokens and responses of lengths as a policy writes them
 (log-normal, a few up to the limit); "full", where every sample has all its tokens and there is nothing to save; and
 "groups", 8 responses of 256 tokens to each of 8 prompts of 128, which "packed-whole-rows" computes 8 times and others
-once. `--lengths` adds batches of one pass, 16,384 tokens, in samples of so many tokens each: their peak memory says what
-length costs. All cases see the same batches in the same run. Times are medians after a warm-up.
+once. `--lengths` adds batches of one pass, 16,384 tokens, in samples of so many tokens each: their peak memory says
+what length costs. All cases see the same batches in the same run. Times are medians after a warm-up.
 
 MFU is the work that the batch asks for (real tokens, causal attention, logits of response tokens, three times the
 forward; nothing that is computed twice or is padding counts) over the time, over the rate of a large square matrix
