@@ -114,17 +114,17 @@ def _iter_entries(settings: Mapping[str, Any], path: Path, wanted: Callable[[int
     for name, value in settings["numbers"].items():
         if wanted(_index_of(name)):
             yield _entry(name, value)
-    for file_name, expected in settings["files"].items():
+    for file, expected in ((path / name, expected) for name, expected in settings["files"].items()):
         try:
-            with safe_open(path / file_name, framework="pt") as file:
-                _check_names(path / file_name, set(file.keys()), set(expected))
+            with safe_open(file, framework="pt") as opened:
+                _check_names(file, set(opened.keys()), set(expected))
                 for name in expected:
                     if wanted(_index_of(name)):
-                        tensor = file.get_tensor(name)
-                        _check_tensor(path / file_name, name, _describe(tensor), expected[name])
+                        tensor = opened.get_tensor(name)
+                        _check_tensor(file, name, _describe(tensor), expected[name])
                         yield _entry(name, tensor)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path / file_name} is missing or torn: {error}. Use another checkpoint.") from error
+            raise CheckpointError(f"{file} is missing or torn: {error}. Use another checkpoint.") from error
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:
