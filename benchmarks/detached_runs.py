@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import random
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 from coati.config import RunConfig, build_config
+from coati.demo.grammar import PROMPTS
 from coati.monitor import JsonlTracker
 from coati.monitor.report.folder import read_run
 from coati.monitor.report.time_use import pieces_of
@@ -88,11 +90,16 @@ class Workload:
             tokenizer.save_pretrained(path)
         return path
 
+    def prompts(self) -> list[str]:
+        """As many as a batch has samples, of random words, so that none begins like another."""
+        draw = random.Random(self.seed)
+        words = sorted({word for prompt in PROMPTS for word in prompt.split()})
+        return [" ".join(draw.choices(words, k=max(2, self.prompt_tokens))) for _ in range(self.batch)]
+
     def config(self, folder: Path, *, makers: int, staleness: int) -> RunConfig:
         """Settings of one run; the demo's learning rates would do, but nothing is to be learnt here."""
         prompts = folder / "prompts.jsonl"
-        text = " ".join(["the film"] * max(1, self.prompt_tokens // 2))
-        prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for _ in range(self.batch)))
+        prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in self.prompts()))
         on_gpu = self.device == "cuda"
         return build_config(
             {

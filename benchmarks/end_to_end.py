@@ -161,14 +161,14 @@ def prepare_large(folder: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1", padding_side="left")
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(Qwen2Config(**QWEN2_05B), dtype=torch.bfloat16)
-    model.generation_config.eos_token_id = None
-    model.config.eos_token_id = None
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    RewardModel(model.model).save_pretrained(folder / "reward")
-    tokenizer.save_pretrained(folder / "reward")
+    for name in ("model", "reward"):  # a body each: one that both had would be run once for both
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(Qwen2Config(**QWEN2_05B), dtype=torch.bfloat16)
+        model.generation_config.eos_token_id = None
+        model.config.eos_token_id = None
+        saved = RewardModel(model.model) if name == "reward" else model
+        saved.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, len(words), (256, 128), generator=generator).tolist()
     write_prompts(folder, [" ".join(f"w{token}" for token in row) for row in ids])

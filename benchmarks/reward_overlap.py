@@ -96,9 +96,10 @@ class Maker:
 
     def _prompts(self, num_batches: int) -> Iterator[dict[str, Any]]:
         size = self._workload.batch
+        generator = torch.Generator().manual_seed(self._workload.seed)
         for first in range(0, num_batches * size, size):
-            ids = torch.arange(first, first + size)
-            yield {"input_ids": torch.full((size, self._workload.prompt_tokens), 5), "sample_ids": ids}
+            prompts = torch.randint(3, 20, (size, self._workload.prompt_tokens), generator=generator)
+            yield {"input_ids": prompts, "sample_ids": torch.arange(first, first + size)}
 
     def _reward(self, completions: list[str]) -> list[float]:
         time.sleep(self._reward_seconds)

@@ -3,13 +3,15 @@
     python benchmarks/train_step.py                            a 0.5B Qwen2 shape, bfloat16, up to 4,096 tokens a sample
     python benchmarks/train_step.py --cases padded packed packed-compiled --json step.json
     python benchmarks/train_step.py --cases packed --profile   and where the time of a step goes, by kernel
+    python benchmarks/train_step.py --batches full --lengths 512 1024 2048 4096 8192    peak memory against length
     python benchmarks/train_step.py --device cpu --tiny        a smoke test, in seconds
 
 A step is the learner's, of the policy alone: forward and backward in micro-batches, clipping, Adam. The batches
 (`--batches`) are seeded: "ragged", prompts of 64 to 512 tokens and responses of lengths as a policy writes them
 (log-normal, a few up to the limit); "full", where every sample has all its tokens and there is nothing to save; and
 "groups", 8 responses of 256 tokens to each of 8 prompts of 128, which "packed-whole-rows" computes 8 times and others
-once. All cases see the same batches in the same run. Times are medians after a warm-up.
+once. `--lengths` adds batches of one pass, 16,384 tokens, in samples of so many tokens each: their peak memory says what
+length costs. All cases see the same batches in the same run. Times are medians after a warm-up.
 
 MFU is the work that the batch asks for (real tokens, causal attention, logits of response tokens, three times the
 forward; nothing that is computed twice or is padding counts) over the time, over the rate of a large square matrix
@@ -26,7 +28,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -54,6 +56,7 @@ class Shape:
     intermediate: int = 4864
     vocabulary: int = 151_936
     max_length: int = 4096
+    max_positions: int = 4096
     ragged_samples: int = 32
     full_samples: int = 12
     grouped_samples: int = 64
@@ -69,7 +72,7 @@ class Shape:
             num_key_value_heads=self.kv_heads,
             intermediate_size=self.intermediate,
             vocab_size=self.vocabulary,
-            max_position_embeddings=self.max_length,
+            max_position_embeddings=self.max_positions,
             tie_word_embeddings=True,
         )
 
@@ -127,6 +130,10 @@ def sample_lengths(shape: Shape, kind: str, generator: torch.Generator) -> tuple
     """Prompt and response lengths of a batch."""
     if kind == "groups":
         return [shape.group_prompt] * shape.grouped_samples, [shape.group_response] * shape.grouped_samples
+    if kind.isdigit():
+        count = max(1, shape.micro_batch_tokens // int(kind))
+        prompt = int(kind) // 8
+        return [prompt] * count, [int(kind) - prompt] * count
     count = shape.ragged_samples if kind == "ragged" else shape.full_samples
     longest = shape.max_length
     prompts = torch.randint(max(1, longest // 64), longest // 8 + 1, (count,), generator=generator)
@@ -305,6 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["padded", "packed", "packed-compiled"])
     parser.add_argument("--batches", nargs="+", choices=["ragged", "full", "groups"], default=["ragged", "full"])
+    parser.add_argument("--lengths", nargs="*", type=int, default=[], help="tokens of a sample, for further batches")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model and batches of nearly nothing")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
@@ -319,6 +327,10 @@ def main() -> None:
     if not is_cuda:
         set_up_cpu()
     arguments.shape = TINY if arguments.tiny else Shape()
+    if arguments.lengths:
+        longest = max(*arguments.lengths, arguments.shape.max_length)
+        arguments.shape = replace(arguments.shape, max_positions=longest)
+        arguments.batches = [*arguments.batches, *map(str, arguments.lengths)]
     if arguments.memory_tokens is None:
         arguments.memory_tokens = [1024, 4096, 16384, 65536] if is_cuda else [256, 1024, 4096]
     arguments.matrix_rate = matrix_rate(arguments.device, 8192 if is_cuda else 1024)

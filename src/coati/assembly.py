@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
@@ -79,9 +80,9 @@ def make_strategy(config: RunConfig, role: Literal["trainer", "maker"]) -> Strat
     common["compute_dtype"] = torch.bfloat16 if train.mixed_precision else None
     if train.strategy == "gemini":
         return GeminiStrategy(placement_policy=train.placement_policy, **common)
-    if train.strategy == "zero2":
-        return LowLevelZeroStrategy(stage=2, cpu_offload=train.cpu_offload, **common)
-    return LowLevelZeroStrategy(stage=1, **common) if train.strategy == "zero1" else DDPStrategy(**common)
+    if train.strategy == "ddp":
+        return DDPStrategy(**common)
+    return LowLevelZeroStrategy(stage=1 if train.strategy == "zero1" else 2, cpu_offload=train.cpu_offload, **common)
 
 
 def trainer_models(config: RunConfig) -> tuple[Actor, Critic | None]:
@@ -334,9 +335,10 @@ def _dtype(config: RunConfig) -> torch.dtype:
 def _loaded(setting: str, path: str, model_class: Any, **kwargs: Any) -> Any:
     try:
         return model_class.from_pretrained(path, **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"{setting} must be a folder or hub name with a transformers model, got {path!r}: {_first_line(error)}"
+            f"{setting} must be a folder or hub name with a transformers model, got {path!r}: {_first_line(error)} "
+            "Is a file torn or missing? Use another copy."
         ) from error
 
 

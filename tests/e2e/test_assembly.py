@@ -133,6 +133,7 @@ def test_every_learner_setting_arrives():
     [
         ({}, DDPStrategy, {}),
         ({"strategy": "zero1"}, LowLevelZeroStrategy, {"_stage": 1, "_cpu_offload": False}),
+        ({"strategy": "zero1", "cpu_offload": True}, LowLevelZeroStrategy, {"_stage": 1, "_cpu_offload": True}),
         ({"strategy": "zero2", "cpu_offload": True}, LowLevelZeroStrategy, {"_stage": 2, "_cpu_offload": True}),
         ({"strategy": "gemini", "placement_policy": "cpu"}, GeminiStrategy, {"_placement_policy": "cpu"}),
         ({"mixed_precision": True}, DDPStrategy, {"compute_dtype": torch.bfloat16}),

@@ -13,6 +13,7 @@ from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroSt
 STRATEGIES = {
     "ddp": lambda **options: DDPStrategy(**options),
     "zero1": lambda **options: LowLevelZeroStrategy(stage=1, **options),
+    "zero1-offload": lambda **options: LowLevelZeroStrategy(stage=1, cpu_offload=True, **options),
     "zero2": lambda **options: LowLevelZeroStrategy(stage=2, **options),
     "zero2-offload": lambda **options: LowLevelZeroStrategy(stage=2, cpu_offload=True, **options),
     "gemini-static": lambda **options: GeminiStrategy("static", **options),
@@ -100,6 +101,9 @@ def test_steps_shards_and_files(folder, name, tmp_path):
     assert_close(weights(learner), weights(on_cpu))
     resting = {parameter.device.type for parameter in learner.actor.parameters()}
     assert resting == ({"cpu"} if name in OFFLOADED else {"cuda"})
+    state = learner.optimizers["actor"].state.values()
+    moments = {value.device.type for held in state for key, value in held.items() if key != "step"}
+    assert moments == ({"cpu"} if name in OFFLOADED or name == "zero1-offload" else {"cuda"})
     for label, model in learner.models.items():
         learner.strategy.save_model(model, tmp_path / label, sharded=True)
         learner.strategy.save_optimizer(learner.optimizers[label], tmp_path / f"{label}-optimizer")

@@ -1,4 +1,5 @@
-"""What a model's folder says of itself, read without torch: how many tokens fit, and what its weights are called."""
+"""What a model's folder says of itself, read without torch: how many tokens fit, what its weights are called, and
+whether its files are whole."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 # A header is text about tensors. One that claims to be larger is no safetensors file.
 _LARGEST_HEADER = 100 * 2**20
+_WEIGHTS, _INDEX, _METADATA = "model.safetensors", "model.safetensors.index.json", "__metadata__"
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 
 
@@ -25,20 +27,72 @@ def context_length(folder: Path) -> int | None:
 
 def weight_names(folder: Path) -> frozenset[str]:
     """Names of the weights in its safetensors files; empty where there are none to be read."""
-    if names := _read_json(folder / "model.safetensors.index.json").get("weight_map"):
+    if names := _read_json(folder / _INDEX).get("weight_map"):
         return frozenset(names)
-    return _header_names(folder / "model.safetensors")
+    return frozenset(_header(folder / _WEIGHTS)) - {_METADATA}
 
 
-def _header_names(path: Path) -> frozenset[str]:
-    """A safetensors file begins with the length of its header, and the header with a name for each tensor."""
+def divisible_counts(folder: Path) -> dict[str, int]:
+    """What is dealt out where a model is cut over ranks, by the config's names; those that it has."""
+    config = _read_json(folder / "config.json")
+    counts = {name: config.get(name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
+    return {name: count for name, count in counts.items() if isinstance(count, int)}
+
+
+def folder_problem(folder: Path) -> str:
+    """What is wrong with a model's folder, as far as its files tell without being read whole; empty if nothing is."""
+    try:
+        is_config = isinstance(json.loads((folder / "config.json").read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError):
+        is_config = False
+    if not is_config:
+        return "whose config.json is no JSON object"
+    if (folder / _INDEX).is_file():
+        index = _read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            return f"whose {_INDEX} has no weight_map"
+        files = sorted(set(map(str, index.values())))
+    elif (folder / _WEIGHTS).is_file():
+        files = [_WEIGHTS]
+    else:
+        return "" if _has_other_weights(folder) else f"which has no weights ({_WEIGHTS}, or {_INDEX} and its parts)"
+    return next((problem for name in files if (problem := _file_problem(folder / name))), "")
+
+
+def _has_other_weights(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.bin.index.json"))
+
+
+def _file_problem(path: Path) -> str:
+    """A file that is there has a header, and as many bytes as its header says."""
+    if not path.is_file():
+        return f"which lacks {path.name}"
+    header = _header(path)
+    places = [entry.get("data_offsets") for name, entry in header.items() if name != _METADATA]
+    ends = [place[1] for place in places if isinstance(place, list) and len(place) == 2]
+    if not header or len(ends) < len(places):
+        return f"whose {path.name} is no safetensors file, or torn"
+    expected = 8 + _header_length(path) + max(ends, default=0)
+    if (size := path.stat().st_size) != expected:
+        return f"whose {path.name} is torn: it has {size:,} bytes, and its header speaks of {expected:,}"
+    return ""
+
+
+def _header(path: Path) -> dict[str, dict[str, Any]]:
+    """A safetensors file begins with the length of its header, which has an entry for each tensor; empty if not."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length)) if length <= _LARGEST_HEADER else {}
     except (OSError, struct.error, ValueError):
-        return frozenset()
-    return frozenset(header) - {"__metadata__"} if isinstance(header, dict) else frozenset()
+        return {}
+    is_one = isinstance(header, dict) and all(isinstance(entry, dict) for entry in header.values())
+    return header if is_one else {}
+
+
+def _header_length(path: Path) -> int:
+    with path.open("rb") as file:
+        return int.from_bytes(file.read(8), "little")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

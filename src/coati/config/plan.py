@@ -94,7 +94,7 @@ class Plan:
             f"{_count(self.samples_per_rollout_batch, 'sample')} in a rollout batch, "
             f"at most {_count(rollout.max_new_tokens, 'new token')} each.",
             f"Makers: {_count(topology.makers, 'maker')} {'works' if topology.makers == 1 else 'work'} on "
-            f"rollout batches; {_staleness(topology)}.",
+            f"rollout batches{_parts(topology)}; {_staleness(topology)}.",
         ]
 
     def _algorithm_line(self) -> str:
@@ -162,15 +162,30 @@ class Plan:
             f"Prompts: column {config.prompts.column!r} of {config.prompts.path}.",
             f"Reward: {_reward(config)}.",
             f"Output: {config.output_folder}/ ({', '.join(path.name for path in names)}; final model in "
-            f"{files.model.name}/).",
+            f"{files.model.name}/{_checkpoints(config.train)}).",
         ]
+
+
+def _parts(topology: TopologySection) -> str:
+    cut = f", each over {topology.tensor_parallel} actors" if topology.tensor_parallel > 1 else ""
+    place = {"auto": "", "pack": ", on as few nodes as possible", "spread": ", spread over the nodes"}
+    return f"{cut}{place[topology.placement]}"
+
+
+def _checkpoints(train: TrainSection) -> str:
+    if not train.save_every:
+        return ""
+    every = "every version" if train.save_every == 1 else f"every {train.save_every} versions"
+    return f", {every} in checkpoints/version-N/"
 
 
 def _strategy(train: TrainSection) -> str:
     if train.strategy == "ddp":
         return ""
     place = {"static": "", "auto": ", in host memory if need be", "cpu": ", in host memory"}[train.placement_policy]
-    return f", sharded as {train.strategy}{', in host memory' if train.cpu_offload else place}"
+    if train.cpu_offload:
+        place = ", in host memory" if train.strategy == "zero2" else ", optimizer state in host memory"
+    return f", sharded as {train.strategy}{place}"
 
 
 def make_plan(config: RunConfig) -> Plan:
@@ -226,4 +241,6 @@ def _reward(config: RunConfig) -> str:
     if reward.terms:
         parts = (f"{term.weight:g} {_TIMES} {term.label} ({term.function or term.model})" for term in reward.terms)
         return "the sum of " + ", ".join(parts)
-    return f"function {reward.function}" if reward.function else f"model {reward.model}"
+    if reward.function:
+        return f"function {reward.function}"
+    return f"model {reward.model}{' in int8' if reward.quantize == 'int8' else ''}"

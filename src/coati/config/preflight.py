@@ -10,7 +10,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from coati.config.model_folder import context_length, weight_names
+from coati.config.model_folder import context_length, divisible_counts, folder_problem, weight_names
 from coati.config.reward_source import find_reward_problem
 from coati.config.schema import RunConfig
 from coati.errors import DataError
@@ -25,6 +25,7 @@ def preflight(config: RunConfig) -> list[str]:
     """Return what would stop the run, each a full message; empty when nothing is known to."""
     return [
         *_model_problems(config),
+        *_parallel_problems(config),
         *_length_problems(config),
         *_lora_problems(config),
         *_prompt_problems(config),
@@ -72,7 +73,23 @@ def _model_problems(config: RunConfig) -> list[str]:
                 f"{key} must be a folder that transformers can load, got {path!r}, which has no {needed}. "
                 "Point at the folder that save_pretrained wrote."
             )
+        elif key != "model.tokenizer" and (problem := folder_problem(Path(path))):
+            problems.append(
+                f"{key} must be a folder that transformers can load, got {path!r}, {problem}. "
+                "Use another copy, or write it again with save_pretrained."
+            )
     return problems
+
+
+def _parallel_problems(config: RunConfig) -> list[str]:
+    """Heads and widths that cannot be dealt out evenly; the run says the same of models that only it can look into."""
+    parts = config.topology.tensor_parallel
+    return [
+        f"topology.tensor_parallel must divide the model's {name} ({count} in {config.model.path}), got {parts}. "
+        "Use a divisor of it."
+        for name, count in divisible_counts(Path(config.model.path)).items()
+        if count % parts
+    ]
 
 
 def _length_problems(config: RunConfig) -> list[str]:

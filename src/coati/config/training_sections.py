@@ -63,8 +63,8 @@ class TrainSection(Section):
     )
     cpu_offload: bool = setting(
         False,
-        "zero2: shares and optimizer state rest in host memory.",
-        rule='true or false, and true only with train.strategy = "zero2"',
+        "zero1: optimizer state rests in host memory, and steps are made there; zero2: shares too.",
+        rule='true or false, and true only with train.strategy = "zero1" or "zero2"',
     )
     mixed_precision: bool = setting(
         False,
@@ -85,7 +85,8 @@ class TrainSection(Section):
     )
     save_every: int = setting(
         0,
-        "Save the model every so many weight versions; 0 = only at the end.",
+        "Save the model every so many weight versions, in checkpoints/version-N of the output folder; 0 = only at the "
+        "end.",
         rule="a whole number, 0 or more",
         ge=0,
     )
@@ -121,7 +122,7 @@ class TrainSection(Section):
                 f'train.placement_policy must be "static" while train.strategy is "{self.strategy}", got '
                 f'"{self.placement_policy}". Leave it out, or set train.strategy to "gemini".'
             )
-        if self.cpu_offload and self.strategy != "zero2":
+        if self.cpu_offload and self.strategy not in ("zero1", "zero2"):
             remedy = (
                 'set train.placement_policy to "cpu"' if self.strategy == "gemini" else 'set train.strategy to "zero2"'
             )

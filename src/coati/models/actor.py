@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from coati.models.configs import own_config
 from coati.models.deferred import build_deferred
 from coati.models.lora import LoRASettings, add_lora
+from coati.models.own import own_config, own_memory
 from coati.models.packing import say_padded_once
 from coati.models.positions import context_length_of
 from coati.models.scoring import Scoring, forward_causal, score_actions, score_padded, scoring_problem
@@ -38,7 +38,7 @@ class Actor(nn.Module):
         deferred = build_deferred(
             lambda: cls(_causal_without_weights(str(path), **kwargs), lora=lora), weights_of=path, options=kwargs
         )
-        return deferred or cls(AutoModelForCausalLM.from_pretrained(str(path), **kwargs), lora=lora)
+        return deferred or cls(own_memory(AutoModelForCausalLM.from_pretrained(str(path), **kwargs)), lora=lora)
 
     @classmethod
     def from_config(

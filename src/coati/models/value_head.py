@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from coati.errors import CheckpointError, ConfigError
-from coati.models.configs import own_config
 from coati.models.deferred import build_deferred
 from coati.models.lora import LoRASettings, add_lora
+from coati.models.own import own_config, own_memory
 from coati.models.packing import PackedRows, packed_hidden, packing_problem, say_padded_once
 from coati.models.positions import accepts, position_ids_from_mask
 
@@ -52,7 +52,7 @@ class ValueHeadModel(nn.Module):
         )
         if deferred is not None:
             return deferred
-        loaded = cls(auto_class.from_pretrained(str(path), **kwargs), lora=lora)
+        loaded = cls(own_memory(auto_class.from_pretrained(str(path), **kwargs)), lora=lora)
         if has_own_head:
             return loaded
         if head_file.exists():

@@ -98,3 +98,26 @@ def test_staleness_in_words():
     assert "any number" in words(plan_of("topology.max_staleness=-1"))
     adaptive = plan_of("topology.max_staleness=4", "topology.min_staleness=1", "topology.staleness_control=adaptive")
     assert "may be 1 weight version behind, or up to 4 where the data bears it" in words(adaptive)
+
+
+def test_what_is_not_as_usual_is_in_the_plan():
+    usual = words(plan_of())
+    assert "checkpoints" not in usual
+    assert "actors" not in usual
+    text = words(
+        plan_of(
+            "train.save_every=5",
+            "topology.tensor_parallel=2",
+            "topology.placement=spread",
+            "reward.function=''",
+            "reward.model=models/rm",
+            "reward.quantize=int8",
+        )
+    )
+    assert "final model in model/, every 5 versions in checkpoints/version-N/)" in text
+    assert "on rollout batches, each over 2 actors, spread over the nodes;" in text
+    assert "model models/rm in int8" in text
+    assert "every version in checkpoints/version-N/" in words(plan_of("train.save_every=1"))
+    assert "on as few nodes as possible" in words(plan_of("topology.placement=pack"))
+    zero1 = plan_of("train.strategy=zero1", "train.cpu_offload=true")
+    assert "sharded as zero1, optimizer state in host memory" in words(zero1)

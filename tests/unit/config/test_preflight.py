@@ -20,9 +20,17 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
+    write_weights(tmp_path / "model/model.safetensors", ["model.norm.weight"])
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the film"}\n')
     (tmp_path / "scoring.py").write_text("raise SystemExit('must not be imported')\ndef praise(completions): ...\n")
     return tmp_path
+
+
+def write_weights(path, names, *, missing=0):
+    """A safetensors file of a number for each name, or of some bytes less."""
+    entries = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
+    header = json.dumps({"__metadata__": {}, **entries}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4 * len(names) - missing))
 
 
 def problems(*overrides):
@@ -183,23 +191,71 @@ def test_responses_that_would_fill_the_context(folder):
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_lora_targets_that_the_model_does_not_have(folder, is_sharded):
-    names = {f"model.layers.0.self_attn.{name}_proj.weight": {} for name in "qkvo"}
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
+    write_weights(folder / "model/model.safetensors", names)
     if is_sharded:
-        (folder / "model/model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    else:
-        header = json.dumps({"__metadata__": {}, **names}).encode()
-        (folder / "model/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        write_parts(folder / "model", names)
     targets = 'lora.target_modules=["q_proj", "self_attn.v_proj", "query_key_value"]'
     assert problems(targets) == []  # no adapters, no targets
     (problem,) = problems("lora.rank=8", targets)
     assert "got 'query_key_value', which none is called. It has k_proj, o_proj, q_proj, v_proj." in problem
 
 
-@pytest.mark.parametrize("content", [b"", b"1234", b"\xff" * 16, (4).to_bytes(8, "little") + b"[1]]"])
-def test_files_that_cannot_be_looked_into_are_left_to_the_run(folder, content):
-    (folder / "model/model.safetensors").write_bytes(content)
-    (folder / "model/config.json").write_text("no json")
-    assert problems("lora.rank=8", 'lora.target_modules=["anything"]', "rollout.max_new_tokens=100000") == []
+def write_parts(folder, names):
+    (folder / "model.safetensors").rename(folder / "part-1.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "part-1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"1234", b"\xff" * 16, (4).to_bytes(8, "little") + b"[1]]", (2).to_bytes(8, "little") + b"{}"]
+)
+@pytest.mark.parametrize("key", ["model.path", "model.reference", "model.critic", "reward.model"])
+def test_weights_that_are_none(folder, content, key):
+    (folder / "bad").mkdir()
+    (folder / "bad/config.json").write_text("{}")
+    (folder / "bad/model.safetensors").write_bytes(content)
+    settings = [f"{key}=./bad", 'lora.target_modules=["anything"]', "lora.rank=8"]
+    found = problems(*settings, *(["reward.function="] if key == "reward.model" else []))
+    assert f"{key} must be a folder that transformers can load, got './bad', whose model.safetensors is no" in found[0]
+
+
+def test_a_torn_file_of_weights(folder):
+    write_weights(folder / "model/model.safetensors", ["a", "b"], missing=3)
+    (problem,) = problems()
+    assert "whose model.safetensors is torn: it has" in problem
+    assert "Use another copy" in problem
+
+
+def test_parts_of_weights_that_are_missing_or_torn(folder):
+    write_parts(folder / "model", ["model.norm.weight"])
+    assert problems() == []
+    write_weights(folder / "model/part-1.safetensors", ["model.norm.weight"], missing=1)
+    assert "whose part-1.safetensors is torn" in problems()[0]
+    (folder / "model/part-1.safetensors").unlink()
+    assert "which lacks part-1.safetensors" in problems()[0]
+    (folder / "model/model.safetensors.index.json").write_text("[]")
+    assert "whose model.safetensors.index.json has no weight_map" in problems()[0]
+
+
+def test_a_folder_without_weights(folder):
+    (folder / "model/model.safetensors").unlink()
+    assert "which has no weights (model.safetensors, or" in problems()[0]
+    (folder / "model/pytorch_model.bin").write_bytes(b"")  # only transformers can look into it
+    assert problems() == []
+
+
+def test_a_config_that_is_none(folder):
+    (folder / "model/config.json").write_text("{")
+    assert "whose config.json is no JSON object" in problems("rollout.max_new_tokens=100000")[0]
+
+
+def test_heads_that_cannot_be_dealt_out(folder):
+    (folder / "model/config.json").write_text('{"num_attention_heads": 4, "num_key_value_heads": 2}')
+    assert problems("topology.tensor_parallel=2") == []
+    (problem,) = problems("topology.tensor_parallel=4")
+    assert "topology.tensor_parallel must divide the model's num_key_value_heads (2 in ./model), got 4" in problem
+    assert len(problems("topology.tensor_parallel=3")) == 2
 
 
 def test_an_output_that_cannot_be_written(folder, monkeypatch):

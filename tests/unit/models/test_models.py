@@ -357,3 +357,16 @@ def test_models_of_one_config_do_not_change_each_other(llama_config):
     assert all(parameter.dtype == torch.bfloat16 for model in halves for parameter in model.parameters())
     assert next(Actor.from_config(config).parameters()).dtype == torch.float32
     assert config.to_dict() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="weights go to the GPU, which is a copy")
+@pytest.mark.parametrize("made", [Actor, Critic])
+def test_a_loaded_model_does_not_change_with_its_file(llama, tmp_path, made):
+    made(llama()).save_pretrained(tmp_path)
+    loaded = made.from_pretrained(tmp_path)
+    before = [parameter.detach().clone() for parameter in loaded.parameters()]
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as handle:  # in place, as cp and rsync --inplace do
+        handle.seek(-512, 2)
+        handle.write(bytes(512))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(loaded.parameters(), before, strict=True))

@@ -29,7 +29,8 @@ class LowLevelZeroStrategy(DDPStrategy):
     Args:
         stage: 1 or 2.
         seed: for Python's, numpy's and torch's global generators, the same on every rank.
-        cpu_offload: keep shards and optimizer state in host memory (stage 2 on GPUs; nothing to do on CPUs).
+        cpu_offload: keep optimizer state, and in stage 2 the shards too, in host memory, and step there (nothing to
+            do on CPUs).
         device: where models compute; by default this rank's GPU, else the CPU.
         backend: torch.distributed backend; by default nccl with gloo on GPUs, gloo on CPUs.
         timeout_seconds: how long any wait for the other ranks may last.
@@ -55,8 +56,6 @@ class LowLevelZeroStrategy(DDPStrategy):
                 f"LowLevelZeroStrategy stage must be 1 or 2, got {stage}. "
                 "For sharded parameters (stage 3) use GeminiStrategy."
             )
-        if cpu_offload and stage == 1:
-            raise ConfigError("LowLevelZeroStrategy cpu_offload=True needs stage=2, got stage=1.")
         super().__init__(
             seed, device=device, backend=backend, timeout_seconds=timeout_seconds, compute_dtype=compute_dtype
         )
@@ -86,14 +85,19 @@ class LowLevelZeroStrategy(DDPStrategy):
         owners = assign_owners([p.numel() for p in parameters_of(optimizer)], self.world_size)
         self._owners[optimizer] = owners
         hidden: dict[Tensor, Tensor | None] = {}
+        on_host = _OnHost() if self._cpu_offload and self.device.type != "cpu" else None
 
         def hide_foreign_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
             # torch's optimizers skip parameters without a gradient, and make no state for them.
             for parameter, owner in zip(parameters_of(optimizer), owners, strict=True):
                 if owner != self.rank:
                     hidden[parameter], parameter.grad = parameter.grad, None
+                elif on_host is not None and parameter.grad is not None:
+                    on_host.bring(parameter, optimizer.state[parameter])
 
         def share_updates(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+            if on_host is not None:
+                on_host.bring_back()
             for parameter, grad in hidden.items():
                 parameter.grad = grad
             hidden.clear()
@@ -132,6 +136,34 @@ class LowLevelZeroStrategy(DDPStrategy):
                 tensor = torch.empty(what.shape, dtype=what.dtype, device=self.device)
             dist.broadcast(tensor, src=owner)
             yield StateEntry(index=index, key=key, value=tensor.cpu())
+
+
+class _OnHost:
+    """Parameters that are in host memory for the length of an optimizer step, and their state for good."""
+
+    def __init__(self) -> None:
+        self._on_device: dict[Tensor, tuple[Tensor, Tensor]] = {}
+
+    def bring(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Let the optimizer find copies of a parameter and its gradient in host memory, and its state there."""
+        values, grad = parameter.data, parameter.grad
+        assert grad is not None
+        self._on_device[parameter] = (values, grad)
+        parameter.grad = None  # it must be where the parameter is, so it goes first and comes last
+        parameter.data = values.to("cpu", copy=True)
+        parameter.grad = grad.to("cpu", copy=True)
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                state[key] = value.cpu()
+
+    def bring_back(self) -> None:
+        """Write the new values to where the parameters were, and leave them there."""
+        for parameter, (values, grad) in self._on_device.items():
+            values.copy_(parameter.data)
+            parameter.grad = None
+            parameter.data = values
+            parameter.grad = grad
+        self._on_device.clear()
 
 
 @dataclass(frozen=True, kw_only=True)
