@@ -74,7 +74,8 @@ class SynchronousRun:
 
     def save(self, path: str) -> None:
         """Write the actor as a folder that transformers loads."""
-        self._learner.strategy.save_model(self._learner.actor, path)
+        strategy = self._learner.strategy
+        strategy.save_model(self._learner.actor, path, sharded=strategy.shards_parameters)
 
     def _make_pipeline(self) -> ExperiencePipeline:
         config = self._config

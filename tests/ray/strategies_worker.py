@@ -149,6 +149,19 @@ def save_where_rank0_may_not(strategy, out):
     return ""
 
 
+def load_what_rank1_does_not_have(strategy, out):
+    """Only rank 0 has the files; both ranks must hear of it, and load nothing."""
+    model = tiny_llama(tie=False, seed=7)
+    optimizer, before = make_optimizer(model), model.lm_head.weight.detach().clone()
+    heard = []
+    for load, what, name in ((strategy.load_model, model, "model"), (strategy.load_optimizer, optimizer, "optimizer")):
+        try:
+            load(what, out / (f"{name}-ddp-False" if strategy.rank == 0 else "nowhere"))
+        except CheckpointError as error:
+            heard.append(str(error))
+    return heard, torch.equal(model.lm_head.weight, before) and not optimizer.state
+
+
 def miss_a_barrier(strategy):
     if strategy.rank == 1:
         time.sleep(3)
@@ -175,6 +188,7 @@ def main(out):
     lone = nn.Linear(1, 1)
     seen["lone_is_wrapped"] = strategy.prepare(lone) is not lone
     seen["foreign"] = save_where_rank0_may_not(strategy, out)
+    seen["missing"] = load_what_rank1_does_not_have(strategy, out)
     seen["barrier"] = miss_a_barrier(strategy)
     torch.save(seen, out / f"rank{strategy.rank}.pt")
 

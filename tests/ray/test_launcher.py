@@ -87,6 +87,9 @@ def test_three_makers_and_two_sharded_trainers_train_their_shares_and_save_on_th
     assert {maker.version for maker in makers} == {3}, "each maker is updated by one of the trainers"
     checkpoints = tmp_path / "out" / "checkpoints"
     assert [folder.name for folder in checkpoints.iterdir()] == ["version-2"]
+    for folder in (checkpoints / "version-2", tmp_path / "model"):  # no trainer ever held the model whole
+        assert (folder / "model.safetensors.index.json").exists()
+        assert not (folder / "model.safetensors").exists()
     early = AutoModelForCausalLM.from_pretrained(checkpoints / "version-2").state_dict()
     late = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     assert any(not torch.equal(early[name], late[name]) for name in early)

@@ -88,6 +88,26 @@ def test_documents_000_and_002_a_maker_feeds_a_custom_trainer(keep):
     assert ray.get(trainer.buffer_get_length.remote()) == 0
 
 
+def state_of(trainer, label):
+    optimizer = trainer._learner.optimizers[label]
+    values = [{key: value.tolist() for key, value in state.items()} for state in optimizer.state.values()]
+    return values, optimizer.param_groups[0]["lr"]
+
+
+def spoil(trainer, label):
+    optimizer = trainer._learner.optimizers[label]
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+    optimizer.param_groups[0]["lr"] = 0.5
+    return state_of(trainer, label)
+
+
+def assert_same_weights(one, other):
+    assert one.state_dict().keys() == other.state_dict().keys()
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in one.state_dict().items())
+
+
 def test_document_003_a_ppo_trainer_with_two_makers(keep, tmp_path):
     trainer = keep(
         DetachedPPOTrainer.options(name="trainer_0").remote(
@@ -127,6 +147,17 @@ def test_document_003_a_ppo_trainer_with_two_makers(keep, tmp_path):
         save = getattr(trainer, f"strategy_save_{label}_optimizer")
         ray.get(save.remote(str(tmp_path / f"{label}_optimizer")), timeout=PATIENCE)
     ray.get(loops, timeout=PATIENCE)
+    in_parts = str(tmp_path / "actor_in_parts")
+    ray.get(trainer.strategy_save_actor.remote(in_parts, sharded=True), timeout=PATIENCE)
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(in_parts), AutoModelForCausalLM.from_pretrained(path))
+    assert not (tmp_path / "actor_in_parts" / "model.safetensors").exists()
+    for label in ("actor", "critic"):
+        before, spoilt = ray.get([trainer.__ray_call__.remote(look, label) for look in (state_of, spoil)])
+        assert spoilt != before
+        load = getattr(trainer, f"strategy_load_{label}_optimizer")
+        ray.get(load.remote(str(tmp_path / f"{label}_optimizer")), timeout=PATIENCE)
+        # All but the learning rate, which is the trainer's own
+        assert ray.get(trainer.__ray_call__.remote(state_of, label)) == (before[0], spoilt[1])
 
     assert ray.get(trainer.progress.remote()).num_batches == 8
     assert [ray.get(maker.progress.remote()).version for maker in makers] == [2, 2]

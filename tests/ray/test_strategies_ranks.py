@@ -143,6 +143,12 @@ def test_a_failed_save_is_heard_on_every_rank(seen):
     assert "another rank could not save" in seen[1]["foreign"]
 
 
+def test_a_load_that_fails_on_one_rank_fails_on_all(seen):
+    assert [seen[rank]["missing"][1] for rank in range(2)] == [True, True], "nothing was loaded"
+    assert ["another rank could not load" in message for message in seen[0]["missing"][0]] == [True, True]
+    assert ["does not exist" in message for message in seen[1]["missing"][0]] == [True, True]
+
+
 def test_a_missed_barrier_names_the_missing(seen):
     assert "rank 0 of 2 waited 0.5 s at a barrier" in seen[0]["barrier"]
     assert "[1]" in seen[0]["barrier"] or "Ranks 1" in seen[0]["barrier"], seen[0]["barrier"]

@@ -598,6 +598,8 @@ def test_one_rank_of_a_group_does_not_save_alone_while_they_train(keep, tmp_path
     trainer.strategy, trainer._state = SimpleNamespace(world_size=2), "fitting"
     with pytest.raises(CheckpointError, match="save_every and save_folder, or save after fit"):
         trainer.strategy_save_actor(str(tmp_path / "model"))
+    with pytest.raises(CheckpointError, match=r"asked to load while they train together.*Load before or after fit"):
+        trainer.strategy_load_actor_optimizer(str(tmp_path / "optimizer"))
 
 
 def test_weights_are_drawn_even_if_no_maker_is_this_trainers_to_update():

@@ -126,6 +126,15 @@ def deferred_weights(module: nn.Module) -> DeferredWeights | None:
     return found if isinstance(found, DeferredWeights) else None
 
 
+def with_weights(model: nn.Module) -> nn.Module:
+    """The model whole, as inference needs it, also where it was built without its weights."""
+    deferred = deferred_weights(model)
+    if deferred is not None:
+        deferred.fill(model)
+        del model.deferred_weights
+    return model
+
+
 def build_deferred(
     build: Callable[[], _Model], *, weights_of: str | Path | None, options: Iterable[str] = ()
 ) -> _Model | None:
@@ -203,7 +212,7 @@ def _saved_shapes(folder: Path) -> dict[tuple[Path, str], tuple[int, ...]]:
             with safe_open(file, framework="pt") as opened:
                 for key in list(opened.keys()):
                     shapes[file, key] = tuple(opened.get_slice(key).get_shape())
-    except (OSError, SafetensorError, ValueError, KeyError):
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     return shapes
 

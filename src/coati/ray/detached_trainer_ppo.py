@@ -11,6 +11,7 @@ from typing import Any
 import ray
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from coati.cpu import set_up_cpu
 from coati.deadlines import Deadlines, TimedLock
@@ -236,35 +237,73 @@ class DetachedPPOTrainer(DetachedTrainer):
             self._num_steps_unpublished = 0
 
     @ray.method(concurrency_group="model_io")
-    def strategy_save_actor(self, path: str, only_rank0: bool = False) -> None:
-        """Save the actor as a folder that transformers loads."""
+    def strategy_save_actor(self, path: str, only_rank0: bool = False, *, sharded: bool | None = None) -> None:
+        """Save the actor as a folder that transformers loads; all ranks must call.
+
+        `sharded` writes files of 64 MiB, and no rank holds more than one of them; else rank 0 holds the whole model for
+        a moment. By default a model that the strategy shards is saved so.
+        """
         self._refuse_in_group_fit()
-        self._save(self._learner.actor, path, only_rank0)
+        self._save(self._learner.actor, path, only_rank0, sharded)
 
     @ray.method(concurrency_group="model_io")
-    def strategy_save_critic(self, path: str, only_rank0: bool = False) -> None:
+    def strategy_save_critic(self, path: str, only_rank0: bool = False, *, sharded: bool | None = None) -> None:
         """Save the critic as a folder that `Critic.from_pretrained` loads."""
         self._refuse_in_group_fit()
         if self._learner.critic is None:
             raise CheckpointError(f"there is no critic to save to {path}: the algorithm of this trainer has none.")
-        self._save(self._learner.critic, path, only_rank0)
+        self._save(self._learner.critic, path, only_rank0, sharded)
 
     @ray.method(concurrency_group="model_io")
-    def strategy_save_actor_optimizer(self, path: str, only_rank0: bool = False) -> None:
+    def strategy_save_actor_optimizer(
+        self, path: str, only_rank0: bool = False, *, sharded: bool | None = None
+    ) -> None:
         """Save the state of the actor's optimizer, for any strategy with any number of ranks to go on with."""
-        self._save_optimizer("actor", path, only_rank0)
+        self._save_optimizer("actor", path, only_rank0, sharded)
 
     @ray.method(concurrency_group="model_io")
-    def strategy_save_critic_optimizer(self, path: str, only_rank0: bool = False) -> None:
+    def strategy_save_critic_optimizer(
+        self, path: str, only_rank0: bool = False, *, sharded: bool | None = None
+    ) -> None:
         """Save the state of the critic's optimizer."""
-        if self._learner.critic is None:
-            raise CheckpointError(f"there is no critic's optimizer to save to {path}: this trainer has no critic.")
-        self._save_optimizer("critic", path, only_rank0)
+        self._save_optimizer("critic", path, only_rank0, sharded)
 
-    def _save_optimizer(self, label: str, path: str, only_rank0: bool) -> None:
+    @ray.method(concurrency_group="model_io")
+    def strategy_load_actor_optimizer(self, path: str) -> None:
+        """Go on with what `strategy_save_actor_optimizer` saved; all ranks must call, and all load it or none does.
+
+        The learning rate stays that of this trainer's own schedule.
+        """
+        self._load_optimizer("actor", path)
+
+    @ray.method(concurrency_group="model_io")
+    def strategy_load_critic_optimizer(self, path: str) -> None:
+        """Go on with what `strategy_save_critic_optimizer` saved."""
+        self._load_optimizer("critic", path)
+
+    def _save_optimizer(self, label: str, path: str, only_rank0: bool, sharded: bool | None) -> None:
         self._refuse_in_group_fit()
         with self._weights():
-            self.strategy.save_optimizer(self._learner.optimizers[label], path, only_rank0=only_rank0)
+            self.strategy.save_optimizer(
+                self._optimizer(label, path), path, only_rank0=only_rank0, sharded=self._is_sharded(sharded)
+            )
+
+    def _load_optimizer(self, label: str, path: str) -> None:
+        self._refuse_in_group_fit("load", "Load before or after fit.")
+        with self._weights():
+            optimizer = self._optimizer(label, path)
+            rates = [group["lr"] for group in optimizer.param_groups]
+            self.strategy.load_optimizer(optimizer, path)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _optimizer(self, label: str, path: str) -> Optimizer:
+        if label not in self._learner.optimizers:
+            raise CheckpointError(f"there is no {label}'s optimizer for {path}: this trainer has no {label}.")
+        return self._learner.optimizers[label]
+
+    def _is_sharded(self, sharded: bool | None) -> bool:
+        return self.strategy.shards_parameters if sharded is None else sharded
 
     def _next_batch(self) -> Experience | None:
         self._signals.begin(now=time.monotonic(), waited=self._timeline.total("wait_data"))
@@ -291,7 +330,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         super()._publish_next_version()
         if self._save_every and self.version % self._save_every == 0:
             with self._timeline.span("save"):
-                self._save(self._learner.actor, str(self._save_folder / f"version-{self.version}"), True)
+                self._save(self._learner.actor, str(self._save_folder / f"version-{self.version}"), True, None)
 
     def _publish(self) -> None:
         self._publisher.check()
@@ -304,16 +343,18 @@ class DetachedPPOTrainer(DetachedTrainer):
         self._publisher.settle()
         self._publisher.check()
 
-    def _save(self, model: nn.Module, path: str, only_rank0: bool) -> None:
+    def _save(self, model: nn.Module, path: str, only_rank0: bool, sharded: bool | None) -> None:
         with self._weights():
-            self.strategy.save_model(model, path, only_rank0=only_rank0)
+            self.strategy.save_model(model, path, only_rank0=only_rank0, sharded=self._is_sharded(sharded))
 
-    def _refuse_in_group_fit(self) -> None:
-        """Saving is collective: ranks that train meanwhile would wait for each other in two places."""
+    def _refuse_in_group_fit(
+        self, what: str = "save", remedy: str = "Use save_every and save_folder, or save after fit."
+    ) -> None:
+        """Both are collective: ranks that train meanwhile would wait for each other in two places."""
         if self.strategy.world_size > 1 and self._state == "fitting":
             raise CheckpointError(
-                f"one of {self.strategy.world_size} trainers was asked to save while they train together, "
-                "which would block them all. Use save_every and save_folder, or save after fit."
+                f"one of {self.strategy.world_size} trainers was asked to {what} while they train together, "
+                f"which would block them all. {remedy}"
             )
 
     def _weights(self) -> TimedLock:

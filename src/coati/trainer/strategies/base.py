@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from coati.errors import CheckpointError, ConfigError, DeadlineExceeded
-from coati.models.deferred import deferred_weights, weights_come_later
+from coati.models.deferred import weights_come_later, with_weights
 from coati.trainer.strategies.folders import copy_to_other_nodes, replace_folder
 from coati.trainer.strategies.gradient_norm import clip_grads
 from coati.trainer.strategies.model_files import (
     MODEL_MARKERS,
+    check_model_files,
     load_model_files,
     saves_adapters,
     write_model,
@@ -37,10 +39,7 @@ from coati.trainer.strategies.optimizer_files import (
     OPTIMIZER_MARKERS,
     StateEntry,
     iter_whole_state,
-    parameters_of,
-    place_entry,
     read_optimizer,
-    state_dict_of,
     write_optimizer,
 )
 from coati.trainer.strategies.process_group import RankInfo, choose_device, join_process_group, seed_everything
@@ -118,6 +117,11 @@ class Strategy(ABC):
         return self._ranks.local_rank
 
     @property
+    def shards_parameters(self) -> bool:
+        """Whether no rank holds a whole model."""
+        return self._shards_parameters
+
+    @property
     def device(self) -> torch.device:
         """Where models live and batches belong."""
         return self._device
@@ -156,7 +160,7 @@ class Strategy(ABC):
         if isinstance(model, DistributedDataParallel | FSDPModule):
             raise ConfigError("prepare got a model that was prepared before. Prepare each model once.")
         if optimizer is None:
-            return _with_weights(model).to(self.device)
+            return with_weights(model).to(self.device)
         return self._prepare_trained(model, optimizer)
 
     @abstractmethod
@@ -304,8 +308,10 @@ class Strategy(ABC):
             yield {name: tensor.cpu() for name, tensor in chunk.items()} if self.rank == 0 else {}
 
     def load_model(self, model: nn.Module, path: _PathLike) -> None:
-        """Load what any strategy saved; names and shapes must match, or nothing is loaded."""
-        load_model_files(self.unwrap_model(model), Path(path))
+        """Load what any strategy saved; names and shapes must match on every rank, or nothing is loaded on any."""
+        module = self.unwrap_model(model)
+        self._all_or_none(lambda: check_model_files(module, Path(path)), f"load {path}")
+        load_model_files(module, Path(path))
 
     def save_optimizer(
         self, optimizer: Optimizer, path: _PathLike, only_rank0: bool = False, *, sharded: bool = False
@@ -326,13 +332,18 @@ class Strategy(ABC):
         )
 
     def load_optimizer(self, optimizer: Optimizer, path: _PathLike) -> None:
-        """Load what `save_optimizer` wrote: moments, step counts, and settings such as the learning rate."""
-        parameters = parameters_of(optimizer)
-        groups, entries = read_optimizer(
-            optimizer, Path(path), wanted=lambda index: self._holds_state_of(optimizer, index)
-        )
-        placed = [place_entry(entry, parameters[entry.index]) for entry in entries]
-        optimizer.load_state_dict(state_dict_of(groups, placed))
+        """Load what `save_optimizer` wrote: moments, step counts, and settings such as the learning rate.
+
+        Names, shapes, formats and checksums are checked first; if one is wrong on any rank, no rank loads anything.
+        """
+        state: dict[str, Any] = {}
+
+        def read() -> None:
+            wanted = partial(self._holds_state_of, optimizer)
+            state.update(read_optimizer(optimizer, Path(path), wanted=wanted))
+
+        self._all_or_none(read, f"load {path}")
+        optimizer.load_state_dict(state)
 
     def _iter_optimizer_state(self, optimizer: Optimizer) -> Iterator[StateEntry]:
         """The whole state, the same on every rank."""
@@ -363,17 +374,14 @@ class Strategy(ABC):
                 for _ in drain:
                     pass
 
-        self._all_or_none(write_on_rank0, path)
-        num_nodes = self.all_reduce_sum(torch.tensor(int(self.local_rank == 0)))
-        if not only_rank0 and num_nodes > 1:
+        self._all_or_none(write_on_rank0, f"save to {path}")
+        if not only_rank0 and self.world_size > 1:
             self._all_or_none(
-                lambda: copy_to_other_nodes(
-                    path, rank=self.rank, local_rank=self.local_rank, device=self.device, markers=markers
-                ),
-                path,
+                lambda: copy_to_other_nodes(path, rank=self.rank, device=self.device, markers=markers),
+                f"save to {path}",
             )
 
-    def _all_or_none(self, work: Callable[[], None], path: Path) -> None:
+    def _all_or_none(self, work: Callable[[], None], what: str) -> None:
         """Run `work` on every rank; if one fails, raise on all, so that none waits for a rank that left."""
         failure: Exception | None = None
         try:
@@ -384,13 +392,4 @@ class Strategy(ABC):
         if failure is not None:
             raise failure
         if num_failed > 0:
-            raise CheckpointError(f"another rank could not save to {path}; its own message says why.")
-
-
-def _with_weights(model: nn.Module) -> nn.Module:
-    """A model for inference is whole, also where it was built without its weights."""
-    deferred = deferred_weights(model)
-    if deferred is not None:
-        deferred.fill(model)
-        del model.deferred_weights
-    return model
+            raise CheckpointError(f"another rank could not {what}; its own message says why.")

@@ -59,33 +59,60 @@ def _refuse_foreign(path: Path, markers: Collection[str]) -> None:
         raise CheckpointError(f"{path} exists and is a file, but a folder goes there. Choose another path.")
 
 
-def copy_to_other_nodes(
-    path: Path, *, rank: int, local_rank: int, device: torch.device, markers: Collection[str]
-) -> None:
+def copy_to_other_nodes(path: Path, *, rank: int, device: torch.device, markers: Collection[str]) -> None:
     """Give every node whose file system lacks rank 0's folder its own copy; all ranks must call this.
 
-    The first rank of each node receives the files from rank 0. A node that already sees rank 0's folder (a
-    shared file system) writes nothing.
+    A rank cannot tell who else shares its disk, so it asks the disk: the first of those that do not see rank 0's
+    folder to claim the copy receives it. A node that sees rank 0's folder (a shared file system) writes nothing.
     """
     token = [uuid.uuid4().hex]
     dist.broadcast_object_list(token, src=0, device=device)
-    beacon = path.with_name(f".{path.name}.{token[0]}.seen")
+    beacon, claim = (path.with_name(f".{path.name}.{token[0]}.{end}") for end in ("seen", "claim"))
     if rank == 0:
         beacon.touch()
     dist.barrier()
-    lacks_folder = local_rank == 0 and not beacon.exists()
-    needed = torch.tensor([int(lacks_folder)], device=device)
-    dist.all_reduce(needed)  # every rank has looked for the beacon once this returns
+    receives, failure = False, None
+    try:
+        receives = not beacon.exists() and _is_first(claim)
+    except OSError as error:
+        failure = error
+    needed = torch.tensor([int(receives)], device=device)
+    dist.all_reduce(needed)  # every rank has looked for the beacon and the claim once this returns
     if rank == 0:
         beacon.unlink(missing_ok=True)
-    if not needed.item():
-        return
-    if lacks_folder:
-        replace_folder(
-            path, lambda folder: _stream_files(path, folder, is_source=False, device=device), markers=markers
-        )
-    else:
-        _stream_files(path, None, is_source=rank == 0, device=device)
+    if receives:
+        claim.unlink(missing_ok=True)
+    if needed.item():
+        _copy_from_rank0(path, receives=receives, is_source=rank == 0, device=device, markers=markers)
+    if failure is not None:
+        raise CheckpointError(f"could not write {path}: {failure}. Check free space and permissions there.")
+
+
+def _is_first(claim: Path) -> bool:
+    claim.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _copy_from_rank0(
+    path: Path, *, receives: bool, is_source: bool, device: torch.device, markers: Collection[str]
+) -> None:
+    has_streamed = False
+
+    def receive(folder: Path) -> None:
+        nonlocal has_streamed
+        has_streamed = True
+        _stream_files(path, folder, is_source=False, device=device)
+
+    try:
+        if receives:
+            replace_folder(path, receive, markers=markers)
+    finally:
+        if not has_streamed:  # also one that may not write takes part in the broadcasts, or the others would hang
+            _stream_files(path, None, is_source=is_source, device=device)
 
 
 def _stream_files(path: Path, target: Path | None, *, is_source: bool, device: torch.device) -> None:

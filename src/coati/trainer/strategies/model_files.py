@@ -98,19 +98,32 @@ def load_model_files(module: nn.Module, path: Path) -> None:
     and nothing else.
     """
     with ExitStack() as stack:
-        try:
-            saved = _open_all(path, module, stack)
-            shapes = {name: tuple(file.get_slice(key).get_shape()) for name, (file, key) in saved.items()}
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"the weights in {path} are unreadable: {error}. The file is torn; use another copy."
-            ) from error
+        saved = _open_checked(path, module, stack)
         target = module.state_dict(keep_vars=True)
-        tied = tied_names(module)
-        required = set(_adapter_names(target).values()) if _is_adapter_folder(path) else set(target)
-        _check(path, shapes, target, required=required - set(tied), tied=tied)
         for name, (file, key) in saved.items():
             copy_whole_into(target[name], file.get_tensor(key))
+
+
+def check_model_files(module: nn.Module, path: Path) -> None:
+    """Raise what `load_model_files` would, without loading anything."""
+    with ExitStack() as stack:
+        _open_checked(path, module, stack)
+
+
+def _open_checked(path: Path, module: nn.Module, stack: ExitStack) -> dict[str, tuple[Any, str]]:
+    """As `_open_all`, of files that hold just what the module needs."""
+    try:
+        saved = _open_all(path, module, stack)
+        shapes = {name: tuple(file.get_slice(key).get_shape()) for name, (file, key) in saved.items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the weights in {path} are unreadable: {error}. The file is torn; use another copy."
+        ) from error
+    target = module.state_dict(keep_vars=True)
+    tied = tied_names(module)
+    required = set(_adapter_names(target).values()) if _is_adapter_folder(path) else set(target)
+    _check(path, shapes, target, required=required - set(tied), tied=tied)
+    return saved
 
 
 def _open_all(path: Path, module: nn.Module, stack: ExitStack) -> dict[str, tuple[Any, str]]:
@@ -155,8 +168,11 @@ def _main_files(path: Path) -> list[Path]:
         try:
             index = json.loads((path / _INDEX_FILE).read_text())
             files = [path / name for name in sorted(set(index["weight_map"].values()))]
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{path / _INDEX_FILE} is not a safetensors index: {error!r}.") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path / _INDEX_FILE} must map the name of each weight to its file in weight_map, and does not: "
+                f"{error!r}. Use another copy of the model."
+            ) from error
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file} does not exist, so there is no model to load from {path}.")

@@ -1,0 +1,132 @@
+"""Optimizer files that were damaged by hand: each is refused with a reason, and the optimizer stays as it was."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from coati.errors import CheckpointError
+from coati.trainer.strategies import DDPStrategy
+from coati.trainer.strategies.optimizer_files import iter_whole_state, write_optimizer
+
+
+def make_optimizer(seed, *, steps=1):
+    torch.manual_seed(seed)
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=seed / 10, fused=True)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+def state_of(optimizer):
+    state = {f"{e.index}.{e.key}": e.value.clone() for e in iter_whole_state(optimizer)}
+    return state, [group["lr"] for group in optimizer.param_groups]
+
+
+def assert_same_state(one, other):
+    assert one[1] == other[1]
+    assert one[0].keys() == other[0].keys()
+    assert all(torch.equal(value, other[0][name]) for name, value in one[0].items())
+
+
+@pytest.fixture(params=[None, 1], ids=["whole", "sharded"])
+def saved(request, tmp_path):
+    """A folder and the files in it: one, or one for each tensor."""
+    optimizer = make_optimizer(1)
+    write_optimizer(optimizer, iter_whole_state(optimizer), tmp_path, part_bytes=request.param)
+    return tmp_path
+
+
+def change_tensors(change):
+    """Rewrite the file that holds 1.exp_avg with what `change` makes of its tensors."""
+
+    def damage(folder):
+        for file in folder.glob("*.safetensors"):
+            if "1.exp_avg" in (tensors := load_file(file)):
+                save_file(change(tensors), file)
+
+    return damage
+
+
+def change_json(change):
+    def damage(folder):
+        file = folder / "optimizer.json"
+        settings = json.loads(file.read_text())
+        file.write_text(json.dumps(change(settings)))
+
+    return damage
+
+
+def flip_a_bit(tensors):
+    tensors["1.exp_avg"].view(torch.uint8)[3] ^= 1
+    return tensors
+
+
+def without(key):
+    return lambda mapping: {name: value for name, value in mapping.items() if name != key}
+
+
+def other_lr(settings):
+    settings["groups"][0]["lr"] = 7.0
+    return settings
+
+
+DAMAGE = {
+    "wrong shape": (change_tensors(lambda t: {**t, "1.exp_avg": torch.zeros(1)}), r"shape of 1\.exp_avg must be \[2\]"),
+    "wrong dtype": (
+        change_tensors(lambda t: {**t, "1.exp_avg": t["1.exp_avg"].double()}),
+        r"dtype of 1\.exp_avg must be float32, .* got float64",
+    ),
+    "flipped bit": (change_tensors(flip_a_bit), r"checksum of 1\.exp_avg must be \w{16}"),
+    "empty file": (change_tensors(lambda _: {}), r"Missing: .*1\.exp_avg.*; unexpected: none"),
+    "missing entry": (change_tensors(without("1.exp_avg")), r"Missing: 1\.exp_avg; unexpected: none"),
+    "stray name": (change_tensors(lambda t: {**t, "hello": torch.zeros(2)}), "Missing: none; unexpected: hello"),
+    "index beyond": (change_tensors(lambda t: {**t, "99.step": torch.ones(())}), r"unexpected: 99\.step"),
+    "torn": (lambda f: [file.write_bytes(b"torn") for file in f.glob("*.safetensors")], "missing or torn"),
+    "file gone": (lambda f: [file.unlink() for file in f.glob("*.safetensors")], "missing or torn"),
+    "no shapes": (change_json(without("shapes")), "must be as it was written"),
+    "no checksum": (change_json(without("checksum")), "its checksum there is None"),
+    "other learning rate": (change_json(other_lr), r"set it in optimizer\.param_groups after loading"),
+    "a list": (change_json(lambda _: []), r"must hold a JSON object with a format, .* got '\[\]'"),
+    "a number": (change_json(lambda _: 3), "must hold a JSON object"),
+    "no object of ours": (change_json(lambda _: {"lr": 1}), "must hold a JSON object with a format"),
+    "an earlier format": (change_json(lambda s: {**s, "format": 1}), "has format 1; this coati reads 2.*fresh optim"),
+    "no JSON": (lambda f: (f / "optimizer.json").write_bytes(b"\xff{"), r"optimizer\.json is unreadable"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_is_named_and_nothing_is_loaded(saved, damage, message):
+    damage(saved)
+    optimizer = make_optimizer(2)
+    before = state_of(optimizer)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        DDPStrategy(device="cpu").load_optimizer(optimizer, saved)
+    assert str(saved / "optimizer") in str(caught.value)
+    assert_same_state(state_of(optimizer), before)
+
+
+def test_what_was_saved_comes_back_to_the_bit(saved):
+    optimizer = make_optimizer(2, steps=0)
+    DDPStrategy(device="cpu").load_optimizer(optimizer, saved)
+    assert_same_state(state_of(optimizer), state_of(make_optimizer(1)))
+
+
+def test_state_that_was_wrong_before_it_was_saved_is_no_state(tmp_path):
+    optimizer = make_optimizer(1)
+    optimizer.state[optimizer.param_groups[0]["params"][1]]["exp_avg_sq"] = torch.zeros(1)
+    write_optimizer(optimizer, iter_whole_state(optimizer), tmp_path)
+    with pytest.raises(CheckpointError, match=r"1\.exp_avg_sq must have the shape of its parameter, \[2\], got \[1\]"):
+        DDPStrategy(device="cpu").load_optimizer(make_optimizer(2), tmp_path)
+
+
+@pytest.mark.parametrize("index", [[], {"weight_map": []}, {"weight_map": {"weight": 3}}, {"weights": {}}, 1])
+def test_a_malformed_index_of_a_model_is_refused(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json must map the name of each weight to its file"):
+        DDPStrategy(device="cpu").load_model(nn.Linear(1, 1), tmp_path)
