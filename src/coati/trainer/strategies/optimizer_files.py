@@ -120,7 +120,7 @@ def _iter_entries(settings: Mapping[str, Any], path: Path, wanted: Callable[[int
                 _check_names(file, set(opened.keys()), set(expected))
                 for name in expected:
                     if wanted(_index_of(name)):
-                        tensor = opened.get_tensor(name)
+                        tensor = opened.get_tensor(name).clone()  # out of the file, which stays mapped otherwise
                         _check_tensor(file, name, _describe(tensor), expected[name])
                         yield _entry(name, tensor)
         except (OSError, SafetensorError) as error:
