@@ -9,6 +9,7 @@ from coati.experience_maker import Experience
 from coati.models import Actor, Critic
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
+from coati.trainer.strategies.state_chunks import whole_tensor
 
 STRATEGIES = {
     "ddp": lambda **options: DDPStrategy(**options),
@@ -118,16 +119,34 @@ def test_steps_shards_and_files(folder, name, tmp_path):
     assert_close(weights(learner), weights(on_cpu))
 
 
+def watch_gradients(learner):
+    """Collects the actor's and the critic's whole gradients of every step, before they are clipped."""
+    strategy, plain, seen = learner.strategy, learner.strategy.clip_grad_norm, []
+
+    def clip_grad_norm(model, max_norm):
+        parameters = strategy.unwrap_model(model).parameters()
+        seen.append(torch.cat([whole_tensor(parameter.grad).cpu().flatten() for parameter in parameters]))
+        return plain(model, max_norm)
+
+    strategy.clip_grad_norm = clip_grad_norm
+    return seen
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_mixed_precision_trains_near_float32(folder, name):
     plain = make_learner(folder, DDPStrategy(device="cuda"), torch.float32)
     mixed = make_learner(folder, STRATEGIES[name](device="cuda", compute_dtype=torch.bfloat16), torch.float32)
+    expected_gradients, gradients = watch_gradients(plain), watch_gradients(mixed)
     for seed in range(2):
         expected = plain.step(make_batch(seed, torch.float32))
         metrics = mixed.step(make_batch(seed, torch.float32))
     assert metrics["optim/skipped_batches"] == 0
     assert metrics["policy/entropy"] == pytest.approx(expected["policy/entropy"], rel=0.02)
     assert {tensor.dtype for tensor in weights(mixed).values()} == {torch.float32}
+    assert len(gradients) == len(expected_gradients) == 4
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        assert ours.dtype == torch.float32
+        assert 0 < (ours - theirs).norm() < 0.2 * theirs.norm()  # not the same: it did compute in bfloat16
 
 
 def test_offloading_holds_less_on_the_gpu():

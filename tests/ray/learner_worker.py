@@ -3,6 +3,7 @@
 `python learner_worker.py FOLDER` is one of two ranks; the folder has the models, and checkpoints of one rank.
 """
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coati.experience_maker import Experience
@@ -20,10 +23,19 @@ from coati.models.deferred import DeferredWeights
 from coati.models.value_head import packs
 from coati.trainer.off_policy import CorrectionSettings
 from coati.trainer.ppo import PPOLearner, PPOSettings
-from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, base
+from coati.trainer.strategies import (
+    DDPStrategy,
+    GeminiStrategy,
+    LowLevelZeroStrategy,
+    base,
+    low_level_zero,
+    optimizer_files,
+    state_chunks,
+)
 
 VOCAB = 23
 NUM_STEPS = 20
+NUM_MIXED_STEPS = 2
 STRATEGIES = {
     "ddp": lambda **options: DDPStrategy(device="cpu", timeout_seconds=180, **options),
     "zero1": lambda **options: LowLevelZeroStrategy(stage=1, device="cpu", timeout_seconds=180, **options),
@@ -56,16 +68,16 @@ def write_models(folder):
     critic.save_pretrained(folder / "critic")
 
 
-def load_models(folder):
+def load_models(folder, dtype=torch.float64):
     return (
-        Actor.from_pretrained(folder / "actor", dtype=torch.float64),
-        Critic.from_pretrained(folder / "critic", dtype=torch.float64),
+        Actor.from_pretrained(folder / "actor", dtype=dtype),
+        Critic.from_pretrained(folder / "critic", dtype=dtype),
     )
 
 
-def make_learner(folder, strategy, settings=SETTINGS):
+def make_learner(folder, strategy, settings=SETTINGS, dtype=torch.float64):
     with strategy.model_init_context():
-        models = load_models(folder)
+        models = load_models(folder, dtype)
     return PPOLearner(*models, strategy, settings, optimizer_class=strategy.optimizer_class)
 
 
@@ -108,6 +120,19 @@ def part_of(strategy, step):
     return batch(step).select(rows_of(strategy.rank, strategy.world_size, step))
 
 
+def passes_of(world_size, step, num_samples=4):
+    """The rows of every micro-batch of a step, on whichever rank."""
+    for rank in range(world_size):
+        start, stop, _ = rows_of(rank, world_size, step).indices(num_samples)
+        for first in range(start, stop, SETTINGS.micro_batch_size):
+            yield slice(first, min(first + SETTINGS.micro_batch_size, stop))
+
+
+def in_float32(experience):
+    floats = {key: tensor.float() for key, tensor in experience.tensors() if tensor.is_floating_point()}
+    return dataclasses.replace(experience, **floats)
+
+
 def whole_state(learner):
     return {
         f"{label}.{name}": tensor.clone()
@@ -126,19 +151,16 @@ def num_bytes(tensors):
     return sum(0 if tensor.is_meta else local(tensor).nbytes for tensor in tensors)
 
 
+def state_bytes(learner):
+    states = [state for optimizer in learner.optimizers.values() for state in optimizer.state.values()]
+    return num_bytes(value for state in states for key, value in state.items() if key != "step")
+
+
 def held(learner, grad_bytes):
-    models, optimizers = learner.models.values(), learner.optimizers.values()
-    moments = [
-        value
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for key, value in state.items()
-        if key != "step"
-    ]
     return {
-        "parameters": num_bytes(parameter for model in models for parameter in model.parameters()),
+        "parameters": num_bytes(p for model in learner.models.values() for p in model.parameters()),
         "gradients": grad_bytes,
-        "state": num_bytes(moments),
+        "state": state_bytes(learner),
     }
 
 
@@ -155,7 +177,9 @@ def train(folder, name, settings=SETTINGS, num_steps=NUM_STEPS):
         plain_step(optimizer)
 
     strategy.optimizer_step = optimizer_step
-    for step in range(num_steps):
+    with counted_whole_blocks(learner.actor) as seen["whole_blocks"]:
+        seen["metrics"].append(learner.step(part_of(strategy, 0)))
+    for step in range(1, num_steps):
         seen["metrics"].append(learner.step(part_of(strategy, step)))
     seen["is_packed"] = not packed_scoring_problem(learner.actor) and packs(learner.critic)
     seen["state"] = whole_state(learner)
@@ -184,35 +208,95 @@ class watched_fill:
         DeferredWeights.fill = self._plain
 
 
+@contextlib.contextmanager
+def counted_whole_blocks(model):
+    """How many of the model's sharded blocks are whole, each time that one of them begins to compute."""
+    blocks = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    counts = []
+
+    def count(*_):
+        counts.append(sum(not isinstance(next(block.parameters()), DTensor) for block in blocks))
+
+    hooks = [block.register_forward_pre_hook(count) for block in blocks]
+    yield counts
+    for hook in hooks:
+        hook.remove()
+
+
+class most_alive:
+    """Watches what functions return: `num_bytes` is the most memory of those tensors that were alive at once."""
+
+    def __init__(self, *places, tensor_in=lambda result: result):
+        self.num_bytes = 0
+        self._places, self._tensor_in, self._seen = places, tensor_in, []
+
+    def __enter__(self):
+        self._plain = [getattr(*place) for place in self._places]
+        for place, plain in zip(self._places, self._plain, strict=True):
+            setattr(*place, self._watched(plain))
+        return self
+
+    def __exit__(self, *exc_info):
+        for place, plain in zip(self._places, self._plain, strict=True):
+            setattr(*place, plain)
+
+    def _watched(self, plain):
+        def watched(*args, **kwargs):
+            result = plain(*args, **kwargs)
+            self.note(self._tensor_in(result))
+            return result
+
+        return watched
+
+    def note(self, tensor):
+        if isinstance(tensor, torch.Tensor):
+            self._seen.append(weakref.ref(tensor))
+            alive = {id(one): one.nbytes for seen in self._seen if (one := seen()) is not None}
+            self.num_bytes = max(self.num_bytes, sum(alive.values()))
+
+
 def streamed_bytes(learner):
-    """Most bytes of gathered tensors that are alive at once while the actor's weights are streamed."""
-    alive, peak = [], 0
+    """Most bytes of gathered or copied tensors that are alive at once while the actor's weights are streamed."""
     own = {local(parameter).data_ptr() for parameter in learner.actor.parameters()}
-    for chunk in learner.strategy.get_model_state_dict_shard(learner.actor, shard_size=4096 / 2**20):
-        alive += [weakref.ref(tensor) for tensor in chunk.values() if tensor.data_ptr() not in own]
-        peak = max(peak, sum(tensor().nbytes for tensor in alive if tensor() is not None))
-    return peak
+    with most_alive((DTensor, "full_tensor")) as made:
+        for chunk in learner.strategy.get_model_state_dict_shard(learner.actor, shard_size=4096 / 2**20):
+            for tensor in chunk.values():
+                if tensor.data_ptr() not in own:
+                    made.note(tensor)
+    return made.num_bytes
 
 
 def save_all(learner, folder):
-    """Everything a run needs to go on, in both layouts; tiny files, so that there are several."""
+    """Everything a run needs to go on, in both layouts; tiny files, so that there are several.
+
+    Returns the most bytes held at once for what comes last, the critic in the sharded layout: of weights, of state.
+    """
     strategy, usual = learner.strategy, base._DEFAULT_SHARD_MIB
     base._DEFAULT_SHARD_MIB = 1 / 256
     for layout in LAYOUTS:
         sharded = layout == "sharded"
+        entries = (optimizer_files, "StateEntry"), (low_level_zero, "StateEntry")
         for label, model in learner.models.items():
-            strategy.save_model(model, folder / layout / label, sharded=sharded)
-            strategy.save_optimizer(learner.optimizers[label], folder / layout / f"{label}-optimizer", sharded=sharded)
+            with most_alive((state_chunks, "whole_tensor")) as of_model:
+                strategy.save_model(model, folder / layout / label, sharded=sharded)
+            with most_alive(*entries, tensor_in=lambda entry: entry.value) as of_state:
+                optimizer = learner.optimizers[label]
+                strategy.save_optimizer(optimizer, folder / layout / f"{label}-optimizer", sharded=sharded)
     base._DEFAULT_SHARD_MIB = usual
+    return of_model.num_bytes, of_state.num_bytes
 
 
 def resume(learner, checkpoint):
-    """Go on from a checkpoint for one step, whatever the learner was before; returns where its weights are then."""
+    """Go on from a checkpoint for one step, whatever the learner was before.
+
+    Returns where its weights are then, and the bytes of optimizer state that it had loaded.
+    """
     for label, model in learner.models.items():
         learner.strategy.load_model(model, checkpoint / label)
         learner.strategy.load_optimizer(learner.optimizers[label], checkpoint / f"{label}-optimizer")
+    loaded = state_bytes(learner)
     learner.step(part_of(learner.strategy, NUM_STEPS))
-    return whole_state(learner)
+    return whole_state(learner), loaded
 
 
 def furthest(one, other):
@@ -223,39 +307,54 @@ def furthest(one, other):
 
 
 def resume_from_all(folder, expected):
-    """Distances to the run that was never interrupted: for every loader, saver, the saver's ranks, and layout."""
-    distances = {}
+    """For every loader, saver, the saver's ranks, and layout: the distance to the run that was never interrupted.
+
+    Also the bytes of optimizer state that were loaded.
+    """
+    resumed = {}
     for loader in SAVERS:
         learner = make_learner(folder, STRATEGIES[loader](), dataclasses.replace(SETTINGS, micro_batch_size=0))
         for saver in SAVERS:
             for ranks in (1, 2):
                 for layout in LAYOUTS:
-                    state = resume(learner, folder / f"{saver}-{ranks}" / layout)
-                    distances[loader, saver, ranks, layout] = furthest(state, expected)
-    return distances
+                    state, loaded = resume(learner, folder / f"{saver}-{ranks}" / layout)
+                    resumed[loader, saver, ranks, layout] = furthest(state, expected), loaded
+    return resumed
+
+
+def draw_weights(folder, name):
+    """The weights of a model that is in no file, built by ranks whose generators differ."""
+    strategy = STRATEGIES[name]()
+    torch.manual_seed(strategy.rank)
+    with strategy.model_init_context():
+        actor = Actor.from_config(LlamaConfig.from_pretrained(folder / "actor"))
+    actor, _ = strategy.prepare((actor, strategy.optimizer_class(actor.parameters())))
+    return {n: t.clone() for chunk in strategy.get_model_state_dict_shard(actor) for n, t in chunk.items()}
 
 
 def mixed_precision(folder, name):
-    """Two steps in bfloat16 on float32 weights; also the dtypes in which they compute and are stored."""
+    """Two steps in bfloat16 on float32 weights, their gradients, and the dtypes of all that is computed and stored."""
     strategy = STRATEGIES[name](compute_dtype=torch.bfloat16)
-    with strategy.model_init_context():
-        models = (
-            Actor.from_pretrained(folder / "actor", dtype=torch.float32),
-            Critic.from_pretrained(folder / "critic", dtype=torch.float32),
-        )
-    learner = PPOLearner(*models, strategy, SETTINGS, optimizer_class=strategy.optimizer_class)
+    learner = make_learner(folder, strategy, dtype=torch.float32)
+    plain_clip, gradients = strategy.clip_grad_norm, []
+
+    def clip_grad_norm(model, max_norm):
+        parameters = strategy.unwrap_model(model).named_parameters()
+        gradients.append({name: state_chunks.whole_tensor(parameter.grad).clone() for name, parameter in parameters})
+        return plain_clip(model, max_norm)
+
+    strategy.clip_grad_norm = clip_grad_norm
     example = batch(0).select(slice(0, 2))
     logits = learner.actor(example.sequences, example.attention_mask).logits
-    for step in range(2):
-        part = part_of(strategy, step)
-        floats = {key: t.float() for key, t in part.tensors() if t.is_floating_point()}
-        learner.step(dataclasses.replace(part, **floats))
+    for step in range(NUM_MIXED_STEPS):
+        learner.step(in_float32(part_of(strategy, step)))
     wire = next(strategy.get_model_state_dict_shard(learner.actor, dtype=strategy.compute_dtype))
     return {
         "computed": logits.dtype,
         "stored": {tensor.dtype for tensor in whole_state(learner).values()},
         "moments": {v.dtype for s in learner.optimizers["actor"].state.values() for v in s.values()},
         "wire": {tensor.dtype for tensor in wire.values()},
+        "gradients": gradients,
         "state": whole_state(learner),
     }
 
@@ -266,8 +365,9 @@ def main(folder):
     for name in STRATEGIES:
         learner, seen[name] = train(folder, name)
         if name in SAVERS:
-            save_all(learner, folder / f"{name}-2")
+            seen[name]["held_to_save"] = save_all(learner, folder / f"{name}-2")
         seen[f"mixed-{name}"] = mixed_precision(folder, name)
+    seen["drawn"] = draw_weights(folder, "gemini")
     for name in ("ddp", "gemini"):
         seen[f"off-policy-{name}"] = train(folder, name, OFF_POLICY, num_steps=3)[1]
     seen["resumed"] = resume_from_all(folder, torch.load(folder / "expected.pt"))

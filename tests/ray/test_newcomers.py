@@ -47,7 +47,7 @@ class FakeFollower:
 
 class FakeTrainer:
     def __init__(self, name, story):
-        self.story, self.faults = story, {}
+        self.name, self.story, self.faults = name, story, {}
         self.change_makers = Method(self._change)
         self.newcomer_faults = Method(lambda: self.faults)
 
@@ -63,7 +63,7 @@ class Stage:
     """A crew of one maker and one trainer, and what has happened to it."""
 
     def __init__(self, monkeypatch, **topology):
-        self.story, self.started, self.actors, self.working = [], [], {}, set()
+        self.story, self.started, self.actors, self.options, self.working = [], [], {}, {}, set()
         self.on_create = lambda maker: None
         monkeypatch.setattr(crew_module, "_MAKER", self._actor_class(FakeMaker))
         monkeypatch.setattr(crew_module, "_FOLLOWER", self._actor_class(FakeFollower))
@@ -95,7 +95,8 @@ class Stage:
         )
 
     def _actor_class(self, fake):
-        def create(*, name, **_):
+        def create(*, name, **options):
+            self.options[name] = options
             self.actors[name] = fake(name, self.story)
             self.on_create(self.actors[name])
             return self.actors[name]
@@ -134,6 +135,19 @@ def test_newcomers_are_tried_then_dealt_in_then_counted_on(stage):
     assert stage.started == everybody[1:]
     assert stage.crew.membership.members == tuple(everybody)
     assert stage.rounds() == Counter(range(12))
+
+
+@pytest.mark.parametrize(("placement", "scheduling"), [("spread", "SPREAD"), ("pack", None), ("auto", None)])
+def test_newcomers_are_outside_the_reserved_places_and_spread_over_nodes_if_all_are(
+    monkeypatch, cluster, placement, scheduling
+):
+    stage = Stage(monkeypatch, placement=placement)
+    try:
+        stage.scale_to(2)
+    finally:
+        stage.crew.end()
+    assert stage.options["maker-1"].get("scheduling_strategy") == scheduling
+    assert ("scheduling_strategy" in stage.options["maker-0"]) == (placement != "auto")
 
 
 def fail_to_be_made(stage, answers):

@@ -4,6 +4,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coati.errors import ConfigError
 from coati.trainer import optim
@@ -83,6 +84,37 @@ def test_without_bias_correction_by_hand():
     optimizer.step()
     assert weight.item() == pytest.approx(1.0 - 0.1 * 0.2 / 0.004**0.5, abs=1e-9)
     assert optimizer.state[weight]["step"].item() == 1
+
+
+class Kernels(TorchDispatchMode):
+    """Notes the optimizer kernels that run in here, each with the format of the parameters it got."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name.startswith(("_fused_", "_foreach_addcdiv")):
+            self.ran.append((name, args[0][0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("adamw_mode", "kernel"), [(True, "_fused_adamw_"), (False, "_fused_adam_")])
+def test_what_can_be_fused_is(adamw_mode, kernel):
+    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.complex64)]
+    optimizer = HybridAdam(params, adamw_mode=adamw_mode)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with Kernels() as kernels:
+        optimizer.step()
+    assert set(kernels.ran[:-1]) == {(kernel, torch.float32), (kernel, torch.bfloat16)}
+    assert len(kernels.ran) == 3
+    assert kernels.ran[-1][0] == "_foreach_addcdiv_"
+    optimizer.load_state_dict(torch.optim.AdamW(params, foreach=True).state_dict())
+    with Kernels() as kernels:
+        optimizer.step()
+    assert [name for name, _ in kernels.ran].count(kernel) == 2, "also after loading the state of one that was not"
 
 
 def test_one_group_may_hold_several_dtypes_and_an_unfusable_one_says_so_once(caplog):

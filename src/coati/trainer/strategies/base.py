@@ -305,7 +305,9 @@ class Strategy(ABC):
         if saves_adapters(module):
             kept = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         for chunk in iter_state_chunks(module, max_bytes=_DEFAULT_SHARD_MIB * 2**20, names=kept):
-            yield {name: tensor.cpu() for name, tensor in chunk.items()} if self.rank == 0 else {}
+            chunk = {name: tensor.cpu() for name, tensor in chunk.items()} if self.rank == 0 else {}
+            yield chunk
+            chunk.clear()  # whoever took it has made use of it, and the next is about to be gathered
 
     def load_model(self, model: nn.Module, path: _PathLike) -> None:
         """Load what any strategy saved; names and shapes must match on every rank, or nothing is loaded on any."""

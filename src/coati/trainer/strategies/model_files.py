@@ -58,6 +58,7 @@ def write_model_in_parts(module: nn.Module, chunks: Iterable[Mapping[str, Tensor
         if part:
             parts.append(list(part))
             save_file(part, folder / f"part-{len(parts)}", metadata={"format": "pt"})
+            part.clear()  # before the next chunk is gathered
     weight_map: dict[str, str] = {}
     for number, names in enumerate(parts, 1):
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
