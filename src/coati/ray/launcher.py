@@ -152,7 +152,7 @@ class DetachedRun:
             if request is None:
                 self._control.say(makers=makers)
                 return
-            self._control.say(request_id=request.request_id, makers_wanted=request.makers, answer="working")
+            self._control.begin(request)
             self._scaling = self._scaler.scale_to(request.makers)
         if self._scaling is None:
             return
