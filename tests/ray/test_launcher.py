@@ -222,7 +222,7 @@ def test_a_private_ray_is_gone_after_the_run(make_config, tmp_path):
 
 
 def test_a_run_that_does_not_fit_the_cluster_is_refused(cluster, make_config):
-    with pytest.raises(ConfigError, match=r"needs 65 CPUs \(64 makers, 1 trainers\), but the cluster has 6"):
+    with pytest.raises(ConfigError, match=r"needs 65 CPUs \(64 makers, 1 trainer\), but the cluster has 6"):
         cluster_module._check_resources(make_config(makers=64), num_cpus=65)
 
 

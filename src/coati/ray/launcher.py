@@ -108,7 +108,8 @@ class DetachedRun:
                 raise RunStopped("stopped before training began; there was nothing to save.")
             if time.monotonic() >= deadline:
                 late = ", ".join(sorted(waiting.values()))
-                raise DeadlineExceeded(f"waited {self._deadlines.start:g} s for {late} to start and load their models.")
+                models = f"{'its' if len(waiting) == 1 else 'their'} models"
+                raise DeadlineExceeded(f"waited {self._deadlines.start:g} s for {late} to start and load {models}.")
             self._finish_some(waiting, timeout=_POLL_SECONDS)
 
     def _sync_first_weights(self) -> None:
