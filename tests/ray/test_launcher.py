@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import ray
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray.exceptions import ActorDiedError, ActorDiedErrorContext, RayActorError
 from ray_testing import PATIENCE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,6 +22,7 @@ from coati.monitor.report import read_run, run_times
 from coati.ray import cluster as cluster_module
 from coati.ray import launcher
 from coati.ray.environment import apply_env_info
+from coati.ray.peers import death_reason
 from coati.ray.topology import first_updaters, makers_to_leave, trainer_for_newcomer
 
 
@@ -164,6 +167,34 @@ def test_a_constructor_that_raises_ends_the_run_with_its_reason(run, make_config
     assert "\n" not in text
     assert "Traceback" not in text
     assert "File " not in text
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "The actor died because its node has died. Node Id: f6c8\n\tthe actor's node was terminated unexpectedly: "
+            "health check failed due to missing too many heartbeats",
+            "The actor died because its node has died. Node Id: f6c8 the actor's node was terminated unexpectedly: "
+            "health check failed due to missing too many heartbeats",
+        ),
+        ("its worker process has died. Worker exit type: SYSTEM_ERROR", "its worker process has died. .*SYSTEM_ERROR"),
+        ("", "its node is gone or its process was killed; Ray gives no reason .*See the log."),
+    ],
+)
+def test_an_actor_that_died_has_a_reason(said, reason):
+    # The node's text is what Ray 2.60 said when a raylet was killed.
+    context = ActorDiedErrorContext(
+        class_name="Maker", actor_id=b"1" * 16, pid=10193, name="maker-0", node_ip_address="192.0.2.2"
+    )
+    context.error_message = said
+    assert re.fullmatch(reason, death_reason(ActorDiedError(context)))
+    assert death_reason(ActorDiedError()).startswith("its node is gone or its process was killed; ")
+
+
+def test_the_reason_of_a_constructor_is_what_it_raised_with_all_its_lines():
+    text = "in its creation task\n  File 'a.py', line 1\n    fail()\ncoati.errors.ConfigError: 2 are wrong:\n  a\n  b"
+    assert death_reason(RayActorError(error_msg=text)) == "2 are wrong: a b"
 
 
 def test_a_reward_that_raises_ends_the_run_with_its_name_and_place(run, make_config):
