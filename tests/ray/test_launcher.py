@@ -1,6 +1,7 @@
 """Whole runs through the launcher: shares, groups, checkpoints, stops, failures, and what is left behind."""
 
 import contextlib
+import logging
 import os
 import re
 import subprocess
@@ -27,13 +28,24 @@ from coati.ray.topology import first_updaters, makers_to_leave, trainer_for_newc
 
 
 def test_a_follower_that_dies_ends_the_run_and_is_named(run, make_config, monkeypatch):
+    logs = {}
+
+    def log_of(_):
+        log = logging.getLogger("coati")
+        return log.getEffectiveLevel(), log.hasHandlers()
+
     def kill_follower(self):
+        if not logs:
+            actors = dict([*self._actors(), *self._crew.followers.items()])
+            asked = {name: actor.__ray_call__.remote(log_of) for name, actor in actors.items()}
+            logs.update({name: ray.get(ref, timeout=PATIENCE) for name, ref in asked.items()})
         ray.kill(self._crew.followers["maker-0-rank-1"])
 
     monkeypatch.setattr(launcher.DetachedRun, "_look", kill_follower)
     # Its death is seen by the driver, and by the leader in the middle of a sum; whichever comes first, it is named.
     with pytest.raises(PeerDied, match="maker-0-rank-1 died"):
         run(make_config(tensor_parallel=2, train={"total_steps": 100_000}))
+    assert logs == dict.fromkeys(["maker-0", "trainer-0", "maker-0-rank-1"], (logging.INFO, True))
 
 
 def test_one_maker_and_three_trainers_train_their_exact_shares(run, make_config, tmp_path):
