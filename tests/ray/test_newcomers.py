@@ -91,7 +91,7 @@ class Stage:
             is_private=True,
             start=lambda name, prompts: self.started.append(name),
             is_working=self.working.__contains__,
-            before_end=lambda: None,
+            before_end=lambda names: None,
         )
 
     def _actor_class(self, fake):

@@ -12,7 +12,7 @@ ends it with everything trained so far saved. Makers may join and leave meanwhil
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -77,7 +77,7 @@ class DetachedRun:
                 is_private=cluster.log_folder is not None,
                 start=self._start_maker,
                 is_working=lambda name: name in self._waiting.values(),
-                before_end=self._look,
+                before_end=self._take_leave,
             )
             ending = "it failed"
             try:
@@ -223,6 +223,12 @@ class DetachedRun:
                 logger.debug("%s could not be asked: %s", name, error)
         self._complete_checkpoints()
         self._on_progress(self._log.snapshot())
+
+    def _take_leave(self, names: Sequence[str]) -> None:
+        """These makers make nothing more: fetch what they have recorded, and note when it was."""
+        self._look()
+        for name in names:
+            self._log.left(name)
 
     def _complete_checkpoints(self) -> None:
         """Put the tokenizer beside weights that the trainers have saved, for transformers to find."""

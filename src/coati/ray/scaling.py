@@ -40,7 +40,7 @@ class Scaler:
     """Changes the makers of a crew.
 
     `start(name)` begins the loop of a maker that has its place; `is_working(name)` says whether its loop goes on;
-    `before_end()` is called before makers end, to fetch what they have recorded.
+    `before_end(names)` is called before makers end, to fetch what they have recorded.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Scaler:
         is_private: bool,
         start: Callable[[str, Callable[[], Any]], None],
         is_working: Callable[[str], bool],
-        before_end: Callable[[], None],
+        before_end: Callable[[Sequence[str]], None],
     ) -> None:
         self._crew = crew
         self._deadlines = deadlines
@@ -142,7 +142,7 @@ class Scaler:
         self._end_deal(parts)
         while working := [name for name in names if self._is_working(name)]:
             yield f"{', '.join(working)} finishing what was begun, then leaving"
-        self._before_end()
+        self._before_end(names)
         for name in names:
             crew.updaters.pop(name)
         try:
