@@ -1,7 +1,9 @@
 """Whole runs through the launcher: shares, groups, checkpoints, stops, failures, and what is left behind."""
 
 import contextlib
+import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import ray
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray.exceptions import ActorDiedError, ActorDiedErrorContext, RayActorError
 from ray_testing import PATIENCE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,17 +23,29 @@ from coati.monitor.report import read_run, run_times
 from coati.ray import cluster as cluster_module
 from coati.ray import launcher
 from coati.ray.environment import apply_env_info
+from coati.ray.peers import death_reason
 from coati.ray.topology import first_updaters, makers_to_leave, trainer_for_newcomer
 
 
 def test_a_follower_that_dies_ends_the_run_and_is_named(run, make_config, monkeypatch):
+    logs = {}
+
+    def log_of(_):
+        log = logging.getLogger("coati")
+        return log.getEffectiveLevel(), log.hasHandlers()
+
     def kill_follower(self):
+        if not logs:
+            actors = dict([*self._actors(), *self._crew.followers.items()])
+            asked = {name: actor.__ray_call__.remote(log_of) for name, actor in actors.items()}
+            logs.update({name: ray.get(ref, timeout=PATIENCE) for name, ref in asked.items()})
         ray.kill(self._crew.followers["maker-0-rank-1"])
 
     monkeypatch.setattr(launcher.DetachedRun, "_look", kill_follower)
     # Its death is seen by the driver, and by the leader in the middle of a sum; whichever comes first, it is named.
     with pytest.raises(PeerDied, match="maker-0-rank-1 died"):
         run(make_config(tensor_parallel=2, train={"total_steps": 100_000}))
+    assert logs == dict.fromkeys(["maker-0", "trainer-0", "maker-0-rank-1"], (logging.INFO, True))
 
 
 def test_one_maker_and_three_trainers_train_their_exact_shares(run, make_config, tmp_path):
@@ -169,6 +184,34 @@ def test_a_constructor_that_raises_ends_the_run_with_its_reason(run, make_config
     assert "File " not in text
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "The actor died because its node has died. Node Id: f6c8\n\tthe actor's node was terminated unexpectedly: "
+            "health check failed due to missing too many heartbeats",
+            "The actor died because its node has died. Node Id: f6c8 the actor's node was terminated unexpectedly: "
+            "health check failed due to missing too many heartbeats",
+        ),
+        ("its worker process has died. Worker exit type: SYSTEM_ERROR", "its worker process has died. .*SYSTEM_ERROR"),
+        ("", "its node is gone or its process was killed; Ray gives no reason .*See the log."),
+    ],
+)
+def test_an_actor_that_died_has_a_reason(said, reason):
+    # The node's text is what Ray 2.60 said when a raylet was killed.
+    context = ActorDiedErrorContext(
+        class_name="Maker", actor_id=b"1" * 16, pid=10193, name="maker-0", node_ip_address="192.0.2.2"
+    )
+    context.error_message = said
+    assert re.fullmatch(reason, death_reason(ActorDiedError(context)))
+    assert death_reason(ActorDiedError()).startswith("its node is gone or its process was killed; ")
+
+
+def test_the_reason_of_a_constructor_is_what_it_raised_with_all_its_lines():
+    text = "in its creation task\n  File 'a.py', line 1\n    fail()\ncoati.errors.ConfigError: 2 are wrong:\n  a\n  b"
+    assert death_reason(RayActorError(error_msg=text)) == "2 are wrong: a b"
+
+
 def test_a_reward_that_raises_ends_the_run_with_its_name_and_place(run, make_config):
     with pytest.raises(RewardError, match="no such judge") as caught:
         run(make_config(function="rewards:broken"))
@@ -225,7 +268,7 @@ def test_a_private_ray_is_gone_after_the_run(make_config, tmp_path):
 
 
 def test_a_run_that_does_not_fit_the_cluster_is_refused(cluster, make_config):
-    with pytest.raises(ConfigError, match=r"needs 65 CPUs \(64 makers, 1 trainers\), but the cluster has 6"):
+    with pytest.raises(ConfigError, match=r"needs 65 CPUs \(64 makers, 1 trainer\), but the cluster has 6"):
         cluster_module._check_resources(make_config(makers=64), num_cpus=65)
 
 

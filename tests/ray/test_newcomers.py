@@ -91,7 +91,7 @@ class Stage:
             is_private=True,
             start=lambda name, prompts: self.started.append(name),
             is_working=self.working.__contains__,
-            before_end=lambda: None,
+            before_end=lambda names: None,
         )
 
     def _actor_class(self, fake):
@@ -244,10 +244,22 @@ def test_after_a_refusal_others_may_join(stage, answers):
     not_take_its_part(stage, answers)
     with contextlib.suppress(ScalingRefused):
         stage.scale_to(2)
+    stage.on_create = lambda maker: setattr(maker, "progress", Method(answers.dead))
+    with pytest.raises(ScalingRefused, match="maker-2 died while waiting for maker-2 to start and load its models: "):
+        stage.scale_to(2)
     stage.on_create = lambda maker: None
     stage.scale_to(2)
-    assert stage.crew.membership.members == ("maker-0", "maker-2")
+    assert stage.crew.membership.members == ("maker-0", "maker-3")
     assert stage.rounds() == Counter(range(12))
+
+
+def test_without_room_for_newcomers_what_they_need_and_what_is_free_are_counted(stage, monkeypatch):
+    monkeypatch.setattr(crew_module.ray, "available_resources", lambda: {"CPU": 1.0})
+    with pytest.raises(ScalingRefused, match=r"^2 more makers need 2 CPUs, but 1 is free\."):
+        stage.crew.name_newcomers(2, is_private=False)
+    monkeypatch.setattr(crew_module.ray, "available_resources", dict)
+    with pytest.raises(ScalingRefused, match=r"^1 more maker needs 1 CPU, but 0 are free\."):
+        stage.crew.name_newcomers(1, is_private=False)
 
 
 def test_a_newcomer_that_misses_an_update_while_it_is_dealt_in_leaves_and_its_rounds_go_back(stage):
@@ -283,7 +295,9 @@ def test_makers_that_cannot_leave_now_stay(stage, answers):
     assert stage.rounds() == Counter(range(12))
     stage.maker.hold_work = Method(stage.maker._hold)
     stage.trainer.change_makers = Method(lambda *_, **__: answers.never())
-    with pytest.raises(ScalingRefused, match=r"maker-1 make nothing more, but stay until the run ends: waited 0\.4 s"):
+    with pytest.raises(
+        ScalingRefused, match=r"maker-1 makes nothing more, but stays until the run ends: waited 0\.4 s"
+    ):
         stage.scale_to(1)
     assert stage.killed == []
 

@@ -129,6 +129,7 @@ def test_makers_are_refused_come_and_go_and_every_sample_is_trained_once(run, pa
     assert max(ages) <= 1
     state = json.loads((tmp_path / "out" / "state.json").read_text())
     assert (state["status"], state["makers"], state["message"]) == ("ended", 2, "all is trained")
+    assert [row["actor"] for row in read_jsonl(tmp_path / "spans.jsonl") if row["what"] == "leave"] == ["maker-3"]
 
 
 def test_a_maker_of_two_ranks_is_joined_by_another(run, paced_config, tmp_path):

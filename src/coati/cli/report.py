@@ -1,6 +1,7 @@
 """`coati report RUN_FOLDER`."""
 
 import json
+import operator
 from pathlib import Path
 
 from rich.console import Console
@@ -9,10 +10,12 @@ from rich.table import Table
 from coati.errors import ConfigError
 from coati.monitor.report import ActorTime, RunTimes, read_run, render_page, run_times, trace_events
 from coati.monitor.report.summary import headline
-from coati.monitor.report.time_use import is_idle, label_of
+from coati.monitor.report.time_use import is_idle, label_of, mean_share
 from coati.monitor.timeline import ACTIVITIES
 
 MAX_COLUMNS = 6
+# Somebody who was there for less of the run has joined late or left early; the rest is start-up.
+_WAS_THERE = 0.9
 
 
 def run_report(folder: Path, *, html: Path | None, trace: Path | None) -> None:
@@ -52,16 +55,19 @@ def time_table(times: RunTimes) -> Table:
     for is_wait in (False, True):
         for what in ACTIVITIES:
             if is_idle(what) == is_wait and any(what in actor.seconds for actor in times.actors):
-                shares = [sum(actor.share(what) for actor in actors) / len(actors) for actors in columns.values()]
+                shares = [mean_share(actors, operator.methodcaller("share", what)) for actors in columns.values()]
                 cells = (f"{share:.0%}" if share > 0 else "" for share in shares)
                 table.add_row(label_of(what), *cells, style="yellow" if is_wait else None)
     table.add_section()
     for label, shares in (
-        ("worked", [sum(actor.busy_share for actor in actors) / len(actors) for actors in columns.values()]),
-        ("waited", [sum(actor.idle_share for actor in actors) / len(actors) for actors in columns.values()]),
-        ("neither", [sum(actor.rest_share for actor in actors) / len(actors) for actors in columns.values()]),
+        ("worked", [mean_share(actors, lambda actor: actor.busy_share) for actors in columns.values()]),
+        ("waited", [mean_share(actors, lambda actor: actor.idle_share) for actors in columns.values()]),
+        ("neither", [mean_share(actors, lambda actor: actor.rest_share) for actors in columns.values()]),
     ):
         table.add_row(label, *(f"{share:.0%}" for share in shares), style="bold")
+    if any(actor.elapsed < _WAS_THERE * times.elapsed for actor in times.actors):
+        presence = [sum(actor.elapsed for actor in actors) / len(actors) / times.elapsed for actors in columns.values()]
+        table.add_row("was there", *(f"{share:.0%}" for share in presence))
     return table
 
 

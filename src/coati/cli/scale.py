@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from coati.counting import counted
 from coati.monitor.control import ask_for_makers
 
 
@@ -19,4 +20,4 @@ def run_scale(folder: Path, *, makers: int, timeout: float) -> None:
         last = message
 
     state = ask_for_makers(folder, makers, deadline_seconds=timeout, on_progress=show)
-    console.print(f"The run in {folder} has {state.makers} {'maker' if state.makers == 1 else 'makers'}.")
+    console.print(f"The run in {folder} has {counted(state.makers, 'maker')}.")

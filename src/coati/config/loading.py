@@ -38,9 +38,17 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         (2, 'rewards:f')
     """
     data = _with_algorithm_table({} if path is None else _read_toml(Path(path)))
+    alone = copy.deepcopy(data)
     for override in overrides:
         _apply_override(data, override)
-    return build_config(_with_file_defaults(data, path), source="" if path is None else str(path))
+    filled = _with_file_defaults(data, path)
+    try:
+        return build_config(filled, source="" if path is None else str(path))
+    except ConfigError:
+        in_file = find_problems(_with_file_defaults(alone, path))
+        if path is None or all(problem in in_file for problem in find_problems(filled)):
+            raise
+    return build_config(filled, source=f"{path} with the values of --set")
 
 
 def build_config(data: Mapping[str, Any], *, source: str = "") -> RunConfig:

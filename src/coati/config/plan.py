@@ -13,6 +13,7 @@ from pathlib import Path
 
 from coati.config.schema import RunConfig
 from coati.config.training_sections import TopologySection, TrainSection
+from coati.counting import counted
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -89,11 +90,11 @@ class Plan:
     def _rollout_lines(self) -> list[str]:
         rollout, topology = self.config.rollout, self.config.topology
         return [
-            f"Rollout: {_count(rollout.prompts_per_batch, 'prompt')} {_TIMES} "
-            f"{_count(rollout.samples_per_prompt, 'sample')} = "
-            f"{_count(self.samples_per_rollout_batch, 'sample')} in a rollout batch, "
-            f"at most {_count(rollout.max_new_tokens, 'new token')} each.",
-            f"Makers: {_count(topology.makers, 'maker')} {'works' if topology.makers == 1 else 'work'} on "
+            f"Rollout: {counted(rollout.prompts_per_batch, 'prompt')} {_TIMES} "
+            f"{counted(rollout.samples_per_prompt, 'sample')} = "
+            f"{counted(self.samples_per_rollout_batch, 'sample')} in a rollout batch, "
+            f"at most {counted(rollout.max_new_tokens, 'new token')} each.",
+            f"Makers: {counted(topology.makers, 'maker')} {'works' if topology.makers == 1 else 'work'} on "
             f"rollout batches{_parts(topology)}; {_staleness(topology)}.",
         ]
 
@@ -101,7 +102,7 @@ class Plan:
         algorithm = self.config.algorithm
         groups = ""
         if algorithm.resolved.uses_groups:
-            groups = f", in groups of {_count(self.config.rollout.samples_per_prompt, 'sample')}"
+            groups = f", in groups of {counted(self.config.rollout.samples_per_prompt, 'sample')}"
         penalty = f"KL penalty {algorithm.kl_coef:g} in the {algorithm.kl_in}" if algorithm.kl_coef else "no KL penalty"
         sampling = ", dynamic sampling" if algorithm.dynamic_sampling else ""
         return f"Algorithm: {algorithm.name}{groups}; {penalty}{sampling}."
@@ -110,34 +111,34 @@ class Plan:
         train, topology = self.config.train, self.config.topology
         micro = train.micro_batch_size or train.batch_size
         return [
-            f"Optimizer step: {_count(topology.trainers, 'trainer')} {_TIMES} "
-            f"{_count(train.batch_size, 'sample')} = "
-            f"{_count(self.samples_per_optimizer_step, 'sample')}, on each trainer in "
-            f"{_count(self.micro_batches_per_step, 'pass', 'passes')} of {_count(micro, 'sample')}"
+            f"Optimizer step: {counted(topology.trainers, 'trainer')} {_TIMES} "
+            f"{counted(train.batch_size, 'sample')} = "
+            f"{counted(self.samples_per_optimizer_step, 'sample')}, on each trainer in "
+            f"{counted(self.micro_batches_per_step, 'pass', 'passes')} of {counted(micro, 'sample')}"
             f"{_strategy(train)}.",
-            f"Per weight version: {_count(train.update_steps, 'fresh batch', 'fresh batches')} {_TIMES} "
-            f"{_count(train.epochs, 'epoch')} = "
-            f"{_count(self.optimizer_steps_per_version, 'optimizer step')} on "
-            f"{_count(self.samples_per_version, 'fresh sample')}.",
+            f"Per weight version: {counted(train.update_steps, 'fresh batch', 'fresh batches')} {_TIMES} "
+            f"{counted(train.epochs, 'epoch')} = "
+            f"{counted(self.optimizer_steps_per_version, 'optimizer step')} on "
+            f"{counted(self.samples_per_version, 'fresh sample')}.",
         ]
 
     def _total_lines(self) -> list[str]:
         lines = [
-            f"Total: {_count(self.total_optimizer_steps, 'optimizer step')}, "
-            f"{_count(self.total_samples, 'sample')}, {_count(self.num_versions, 'weight version')}, "
-            f"{_count(self.rollout_batches, 'rollout batch', 'rollout batches')}.",
+            f"Total: {counted(self.total_optimizer_steps, 'optimizer step')}, "
+            f"{counted(self.total_samples, 'sample')}, {counted(self.num_versions, 'weight version')}, "
+            f"{counted(self.rollout_batches, 'rollout batch', 'rollout batches')}.",
         ]
         if self.remainder_steps:
             train = self.config.train
             lines.append(
                 f"Remainder: {train.update_steps} does not divide {train.total_steps}, so the last episode "
                 "has "
-                f"{_count(self.remainder_steps, 'fresh batch', 'fresh batches')} "
-                f"({_count(self.remainder_steps * train.epochs, 'optimizer step')})."
+                f"{counted(self.remainder_steps, 'fresh batch', 'fresh batches')} "
+                f"({counted(self.remainder_steps * train.epochs, 'optimizer step')})."
             )
         if self.surplus_samples:
             lines.append(
-                f"Surplus: the last rollout batch holds {_count(self.surplus_samples, 'sample')} more than "
+                f"Surplus: the last rollout batch holds {counted(self.surplus_samples, 'sample')} more than "
                 "the "
                 "run trains on."
             )
@@ -220,20 +221,16 @@ def make_plan(config: RunConfig) -> Plan:
     )
 
 
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
 def _staleness(topology: TopologySection) -> str:
     versions = topology.max_staleness
     if topology.staleness_control == "adaptive":
-        lowest = _count(topology.min_staleness, "weight version")
+        lowest = counted(topology.min_staleness, "weight version")
         return f"a sample may be {lowest} behind, or up to {versions:,} where the data bears it"
     if versions < 0:
         return "samples may be any number of weight versions behind"
     if versions == 0:
         return "every sample comes from the newest weights (on-policy)"
-    return f"a sample may be {_count(versions, 'weight version')} behind"
+    return f"a sample may be {counted(versions, 'weight version')} behind"
 
 
 def _reward(config: RunConfig) -> str:

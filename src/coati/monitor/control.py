@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from coati.counting import counted
 from coati.errors import ConfigError, DeadlineExceeded, ScalingRefused
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,9 @@ _CONTROL, _STATE = "control.json", "state.json"
 _POLL_SECONDS = 0.2
 # A run on another machine whose state has not changed for so long is taken for dead. The driver may be busy saving.
 _SILENCE_SECONDS = 60.0
+
+
+Answer = Literal["", "working", "done", "refused"]
 
 
 class MakersRequest(NamedTuple):
@@ -48,7 +52,16 @@ class RunState:
     makers_wanted: int
     message: str = ""
     request_id: str = ""  # the newest request that the run has seen, and what became of it:
-    answer: Literal["", "working", "done", "refused"] = ""
+    answer: Answer = ""
+    earlier_request_id: str = ""  # the request before that, for whoever has not yet read its answer
+    earlier_answer: Answer = ""
+    earlier_message: str = ""
+
+    def answer_to(self, request_id: str) -> tuple[Answer, str]:
+        """What became of this request, and what there is to say about it; nothing if it was not begun."""
+        if request_id == self.request_id:
+            return self.answer, self.message
+        return (self.earlier_answer, self.earlier_message) if request_id == self.earlier_request_id else ("", "")
 
 
 class RunControl:
@@ -71,6 +84,19 @@ class RunControl:
             return None
         self._last_seen = request.request_id
         return request
+
+    def begin(self, request: MakersRequest) -> None:
+        """Say that this request is worked on from now on."""
+        state = self._state
+        self.say(
+            request_id=request.request_id,
+            makers_wanted=request.makers,
+            answer="working",
+            message="",
+            earlier_request_id=state.request_id,
+            earlier_answer=state.answer,
+            earlier_message=state.message,
+        )
 
     def say(self, **changes: Any) -> None:
         """Write the state with these fields changed."""
@@ -95,44 +121,82 @@ def ask_for_makers(
 ) -> RunState:
     """Ask the run in `folder` to have so many makers, and wait until it has them.
 
-    Raises ConfigError if no run is alive there, ScalingRefused if the run says no, DeadlineExceeded if it takes longer.
+    Raises ConfigError if no run is alive there, ScalingRefused if the run says no or somebody else's request took the
+    place of this one, DeadlineExceeded if it takes longer.
     """
     if not 1 <= makers <= MAX_MAKERS:
         raise ConfigError(f"--makers must be a whole number from 1 to {MAX_MAKERS}, got {makers}.")
     state = _state_of_living_run(folder)
     request = MakersRequest(uuid.uuid4().hex, makers)
     _write(folder / _CONTROL, request._asdict())
+    on_progress(_what_comes_first(state))
     started = changed = clock()
+    later: MakersRequest | None = None
     while True:
         newest = _state_of_living_run(folder)
         now = clock()
         changed, state = (now if newest.beat != state.beat else changed), newest
-        if state.request_id == request.request_id:
-            on_progress(state.message)
-            if state.answer == "done":
-                return state
-            if state.answer == "refused":
-                raise ScalingRefused(state.message)
+        answer, message = state.answer_to(request.request_id)
+        if answer == "done":
+            return state
+        if answer == "refused":
+            raise ScalingRefused(message)
+        if answer == "working":
+            on_progress(message)
+        elif later is not None:  # for a whole turn: the run has not read ours just before it was replaced
+            raise ScalingRefused(
+                f"a later request, for {counted(later.makers, 'maker')}, took the place of this one, for "
+                f"{counted(makers, 'maker')}, before the run had begun with it. Nothing of it was done, and it is not "
+                f"tried any more. The run has {counted(state.makers, 'maker')} now."
+            )
+        else:
+            later = _later_request(folder, request)
         if now - changed >= _SILENCE_SECONDS and not _is_process_here(state):
             raise ConfigError(
                 f"the run in {str(folder)!r} (process {state.pid} on {state.host}) has said nothing for "
                 f"{now - changed:.0f} s. Is it still there?"
             )
         if now - started >= deadline_seconds:
-            raise DeadlineExceeded(
-                f"waited {deadline_seconds:g} s for the run in {str(folder)!r} to have {makers} makers; it has "
-                f"{state.makers}{': ' + state.message if state.message else ''}. It goes on trying."
-            )
+            raise DeadlineExceeded(_not_in_time(folder, request, state, deadline_seconds))
         sleep(_POLL_SECONDS)
+
+
+def _what_comes_first(state: RunState) -> str:
+    """What a new request waits for, before the run begins with it."""
+    have = f"the run has {counted(state.makers, 'maker')}"
+    if state.status == "starting":
+        return f"{have} and is still starting; waiting for it to train"
+    if state.answer == "working":
+        doing = f" ({state.message})" if state.message else ""
+        return f"{have} and is changing to {state.makers_wanted} as was asked before{doing}; waiting for that to end"
+    return f"{have}; waiting for it to begin"
+
+
+def _later_request(folder: Path, request: MakersRequest) -> MakersRequest | None:
+    """The request of somebody who asked after us, if ours is not there any more."""
+    newest = _read_request(folder)
+    return None if newest is None or newest.request_id == request.request_id else newest
+
+
+def _not_in_time(folder: Path, request: MakersRequest, state: RunState, seconds: float) -> str:
+    has_begun = state.request_id == request.request_id
+    rest = "It goes on trying." if has_begun else "It has not begun with this request, and will when it comes to it."
+    return (
+        f"waited {seconds:g} s for the run in {str(folder)!r} to have {counted(request.makers, 'maker')}; it has "
+        f"{state.makers}{': ' + state.message if state.message else ''}. {rest}"
+    )
 
 
 def _state_of_living_run(folder: Path) -> RunState:
     try:
         state = RunState(**json.loads((folder / _STATE).read_text(encoding="utf-8")))
     except FileNotFoundError:
+        rule = f"RUN_FOLDER must be the output folder of a run that is training, got {str(folder)!r}"
+        if not folder.exists():
+            raise ConfigError(f"{rule}, which does not exist. It is the run's run.output; check the path.") from None
         raise ConfigError(
-            f"RUN_FOLDER must be the output folder of a run that is training, got {str(folder)!r}, which has no "
-            f"{_STATE}. Runs with --sync have one maker for good."
+            f"{rule}, which has no {_STATE}. A run writes it a few seconds after its start: if it is still starting, "
+            "try again. Runs with --sync never do, and have one maker for good."
         ) from None
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from coati.monitor.metrics import Metric, MetricBag
 from coati.monitor.progress import RunSnapshot
-from coati.monitor.timeline import Span
+from coati.monitor.timeline import LEAVE, WORK, Span
 from coati.monitor.trackers import Tracker
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,11 @@ class RunLog:
         self._num_spans_left -= len(kept)
         if self._num_spans_left == 0:
             logger.warning("%s is full; the run goes on without. Raise logging.spans_kept.", self._spans_path.name)
+
+    def left(self, actor: str) -> None:
+        """Write down that an actor has left: from now on it is not idle, but not there."""
+        now = time.time()
+        self.spans(actor, [Span(WORK, LEAVE, now, now, self.trainer_version)])
 
     def flush(self) -> None:
         """Log what the makers of the current version have reported."""

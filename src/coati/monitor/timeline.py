@@ -58,6 +58,10 @@ ACTIVITIES: Final[Mapping[str, Activity]] = {
 """Every activity that actors of this project report, in the order in which reports list them."""
 
 
+LEAVE: Final = "leave"
+"""The last span of a maker that left before the run ended; it takes no time."""
+
+
 class Span(NamedTuple):
     """One piece of an actor's time."""
 

@@ -16,6 +16,7 @@ import ray
 
 from coati import assembly
 from coati.config import RunConfig
+from coati.counting import counted
 from coati.errors import ConfigError, RunStopped
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,8 @@ def _check_resources(config: RunConfig, *, num_cpus: int) -> None:
     for kind, need in (("CPU", float(num_cpus)), ("GPU", num_gpus)):
         if need > have.get(kind, 0.0):
             raise ConfigError(
-                f"the run needs {need:g} {kind}s ({topology.makers} makers, {topology.trainers} trainers), "
+                f"the run needs {counted(need, kind)} ({counted(topology.makers, 'maker')}, "
+                f"{counted(topology.trainers, 'trainer')}), "
                 f"but the cluster has {have.get(kind, 0.0):g}. Lower topology.makers, topology.trainers or "
                 "their gpus_per_… settings, or add nodes."
             )

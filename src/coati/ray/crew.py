@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coati import assembly
 from coati.config import RunConfig
+from coati.counting import counted
 from coati.errors import DeadlineExceeded, PeerDied, ScalingRefused
 from coati.ledger import Membership, PromptPart, WorkShare
 from coati.ray.cluster import actor_options, rendezvous
@@ -76,10 +77,11 @@ class Crew:
         # A private Ray was given as many CPUs as the run began with. They are a number and no cores.
         num_cpus = 0 if is_private else count * topology.tensor_parallel
         for kind, need in (("CPU", float(num_cpus)), ("GPU", count * topology.gpus_per_maker)):
-            if need > free.get(kind, 0.0):
+            room = free.get(kind, 0.0)
+            if need > room:
                 raise ScalingRefused(
-                    f"{count} more {'maker needs' if count == 1 else 'makers need'} {need:g} {kind}s, but "
-                    f"{free.get(kind, 0.0):g} are free. Ask for fewer, or add nodes."
+                    f"{counted(count, 'more maker needs', 'more makers need')} {counted(need, kind)}, but "
+                    f"{room:g} {'is' if room == 1 else 'are'} free. Ask for fewer, or add nodes."
                 )
         names = [f"maker-{self._next_maker + index}" for index in range(count)]
         self._next_maker += count

@@ -27,7 +27,7 @@ from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import BUFFER, WEIGHTS, Span, Timeline
 from coati.ray.callbacks import TrainerCallback, dispatch
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer
-from coati.ray.environment import leave_out_of_collections
+from coati.ray.environment import leave_out_of_collections, set_up_log
 from coati.ray.maker_watch import MakerWatch
 from coati.trainer.fit_loop import FitLoop
 
@@ -81,8 +81,7 @@ class DetachedTrainer(ABC):
         self._watch = MakerWatch((), self.deadlines)
         self._num_batches = 0
         self._num_samples = 0
-        if debug:
-            logging.getLogger("coati").setLevel(logging.DEBUG)
+        set_up_log(debug=debug)
 
     # What a subclass defines.
 

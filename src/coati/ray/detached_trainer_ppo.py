@@ -22,7 +22,7 @@ from coati.models.critic import as_critic
 from coati.monitor.timeline import trainer_metrics
 from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator, num_parameters
 from coati.ray.detached_trainer_base import DetachedTrainer
-from coati.ray.environment import apply_env_info, set_up_gpu
+from coati.ray.environment import apply_env_info, set_up_gpu, set_up_log
 from coati.ray.peers import wait_in_slices
 from coati.ray.publishing import WeightPublisher
 from coati.trainer.batch_mover import BatchMover
@@ -93,6 +93,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         check_verify_updates(verify_updates)
         apply_env_info(env_info)
         set_up_cpu(num_threads)
+        set_up_log(debug=debug)
         self.strategy = strategy_fn()
         set_up_gpu(self.strategy.device)
         with self.strategy.model_init_context():

@@ -1,4 +1,4 @@
-"""What a worker finds where it runs: five variables of the driver's, and nothing else of it; and its share of a GPU.
+"""What a worker finds where it runs: five variables of the driver's and nothing else of it; a log; a share of a GPU.
 
 A worker's other variables come from the Ray node it runs on. On a cluster that is the environment in which
 `ray start` ran, and nothing of the driver's. A private local Ray is started by the driver and inherits what
@@ -6,6 +6,7 @@ the driver had at that moment; what is set later stays in the driver.
 """
 
 import gc
+import logging
 import os
 from collections.abc import Mapping
 
@@ -28,6 +29,24 @@ def apply_env_info(env_info: Mapping[str, str | int] | None) -> None:
         )
     for key, value in env_info.items():
         os.environ[key.upper()] = str(value)
+
+
+def set_up_log(*, debug: bool = False) -> None:
+    """Have an actor's log tell what it does, and not only what is wrong. Other processes are left as they are.
+
+    Ray keeps the log of each actor; `--verbose` shows it. A level or handler that somebody has set stays.
+    """
+    logger = logging.getLogger("coati")
+    if debug:
+        logger.setLevel(logging.DEBUG)
+    if not is_actor():
+        return
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
 
 
 def set_up_gpu(device: torch.device) -> None:

@@ -34,7 +34,7 @@ from coati.monitor.timeline import WEIGHTS, Span, Timeline
 from coati.prompts.source import PromptSource
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, dispatch, num_parameters
 from coati.ray.delivery import ItemSender
-from coati.ray.environment import apply_env_info, leave_out_of_collections, set_up_gpu
+from coati.ray.environment import apply_env_info, leave_out_of_collections, set_up_gpu, set_up_log
 from coati.ray.peers import wait_in_slices
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy
@@ -117,8 +117,7 @@ class ExperienceMakerHolder:
         GenerateOptions.parse(**generate_kwargs)  # an unknown option is an error now, not in the first batch
         apply_env_info(env_info)
         set_up_cpu(num_threads)
-        if debug:
-            logging.getLogger("coati").setLevel(logging.DEBUG)
+        set_up_log(debug=debug)
         self._deadlines = deadlines or Deadlines()
         self._sync_models_from_trainers = sync_models_from_trainers
         self._buffer_cpu_offload = buffer_cpu_offload

@@ -12,7 +12,7 @@ ends it with everything trained so far saved. Makers may join and leave meanwhil
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -77,7 +77,7 @@ class DetachedRun:
                 is_private=cluster.log_folder is not None,
                 start=self._start_maker,
                 is_working=lambda name: name in self._waiting.values(),
-                before_end=self._look,
+                before_end=self._take_leave,
             )
             ending = "it failed"
             try:
@@ -108,7 +108,8 @@ class DetachedRun:
                 raise RunStopped("stopped before training began; there was nothing to save.")
             if time.monotonic() >= deadline:
                 late = ", ".join(sorted(waiting.values()))
-                raise DeadlineExceeded(f"waited {self._deadlines.start:g} s for {late} to start and load their models.")
+                models = f"{'its' if len(waiting) == 1 else 'their'} models"
+                raise DeadlineExceeded(f"waited {self._deadlines.start:g} s for {late} to start and load {models}.")
             self._finish_some(waiting, timeout=_POLL_SECONDS)
 
     def _sync_first_weights(self) -> None:
@@ -152,7 +153,7 @@ class DetachedRun:
             if request is None:
                 self._control.say(makers=makers)
                 return
-            self._control.say(request_id=request.request_id, makers_wanted=request.makers, answer="working")
+            self._control.begin(request)
             self._scaling = self._scaler.scale_to(request.makers)
         if self._scaling is None:
             return
@@ -222,6 +223,12 @@ class DetachedRun:
                 logger.debug("%s could not be asked: %s", name, error)
         self._complete_checkpoints()
         self._on_progress(self._log.snapshot())
+
+    def _take_leave(self, names: Sequence[str]) -> None:
+        """These makers make nothing more: fetch what they have recorded, and note when it was."""
+        self._look()
+        for name in names:
+            self._log.left(name)
 
     def _complete_checkpoints(self) -> None:
         """Put the tokenizer beside weights that the trainers have saved, for transformers to find."""

@@ -11,7 +11,7 @@ from coati.algorithms import Algorithm
 from coati.cpu import set_up_cpu
 from coati.deadlines import Deadlines
 from coati.experience_maker.lock_step import LockStep, cut_maker, follow
-from coati.ray.environment import apply_env_info
+from coati.ray.environment import apply_env_info, set_up_log
 from coati.trainer.strategies import Strategy
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class MakerFollower:
     ) -> None:
         apply_env_info(env_info)
         set_up_cpu(num_threads)
+        set_up_log()
         strategy = strategy_fn()
         with strategy.model_init_context():
             models = model_fn()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from ray.util import list_named_actors
 
 from coati.deadlines import Deadlines
@@ -16,6 +16,7 @@ from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
+_RAY_FIELD = re.compile(r"\t\w+: ")  # "\tpid: 4711", in the text of an ActorDiedError
 
 
 def find_actor(name: str, *, role: str, deadline_seconds: float) -> Any:
@@ -124,7 +125,11 @@ def original_error(error: RayTaskError) -> Exception:
 def death_reason(error: RayActorError) -> str:
     """Why an actor died, in one line: what its constructor raised, or what Ray says of its process."""
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
-    # What an exception says comes after its traceback, whose lines are indented.
-    last_frame = max((index for index, line in enumerate(lines) if line[0].isspace()), default=-1)
-    reason = " ".join(line.strip() for line in lines[last_frame + 1 :]) or type(error).__name__
+    # What an exception says comes after its traceback, which is indented with spaces; what Ray says of a process comes
+    # after the fields of its actor, and may be indented with a tab itself.
+    outer = [index for index, line in enumerate(lines) if not line.startswith(" ") and not _RAY_FIELD.match(line)]
+    begin = next((index for index in reversed(outer) if index - 1 not in outer), len(lines))
+    reason = " ".join(line.strip() for line in lines[begin:] if not _RAY_FIELD.match(line))
+    if reason in ("", ActorDiedError.BASE_ERROR_MSG):
+        return f"its node is gone or its process was killed; Ray gives no reason ({type(error).__name__}). See the log."
     return re.sub(r"^coati\.errors\.\w+: ", "", reason)

@@ -17,6 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from coati.config import RunConfig
+from coati.counting import counted
 from coati.errors import ConfigError, DeadlineExceeded, RunStopped
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class Placement:
             if time.monotonic() >= deadline:
                 free = {kind: ray.available_resources().get(kind, 0.0) for kind in ("CPU", "GPU")}
                 raise DeadlineExceeded(
-                    f"waited {deadline_seconds:g} s for places for {len(self._bundles)} bundles "
+                    f"waited {deadline_seconds:g} s for places for {counted(len(self._bundles), 'bundle')} "
                     f"(topology.placement = {self._kind!r}: {_listed(bundles)}). The nodes have {_listed(nodes)}, of "
                     f"which {_words(free)} are free. Lower topology.makers, topology.trainers or their gpus_per_… "
                     "settings, add nodes, or wait until others have ended."
@@ -155,7 +156,7 @@ def _fits(need: dict[str, float], have: dict[str, float]) -> bool:
 
 
 def _words(resources: dict[str, float]) -> str:
-    return " and ".join(f"{amount:g} {kind}{'' if amount == 1 else 's'}" for kind, amount in resources.items())
+    return " and ".join(counted(amount, kind) for kind, amount in resources.items())
 
 
 def _listed(resources: Sequence[dict[str, float]]) -> str:

@@ -40,7 +40,7 @@ class Scaler:
     """Changes the makers of a crew.
 
     `start(name)` begins the loop of a maker that has its place; `is_working(name)` says whether its loop goes on;
-    `before_end()` is called before makers end, to fetch what they have recorded.
+    `before_end(names)` is called before makers end, to fetch what they have recorded.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Scaler:
         is_private: bool,
         start: Callable[[str, Callable[[], Any]], None],
         is_working: Callable[[str], bool],
-        before_end: Callable[[], None],
+        before_end: Callable[[Sequence[str]], None],
     ) -> None:
         self._crew = crew
         self._deadlines = deadlines
@@ -94,7 +94,7 @@ class Scaler:
             crew.ask_for_meetings(names), seconds=start, what=f"places where the ranks of {newcomers} can meet"
         )
         crew.create_newcomers(names, meetings, is_private=self._is_private)
-        what = f"{newcomers} to start and load their models"
+        what = f"{newcomers} to start and load {'its' if len(names) == 1 else 'their'} models"
         yield from self._await_all(self._ask_progress(names), seconds=start, what=what)
         for name in names:
             crew.updaters[name] = trainer_for_newcomer(crew.updaters, len(crew.trainers))
@@ -118,7 +118,8 @@ class Scaler:
             yield from self._await_trainers(self._tell_trainers())
             faults = yield from self._await_trainers(self._ask_faults())
         except DeadlineExceeded as error:
-            logger.warning("%s have joined, but not all trainers have said that they know: %s", ", ".join(names), error)
+            joined = f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} joined"
+            logger.warning("%s, but not all trainers have said that they know: %s", joined, error)
             return
         if reason := _reason(faults, names):
             yield from self._send_away(names)
@@ -141,15 +142,14 @@ class Scaler:
         self._end_deal(parts)
         while working := [name for name in names if self._is_working(name)]:
             yield f"{', '.join(working)} finishing what was begun, then leaving"
-        self._before_end()
+        self._before_end(names)
         for name in names:
             crew.updaters.pop(name)
         try:
             yield from self._await_trainers(self._tell_trainers())
         except DeadlineExceeded as error:  # a trainer whose makers are all gone would give up
-            raise ScalingRefused(
-                f"{', '.join(names)} make nothing more, but stay until the run ends: {error}"
-            ) from error
+            still_there = "makes nothing more, but stays" if len(names) == 1 else "make nothing more, but stay"
+            raise ScalingRefused(f"{', '.join(names)} {still_there} until the run ends: {error}") from error
         crew.dismiss(names)
 
     def _begin_deal(self, *, joining: Sequence[str] = (), leaving: Sequence[str] = ()) -> dict[str, _Part]:

@@ -303,9 +303,14 @@ def test_missing_file_folder_and_encoding(tmp_path):
         load_config(tmp_path / "latin.toml")
 
 
-def test_the_error_names_the_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"1 setting is wrong in .*film-1\.toml:"):
-        load_config(write(tmp_path, MINIMAL), ["train.epochs=0"])
+def test_the_error_names_the_file_and_says_if_overrides_are_to_blame(tmp_path):
+    sound, unsound = write(tmp_path, MINIMAL), write(tmp_path, MINIMAL + "[train]\nepochs = 0\n", "film-2.toml")
+    with pytest.raises(
+        ConfigError, match=r"1 setting is wrong in .*film-1\.toml with the values of --set:\n  train.ep"
+    ):
+        load_config(sound, ["run.name=other", "train.epochs=0"])
+    with pytest.raises(ConfigError, match=r"1 setting is wrong in .*film-2\.toml:\n  train.epochs"):
+        load_config(unsound, ["run.name=other"])
 
 
 def test_dump_then_load_is_the_identity(tmp_path):

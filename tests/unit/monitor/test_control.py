@@ -47,12 +47,17 @@ def test_a_request_is_seen_once_worked_on_and_answered(running, tmp_path):
         request = running.new_request()
         if request is not None:
             seen.append(request.makers)
-            running.say(request_id=request.request_id, answer="working", message="waiting for maker-1")
+            running.begin(request)
+            running.say(message="waiting for maker-1")
         elif seen:
             running.say(answer="done", makers=3, message="")
 
     state = ask(tmp_path, 3, turn, on_progress=told.append)
-    assert (state.makers, seen, told) == (3, [3], ["waiting for maker-1", ""])
+    assert (state.makers, seen, told) == (
+        3,
+        [3],
+        ["the run has 1 maker; waiting for it to begin", "waiting for maker-1"],
+    )
     assert running.new_request() is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["control.json", "state.json"]
 
@@ -68,13 +73,63 @@ def test_what_was_asked_of_an_earlier_run_or_is_no_request_is_not_followed(tmp_p
     assert control.new_request() == MakersRequest("new", 2)
 
 
-def test_a_refusal_says_why(running, tmp_path):
+def test_a_refusal_says_why_once(running, tmp_path):
+    told = []
+
     def turn():
         if request := running.new_request():
-            running.say(request_id=request.request_id, answer="refused", message="no room")
+            running.begin(request)
+            running.say(answer="refused", message="no room")
 
     with pytest.raises(ScalingRefused, match="no room"):
-        ask(tmp_path, 3, turn)
+        ask(tmp_path, 3, turn, on_progress=told.append)
+    assert told == ["the run has 1 maker; waiting for it to begin"]
+
+
+def put_request(folder, request_id, makers):
+    (folder / "control.json").write_text(json.dumps({"request_id": request_id, "makers": makers}))
+
+
+def test_a_request_that_is_replaced_before_it_is_begun_ends_at_once(running, tmp_path):
+    running.begin(MakersRequest("first", 3))
+    running.say(message="waiting for maker-1")
+    turns, told = [], []
+
+    def turn():
+        turns.append(None)
+        put_request(tmp_path, "third", 2)
+
+    says = r"a later request, for 2 makers, took the place of this one, for 1 maker, .* not tried any more"
+    with pytest.raises(ScalingRefused, match=says):
+        ask(tmp_path, 1, turn, deadline_seconds=600, on_progress=told.append)
+    assert len(turns) == 2
+    assert told == [
+        "the run has 1 maker and is changing to 3 as was asked before (waiting for maker-1); waiting for that to end"
+    ]
+
+
+@pytest.mark.parametrize(("answer", "message"), [("done", ""), ("refused", "no room")])
+def test_a_request_that_is_worked_on_gets_its_answer_though_a_later_one_is_there(running, tmp_path, answer, message):
+    # The run has read ours just before it was replaced, and says so a turn later; it ends with ours and begins the
+    # later one between two looks at its state.
+    turns = []
+
+    def turn():
+        turns.append(running.new_request())
+        if len(turns) == 1:
+            put_request(tmp_path, "later", 2)
+        elif len(turns) == 2:
+            running.begin(turns[0])
+        elif len(turns) == 3:
+            running.say(answer=answer, message=message, makers=3)
+            running.begin(MakersRequest("later", 2))
+
+    if answer == "done":
+        assert ask(tmp_path, 3, turn).makers == 3
+    else:
+        with pytest.raises(ScalingRefused, match=r"^no room$"):
+            ask(tmp_path, 3, turn)
+    assert len(turns) == 3
 
 
 @pytest.mark.parametrize("makers", [0, -1, 65])
@@ -85,8 +140,10 @@ def test_numbers_that_no_run_can_have_are_refused_at_once(running, tmp_path, mak
 
 
 def test_a_folder_without_a_run_that_lives(tmp_path):
-    with pytest.raises(ConfigError, match=r"RUN_FOLDER must be .* which has no state.json"):
+    with pytest.raises(ConfigError, match=r"RUN_FOLDER must be .* which has no state.json.* still starting, try again"):
         ask(tmp_path, 2, lambda: None)
+    with pytest.raises(ConfigError, match=r"RUN_FOLDER must be .*nowhere', which does not exist"):
+        ask(tmp_path / "nowhere", 2, lambda: None)
     control = RunControl(tmp_path, makers=1)
     with pytest.raises(ConfigError, match="has ended: all is trained"):
         ask(tmp_path, 2, lambda: control.say(status="ended", message="all is trained"))
@@ -104,8 +161,18 @@ def test_a_run_elsewhere_that_has_gone_silent_is_taken_for_dead(running, tmp_pat
     running.say(host="elsewhere", pid=1)
     with pytest.raises(ConfigError, match=r"process 1 on elsewhere\) has said nothing for 60 s"):
         ask(tmp_path, 2, lambda: None, deadline_seconds=600)
-    with pytest.raises(DeadlineExceeded, match=r"waited 600 s .* to have 2 makers; it has 1: busy. It goes on trying"):
-        ask(tmp_path, 2, lambda: running.say(message="busy"), deadline_seconds=600)
+    with pytest.raises(DeadlineExceeded, match=r"waited 600 s .* to have 1 maker; it has 1: busy. It has not begun"):
+        ask(tmp_path, 1, lambda: running.say(message="busy"), deadline_seconds=600)
+
+
+def test_a_request_that_takes_too_long_goes_on(running, tmp_path):
+    def turn():
+        if request := running.new_request():
+            running.begin(request)
+        running.say(message="loading")
+
+    with pytest.raises(DeadlineExceeded, match=r"waited 600 s .* to have 2 makers; it has 1: loading. It goes on"):
+        ask(tmp_path, 2, turn, deadline_seconds=600)
 
 
 def test_a_slow_run_here_is_waited_for_until_the_deadline(running, tmp_path):

@@ -209,6 +209,13 @@ def test_spans_are_written_as_long_as_there_is_room(make_log, tmp_path, caplog):
     ]
 
 
+def test_that_a_maker_left_is_a_span_without_length(make_log, tmp_path):
+    log = make_log(spans_path=tmp_path / "spans.jsonl", max_spans=3)
+    log.left("maker-1")
+    row = json.loads((tmp_path / "spans.jsonl").read_text())
+    assert (row["actor"], row["what"], row["end"] - row["start"]) == ("maker-1", "leave", 0.0)
+
+
 def test_a_log_without_a_place_for_spans_writes_none(make_log, tmp_path):
     make_log().spans("maker-0", [Span("work", "generate", 1.0, 2.5, 4)])
     assert list(tmp_path.iterdir()) == []

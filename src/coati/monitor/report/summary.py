@@ -30,7 +30,7 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
         facts.append(("time, without start-up", format_seconds(times.elapsed)))
         if samples and times.elapsed > 0:
             facts.append(("samples per second", f"{samples / times.elapsed:,.1f}"))
-        facts.append((f"worked by the busiest actor ({times.busiest.actor})", f"{times.busiest.busy_share:.0%}"))
+        facts.append((f"worked by the busiest actor ({times.busiest.actor})", f"{times.busiest_share:.0%}"))
     return facts
 
 

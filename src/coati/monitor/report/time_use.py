@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import heapq
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from coati.monitor.report.folder import ActorSpan
-from coati.monitor.timeline import ACTIVITIES, WORK, Span
+from coati.monitor.timeline import ACTIVITIES, LEAVE, WORK, Span
 
 # A run begins when somebody does one of these for the first time; before that it starts up.
 _FIRST_WORK: Final = frozenset({"generate", "train", "wait_data"})
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ActorTime:
-    """What one actor did with its time in the window of the run."""
+    """What one actor did with its time: the window of the run, or the part of it in which the actor was there."""
 
     actor: str
     pieces: list[Piece]
@@ -36,6 +36,7 @@ class ActorTime:
     other_lanes: Mapping[str, list[Piece]]
     """What it did beside that."""
     elapsed: float
+    """Seconds in which it was there; shares are of these."""
 
     @functools.cached_property
     def seconds(self) -> dict[str, float]:
@@ -46,23 +47,23 @@ class ActorTime:
         return {what: seconds for what, seconds in totals.items() if seconds > 0}
 
     def share(self, *activities: str) -> float:
-        """The part of the window that went into these activities."""
+        """The part of its time that went into these activities."""
         spent = self.seconds
         return sum(spent.get(what, 0.0) for what in activities) / self.elapsed if self.elapsed > 0 else 0.0
 
     @property
     def busy_share(self) -> float:
-        """The part of the window in which it worked."""
+        """The part of its time in which it worked."""
         return self.share(*(what for what in self.seconds if not is_idle(what)))
 
     @property
     def idle_share(self) -> float:
-        """The part of the window in which it waited for a reason that is known."""
+        """The part of its time in which it waited for a reason that is known."""
         return self.share(*(what for what in self.seconds if is_idle(what)))
 
     @property
     def rest_share(self) -> float:
-        """The part of the window of which nothing is recorded: it was done already, or between two things."""
+        """The part of its time of which nothing is recorded: it was done already, or between two things."""
         return max(0.0, 1.0 - self.busy_share - self.idle_share)
 
 
@@ -82,20 +83,24 @@ class RunTimes:
     @property
     def busiest(self) -> ActorTime:
         """Whoever worked most: the run cannot be quicker than that actor."""
-        return max(self.actors, key=lambda actor: actor.busy_share)
+        return max(self.actors, key=lambda actor: actor.busy_share * actor.elapsed)
+
+    @property
+    def busiest_share(self) -> float:
+        """The part of the window, and not only of its own time, in which the busiest actor worked."""
+        return self.busiest.busy_share * self.busiest.elapsed / self.elapsed if self.elapsed > 0 else 0.0
 
     def verdict(self) -> str:
         """One or two sentences on what limits the run, and what to do about it."""
         trainers = [actor for actor in self.actors if "train" in actor.seconds]
         makers = [actor for actor in self.actors if "generate" in actor.seconds]
-        busiest = self.busiest
         if not trainers or not makers or trainers == makers:
-            return f"One process did everything in turn, for {busiest.busy_share:.0%} of the time: nothing overlapped."
-        lead = f"{busiest.actor} worked {busiest.busy_share:.0%} of the time, more than any other."
-        data = _mean(actor.share("wait_data") for actor in trainers)
-        weights = _mean(actor.share("wait_weights") for actor in makers)
-        room = _mean(actor.share("wait_room") for actor in makers)
-        rewards = _mean(actor.share("wait_rewards") for actor in makers)
+            return f"One process did everything in turn, for {self.busiest_share:.0%} of the time: nothing overlapped."
+        lead = f"{self.busiest.actor} worked {self.busiest_share:.0%} of the time, more than any other."
+        data = mean_share(trainers, lambda actor: actor.share("wait_data"))
+        weights = mean_share(makers, lambda actor: actor.share("wait_weights"))
+        room = mean_share(makers, lambda actor: actor.share("wait_room"))
+        rewards = mean_share(makers, lambda actor: actor.share("wait_rewards"))
         if data >= _NOTABLE_SHARE and rewards >= max(weights, _NOTABLE_SHARE):
             return (
                 f"{lead} Trainers waited for data ({data:.0%}) and makers for reward functions ({rewards:.0%}): those "
@@ -118,7 +123,7 @@ class RunTimes:
                 f"{lead} Makers waited for {cause} {max(weights, room):.0%} of the time: training is the limit. "
                 f"{fewer}, or a quicker training step, would help."
             )
-        rest = _mean(actor.rest_share for actor in makers)
+        rest = mean_share(makers, lambda actor: actor.rest_share)
         if rest >= _NOTABLE_SHARE:
             return (
                 f"{lead} Makers had nothing left to do for {rest:.0%} of it: training is the limit. More trainers, or "
@@ -127,8 +132,17 @@ class RunTimes:
         return f"{lead} Nobody waited long: makers and trainers are in balance."
 
 
+def mean_share(actors: Sequence[ActorTime], share: Callable[[ActorTime], float]) -> float:
+    """The mean of their shares, by the time that each of them was there."""
+    elapsed = sum(actor.elapsed for actor in actors)
+    return sum(share(actor) * actor.elapsed for actor in actors) / elapsed if elapsed > 0 else 0.0
+
+
 def run_times(spans: Sequence[ActorSpan]) -> RunTimes | None:
-    """Cut all spans to the window of the run; None if no span tells of work."""
+    """Cut all spans to the window of the run; None if no span tells of work.
+
+    An actor is there from its first span on, and until the run ends unless it says that it left.
+    """
     starts = [span.start for _, span in spans if span.what in _FIRST_WORK]
     if not starts:
         return None
@@ -138,9 +152,12 @@ def run_times(spans: Sequence[ActorSpan]) -> RunTimes | None:
         by_actor.setdefault(actor, {}).setdefault(span.lane, []).append(span)
     actors = []
     for actor in sorted(by_actor, key=_in_natural_order):
+        own = [span for found in by_actor[actor].values() for span in found]
+        came = max(start, min(span.start for span in own))
+        left = max(span.end for span in own) if any(span.what == LEAVE for span in own) else end
         lanes = {lane: pieces_of(found, start, end) for lane, found in by_actor[actor].items()}
         work = lanes.pop(WORK, [])
-        actors.append(ActorTime(actor=actor, pieces=work, other_lanes=lanes, elapsed=end - start))
+        actors.append(ActorTime(actor=actor, pieces=work, other_lanes=lanes, elapsed=max(0.0, left - came)))
     return RunTimes(start=start, end=end, actors=actors)
 
 
@@ -189,11 +206,6 @@ def label_of(what: str) -> str:
 def _append(pieces: list[Piece], piece: Piece) -> None:
     if piece.end > piece.start:
         pieces.append(piece)
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found) if found else 0.0
 
 
 def _in_natural_order(actor: str) -> tuple[list[str], list[int]]:
