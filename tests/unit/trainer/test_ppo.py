@@ -387,6 +387,7 @@ def test_a_batch_without_any_response_is_skipped(left, caplog):
         assert (batch.num_actions, batch.num_prompt_tokens) == (0, 3)
     metrics = learner.step(batch)
     assert metrics["train/tokens"] == 0.0
+    assert all(map(math.isfinite, metrics.values()))
     assert metrics["optim/skipped_batches"] == 1.0
     assert "0 response tokens" in caplog.text
     assert same_bits(weights(learner), before)  # Adam's momentum would have moved them
