@@ -109,10 +109,10 @@ def batch(step, num_samples=4):
 
 
 def rows_of(rank, world_size, step, num_samples=4):
-    """Uneven, and another way in every step: the ranks have different numbers of samples and of micro-batches."""
+    """Uneven, and another way in every step: other numbers of samples and micro-batches, and now and then none."""
     if world_size == 1:
         return slice(0, num_samples)
-    cut = 1 + step % (num_samples - 1)
+    cut = step % (num_samples + 1)
     return slice(0, cut) if rank == 0 else slice(cut, num_samples)
 
 

@@ -284,7 +284,7 @@ class Trainer:
             next_batch=self._next_batch,
             train=self._train,
             publish=self._publish,
-            agree=self._agree if self._in_step else bool,
+            **({"agree": self._agree} if self._in_step else {}),
         ).run(TOTAL_STEPS, UPDATE_STEPS, train_epochs=1)
 
     def remote(self, items):
@@ -315,8 +315,8 @@ class Trainer:
         self._run.scheduler.pause("a batch", lambda: self._batches)
         return self._batches.pop(0)
 
-    def _agree(self, vote):
-        self._votes.append(vote)
+    def _agree(self, has_data, is_stopped):
+        self._votes.append(has_data and not is_stopped)
         number = len(self._votes)
         everyone = self._run.trainers
         self._run.scheduler.pause("the others", lambda: all(len(one._votes) >= number for one in everyone))
@@ -506,6 +506,31 @@ def free_port():
         return one.getsockname()[1]
 
 
+def check_ranks_with_unequal_data(trainers, brake):
+    """Two ranks get 5 items and 1, and no more will come: both take all steps, and every item is trained on."""
+    before = ray.get([trainer.progress.remote() for trainer in trainers], timeout=PATIENCE)
+    num_steps_before = len(ray.get(brake.steps.remote(), timeout=PATIENCE))
+    amounts, version = [(0, 5), (5, 1)], before[0].version
+    for trainer, (first, count) in zip(trainers, amounts, strict=True):
+        fed = [item(index) for index in range(first, first + count)]
+        for one in fed:
+            one.policy_versions = torch.full_like(one.action_mask, version, dtype=torch.long)
+        ray.get(trainer.buffer_extend.remote(fed), timeout=PATIENCE)
+    # A rank that went alone would wait for the other until the strategy's timeout, and raise.
+    ray.get([trainer.fit.remote(100, UPDATE_STEPS, 2) for trainer in trainers], timeout=PATIENCE)
+    after = ray.get([trainer.progress.remote() for trainer in trainers], timeout=PATIENCE)
+    # The first rank has batches of 2, 2 and 1; the second one of 1 and none. All of it twice, in two episodes.
+    assert [one.num_batches - other.num_batches for one, other in zip(after, before, strict=True)] == [6, 6]
+    assert [one.num_samples - other.num_samples for one, other in zip(after, before, strict=True)] == [10, 2]
+    assert [one.version for one in after] == [version + 2] * 2
+    steps = ray.get(brake.steps.remote(), timeout=PATIENCE)[num_steps_before:]
+    assert Counter(index for ids, _, _ in steps for index in ids) == dict.fromkeys(range(6), 2)
+    pages = ray.get([trainer.records_since.remote(0) for trainer in trainers], timeout=PATIENCE)
+    losses = [[r["metrics"]["actor_loss"] for r in page.records if "actor_loss" in r["metrics"]] for page in pages]
+    assert len(losses[0]) == after[0].num_batches
+    assert losses[0] == losses[1]  # of the joined batch, on both
+
+
 @pytest.mark.timeout(280)
 def test_real_actors_held_at_random_keep_the_bound(cluster, keep, unique):
     num_makers, num_trainers, max_staleness = 2, 2, 1
@@ -569,3 +594,4 @@ def test_real_actors_held_at_random_keep_the_bound(cluster, keep, unique):
     progress = ray.get([maker.progress.remote() for maker in makers], timeout=PATIENCE)
     assert sum(one.num_delivered for one in progress) == len(trained)
     assert [one.state for one in progress] == ["finished"] * num_makers
+    check_ranks_with_unequal_data(trainers, brake)

@@ -1,12 +1,14 @@
 """Whole runs through the launcher: shares, groups, checkpoints, stops, failures, and what is left behind."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -14,14 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorDiedErrorContext, RayActorError
-from ray_testing import PATIENCE
+from ray_testing import PATIENCE, PlainMaker, PlainPPOTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coati.errors import ConfigError, PeerDied, RewardError, RunStopped
 from coati.monitor import read_jsonl
 from coati.monitor.report import read_run, run_times
 from coati.ray import cluster as cluster_module
-from coati.ray import launcher
+from coati.ray import crew, launcher
 from coati.ray.environment import apply_env_info
 from coati.ray.peers import death_reason
 from coati.ray.topology import first_updaters, makers_to_leave, trainer_for_newcomer
@@ -87,9 +89,61 @@ def check_times(folder):
     assert any("trainer/busy_share" in row for row in run.metrics)
 
 
-def test_three_makers_and_two_sharded_trainers_train_their_shares_and_save_on_the_way(run, make_config, tmp_path):
+class Witness:
+    """An actor of a run that tells more of itself: its environment, and the weight updates that reached it."""
+
+    def __init__(self, *args, **kwargs):
+        self._updates = []
+        super().__init__(*args, **kwargs)
+
+    def progress(self):
+        return SimpleNamespace(
+            **dataclasses.asdict(super().progress()), updates=self._updates, environment=dict(os.environ)
+        )
+
+
+@ray.remote(concurrency_groups={"experience_io": 1, "model_io": 1, "compute": 1})
+class WitnessMaker(Witness, PlainMaker):
+    @ray.method(concurrency_group="model_io")
+    def update_experience_maker(self, *args, update=None, **kwargs):
+        if update is not None:
+            self._updates.append((update.version, update.source.partition(" (")[0]))
+        super().update_experience_maker(*args, update=update, **kwargs)
+
+
+TRAINER_GROUPS = ("buffer_length", "buffer_append", "buffer_sample", "model_io", "compute")
+
+
+@ray.remote(concurrency_groups=dict.fromkeys(TRAINER_GROUPS, 1))
+class WitnessTrainer(Witness, PlainPPOTrainer):
+    pass
+
+
+@pytest.fixture
+def witnessed(run, monkeypatch):
+    """Runs with makers and trainers that tell more of themselves."""
+    monkeypatch.setattr(crew, "_MAKER", WitnessMaker)
+    monkeypatch.setattr(crew, "_TRAINER", WitnessTrainer)
+    return run
+
+
+GROUP_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def check_environment(progress, bare):
+    """The actors of a run have what a bare actor has, Ray's own variables, and what the ranks of a group meet by."""
+    assert "COATI_TEST_SECRET" in os.environ
+    for name, one in progress.items():
+        ours = {key for key, value in one.environment.items() if bare.get(key) != value and not key.startswith("RAY_")}
+        assert ours == (GROUP_VARIABLES if name.startswith("trainer") else set()), name
+
+
+def test_three_makers_and_two_sharded_trainers_train_their_shares_and_save_on_the_way(
+    witnessed, make_config, tmp_path, keep, monkeypatch
+):
+    monkeypatch.setenv("COATI_TEST_SECRET", "hush")  # after Ray was started
     config = make_config(makers=3, trainers=2, train={"total_steps": 3, "save_every": 2, "strategy": "gemini"})
-    progress = run(config)
+    progress = witnessed(config)
     for trainer in (progress[f"trainer-{rank}"] for rank in range(2)):
         assert (trainer.state, trainer.num_batches, trainer.num_samples, trainer.version) == (
             "finished",
@@ -99,7 +153,10 @@ def test_three_makers_and_two_sharded_trainers_train_their_shares_and_save_on_th
         )
     makers = [progress[f"maker-{index}"] for index in range(3)]
     assert [maker.num_delivered for maker in makers] == [4, 4, 4]
-    assert {maker.version for maker in makers} == {3}, "each maker is updated by one of the trainers"
+    assert {maker.version for maker in makers} == {3}
+    for index, maker in enumerate(makers):  # the first weights and three versions, each once and from one trainer
+        assert maker.updates == [(version, f"trainer {index % 2}") for version in range(4)]
+    check_environment(progress, ray.get(keep(Looker.remote()).environment.remote()))
     checkpoints = tmp_path / "out" / "checkpoints"
     assert [folder.name for folder in checkpoints.iterdir()] == ["version-2"]
     for folder in (checkpoints / "version-2", tmp_path / "model"):  # no trainer ever held the model whole

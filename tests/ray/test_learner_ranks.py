@@ -191,7 +191,8 @@ def test_corrections_for_age_see_the_joined_batch_too(alone, together, name):
     for seen in together:
         ours = seen[f"off-policy-{name}"]
         assert worker.furthest(ours["state"], expected["state"]) < 1e-6
-        assert ours["metrics"][0] == pytest.approx(expected["metrics"][0], rel=1e-9, abs=1e-12)
+        for step, tolerance in enumerate((1e-9, 1e-6, 1e-6)):  # rank 0 has no data in the first, and some in the others
+            assert ours["metrics"][step] == pytest.approx(expected["metrics"][step], rel=tolerance, abs=1e-12)
 
 
 def test_bytes_held_fall_as_each_strategy_claims(alone, together):

@@ -65,6 +65,21 @@ class Experience:
     # log-probs under the initial model, [B, A]; only where the KL penalty is a term of the loss.
     reference_log_probs: Tensor | None = None
 
+    @classmethod
+    def empty(cls) -> Self:
+        """No sample at all: what a rank without data passes to the learner while others have some."""
+        tokens, ids = torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, dtype=torch.long)
+        scores, floats = torch.zeros(0), torch.zeros(0, 1)
+        return cls(
+            *(tokens, floats, floats, scores, floats, floats, tokens, floats.bool()),
+            sample_ids=ids,
+            group_ids=ids,
+            policy_versions=floats.long(),
+            rollout_log_probs=floats,
+            temperatures=scores,
+            reference_log_probs=floats,
+        )
+
     @property
     def num_samples(self) -> int:
         """B."""

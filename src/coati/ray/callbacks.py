@@ -104,7 +104,10 @@ class TrainerCallback:
         """Run before a batch is learnt from; the batch has arrived."""
 
     def on_batch_end(self, metrics: dict[str, float], experience: Experience) -> None:
-        """Run after a batch was learnt from, with what the training step returned."""
+        """Run after a batch was learnt from, with what the training step returned.
+
+        The batch is empty in a trainer that has no data left, while others of its group have some.
+        """
 
     def on_update_start(self) -> None:
         """Run before new weights go to the makers."""

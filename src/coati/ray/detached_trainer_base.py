@@ -78,6 +78,7 @@ class DetachedTrainer(ABC):
         self._timeline = Timeline()
         self._stop = threading.Event()
         self._state = "idle"
+        self._is_exhausted = False  # whether this fit has seen the last of its data
         self._watch = MakerWatch((), self.deadlines)
         self._num_batches = 0
         self._num_samples = 0
@@ -101,7 +102,8 @@ class DetachedTrainer(ABC):
 
         The first epoch of an episode trains on batches as they come; further epochs go over them again in
         shuffled order. If all makers finish before that, what is left in the buffer is trained on and `fit`
-        ends. After `stop()` it ends at once, now and whenever it is called again.
+        ends; in a group, when no rank has anything left. After `stop()` it ends at once, now and whenever it is
+        called again.
         """
         loop = FitLoop(
             next_batch=self._next_batch,
@@ -110,11 +112,11 @@ class DetachedTrainer(ABC):
             finish=self._end_publishing,
             notify=self._notify,
             agree=self._agree,
-            look_ahead=lambda: self._buffer.look_ahead(self._prepared),
+            look_ahead=self._look_ahead,
             should_stop=self._stop.is_set,
             seed=self._seed,
         )
-        self._state = "fitting"
+        self._state, self._is_exhausted = "fitting", False
         leave_out_of_collections()
         self._timeline.take()  # what came before is nobody's time in the metrics of this fit
         self._watch = MakerWatch(self.maker_names, self.deadlines)
@@ -206,9 +208,13 @@ class DetachedTrainer(ABC):
     def _notify(self, hook: str, *args: Any) -> None:
         dispatch(self.callbacks, hook, *args)
 
-    def _agree(self, has_batch: bool) -> bool:
-        """One trainer decides alone; a group of ranks overrides this."""
-        return has_batch
+    def _agree(self, has_data: bool, is_stopped: bool) -> bool:
+        """Whether to take another step. One trainer decides alone; a group of ranks overrides this."""
+        return has_data and not is_stopped
+
+    def _look_ahead(self) -> None:
+        if not self._is_exhausted:
+            self._buffer.look_ahead(self._prepared)
 
     def _train_and_count(self, experience: Experience) -> dict[str, Any]:
         with self._timeline.span("train"):
@@ -236,8 +242,12 @@ class DetachedTrainer(ABC):
 
     def _next_batch(self) -> Experience | None:
         """Wait for a batch. None: a stop came, or all makers are finished and nothing is left."""
+        if self._is_exhausted:
+            return None
         with self._timeline.span("wait_data"):
-            return self._await_batch()
+            batch = self._await_batch()
+        self._is_exhausted = batch is None
+        return batch
 
     def _await_batch(self) -> Experience | None:
         started = time.monotonic()

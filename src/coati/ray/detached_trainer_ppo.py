@@ -308,9 +308,8 @@ class DetachedPPOTrainer(DetachedTrainer):
 
     def _next_batch(self) -> Experience | None:
         self._signals.begin(now=time.monotonic(), waited=self._timeline.total("wait_data"))
-        batch = super()._next_batch()
-        self._is_fresh = batch is not None
-        return batch
+        self._is_fresh = True  # without a batch too: ranks that have none take part in the step of the others
+        return super()._next_batch()
 
     def _prepared(self, batch: Experience) -> Experience:
         return self._move(super()._prepared(batch))
@@ -375,10 +374,11 @@ class DetachedPPOTrainer(DetachedTrainer):
             effective_samples=None if ess is None else ess_sum / num_ranks,
         )
 
-    def _agree(self, has_batch: bool) -> bool:
-        """All ranks train on a batch, or none: a rank that went alone would wait for the others for ever."""
+    def _agree(self, has_data: bool, is_stopped: bool) -> bool:
+        """All ranks take a step, or none: a rank that went alone would wait for the others for ever."""
         if self.strategy.world_size == 1:
-            return has_batch
+            return super()._agree(has_data, is_stopped)
         with self._timeline.span("wait_ranks"):
-            have = self.strategy.all_reduce_sum(torch.tensor(int(has_batch), device=self.strategy.device))
-            return int(have) == self.strategy.world_size
+            mine = torch.tensor([int(has_data), int(is_stopped)], device=self.strategy.device)
+            num_with_data, num_stopped = self.strategy.all_reduce_sum(mine).tolist()
+            return bool(num_with_data > 0 and num_stopped == 0)

@@ -19,13 +19,20 @@ def _no_hook(hook: str, *args: Any) -> None:
     """Nobody listens."""
 
 
+def _alone(has_data: bool, is_stopped: bool) -> bool:
+    """One rank decides for itself."""
+    return has_data and not is_stopped
+
+
 class FitLoop:
     """Consumes batches, trains on them, publishes weights. Waits only inside `next_batch`, `publish` and `finish`,
     which ends whatever publishing has begun.
 
-    `next_batch` returns None when no more data will come; `agree` lets the ranks of a group decide together
-    whether all of them go on and have a batch, so that none waits alone in a collective operation. `look_ahead` is
-    called before a batch is trained on if another fresh one will be asked for, so that it can be fetched meanwhile.
+    `next_batch` returns None when no more data will come. `agree(has_data, is_stopped)` lets the ranks of a group
+    decide together whether all of them take another step, so that none waits alone in a collective operation: as long
+    as some rank has data and none was stopped. A rank without data takes part with an empty batch, so that whatever
+    reached any rank is trained on. `look_ahead` is called before a batch is trained on if another fresh one will be
+    asked for, so that it can be fetched meanwhile.
     """
 
     def __init__(
@@ -36,7 +43,7 @@ class FitLoop:
         publish: Callable[[], None],
         finish: Callable[[], None] = lambda: None,
         notify: Callable[..., None] = _no_hook,
-        agree: Callable[[bool], bool] = bool,
+        agree: Callable[[bool, bool], bool] = _alone,
         look_ahead: Callable[[], None] = lambda: None,
         should_stop: Callable[[], bool] = lambda: False,
         seed: int = 0,
@@ -68,7 +75,7 @@ class FitLoop:
         self._notify("on_fit_start")
         num_done = 0
         self._num_wanted = total_steps
-        while num_done < total_steps and self._agree(not self._should_stop()):
+        while num_done < total_steps and self._agree(True, self._should_stop()):
             wanted = min(update_steps, total_steps - num_done)
             num_fresh = self._episode(self.num_episodes, wanted, train_epochs)
             num_done += num_fresh
@@ -104,11 +111,12 @@ class FitLoop:
         batches: list[Experience] = []
         for _ in range(num_batches):
             batch = self._next_batch()
-            if not self._agree(batch is not None):
+            if not self._agree(batch is not None, batch is None and self._should_stop()):
                 if batch is not None:
-                    logger.warning("dropped a batch of %d samples: another rank has no data left", batch.num_samples)
+                    logger.warning("dropped a batch of %d samples: another rank was stopped", batch.num_samples)
                 break
-            assert batch is not None
+            if batch is None:
+                batch = Experience.empty()
             self._num_wanted -= 1
             if self._num_wanted > 0 and not self._should_stop():
                 self._look_ahead()

@@ -23,6 +23,9 @@ from coati.errors import ConfigError
 from coati.experience_maker.base import Experience
 from coati.trainer.joined import StepNumbers
 
+# What `prepare` may write onto a batch.
+PREPARED_FIELDS = ("proximal_log_probs", "values", "advantages", "returns")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorrectionSettings:

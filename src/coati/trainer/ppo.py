@@ -22,7 +22,7 @@ from coati.models.value_head import packs
 from coati.trainer.joined import StepNumbers, explained_variance
 from coati.trainer.modes import checkpoint_activations, compile_blocks, is_random, make_optimizer, set_learning_mode
 from coati.trainer.objective import StepCounts, policy_objective
-from coati.trainer.off_policy import measure_off_policy, off_policy_metrics, prepare
+from coati.trainer.off_policy import PREPARED_FIELDS, measure_off_policy, off_policy_metrics, prepare
 from coati.trainer.schedule import make_schedule
 from coati.trainer.settings import PPOSettings
 from coati.trainer.strategies import Strategy
@@ -115,10 +115,12 @@ class PPOLearner:
         """Learn from one batch; returns metrics, `actor_loss` and, with a critic, `critic_loss` among them.
 
         With several ranks each passes its own batch, of any size; step and metrics are those of all of them joined.
+        A rank that has no data passes an empty batch (`Experience.empty()`).
         """
-        experience.validate()
-        experience.to_device(self.device)
-        experience = _with_some_column(experience)
+        given = experience
+        given.validate()
+        given.to_device(self.device)
+        experience = _with_some_row(_with_some_column(given))
         parts = self._micro_batches(experience)
         is_new = self.settings.correction.is_active and experience.proximal_log_probs is None
         if is_new and not self._is_prepared_by_its_pass:
@@ -146,11 +148,12 @@ class PPOLearner:
                     proximal_log_probs=torch.cat(passes),
                     values=experience.values,
                 )
-            norms = self._apply_gradients(experience, int(counts.tokens))
+            norms = self._apply_gradients(given, int(counts.tokens))
         finally:
             # Also when a pass raises: the next batch must not inherit half of this one's gradient.
             for optimizer in self.optimizers.values():
                 optimizer.zero_grad(set_to_none=True)
+        _hand_back(experience, given)
         return {**self._metrics(experience, mask, counts, numbers, norms), **rates}
 
     def _counts_and_advantages(self, experience: Experience, mask: Tensor) -> tuple[StepCounts, Tensor]:
@@ -327,6 +330,28 @@ def _with_some_column(experience: Experience) -> Experience:
     wider["attention_mask"] = F.pad(torch.ones_like(experience.sequences) if mask is None else mask, (0, 1))
     wider["action_mask"] = torch.zeros(experience.num_samples, 1, dtype=torch.bool, device=experience.sequences.device)
     return dataclasses.replace(experience, **wider)
+
+
+def _with_some_row(experience: Experience) -> Experience:
+    """The same samples, or one of zeros of which no token counts if there is none: every rank makes a pass."""
+    if experience.num_samples > 0:
+        return experience
+    rows = {name: tensor.new_zeros(1, *tensor.shape[1:]) for name, tensor in experience.tensors()}
+    rows["attention_mask"] = torch.ones_like(rows["sequences"])
+    rows["action_mask"] = torch.zeros_like(rows["action_log_probs"], dtype=torch.bool)
+    if experience.temperatures is not None:
+        rows["temperatures"] = torch.ones_like(rows["temperatures"])
+    return dataclasses.replace(experience, **rows)
+
+
+def _hand_back(prepared: Experience, given: Experience) -> None:
+    """Leave what `prepare` wrote on the batch that was given, for the epochs to come: ranks ask together, or never."""
+    if prepared is given or prepared.proximal_log_probs is None:
+        return
+    for name in PREPARED_FIELDS:
+        tensor = getattr(prepared, name)
+        if tensor is not None:
+            setattr(given, name, tensor[: given.num_samples, : given.num_actions])
 
 
 def _part_of(experience: Experience, rows: slice | None) -> Experience:

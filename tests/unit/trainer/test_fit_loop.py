@@ -15,10 +15,14 @@ def batch(number):
     return Experience(torch.zeros(1, 2), floats, floats, torch.zeros(1), floats, floats, None, None)
 
 
+def alone(has_data, is_stopped):
+    return has_data and not is_stopped
+
+
 class Recorder:
     """Hands out numbered batches and writes down everything that happens."""
 
-    def __init__(self, *, num_available=1000, agree=bool, should_stop=lambda: False, seed=0):
+    def __init__(self, *, num_available=1000, agree=alone, should_stop=lambda: False, seed=0):
         self.events = []
         self.trained = []
         self._numbers = iter(range(num_available))
@@ -139,12 +143,12 @@ def test_a_stop_in_the_middle_of_an_episode_is_called_a_stop(caplog):
     assert "training ends after 3 of 10 batches: it was stopped" in caplog.text
 
 
-def test_a_batch_that_the_other_ranks_do_not_match_is_dropped_with_a_warning(caplog):
+def test_a_batch_is_dropped_with_a_warning_if_another_rank_was_stopped(caplog):
     # Asked before each episode and for each batch: episode, batch 0, batch 1, and there another rank says no.
     answers = iter([True, True, False])
     asked = []
 
-    def agree(mine):
+    def agree(*mine):
         asked.append(mine)
         return next(answers)
 
@@ -152,21 +156,53 @@ def test_a_batch_that_the_other_ranks_do_not_match_is_dropped_with_a_warning(cap
     with caplog.at_level(logging.WARNING):
         assert recorder.loop.run(4, 4) == 1
     assert recorder.trained == [0]
-    assert asked == [True, True, True]
-    assert "dropped a batch of 1 samples: another rank has no data left" in caplog.text
+    assert asked == [(True, False)] * 3
+    assert "dropped a batch of 1 samples: another rank was stopped" in caplog.text
     assert recorder.events.count("publish") == 1
+
+
+def test_a_rank_without_data_takes_the_steps_of_the_others_with_empty_batches():
+    asked, sizes = [], []
+    others = iter([True] * 8 + [False])  # another rank has more data than we, and then none either
+
+    def agree(has_data, is_stopped):
+        asked.append((has_data, is_stopped))
+        return (has_data or next(others)) and not is_stopped
+
+    loop = FitLoop(
+        next_batch=lambda: batch(0) if len(asked) == 1 else None,
+        train=lambda experience: sizes.append(experience.num_samples) or {},
+        publish=lambda: sizes.append("publish"),
+        agree=agree,
+    )
+    assert loop.run(100, 2, 2) == 9
+    assert sorted(sizes[2:4]) == [0, 1]  # the second epoch has both again
+    assert [*sizes[:2], *sizes[4:]] == [1, 0, "publish", *[0, 0, 0, 0, "publish"] * 3, 0, 0, "publish"]
+    assert set(asked) == {(True, False), (False, False)}
+
+
+def test_a_stopped_rank_says_so_and_not_that_it_has_no_data():
+    asked = []
+
+    def agree(has_data, is_stopped):
+        asked.append((has_data, is_stopped))
+        return alone(has_data, is_stopped)
+
+    recorder = Recorder(num_available=1, agree=agree, should_stop=lambda: bool(recorder.trained))
+    assert recorder.loop.run(4, 4) == 1
+    assert asked == [(True, False), (True, False), (False, True)]
 
 
 def test_ranks_agree_on_a_stop_so_that_none_goes_on_alone():
     asked = []
 
-    def agree(mine):
+    def agree(*mine):
         asked.append(mine)
         return len(asked) < 3  # another rank was told to stop; this one was not
 
     recorder = Recorder(agree=agree)
     assert recorder.loop.run(4, 1) == 1
-    assert asked == [True, True, True]
+    assert asked == [(True, False)] * 3
     assert recorder.events[-1] == "fit_end"
 
 

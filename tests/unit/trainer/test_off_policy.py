@@ -183,6 +183,17 @@ def test_the_proximal_policy_is_asked_in_the_pass_itself_where_that_is_the_same(
     torch.testing.assert_close(batch.proximal_log_probs, expected.masked_fill(~mask, 0.0).detach(), atol=1e-12, rtol=0)
 
 
+def test_an_empty_batch_is_prepared_once_like_those_of_other_ranks(models):
+    # Ranks make the passes of a preparation together: in a second epoch none of them may want any.
+    learner = learner_of(models, policy="decoupled", estimator="vtrace")
+    batch = Experience.empty()
+    learner.step(batch)
+    assert batch.num_samples == 0
+    assert batch.proximal_log_probs.shape == batch.returns.shape == (0, 1)
+    learner._prepare = None
+    learner.step(batch)
+
+
 def test_vtrace_targets_are_the_critics_and_whitening_leaves_them_alone(models):
     batch = make_batch(models, shift=0.5)
     learner_of(models, estimator="vtrace").step(batch)

@@ -368,14 +368,18 @@ def test_an_empty_response_among_others_has_no_influence():
     assert furthest(weights(one), weights(other)) < 1e-12
 
 
-@pytest.mark.parametrize("has_column", [True, False])
-def test_a_batch_of_nothing_but_empty_responses_is_skipped(has_column, caplog):
+@pytest.mark.parametrize("left", ["columns", "rows", "shapes", "nothing"])
+def test_a_batch_without_any_response_is_skipped(left, caplog):
     learner = make_learner()
     learner.step(make_batch(0))
     before, state = weights(learner), optimizer_state(learner)
     batch = make_batch(1)
-    if has_column:
+    if left == "columns":
         batch.action_mask = torch.zeros_like(batch.action_mask)
+    elif left == "shapes":
+        batch = batch.select(slice(0, 0))
+    elif left == "nothing":
+        batch = Experience.empty()
     else:
         cut = {name: t[:, :0] for name, t in batch.tensors() if t.shape[1:] == batch.action_mask.shape[1:]}
         masks = {"sequences": batch.sequences[:, :3], "attention_mask": batch.attention_mask[:, :3]}
@@ -383,6 +387,7 @@ def test_a_batch_of_nothing_but_empty_responses_is_skipped(has_column, caplog):
         assert (batch.num_actions, batch.num_prompt_tokens) == (0, 3)
     metrics = learner.step(batch)
     assert metrics["train/tokens"] == 0.0
+    assert all(map(math.isfinite, metrics.values()))
     assert metrics["optim/skipped_batches"] == 1.0
     assert "0 response tokens" in caplog.text
     assert same_bits(weights(learner), before)  # Adam's momentum would have moved them
