@@ -112,7 +112,9 @@ class WorkLoop:
                     return _END
                 wait([prompts], timeout=_LOOK_SECONDS if self._pending else _SLICE_SECONDS)
                 self._finish_if_ready()
-            return prompts.result()
+        if prompts.exception() is not None:
+            self._finish_pending()  # it was made before the error
+        return prompts.result()
 
     def _admitted(self, wanted: int) -> int:
         """Issue samples, as soon as that may be, and say how many; 0 if something came between."""

@@ -376,7 +376,7 @@ def test_prompts_are_drawn_one_batch_ahead_and_no_further(llama):
 
 
 def test_an_error_of_the_next_prompts_comes_after_the_batch_before(llama):
-    rig = Rig(llama, lambda _: None)
+    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None)  # has no scores before somebody wants them
 
     def prompts():
         yield rig.batch(0)
