@@ -1,6 +1,8 @@
 """The native engine against the reference engine: same draws, same text, same log-probs, whatever the slots."""
 
+import dataclasses
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +21,11 @@ from transformers import (
 from coati.models import Actor, LoRASettings, action_logprobs
 from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
 from coati.rollout.native import NativeEngine, unsupported_reason
-from coati.rollout.native.columns import ColumnDecoder
+from coati.rollout.native.columns import ColumnDecoder, ColumnStep
+from coati.rollout.native.decoder import Decoder
 from coati.rollout.native.fused import FusedLinear
+from coati.rollout.native.loop import SlotLoop
+from coati.rollout.native.operations import TorchOperations
 
 SHAPE = {
     "vocab_size": 29,
@@ -77,6 +82,12 @@ def make_request(*, rows=9, max_new_tokens=7, commit_point=None, **options):
     )
 
 
+def rows_of(request, rows):
+    """Some rows of a request, as one of their own."""
+    parts = {name: getattr(request, name)[rows] for name in ("input_ids", "attention_mask", "sample_ids")}
+    return dataclasses.replace(request, **parts)
+
+
 def assert_same(found, expected):
     assert torch.equal(found.action_mask, expected.action_mask)
     real = expected.attention_mask.bool()
@@ -128,7 +139,7 @@ def test_log_probs_are_the_learners():
 def test_weights_that_are_written_into_the_model_count_from_the_next_token():
     new = {name: tensor.clone() for name, tensor in make_model("qwen2", seed=7).state_dict().items()}
 
-    def generate(engine_class):
+    def generate(engine_class, **settings):
         model, calls = make_model("qwen2"), []
 
         def commit_point():
@@ -138,11 +149,12 @@ def test_weights_that_are_written_into_the_model_count_from_the_next_token():
                     tensor.copy_(new[name])
             return 5 if len(calls) >= 3 else 4
 
-        return engine_class(model).generate(make_request(commit_point=commit_point, eos_token_id=[]))
+        return engine_class(model, **settings).generate(make_request(commit_point=commit_point, eos_token_id=[]))
 
-    found, expected = generate(NativeEngine), generate(ReferenceEngine)
+    expected = generate(ReferenceEngine)
     assert expected.token_versions[0].tolist() == [4, 4, 4, 5, 5, 5, 5]
-    assert_same(found, expected)
+    for by_columns in (True, False):
+        assert_same(generate(NativeEngine, by_columns=by_columns), expected)
 
 
 def test_adapters_count_and_loading_a_model_anew_is_noticed():
@@ -253,3 +265,105 @@ def test_long_texts_are_for_slots():
     decoder = ColumnDecoder(make_model("llama"))
     assert decoder.suits_columns(256)
     assert not decoder.suits_columns(257)
+
+
+@pytest.mark.parametrize("by_columns", [True, False])
+def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_once(by_columns, monkeypatch):
+    calls = {"prompts": [], "steps": 0}
+    prefill, decode, step_columns = Decoder.prefill, Decoder.decode, ColumnStep.__call__
+
+    def counted_prefill(self, tokens, *arguments):
+        calls["prompts"].append(len(tokens))
+        return prefill(self, tokens, *arguments)
+
+    def counted(step):
+        def count(*arguments, **kwargs):
+            calls["steps"] += 1
+            return step(*arguments, **kwargs)
+
+        return count
+
+    monkeypatch.setattr(Decoder, "prefill", counted_prefill)
+    monkeypatch.setattr(Decoder, "decode", counted(decode))
+    monkeypatch.setattr(ColumnStep, "__call__", counted(step_columns))
+    model = make_model("llama")
+
+    # Two at a time: while the first writes 7 tokens, the other slot has room for all the others.
+    rollout = NativeEngine(model, num_slots=2, by_columns=by_columns).generate(
+        rows_of(make_request(rows=12), [4, 0, 2, 9])
+    )
+    assert rollout.action_mask.sum(dim=1).tolist() == [7, 3, 1, 3]
+    assert calls["steps"] == 6  # and one token of each by reading its prompt
+    calls["prompts"].clear()
+
+    group = dataclasses.replace(rows_of(make_request(), [0] * 8), sample_ids=torch.arange(8))
+    NativeEngine(model, by_columns=by_columns).generate(group)
+    assert calls["prompts"] == [1]
+
+
+class ReplayedLoop(SlotLoop):
+    """The loop as on a GPU, but for its graphs, which compute their step anew."""
+
+    def __init__(self, *arguments, **sizes):
+        super().__init__(*arguments, **sizes)
+        self._is_captured = True
+
+    def _captured(self, step):
+        return SimpleNamespace(replay=step)
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    monkeypatch.setattr("coati.rollout.native.engine.SlotLoop", ReplayedLoop)
+    monkeypatch.setattr("coati.rollout.native.loop.STEPS_PER_LOOK", 3)
+    monkeypatch.setattr("coati.rollout.native.loop._POSITION_STEP", 3)
+
+
+def test_with_a_look_every_few_tokens_it_writes_the_same(replayed):
+    model, request = make_model("llama"), make_request(rows=12)
+    expected = ReferenceEngine(model).generate(request)
+    for num_slots in (2, 4, 8):
+        assert_same(NativeEngine(model, num_slots=num_slots, by_columns=False).generate(request), expected)
+
+
+def test_there_are_few_graphs_whatever_the_sizes_of_requests(replayed):
+    model = make_model("llama")
+    engine = NativeEngine(model, num_slots=11, by_columns=False)
+    for count in (11, 7, 5):
+        request = rows_of(make_request(rows=12), range(count))
+        assert_same(engine.generate(request), ReferenceEngine(model).generate(request))
+    sizes, lengths, *_ = map(set, zip(*engine._loop._graphs, strict=True))
+    assert {8, 11} < sizes <= {1, 2, 4, 8, 11}
+    assert lengths == {9, 12}
+
+
+def test_a_graph_of_kernels_does_for_all_lengths(replayed, monkeypatch):
+    # Of kernels the loop needs to know only that they do without.
+    monkeypatch.setattr("coati.rollout.native.loop.TritonOperations", TorchOperations)
+    engine = NativeEngine(make_model("llama"), num_slots=4, by_columns=False)
+    engine.generate(make_request())
+    assert {length for _, length, *_ in engine._loop._graphs} == {12}
+
+
+def test_biases_of_every_product_count():
+    from transformers import LlamaConfig
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)
+    expected = ReferenceEngine(model).generate(make_request())
+    for by_columns in (True, False):
+        assert_same(NativeEngine(model, by_columns=by_columns).generate(make_request()), expected)
+
+
+def test_a_request_larger_than_those_before_gets_more_room():
+    model = make_model("llama")
+    small, many_rows, long = (make_request(max_new_tokens=num_tokens) for num_tokens in (2, 2, 4))
+    more_tokens = rows_of(make_request(max_new_tokens=3), [1, 2, 3])  # of shorter prompts, so in no more positions
+    for by_columns in (True, False):
+        engine = NativeEngine(model, num_slots=3, by_columns=by_columns)
+        for request in (rows_of(small, range(4)), many_rows, more_tokens, long):
+            assert_same(engine.generate(request), NativeEngine(model, by_columns=by_columns).generate(request))

@@ -10,6 +10,7 @@ from ray_testing import PATIENCE, QUICK, Background, Gate, Sink, items, parcels,
 from coati.deadlines import Deadlines
 from coati.errors import ActorNotFound, DataError, DeadlineExceeded, PeerDied
 from coati.ledger import DeliveryLog, WorkShare
+from coati.monitor.timeline import Timeline
 from coati.ray.delivery import ItemSender
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -81,7 +82,8 @@ def test_a_trainer_name_that_does_not_exist_is_named(sinks):
 def test_no_more_sends_are_open_than_allowed(keep, unique):
     gate, name = keep(Gate.remote()), unique("slow")
     slow = keep(Sink.options(name=name).remote(gate, hold_from=0))
-    sender = make_sender([name], max_in_flight=2)
+    timeline = Timeline()
+    sender = make_sender([name], max_in_flight=2, timeline=timeline)
     wants_room = threading.Event()
     await_oldest = sender._await_oldest
 
@@ -101,6 +103,7 @@ def test_no_more_sends_are_open_than_allowed(keep, unique):
     third.result()
     sender.flush()
     assert ray.get(slow.sample_ids.remote()) == [0, 1, 2]
+    assert [span.what for span in timeline.since(0).records] == ["wait_room"] * 3  # one by one, two of them at the end
 
 
 def test_after_a_stop_a_full_trainer_does_not_hold_the_maker(keep, unique):

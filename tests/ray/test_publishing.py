@@ -77,6 +77,7 @@ def test_a_step_is_learnt_while_the_makers_verify_the_one_before_and_never_two_a
     records = [record for record in trainer.records_since(0).records if "weights/bytes" in record["metrics"]]
     assert [(record["version"], record["batch"]) for record in records] == [(1, 1), (2, 2), (3, 3)]
     assert all(record["metrics"]["weights/bytes"] == 7 for record in records)
+    assert records[2]["metrics"]["wait/delivery_seconds"] > 0  # until version 2 could go out
 
 
 def test_fit_ends_when_its_last_version_has_been_verified(trainer, makers):

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Between two looks at whether the scores of a pending batch are there, while something else is waited for.
 _LOOK_SECONDS: Final = 0.02
+# Between two looks at whether a stop came, while prompts are waited for and nothing is pending.
+_SLICE_SECONDS: Final = 0.5
 _END: Final = object()
 
 
@@ -100,12 +102,19 @@ class WorkLoop:
         return self._should_stop() or self._pipeline.is_done
 
     def _waited_for(self, prompts: "Future[Any]") -> Any:
-        """Prompts that are being drawn. They may come from somebody who waits for what is pending."""
+        """Prompts that are being drawn; the end if a stop comes first.
+
+        They may come from somebody who waits for what is pending.
+        """
         with self._timeline.span("wait_prompts"):
             while not prompts.done():
-                wait([prompts], timeout=_LOOK_SECONDS if self._pending else None)
+                if self._should_stop():
+                    return _END
+                wait([prompts], timeout=_LOOK_SECONDS if self._pending else _SLICE_SECONDS)
                 self._finish_if_ready()
-            return prompts.result()
+        if prompts.exception() is not None:
+            self._finish_pending()  # it was made before the error
+        return prompts.result()
 
     def _admitted(self, wanted: int) -> int:
         """Issue samples, as soon as that may be, and say how many; 0 if something came between."""

@@ -96,6 +96,8 @@ METRICS: Final[Mapping[str, str]] = MappingProxyType(
         "wait/data_share": "Share of the last version's time that the trainer waited for data.",
         "wait/ranks_seconds": "Time the trainer waited for the other ranks of its group before a batch, in the last "
         "version.",
+        "wait/delivery_seconds": "Time the trainer waited to send new weights, because makers had not verified those "
+        "before, in the last version.",
         "wait/room_seconds": "Time makers waited for room in a trainer's buffer, over all of them.",
         "wait/room_share": "Share of their time that makers waited for room.",
         "wait/weights_seconds": "Time makers waited for weights, over all of them.",

@@ -212,4 +212,5 @@ def trainer_metrics(use: TimeUse) -> dict[str, float]:
         "trainer/train_seconds": use.seconds.get("train", 0.0),
         "trainer/busy_share": use.share("train"),
         "wait/ranks_seconds": use.seconds.get("wait_ranks", 0.0),
+        "wait/delivery_seconds": use.seconds.get("wait_delivery", 0.0),
     }

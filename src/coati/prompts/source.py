@@ -47,11 +47,13 @@ class PromptSource:
         self._iterator: Iterator[Any] | None = None
         self._next_position = 0
         self._skipped_before: Counter[str] = Counter()
+        self._counting = threading.Lock()  # of the loader and what those before it skipped; never held while drawing
 
     @property
     def skipped(self) -> Counter[str]:
         """What all loaders so far have skipped, by reason, where they count it (as `PromptStream` does)."""
-        return self._skipped_before + Counter(getattr(self._loader, "skipped", {}))
+        with self._counting:
+            return self._skipped_before + Counter(getattr(self._loader, "skipped", {}))
 
     def batches(self, loader_fn: LoaderFn, num_epochs: int = 1, num_steps: int = 0) -> Iterator[Any]:
         """`num_steps` batches of as many passes as it takes, or else `num_epochs` passes over `loader_fn()`."""
@@ -93,9 +95,10 @@ class PromptSource:
             if not self._await_switch():
                 return None
             if self._iterator is None:
-                self._skipped_before = self.skipped
-                self._loader = self._loader_fn()
-                self._iterator = iter(self._loader)
+                loader, skipped = self._loader_fn(), self.skipped
+                with self._counting:
+                    self._loader, self._skipped_before = loader, skipped
+                self._iterator = iter(loader)
             batch = next(self._iterator, None)
             group_ids = batch.get("group_ids") if isinstance(batch, Mapping) else None
             if group_ids is not None:

@@ -23,7 +23,11 @@ class RolloutRequest:
     version: int = 0
     """Version of the weights that generation starts with."""
     commit_point: Callable[[], int] | None = None
-    """Called after each token: the model may take new weights here, and the next token is by the version returned."""
+    """Called between two tokens: the model may take new weights here, and the next token is by the version returned.
+
+    On a CPU that is after each token, on a GPU the native engine comes here every few tokens. New weights are written
+    into the memory that holds the old ones.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import threading
+from concurrent.futures import wait
 
 import pytest
 
 from coati.errors import RewardError
-from coati.experience_maker import NaiveExperienceMaker
+from coati.experience_maker import NaiveExperienceMaker, work_loop
 from coati.experience_maker.lock_step import LeadingMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
@@ -258,11 +259,19 @@ def test_a_dropped_sample_of_the_last_batch_is_made_up_for(llama):
 
 
 def test_a_sample_dropped_when_all_others_are_made_is_made_up_for(llama):
-    rig = Rig(
-        llama,
-        lambda first: rig.finishing.wait(SECONDS) and ([float("nan"), 1.0] if first == 2 else None),
-        share=share(4),
-    )
+    # All are issued, and nobody hears of the missing reward before somebody wants that very batch.
+    wanted = {0: threading.Event(), 2: threading.Event(), 4: threading.Event()}
+
+    def reward(first):
+        assert wanted[first].wait(SECONDS)
+        return {0: [1.0, 1.0], 2: [float("nan"), 1.0], 4: [1.0]}[first]
+
+    def finish(unfinished):
+        wanted[int(unfinished.experience.sample_ids[0])].set()
+        return finish_it(unfinished)
+
+    rig = Rig(llama, reward, share=share(4))
+    finish_it, rig.finish = rig.finish, finish
     rig.run(9)
     assert sorted(rig.sent) == [0, 1, 3, 4]
     assert rig.pipeline.counts.made == 4
@@ -325,6 +334,26 @@ def test_prompts_may_wait_for_what_is_pending(llama):
     ]
 
 
+def test_a_stop_ends_the_wait_for_prompts_that_do_not_come(llama, monkeypatch):
+    run_is_over, answers = threading.Event(), []
+
+    def prompts():
+        yield rig.batch(0)
+        answers.append(run_is_over.wait(SECONDS))
+
+    def wait_and_stop(futures, timeout):
+        rig.should_stop = rig.sent != []  # from inside the wait, with nothing pending
+        return wait(futures, timeout)
+
+    monkeypatch.setattr(work_loop, "wait", wait_and_stop)
+    monkeypatch.setattr(work_loop, "_SLICE_SECONDS", 0.001)
+    rig = Rig(llama, lambda _: None)
+    rig.run(prompts=prompts())
+    assert answers == []
+    assert rig.sent == [0, 1]
+    run_is_over.set()
+
+
 def test_prompts_are_drawn_one_batch_ahead_and_no_further(llama):
     drawn, asked = [], [threading.Event() for _ in range(4)]
     seen = {}
@@ -347,7 +376,7 @@ def test_prompts_are_drawn_one_batch_ahead_and_no_further(llama):
 
 
 def test_an_error_of_the_next_prompts_comes_after_the_batch_before(llama):
-    rig = Rig(llama, lambda _: None)
+    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None)  # has no scores before somebody wants them
 
     def prompts():
         yield rig.batch(0)

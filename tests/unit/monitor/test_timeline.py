@@ -143,8 +143,13 @@ def test_metrics_of_two_makers_add_up():
 
 
 def test_metrics_of_a_trainer():
-    metrics = trainer_metrics(TimeUse(8.0, {"train": 6.0, "wait_ranks": 0.5}))
-    assert metrics == {"trainer/train_seconds": 6.0, "trainer/busy_share": 0.75, "wait/ranks_seconds": 0.5}
+    metrics = trainer_metrics(TimeUse(8.0, {"train": 6.0, "wait_ranks": 0.5, "wait_delivery": 0.25}))
+    assert metrics == {
+        "trainer/train_seconds": 6.0,
+        "trainer/busy_share": 0.75,
+        "wait/ranks_seconds": 0.5,
+        "wait/delivery_seconds": 0.25,
+    }
 
 
 def test_every_metric_is_in_the_table_and_every_wait_is_idle():

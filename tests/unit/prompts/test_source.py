@@ -30,12 +30,15 @@ def test_it_says_which_position_nobody_has_drawn():
     assert positions == [7, 7, 7]
 
 
-def test_what_was_skipped_adds_up_over_loaders():
-    class Loader(list):
-        def __init__(self, batches):
-            super().__init__(batches)
-            self.skipped = Counter({"no tokens": 2})
+class Loader(list):
+    """Batches, of which two prompts were skipped."""
 
+    def __init__(self, batches):
+        super().__init__(batches)
+        self.skipped = Counter({"no tokens": 2})
+
+
+def test_what_was_skipped_adds_up_over_loaders():
     source = PromptSource("m")
     batches = source.batches(lambda: Loader([1, 2]))
     next(batches)
@@ -43,6 +46,35 @@ def test_what_was_skipped_adds_up_over_loaders():
     source.switch(lambda: Loader([3]))
     assert list(batches) == [3]
     assert source.skipped == {"no tokens": 4}
+
+
+def test_while_a_loader_is_made_the_one_before_counts_once():
+    seen = []
+
+    def make_loader():
+        seen.append(source.skipped["no tokens"])
+        return Loader([1])
+
+    source = PromptSource("m")
+    assert list(source.batches(make_loader, num_epochs=3)) == [1, 1, 1]
+    assert seen == [0, 2, 4]
+
+
+def test_what_was_skipped_can_be_asked_while_a_batch_is_drawn():
+    asked, drawn = threading.Event(), threading.Event()
+
+    def loader():
+        drawn.set()
+        yield asked.wait(60)
+
+    source, got = PromptSource("m"), []
+    thread = threading.Thread(target=lambda: got.extend(source.batches(loader)))
+    thread.start()
+    assert drawn.wait(60)
+    assert source.skipped == {}
+    asked.set()
+    thread.join(timeout=60)
+    assert got == [True]
 
 
 def test_nothing_is_drawn_while_it_is_held():

@@ -61,10 +61,8 @@ class ColumnLoop:
                 else:
                     columns.step(sheet, version)
             if request.commit_point is not None:
-                # Weights change in place; the cache stays.
-                old, version = version, request.commit_point()
-                if version != old:
-                    self._decoder.find_weights()
+                # Weights change in place, where the columns read them; the cache stays.
+                version = request.commit_point()
         rollout = sheet.rollout(request, work)
         self._is_clean = bool(rollout.rollout_log_probs.isfinite().all())
         return rollout

@@ -26,7 +26,7 @@ from coati.rollout.sampling import inverse_cdf, score_processors
 
 # Tokens between two looks of the host at a GPU. A sample that ends in between wastes at most so many steps of a slot.
 STEPS_PER_LOOK = 8
-# Attention reads the cache up to a multiple of this, so that few lengths need a graph.
+# Attention by torch reads the cache up to a multiple of this, so that few lengths need a graph.
 _POSITION_STEP = 128
 
 
@@ -68,7 +68,7 @@ class SlotLoop:
         self._pages.begin(work)
         self._slots.alive.zero_()
         self._version.fill_(request.version)
-        count = 0  # the first so many slots are in use
+        count = 0  # beyond the first so many slots none is in use
         longest = 0  # every living slot's position lies below
         while True:
             alive = self._slots.alive[:count].tolist()
@@ -101,28 +101,30 @@ class SlotLoop:
         mine.alive[slots] = ~is_end & (request.max_new_tokens > 1)
 
     def _packed(self, alive: list[bool], count: int) -> int:
-        """Move the living slots to the front where that lets fewer be computed; how many are in use then.
+        """Move the living slots to the front where that lets fewer be computed; how many are computed then.
 
-        Graphs exist for few sizes, so there the number is halved until it fits.
+        Graphs exist for few sizes: powers of two, and all slots. So there the living get company of slots without a
+        sample, which write where nobody reads.
         """
-        num_alive = smaller = sum(alive)
+        num_alive = size = sum(alive)
         if self._is_captured:
-            smaller = count
-            while smaller % 2 == 0 and smaller // 2 >= num_alive:
-                smaller //= 2
-        if smaller < count:
+            size = min(1 << (num_alive - 1).bit_length(), self._num_slots)
+        if size < count:
             living = torch.tensor([slot for slot, lives in enumerate(alive) if lives], device=self._slots.rows.device)
             for tensor in (*self._cache.keys, *self._cache.values, *self._slots.tensors()):
                 tensor[:num_alive] = tensor[living]
             self._slots.alive[num_alive:] = False
-        return smaller
+        return size
 
     def _run(self, num_steps: int, count: int, longest: int, sampler: "_Sampler", max_new_tokens: int) -> None:
         if not self._is_captured:
             for _ in range(num_steps):
                 self._step(count, longest, sampler, max_new_tokens)
             return
-        length = min(self._num_positions, -(-longest // _POSITION_STEP) * _POSITION_STEP)
+        length = self._num_positions
+        # Kernels read as far as each slot's position says, torch as far as it is told.
+        if not isinstance(self._decoder.operations, TritonOperations):
+            length = min(length, -(-longest // _POSITION_STEP) * _POSITION_STEP)
         key = (count, length, max_new_tokens, sampler.key)
         if key not in self._graphs:
             # The sampler stays with the graph, which goes on reading its tensors.
