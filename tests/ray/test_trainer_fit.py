@@ -157,11 +157,14 @@ def test_when_makers_are_finished_the_last_partial_batch_is_trained_on(make_trai
 
 def test_makers_that_die_while_fit_waits_are_an_error(make_trainer, fake_maker):
     name, maker = fake_maker
-    trainer = make_trainer([name])
-    fit = Background(trainer.fit, 1, 1)
-    ray.kill(maker)
+
+    class Killer(TrainerCallback):
+        def on_episode_start(self, episode):  # fit has seen the maker, and begins to wait
+            ray.kill(maker)
+
+    trainer = make_trainer([name], callbacks=[Killer()])
     with pytest.raises(PeerDied, match=f"every maker is gone \\({name} is gone\\)"):
-        fit.result()
+        trainer.fit(1, 1)
     assert trainer.progress().state == "failed"
 
 
