@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -85,19 +85,19 @@ class LowLevelZeroStrategy(DDPStrategy):
         owners = assign_owners([p.numel() for p in parameters_of(optimizer)], self.world_size)
         self._owners[optimizer] = owners
         hidden: dict[Tensor, Tensor | None] = {}
-        on_host = _OnHost() if self._cpu_offload and self.device.type != "cpu" else None
+        on_host = _HostStep() if self._cpu_offload and self.device.type != "cpu" else None
 
         def hide_foreign_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
             # torch's optimizers skip parameters without a gradient, and make no state for them.
             for parameter, owner in zip(parameters_of(optimizer), owners, strict=True):
                 if owner != self.rank:
                     hidden[parameter], parameter.grad = parameter.grad, None
-                elif on_host is not None and parameter.grad is not None:
-                    on_host.bring(parameter, optimizer.state[parameter])
+            if on_host is not None:
+                on_host.begin(optimizer, [p for p in parameters_of(optimizer) if p.grad is not None])
 
         def share_updates(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
             if on_host is not None:
-                on_host.bring_back()
+                on_host.end(optimizer)
             for parameter, grad in hidden.items():
                 parameter.grad = grad
             hidden.clear()
@@ -138,32 +138,41 @@ class LowLevelZeroStrategy(DDPStrategy):
             yield StateEntry(index=index, key=key, value=tensor.cpu())
 
 
-class _OnHost:
-    """Parameters that are in host memory for the length of an optimizer step, and their state for good."""
+class _HostStep:
+    """An optimizer step on copies in host memory, where the state stays.
+
+    The copies stand in for the parameters in the optimizer for the length of the step. The parameters themselves stay
+    where they are: one whose device changed would lose the hooks that exchange its gradient.
+    """
 
     def __init__(self) -> None:
-        self._on_device: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._copies: dict[Tensor, Tensor] = {}
 
-    def bring(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Let the optimizer find copies of a parameter and its gradient in host memory, and its state there."""
-        values, grad = parameter.data, parameter.grad
-        assert grad is not None
-        self._on_device[parameter] = (values, grad)
-        parameter.grad = None  # it must be where the parameter is, so it goes first and comes last
-        parameter.data = values.to("cpu", copy=True)
-        parameter.grad = grad.to("cpu", copy=True)
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                state[key] = value.cpu()
+    def begin(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+        """Let the optimizer find copies of these parameters, which have gradients, and their state beside them."""
+        for parameter in parameters:
+            assert parameter.grad is not None
+            copy = parameter.detach().to("cpu", copy=True)
+            copy.grad = parameter.grad.to("cpu")
+            self._copies[parameter] = copy
+            if state := optimizer.state.pop(parameter, None):
+                is_tensor = {key: isinstance(value, Tensor) for key, value in state.items()}
+                optimizer.state[copy] = {key: value.cpu() if is_tensor[key] else value for key, value in state.items()}
+        _replace(optimizer, self._copies)
 
-    def bring_back(self) -> None:
-        """Write the new values to where the parameters were, and leave them there."""
-        for parameter, (values, grad) in self._on_device.items():
-            values.copy_(parameter.data)
-            parameter.grad = None
-            parameter.data = values
-            parameter.grad = grad
-        self._on_device.clear()
+    def end(self, optimizer: Optimizer) -> None:
+        """Write the new values into the parameters, and let the optimizer have those again."""
+        for parameter, copy in self._copies.items():
+            parameter.detach().copy_(copy)
+            if state := optimizer.state.pop(copy, None):
+                optimizer.state[parameter] = state
+        _replace(optimizer, {copy: parameter for parameter, copy in self._copies.items()})
+        self._copies.clear()
+
+
+def _replace(optimizer: Optimizer, others: Mapping[Tensor, Tensor]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
 
 
 @dataclass(frozen=True, kw_only=True)
