@@ -29,7 +29,7 @@ def weight_names(folder: Path) -> frozenset[str]:
     """Names of the weights in its safetensors files; empty where there are none to be read."""
     if names := _read_json(folder / _INDEX).get("weight_map"):
         return frozenset(names)
-    return frozenset(_header(folder / _WEIGHTS)) - {_METADATA}
+    return frozenset(_header(folder / _WEIGHTS)[0]) - {_METADATA}
 
 
 def divisible_counts(folder: Path) -> dict[str, int]:
@@ -67,32 +67,30 @@ def _file_problem(path: Path) -> str:
     """A file that is there has a header, and as many bytes as its header says."""
     if not path.is_file():
         return f"which lacks {path.name}"
-    header = _header(path)
+    header, data_start = _header(path)
     places = [entry.get("data_offsets") for name, entry in header.items() if name != _METADATA]
     ends = [place[1] for place in places if isinstance(place, list) and len(place) == 2]
     if not header or len(ends) < len(places):
         return f"whose {path.name} is no safetensors file, or torn"
-    expected = 8 + _header_length(path) + max(ends, default=0)
+    expected = data_start + max(ends, default=0)
     if (size := path.stat().st_size) != expected:
         return f"whose {path.name} is torn: it has {size:,} bytes, and its header speaks of {expected:,}"
     return ""
 
 
-def _header(path: Path) -> dict[str, dict[str, Any]]:
-    """A safetensors file begins with the length of its header, which has an entry for each tensor; empty if not."""
+def _header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """What a safetensors file says of each tensor, and where the tensors begin; nothing if it is none.
+
+    The file begins with the length of that header.
+    """
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length)) if length <= _LARGEST_HEADER else {}
     except (OSError, struct.error, ValueError):
-        return {}
+        return {}, 0
     is_one = isinstance(header, dict) and all(isinstance(entry, dict) for entry in header.values())
-    return header if is_one else {}
-
-
-def _header_length(path: Path) -> int:
-    with path.open("rb") as file:
-        return int.from_bytes(file.read(8), "little")
+    return (header, 8 + length) if is_one else ({}, 0)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

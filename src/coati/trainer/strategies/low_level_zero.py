@@ -156,8 +156,7 @@ class _HostStep:
             copy.grad = parameter.grad.to("cpu")
             self._copies[parameter] = copy
             if state := optimizer.state.pop(parameter, None):
-                is_tensor = {key: isinstance(value, Tensor) for key, value in state.items()}
-                optimizer.state[copy] = {key: value.cpu() if is_tensor[key] else value for key, value in state.items()}
+                optimizer.state[copy] = {key: _on_host(value) for key, value in state.items()}
         _replace(optimizer, self._copies)
 
     def end(self, optimizer: Optimizer) -> None:
@@ -168,6 +167,10 @@ class _HostStep:
                 optimizer.state[parameter] = state
         _replace(optimizer, {copy: parameter for parameter, copy in self._copies.items()})
         self._copies.clear()
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _replace(optimizer: Optimizer, others: Mapping[Tensor, Tensor]) -> None:
