@@ -1,0 +1,154 @@
+"""The native engine with real CUDA graphs: the reference's text, the learner's log-probs, whatever the slots."""
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from coati.models import Actor, action_logprobs
+from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
+from coati.rollout.native import NativeEngine, decoder
+from coati.rollout.native.operations import TorchOperations, TritonOperations
+
+SHAPE = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+}
+ENDS = [*range(2, 18)]  # many, so that responses end at all lengths
+
+
+def make_model(family="qwen2", seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    if family == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
+    return model.eval().to("cuda", dtype)
+
+
+def make_request(rows=35, *, max_new_tokens=40, seed=1, commit_point=None, **options):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(20, 200, (rows, 12), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : row % 7] = 0
+    ids[3:6], mask[3:6] = ids[2], mask[2]  # four samples of one prompt
+    return RolloutRequest(
+        input_ids=ids.cuda(),
+        attention_mask=mask.cuda(),
+        sample_ids=torch.arange(rows) + 40,
+        seed=seed,
+        options=GenerateOptions.parse(**{"eos_token_id": ENDS, "pad_token_id": 0, **options}),
+        max_new_tokens=max_new_tokens,
+        version=4,
+        commit_point=commit_point,
+    )
+
+
+def assert_same(found, expected):
+    real, mask = expected.attention_mask.bool(), expected.action_mask
+    assert torch.equal(found.action_mask, mask)
+    assert torch.equal(found.sequences[real], expected.sequences[real])
+    assert torch.equal(found.is_cut, expected.is_cut)
+    torch.testing.assert_close(found.rollout_log_probs[mask], expected.rollout_log_probs[mask], atol=1e-5, rtol=0)
+    assert torch.equal(found.token_versions[mask], expected.token_versions[mask])
+
+
+def learners_log_probs(model, rollout, temperature=1.0):
+    count = len(rollout.sequences)
+    with torch.no_grad():
+        return action_logprobs(
+            Actor(model),
+            rollout.sequences,
+            rollout.attention_mask,
+            rollout.action_mask.shape[1],
+            temperatures=torch.full((count,), temperature, device="cuda"),
+        )[0]
+
+
+@pytest.mark.parametrize("kernels", [TritonOperations, TorchOperations])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("options", [{}, {"do_sample": False}, {"top_k": 9, "top_p": 0.8, "temperature": 0.7}], ids=str)
+def test_it_writes_what_the_reference_writes(family, options, kernels, monkeypatch):
+    model = make_model(family)
+    expected = ReferenceEngine(model).generate(make_request(**options))
+    ended = expected.action_mask.sum(dim=1)
+    assert len(set(ended.tolist())) > 3  # slots fall free between looks, at looks, and one after the other
+    monkeypatch.setattr(decoder, "operations_for", lambda _, geometry: kernels(geometry))
+    assert_same(NativeEngine(model).generate(make_request(**options)), expected)  # packed together as they end
+    few = NativeEngine(model, num_slots=4)  # used again and again
+    assert_same(few.generate(make_request(**options)), expected)
+    assert few._loop._is_captured
+    assert few._loop._graphs
+    assert_same(few.generate(make_request(**options)), expected)  # by the graphs of the first time
+
+
+def test_requests_of_all_sizes_share_few_graphs():
+    model = make_model()
+    engine, reference = NativeEngine(model), ReferenceEngine(model)
+    assert_same(engine.generate(make_request(35)), reference.generate(make_request(35)))
+    loop = engine._loop
+    for rows in (20, 7, 33, 1 + 6):
+        assert_same(engine.generate(make_request(rows, seed=rows)), reference.generate(make_request(rows, seed=rows)))
+    assert engine._loop is loop
+    assert {key[0] for key in loop._graphs} <= {1, 2, 4, 8, 16, 32, 35}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_the_learners(temperature):
+    model = make_model()
+    rollout = NativeEngine(model, num_slots=8).generate(make_request(temperature=temperature))
+    forward, mask = learners_log_probs(model, rollout, temperature), rollout.action_mask
+    torch.testing.assert_close(rollout.rollout_log_probs[mask], forward[mask], atol=1e-5, rtol=0)
+
+
+def test_log_probs_in_bfloat16_differ_from_the_learners_by_rounding():
+    rollout = NativeEngine(model := make_model(dtype=torch.bfloat16)).generate(make_request())
+    mask = rollout.action_mask
+    gap = (rollout.rollout_log_probs - learners_log_probs(model, rollout))[mask].abs()
+    in_float32 = learners_log_probs(make_model(dtype=torch.bfloat16).float(), rollout)
+    rounding = (learners_log_probs(model, rollout) - in_float32)[mask].abs()
+    # The same weights in bfloat16: two ways of computing differ by no more than either does from float32.
+    assert 0 < gap.mean() < 2 * rounding.mean()
+    assert gap.max() < 3 * rounding.max()
+
+
+def test_weights_committed_in_flight_are_read_by_the_graphs_that_exist():
+    model = make_model()
+    old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    new = {name: tensor.clone() for name, tensor in make_model(seed=7).state_dict().items()}
+    engine = NativeEngine(model)
+    engine.generate(make_request(eos_token_id=[]))  # graphs are there before, and joined weights at their places
+    addresses = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(old)
+    looks = 0
+
+    def commit():
+        nonlocal looks
+        looks += 1
+        if looks == 3:  # after the prompts and two looks of 8 tokens
+            model.load_state_dict(new)
+        return 4 if looks < 3 else 5
+
+    rollout = engine.generate(make_request(eos_token_id=[], commit_point=commit))
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == addresses
+    assert rollout.token_versions.tolist() == [[4] * 17 + [5] * 23] * 35
+    model.load_state_dict(old)
+    before = engine.generate(make_request(eos_token_id=[]))
+    first = rollout.sequences.shape[1] - 40
+    assert torch.equal(rollout.sequences[:, : first + 17], before.sequences[:, : first + 17])
+    assert torch.equal(rollout.rollout_log_probs[:, :17], before.rollout_log_probs[:, :17])
+    # From there on the new weights draw, over a cache of the old ones: neither model writes that.
+    assert not torch.equal(rollout.sequences[:, first + 17 :], before.sequences[:, first + 17 :])
+    model.load_state_dict(new)
+    after = engine.generate(make_request(eos_token_id=[]))
+    assert not torch.equal(rollout.sequences[:, first:], after.sequences[:, first:])
+    assert_same(after, ReferenceEngine(model).generate(make_request(eos_token_id=[])))
