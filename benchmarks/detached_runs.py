@@ -16,24 +16,52 @@ from coati.monitor.report.time_use import pieces_of
 from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import WORK, Span
 
-SPIN = """
-import sys, time
+# Programs that say when they are ready, wait for a line, and then say how many rounds they did in so many seconds.
+_COUNT = """
+print("ready", flush=True)
+input()
 end, count = time.monotonic() + float(sys.argv[1]), 0
 while time.monotonic() < end:
+    work()
     count += 1
 print(count)
 """
+SPIN = f"import sys, time\nwork = time.monotonic\n{_COUNT}"
+"""Keeps a core busy, and nothing else."""
+TRAIN = f"""
+import sys, time, torch
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+from coati.cpu import set_up_cpu
+set_up_cpu(1)
+disable_progress_bar()
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
+tokens = torch.ones(64, 24, dtype=torch.long)
+def work():
+    model(tokens, labels=tokens).loss.backward()
+work()
+{_COUNT}"""
+"""What a pipeline does to cores, caches and memory: passes of a model, forward and backward."""
 
 
-def machine_gain(processes: int, *, seconds: float = 1.0, repeats: int = 3) -> float:
+def machine_gain(
+    processes: int, *, program: str = SPIN, arguments: tuple[str, ...] = (), seconds: float = 1.0, repeats: int = 3
+) -> float:
     """How much more so many busy processes get done than one, now: as many as there are free cores, at most."""
 
     def rounds(count: int) -> int:
-        spinning = [
-            subprocess.Popen([sys.executable, "-c", SPIN, str(seconds)], stdout=subprocess.PIPE, text=True)
-            for _ in range(count)
+        command = [sys.executable, "-c", program, str(seconds), *arguments]
+        started = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
         ]
-        return sum(int(process.communicate()[0]) for process in spinning)
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n", "a busy process did not start"
+        for process in started:  # all of them at once
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return sum(int(process.communicate(timeout=60 + seconds)[0]) for process in started)
 
     return statistics.median(rounds(processes) / rounds(1) for _ in range(repeats))
 
@@ -64,6 +92,7 @@ class Workload:
     steps: int = 24
     device: str = "cpu"
     dtype: str = "float32"
+    gpu_sharing: str = "slices"
     seed: int = 0
 
     def save_model(self, folder: Path) -> Path:
@@ -124,6 +153,7 @@ class Workload:
                     "threads_per_actor": 0 if on_gpu else 1,
                     "gpus_per_maker": 0.5 / makers if on_gpu else 0.0,
                     "gpus_per_trainer": 0.5 if on_gpu else 0.0,
+                    "gpu_sharing": self.gpu_sharing,
                 },
                 "logging": {"tensorboard": False, "samples_every_versions": 0},
             }
@@ -155,6 +185,10 @@ class Measured:
     def cost(self) -> float:
         """Seconds of actors for a thousand samples."""
         return (self.makers + 1) * self.seconds / self.samples * 1000
+
+    def per_step(self, actor: str, *activities: str) -> float:
+        """Seconds of these activities for each step."""
+        return sum(self.spent[actor].get(what, 0.0) for what in activities) / self.steps
 
     def work_per_step(self, actor: str) -> float:
         """Seconds in which an actor did something, for each step."""

@@ -5,14 +5,13 @@
 
 1. Runs: one trainer, `max_staleness` 1, one thread for each actor; each row changes one thing of the base (2 layers,
    d 64, 64 samples of 16 tokens a step). Samples and tokens per second, and seconds of actors for a thousand samples.
-   Warm-up steps are left out.
+   Warm-up steps are left out; the median of `--repeats` runs.
 2. Calibration: runs with `max_staleness` 0, in which nobody works while another does. Their spans give the cost of
    each piece of work alone: a rollout (fixed and by sample, from two batch sizes), sending, taking in, a training
    step (likewise), publishing and delivering weights (fixed and by maker, from one and two makers), committing.
-   Medians.
 3. Check: the event simulation of `pipeline_simulation.py` with those costs, beside the real runs with `max_staleness`
-   1, none of which it has seen. All actors of a run share the cores that this machine has to give: as many as busy
-   processes do more work than one of them, measured between the two parts.
+   1, none of which it has seen. All actors of a run share the cores that this machine has to give, and its memory:
+   processes that train a model side by side do so many times as much as one of them, measured between the two parts.
 4. Prediction: the same costs, every actor on a core of its own, 1 to 1,024 makers, each delivering one rollout batch
    for every version. With training as quick as measured, and 16 and 256 times as quick (a trainer on cards): what
    saturates, and where. A prediction is no measurement.
@@ -25,7 +24,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from detached_runs import Measured, Workload, machine_gain, run
+from detached_runs import TRAIN, Measured, Workload, machine_gain, run
 from pipeline_simulation import Outcome, PipelineModel, saturation, simulate, sweep
 
 MAKERS = (1, 2, 4)
@@ -51,8 +50,9 @@ def line(base_value: float, value: float, base_count: int, count: int) -> tuple[
 
 def calibrated(full: Measured, half: Measured, two_makers: Measured, *, batch: int) -> PipelineModel:
     """Costs of the pieces of work from runs in which each works alone."""
-    rollout = [one.medians["generate"] + one.medians["score"] for one in (full, half)]
-    generate_base, generate_per_sample = line(*rollout, batch, batch // 2)
+    # A batch is scored in several pieces, so its spans are added up; the others come once a step.
+    rollout = [one.per_step("maker-0", "generate", "score") for one in (full, half)]
+    generate_base, generate_per_sample = line(rollout[0], rollout[1], batch, batch // 2)
     train_base, train_per_sample = line(full.medians["train"], half.medians["train"], batch, batch // 2)
     publish_base, publish_per_maker = line(two_makers.medians["publish"], full.medians["publish"], 2, 1)
     deliver_base, deliver_per_maker = line(two_makers.medians["deliver"], full.medians["deliver"], 2, 1)
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["simulation"], help="leave out the runs that only the first table needs")
     parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each kind; medians")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything here")
     arguments = parser.parse_args()
@@ -134,17 +135,19 @@ def main() -> None:
         folder = Path(name)
 
         def go(workload: Workload, **shape: int) -> Measured:
-            measured = run(workload, folder, warmup=arguments.warmup, **shape)
-            print(f"  {workload}, {shape}: {measured.samples_per_second:.0f} samples/s", flush=True)
-            return measured
+            runs = [run(workload, folder, warmup=arguments.warmup, **shape) for _ in range(arguments.repeats)]
+            rates = ", ".join(f"{one.samples_per_second:.0f}" for one in runs)
+            print(f"  {workload}, {shape}: {rates} samples/s", flush=True)
+            return sorted(runs, key=lambda one: one.samples_per_second)[len(runs) // 2]
 
         print(f"load average {os.getloadavg()[0]:.1f}", flush=True)
         half = dataclasses.replace(base, batch=base.batch // 2)
         model = calibrated(
             go(base, staleness=0), go(half, staleness=0), go(base, staleness=0, makers=2), batch=base.batch
         )
-        cores = machine_gain(os.cpu_count() or 1)
-        print(f"  {os.cpu_count()} busy processes do {cores:.2f} times as much as one", flush=True)
+        model_path = str(base.save_model(folder))
+        cores = machine_gain(os.cpu_count() or 1, program=TRAIN, arguments=(model_path,), seconds=3.0)
+        print(f"  {os.cpu_count()} processes that train do {cores:.2f} times as much as one", flush=True)
         chosen = variants(base)
         if arguments.only:
             chosen = [row for row in chosen if "makers" in row[0]]

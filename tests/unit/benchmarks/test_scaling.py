@@ -33,6 +33,8 @@ def test_the_steady_part_lies_between_the_ends_of_steps(benchmark):
     assert (measured.seconds, measured.steps, measured.samples, measured.makers) == (6.0, 3, 30, 1)
     assert measured.spent["maker-0"] == {"generate": 3.0, "wait_weights": 3.0}
     assert measured.work_per_step("maker-0") == 1.0
+    assert measured.per_step("maker-0", "generate", "score") == 1.0  # nothing was scored
+    assert measured.per_step("trainer-0", "train") == 1.0
     assert measured.samples_per_second == 5.0
     assert measured.cost == pytest.approx(400.0)  # two actors, 6 s, 30 samples
     assert measured.medians["receive"] == 0.5
@@ -53,3 +55,22 @@ def test_a_model_for_more_makers_keeps_their_batches_and_shares_nothing(benchmar
     assert (large.train_batch, large.train, large.cores) == (32, 0.5 + 32 * 0.25, None)
     real = benchmark.for_run(model, batch=8, makers=2, cores=2)
     assert (real.rollout_batch, real.train_batch, real.cores) == (4, 8, 2)
+
+
+def test_a_batch_that_is_scored_in_pieces_costs_their_sum(benchmark):
+    from detached_runs import Measured
+
+    def alone(scale, makers=1):
+        once = {"train": 4.0 * scale, "publish": 1.0 * makers, "deliver": 2.0, "send": 0.5, "take_in": 0.25}
+        return Measured(
+            seconds=100.0,
+            steps=10,
+            samples=80,
+            makers=makers,
+            spent={"maker-0": {"generate": 20.0 * scale, "score": 30.0 * scale}},
+            medians={"generate": 2.0 * scale, "score": 0.1, **once},  # most pieces of scoring are short
+        )
+
+    model = benchmark.calibrated(alone(1.0), alone(0.5), alone(1.0, makers=2), batch=8)
+    assert (model.generate(8), model.generate(4), model.train) == (5.0, 2.5, 4.0)
+    assert (model.publish_base, model.publish_per_maker, model.deliver, model.send) == (0.0, 1.0, 2.0, 0.5)
