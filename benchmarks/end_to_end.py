@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of TRL on a CPU; coati's two actors have one each")
+    parser.add_argument("--gpu-sharing", choices=["slices", "mps"], default="mps", help="of coati's two actors")
+    parser.add_argument("--trainer-share", type=float, default=0.5, help="of a GPU, for coati's trainer")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one run of one competitor")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=COMPETITORS, help=argparse.SUPPRESS)
@@ -95,8 +97,8 @@ def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Names
 def measured(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """One run of one competitor, in a process of its own."""
     command = [sys.executable, __file__, "--only", name, "--folder", str(folder), "--device", arguments.device]
-    for option in ("steps", "warmup", "batch", "threads"):
-        command += [f"--{option}", str(getattr(arguments, option))]
+    for option in ("steps", "warmup", "batch", "threads", "gpu_sharing", "trainer_share"):
+        command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
     log = folder / f"{name}.log"
     with PeakMemory(is_gpu=arguments.device == "cuda") as memory, log.open("w") as sink:
         done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, timeout=arguments.timeout, check=False)
@@ -264,8 +266,9 @@ micro_batch_tokens = {32768 if is_gpu else 16384}
 
 [topology]
 max_staleness = {4 if batches > 1 else 1}
-gpus_per_maker = {0.5 if is_gpu else 0}
-gpus_per_trainer = {0.5 if is_gpu else 0}
+gpus_per_maker = {1 - arguments.trainer_share if is_gpu else 0}
+gpus_per_trainer = {arguments.trainer_share if is_gpu else 0}
+gpu_sharing = "{arguments.gpu_sharing if is_gpu else "slices"}"
 
 [logging]
 tensorboard = false

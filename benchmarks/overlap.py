@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--gpu-sharing", choices=["slices", "mps"], default="slices")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every repeat here")
     arguments = parser.parse_args()
@@ -100,6 +101,7 @@ def main() -> None:
         steps=arguments.steps,
         device=arguments.device,
         dtype="bfloat16" if arguments.device == "cuda" else "float32",
+        gpu_sharing=arguments.gpu_sharing,
         seed=arguments.seed,
     )
     if arguments.half_billion:

@@ -1,11 +1,15 @@
 """How a process behaves on a GPU that it shares with others."""
 
+import contextlib
 import ctypes
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from coati.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,50 @@ def share_gpu(device: torch.device) -> None:
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # now this thread has a context, which is what the driver's limits are of
         lower_stack_limit(driver)
+
+
+class ProcessorShare:
+    """Some of a card's processors, for work that is to leave the others to processes beside it.
+
+    Kernels of two processes run at the same time only under NVIDIA's MPS, and then large ones, as training has them,
+    leave no processor to the many small ones of generation: those wait until a large one ends. What is launched inside
+    of `used()` stays on `share` of the processors.
+    """
+
+    def __init__(self, device: torch.device, share: float) -> None:
+        self._device = device
+        total = torch.cuda.get_device_properties(device).multi_processor_count
+        try:
+            from torch.cuda.green_contexts import GreenContext
+
+            context: Any = GreenContext.create(num_sms=processors_of(share, total), device_id=device.index or 0)
+            self._stream: torch.cuda.Stream = context.Stream()
+            self._context = context  # owns the stream, so it stays as long as this does
+        except (ImportError, AttributeError, RuntimeError) as error:
+            raise ConfigError(
+                'topology.gpu_sharing = "mps" needs a torch and a driver that can keep work to a part of a card (CUDA '
+                f'12.4, torch 2.11), got torch {torch.__version__}: {error}. Set it to "slices".'
+            ) from error
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """After all that was launched before, and before all that is launched afterwards, as without it."""
+        outside = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outside.wait_stream(self._stream)
+
+
+def processors_of(share: float, total: int) -> int:
+    """How many of `total` processors a share is: they are given out in groups of 8.
+
+    >>> processors_of(0.5, 132)
+    64
+    """
+    return max(8, min(total, round(share * total) // 8 * 8))
 
 
 def lower_stack_limit(driver: Any) -> None:

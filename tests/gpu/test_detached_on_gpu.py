@@ -1,6 +1,8 @@
 """Maker and trainer in two Ray actors that share one card."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from coati.monitor.run_log import RunLog
 
 
 @pytest.mark.timeout(500)
-def test_the_detached_pipeline_learns_on_half_a_card_each(tmp_path):
+@pytest.mark.parametrize("gpu_sharing", ["slices", "mps"])
+def test_the_detached_pipeline_learns_on_half_a_card_each(tmp_path, gpu_sharing):
+    if gpu_sharing == "mps" and shutil.which("nvidia-cuda-mps-control") is None:
+        pytest.skip("needs nvidia-cuda-mps-control")
     ray = pytest.importorskip("ray", reason="needs Ray")
     pytest.importorskip("vaderSentiment", reason="the reward's lexicon")
     from coati.ray.launcher import DetachedRun
@@ -31,7 +36,7 @@ def test_the_detached_pipeline_learns_on_half_a_card_each(tmp_path):
             "rollout": {"prompts_per_batch": 64, "max_new_tokens": 16},
             "algorithm": {"kl_coef": 0.05},
             "train": {"total_steps": 50, "batch_size": 64, "actor_lr": 1e-3, "critic_lr": 1e-3},
-            "topology": {"gpus_per_maker": 0.5, "gpus_per_trainer": 0.5},
+            "topology": {"gpus_per_maker": 0.5, "gpus_per_trainer": 0.5, "gpu_sharing": gpu_sharing},
             "logging": {"tensorboard": False},
         }
     )
@@ -45,3 +50,4 @@ def test_the_detached_pipeline_learns_on_half_a_card_each(tmp_path):
     assert max(line.get("train/age_max", 0.0) for line in read_jsonl(files.metrics)) <= 1
     AutoModelForCausalLM.from_pretrained(files.model)
     assert torch.cuda.is_available()
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ

@@ -1,7 +1,12 @@
-"""What a process holds of a card that it shares."""
+"""What a process holds of a card that it shares, and a step on a part of its processors."""
 
+import contextlib
 import subprocess
 import sys
+
+import torch
+
+from coati.gpu import ProcessorShare
 
 SHARE = """
 import ctypes, torch
@@ -24,3 +29,27 @@ def test_the_stack_limit_is_lowered_and_kernels_still_run():
     # In a process of its own: the limit would stay for all other tests of this one.
     done = subprocess.run([sys.executable, "-c", SHARE], capture_output=True, text=True, timeout=120)
     assert done.stdout == "lowered\n", done.stderr[-3000:]
+
+
+def test_work_on_a_part_of_the_processors_is_the_same_work_and_in_order():
+    torch.manual_seed(0)
+    weight = 0.02 * torch.randn(2048, 2048, device="cuda")
+    share = ProcessorShare(torch.device("cuda", 0), 0.5)
+
+    def steps(used):
+        value = weight
+        for _ in range(30):
+            value = value.detach().requires_grad_(True)  # on the outer stream, which waits for the step before
+            with used():
+                loss = (value @ value.T).log_softmax(-1).diagonal().sum()
+                loss.backward()  # autograd's own thread
+                with torch.no_grad():
+                    value = value + 0.1 * value.grad
+            value = value * 1.001  # outside again: reads what the step has written
+        return value
+
+    expected = steps(contextlib.nullcontext)
+    found = steps(share.used)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert (expected - weight * 1.001**30).abs().max() > 0.01  # the steps did something
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

@@ -1,12 +1,16 @@
-"""The stack limit of a shared card, with a driver that is a few lines of Python."""
+"""The stack limit and the processors of a shared card, with a driver that is a few lines of Python."""
 
+import contextlib
 import ctypes
+import doctest
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from coati import gpu
+from coati.errors import ConfigError
 
 
 class Driver:
@@ -80,3 +84,78 @@ def test_a_process_group_keeps_the_stack_as_it_is(loaded, monkeypatch):
     monkeypatch.setattr(gpu.dist, "is_initialized", lambda: True)
     gpu.share_gpu(torch.device("cuda"))
     assert loaded == []
+
+
+@pytest.mark.parametrize(
+    ("share", "total", "expected"), [(0.5, 132, 64), (0.75, 132, 96), (0.01, 132, 8), (1.0, 132, 128), (0.9, 8, 8)]
+)
+def test_processors_are_given_out_in_groups_of_eight(share, total, expected):
+    assert gpu.processors_of(share, total) == expected
+    assert doctest.testmod(gpu).failed == 0
+
+
+class Stream:
+    """Writes down who waited for whom."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What happens on a card of 132 processors that can be divided."""
+    green = pytest.importorskip("torch.cuda.green_contexts")
+    log = []
+    outside, inside = Stream("outside", log), Stream("inside", log)
+    asked = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: asked)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: outside)
+
+    @contextlib.contextmanager
+    def stream(chosen):
+        log.append(f"on {chosen.name}")
+        yield
+        log.append(f"off {chosen.name}")
+
+    def create(**wanted):
+        log.append(wanted)
+        return SimpleNamespace(Stream=lambda: inside)
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(green.GreenContext, "create", create)
+    return log
+
+
+def test_a_step_on_a_share_comes_after_what_was_before_and_before_what_follows(log):
+    share = gpu.ProcessorShare(torch.device("cuda", 1), 0.5)
+    with share.used():
+        log.append("step")
+    assert log == [
+        {"num_sms": 64, "device_id": 1},
+        "inside waits for outside",
+        "on inside",
+        "step",
+        "off inside",
+        "outside waits for inside",
+    ]
+
+
+def test_a_step_that_fails_is_waited_for_too(log):
+    share = gpu.ProcessorShare(torch.device("cuda"), 0.5)
+    with pytest.raises(ZeroDivisionError), share.used():
+        raise ZeroDivisionError
+    assert log[-1] == "outside waits for inside"
+
+
+def test_a_torch_that_cannot_divide_a_card_is_named(log, monkeypatch):
+    from torch.cuda import green_contexts
+
+    def create(**_):
+        raise RuntimeError("PyTorch was not built with Green Context support!")
+
+    monkeypatch.setattr(green_contexts.GreenContext, "create", create)
+    with pytest.raises(ConfigError, match=rf'got torch {torch.__version__}: .* Set it to "slices"'.replace("+", r"\+")):
+        gpu.ProcessorShare(torch.device("cuda"), 0.5)

@@ -115,7 +115,7 @@ class Plan:
             f"{counted(train.batch_size, 'sample')} = "
             f"{counted(self.samples_per_optimizer_step, 'sample')}, on each trainer in "
             f"{counted(self.micro_batches_per_step, 'pass', 'passes')} of {counted(micro, 'sample')}"
-            f"{_strategy(train)}.",
+            f"{_strategy(train)}{_sharing(topology)}.",
             f"Per weight version: {counted(train.update_steps, 'fresh batch', 'fresh batches')} {_TIMES} "
             f"{counted(train.epochs, 'epoch')} = "
             f"{counted(self.optimizer_steps_per_version, 'optimizer step')} on "
@@ -171,6 +171,12 @@ def _parts(topology: TopologySection) -> str:
     cut = f", each over {topology.tensor_parallel} actors" if topology.tensor_parallel > 1 else ""
     place = {"auto": "", "pack": ", on as few nodes as possible", "spread": ", spread over the nodes"}
     return f"{cut}{place[topology.placement]}"
+
+
+def _sharing(topology: TopologySection) -> str:
+    if topology.gpu_sharing == "slices":
+        return ""
+    return f", on {topology.gpus_per_trainer:.0%} of a card's processors while makers have the others (MPS)"
 
 
 def _checkpoints(train: TrainSection) -> str:

@@ -213,6 +213,12 @@ class TopologySection(Section):
     gpus_per_trainer: float = setting(
         0.0, "GPUs (or a share of one) for each trainer.", rule="0, a share below 1, or a whole number", ge=0
     )
+    gpu_sharing: Literal["slices", "mps"] = setting(
+        "slices",
+        "How a maker and a trainer share a card: slices = each has all of it for moments, which the driver does by "
+        "itself; mps = side by side through NVIDIA's MPS, training on as much of the card as gpus_per_trainer says.",
+        rule='"slices" or "mps", and mps only with topology.gpus_per_trainer above 0 and below 1',
+    )
     update_lora_weights: bool = setting(
         False,
         "Send only the LoRA adapters to the makers.",
@@ -271,7 +277,12 @@ class TopologySection(Section):
         ]
 
     def _gpu_problems(self) -> list[str]:
-        return [
+        not_shared = (
+            'topology.gpus_per_trainer must be above 0 and below 1 while topology.gpu_sharing is "mps", got '
+            f'{self.gpus_per_trainer:g}. Set it to 0.5, or gpu_sharing to "slices".'
+        )
+        found = [not_shared] if self.gpu_sharing == "mps" and not 0 < self.gpus_per_trainer < 1 else []
+        return found + [
             f"topology.{key} must be 0, a share below 1, or a whole number, got {share}. "
             f"Use {int(share)} or {int(share) + 1}."
             for key, share in (

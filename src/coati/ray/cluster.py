@@ -18,6 +18,7 @@ from coati import assembly
 from coati.config import RunConfig
 from coati.counting import counted
 from coati.errors import ConfigError, RunStopped
+from coati.ray import mps
 
 logger = logging.getLogger(__name__)
 
@@ -61,28 +62,30 @@ def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     folder = Path(tempfile.mkdtemp(prefix="coati-"))  # short: Ray's socket paths have a length limit
+    shares_cards = config.topology.gpu_sharing == "mps"
     try:
-        with _own_signal_handlers():
-            ray.init(
-                address="local",
-                namespace=namespace,
-                num_cpus=max(os.cpu_count() or 1, num_actors),
-                include_dashboard=False,
-                log_to_driver=log_to_driver,
-                logging_level=logging.WARNING,
-                _temp_dir=str(folder),
-            )
-        _check_resources(config, num_cpus=num_actors)
-        yield ClusterInfo(namespace, folder / "session_latest" / "logs")
+        with mps.daemon(folder / "mps") if shares_cards else contextlib.nullcontext():
+            try:
+                with _own_signal_handlers():
+                    ray.init(
+                        address="local",
+                        namespace=namespace,
+                        num_cpus=max(os.cpu_count() or 1, num_actors),
+                        include_dashboard=False,
+                        log_to_driver=log_to_driver,
+                        logging_level=logging.WARNING,
+                        _temp_dir=str(folder),
+                    )
+                _check_resources(config, num_cpus=num_actors)
+                yield ClusterInfo(namespace, folder / "session_latest" / "logs")
+            finally:
+                ray.shutdown()
     except RunStopped:
-        ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
         raise
     except BaseException:
-        ray.shutdown()
         logger.warning("the logs of all actors are in %s", folder / "session_latest" / "logs")
         raise
-    ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
 
 

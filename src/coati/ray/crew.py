@@ -165,6 +165,7 @@ class Crew:
             save_folder=self._checkpoints,
             verify_updates=topology.verify_updates,
             chunk_mib=topology.chunk_mib,
+            gpu_sharing=topology.gpu_sharing,
         )
 
     def _create_maker(self, places: list[_Place], share: WorkShare) -> tuple[Any, dict[Any, str]]:

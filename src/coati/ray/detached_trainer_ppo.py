@@ -22,7 +22,7 @@ from coati.models.critic import as_critic
 from coati.monitor.timeline import trainer_metrics
 from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator, num_parameters
 from coati.ray.detached_trainer_base import DetachedTrainer
-from coati.ray.environment import apply_env_info, set_up_gpu, set_up_log
+from coati.ray.environment import apply_env_info, processors_for, set_up_gpu, set_up_log
 from coati.ray.peers import wait_in_slices
 from coati.ray.publishing import WeightPublisher
 from coati.trainer.batch_mover import BatchMover
@@ -59,7 +59,7 @@ class DetachedPPOTrainer(DetachedTrainer):
     travels with the weights. With `save_every`, all ranks save the actor together after every so many versions, to
     `save_folder`.
     `verify_updates` says what makers check ("checksum", "canary" or "off"), `chunk_mib` how large the pieces are in
-    which weights travel.
+    which weights travel. With `gpu_sharing` "mps" its steps keep to the trainer's share of the card's processors.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         save_folder: str | Path = "checkpoints",
         verify_updates: VerifyUpdates = "checksum",
         chunk_mib: float = DEFAULT_CHUNK_MIB,
+        gpu_sharing: str = "slices",
     ) -> None:
         check_verify_updates(verify_updates)
         apply_env_info(env_info)
@@ -96,6 +97,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         set_up_log(debug=debug)
         self.strategy = strategy_fn()
         set_up_gpu(self.strategy.device)
+        self._processors = processors_for(self.strategy.device, gpu_sharing)
         with self.strategy.model_init_context():
             actor, critic = model_fn()
         critic = None if critic is None else as_critic(critic)
@@ -152,7 +154,7 @@ class DetachedPPOTrainer(DetachedTrainer):
                 "Give every maker a share (share=WorkShare(…)) with the same bound, or leave max_staleness out."
             )
         started = time.perf_counter()
-        with self._weights():
+        with self._weights(), self._processors():
             metrics = self._learner.step(experience)
             self._num_steps_unpublished += 1
         self._note_signals(metrics)

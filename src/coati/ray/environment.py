@@ -5,16 +5,18 @@ A worker's other variables come from the Ray node it runs on. On a cluster that 
 the driver had at that moment; what is set later stays in the driver.
 """
 
+import contextlib
 import gc
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import ray
 import torch
 
 from coati.errors import ConfigError
-from coati.gpu import share_gpu
+from coati.gpu import ProcessorShare, share_gpu
+from coati.ray import mps
 
 ENV_INFO_KEYS = ("local_rank", "rank", "world_size", "master_addr", "master_port")
 
@@ -55,6 +57,19 @@ def set_up_gpu(device: torch.device) -> None:
         share_gpu(device)
 
 
+def processors_for(device: torch.device, gpu_sharing: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What a trainer's steps run inside of: with MPS, its share of the card's processors; else nothing."""
+    if gpu_sharing != "mps" or device.type != "cuda" or not has_part_of_a_gpu():
+        return contextlib.nullcontext
+    if not mps.is_running():
+        raise ConfigError(
+            'topology.gpu_sharing = "mps" needs an MPS daemon on the machine of each trainer, got none on '
+            f'{ray.util.get_node_ip_address()}. Run "nvidia-cuda-mps-control -d" there before "ray start", or set it '
+            'to "slices".'
+        )
+    return ProcessorShare(device, assigned_gpus()).used
+
+
 def leave_out_of_collections() -> None:
     """Have the garbage collector pass over what an actor has loaded so far, libraries and models: it stays.
 
@@ -72,7 +87,11 @@ def is_actor() -> bool:
 
 def has_part_of_a_gpu() -> bool:
     """Whether Ray gave this actor less than a whole card, but some."""
-    context = ray.get_runtime_context()
+    return 0 < assigned_gpus() < 1
+
+
+def assigned_gpus() -> float:
+    """How many GPUs, or which share of one, Ray gave this actor."""
     if not is_actor():
-        return False
-    return 0 < float(context.get_assigned_resources().get("GPU", 0)) < 1
+        return 0.0
+    return float(ray.get_runtime_context().get_assigned_resources().get("GPU", 0))

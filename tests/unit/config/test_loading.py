@@ -123,6 +123,7 @@ BROKEN = [
     ("topology.target_effective_samples=1.0", "below 1", "1.0", "default, 0.5"),
     ("topology.target_idle=1.1", "from 0 to 1", "1.1", "default, 0.1"),
     ("topology.gpus_per_maker=1.5", "whole number", "1.5", "Use 1 or 2"),
+    ("topology.gpu_sharing=mps", "gpus_per_trainer must be above 0 and below 1", "0", 'gpu_sharing to "slices"'),
     ("train.batch_size=0", "1 or more", "0", "default, 16"),
     ("train.actor_lr=0.0", "above 0", "0.0", "default, 1e-06"),
     ("train.lr_schedule=step", '"constant", "linear" or "cosine"', '"step"', 'default, "constant"'),

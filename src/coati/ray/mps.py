@@ -1,0 +1,75 @@
+"""NVIDIA's MPS, with which kernels of several processes run on one card at the same time.
+
+Its daemon belongs to a machine. A run on a private Ray starts one and ends it; on a cluster it is up to whoever starts
+the nodes. One that is there already is used as it is.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from coati.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_CONTROL = "nvidia-cuda-mps-control"
+_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
+_LOGS = "CUDA_MPS_LOG_DIRECTORY"
+_DEFAULT_PIPES = "/tmp/nvidia-mps"  # where CUDA looks unless told otherwise
+_SECONDS = 20.0
+
+
+def is_running() -> bool:
+    """Whether a daemon listens where this process's CUDA looks for one."""
+    return (Path(os.environ.get(_PIPES, _DEFAULT_PIPES)) / "control").exists()
+
+
+@contextlib.contextmanager
+def daemon(folder: Path) -> Iterator[None]:
+    """A daemon for the processes that are started inside, with its pipes and logs in `folder`."""
+    if is_running():
+        logger.info("using the MPS daemon that is there")
+        yield
+        return
+    if shutil.which(_CONTROL) is None:
+        raise ConfigError(
+            f'topology.gpu_sharing = "mps" needs {_CONTROL}, which comes with NVIDIA\'s driver, on the PATH, got none. '
+            'Install it, or set it to "slices".'
+        )
+    before = {name: os.environ.get(name) for name in (_PIPES, _LOGS)}
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ |= {_PIPES: str(folder), _LOGS: str(folder)}
+    try:
+        _tell(["-d"])
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ConfigError):  # the run's own end matters more
+                _tell([], "quit\n")
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _tell(arguments: list[str], text: str = "") -> None:
+    command = [_CONTROL, *arguments]
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(_refused(f"no answer in {_SECONDS:g} s")) from error
+    if done.returncode != 0:
+        raise ConfigError(_refused(f"{(done.stderr or done.stdout).strip() or f'exit status {done.returncode}'}"))
+
+
+def _refused(answer: str) -> str:
+    return (
+        f'topology.gpu_sharing = "mps" needs a daemon that {_CONTROL} starts, got: {answer}. Look for one of another '
+        'user on this card, or set it to "slices".'
+    )
