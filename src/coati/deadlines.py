@@ -27,8 +27,8 @@ class Deadlines:
 
     @property
     def silence(self) -> float:
-        """How long a leader may say nothing to its followers: it may wait for weights, then for room, one by one."""
-        return self.start + 2 * self.batch + self.update
+        """How long a leader may say nothing to its followers: it may wait for prompts, weights and room, one by one."""
+        return self.start + 3 * self.batch + self.update
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -14,11 +14,13 @@ With a staleness bound of 0 nothing is ever pending: see `ExperiencePipeline.may
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from coati.beside import OneThread
+from coati.errors import DeadlineExceeded
 from coati.experience_maker.pipeline import ExperiencePipeline, MadeBatch, PendingBatch
 from coati.experience_maker.prompt_batch import PromptBatch
 
@@ -36,7 +38,8 @@ class WorkLoop:
 
     `await_admission(wanted)` waits until samples may be issued and issues them (0: something came between), `deliver`
     takes what is made, and `notify` is told the names of the hooks around it (see `coati.ray.callbacks`). Hooks keep
-    their order: those of a batch that is begun while another is pending come when that one is delivered.
+    their order: those of a batch that is begun while another is pending come when that one is delivered. A batch of
+    prompts that takes longer than `prompts_seconds` ends the loop with an error.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class WorkLoop:
         deliver: Callable[[MadeBatch], None],
         should_stop: Callable[[], bool] = lambda: False,
         notify: Callable[[str], None] = lambda _: None,
+        prompts_seconds: float = float("inf"),
     ) -> None:
         self._pipeline = pipeline
         self._timeline = pipeline.timeline
@@ -54,6 +58,7 @@ class WorkLoop:
         self._deliver = deliver
         self._should_stop = should_stop
         self._notify = notify
+        self._prompts_seconds = prompts_seconds
         self._pending: PendingBatch | None = None
         self._late_hooks: list[str] = []
 
@@ -107,11 +112,19 @@ class WorkLoop:
         They may come from somebody who waits for what is pending.
         """
         with self._timeline.span("wait_prompts"):
+            since = time.monotonic()
             while not prompts.done():
                 if self._should_stop():
                     return _END
                 wait([prompts], timeout=_LOOK_SECONDS if self._pending else _SLICE_SECONDS)
-                self._finish_if_ready()
+                if self._pending:
+                    self._finish_if_ready()
+                    since = time.monotonic()
+                elif time.monotonic() - since >= self._prompts_seconds and not prompts.done():
+                    raise DeadlineExceeded(
+                        f"waited {self._prompts_seconds:g} s for the next batch of prompts (deadlines.batch_seconds). "
+                        "Look at what the data loader waits for, or raise it."
+                    )
         if prompts.exception() is not None:
             self._finish_pending()  # it was made before the error
         return prompts.result()

@@ -188,6 +188,7 @@ class ExperienceMakerHolder:
                 deliver=self._deliver,
                 should_stop=self._stop.is_set,
                 notify=functools.partial(dispatch, self._callbacks),
+                prompts_seconds=self._deadlines.batch,
             )
             loop.run(self._prompts.batches(dataloader_fn, num_epochs, num_steps))
             self._sender.flush()

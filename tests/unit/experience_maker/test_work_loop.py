@@ -6,7 +6,7 @@ from concurrent.futures import wait
 
 import pytest
 
-from coati.errors import RewardError
+from coati.errors import DeadlineExceeded, RewardError
 from coati.experience_maker import NaiveExperienceMaker, work_loop
 from coati.experience_maker.lock_step import LeadingMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
@@ -352,6 +352,22 @@ def test_a_stop_ends_the_wait_for_prompts_that_do_not_come(llama, monkeypatch):
     assert answers == []
     assert rig.sent == [0, 1]
     run_is_over.set()
+
+
+def test_prompts_that_do_not_come_are_waited_for_until_the_deadline(llama, monkeypatch):
+    monkeypatch.setattr(work_loop, "_SLICE_SECONDS", 0.01)
+    end = threading.Event()
+    rig = Rig(llama, lambda _: None)
+    rig.loop._prompts_seconds = 0.05
+
+    def prompts():
+        yield rig.batch(0)
+        end.wait(SECONDS)
+
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.05 s for the next batch of prompts \(deadlines\.batch_sec"):
+        rig.run(prompts=prompts())
+    end.set()
+    assert rig.sent == [0, 1]  # what was made is not lost
 
 
 def test_prompts_are_drawn_one_batch_ahead_and_no_further(llama):
