@@ -40,6 +40,8 @@ class RunSnapshot:
     """Samples trained per second."""
     elapsed: float = 0.0
     """Seconds since this process began to train."""
+    startup: float = 0.0
+    """Seconds before that, in which it got ready."""
     first_step: int = 0
     """Steps that were done before `elapsed` began: not 0 in a resumed run."""
     message: str = ""
@@ -92,7 +94,7 @@ def plain_line(snapshot: RunSnapshot) -> str:
         f"version {snapshot.version}",
         f"buffer {_count(snapshot.buffer_batches)}",
         f"{_rate(snapshot.samples_per_second)} samples/s",
-        f"{format_clock(snapshot.elapsed)} elapsed",
+        f"{format_clock(snapshot.startup + snapshot.elapsed)} elapsed",
     ]
     if snapshot.seconds_left is not None:
         parts.append(f"{format_clock(snapshot.seconds_left)} left")
@@ -183,7 +185,7 @@ def _facts_rows(snapshot: RunSnapshot, inner: int) -> Iterator[Table]:
 
 def _times(snapshot: RunSnapshot) -> str:
     left = snapshot.seconds_left
-    elapsed = f"{format_clock(snapshot.elapsed)} elapsed"
+    elapsed = f"{format_clock(snapshot.startup + snapshot.elapsed)} elapsed"
     return elapsed if left is None else f"{elapsed}, about {format_clock(left)} left"
 
 

@@ -54,10 +54,11 @@ class RunLog:
         self.trainer_version = 0
         self.buffer_batches = 0
         self.message = ""
+        self._opened = self._clock()
         self.begin()
 
     def begin(self) -> None:
-        """Training starts now: elapsed time and samples per second leave out what came before."""
+        """Training starts now: the pace and samples per second leave out what came before."""
         self._started = self._clock()
         self._num_samples_before = self._num_samples
 
@@ -124,6 +125,7 @@ class RunLog:
             buffer_batches=self.buffer_batches,
             samples_per_second=num_samples / elapsed if elapsed > 0 else None,
             elapsed=elapsed,
+            startup=self._started - self._opened,
             message=self.message,
             reward_history=tuple(reward for _, reward in self.rewards),
         )

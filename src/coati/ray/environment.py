@@ -59,6 +59,8 @@ def set_up_gpu(device: torch.device) -> None:
 
 def processors_for(device: torch.device, gpu_sharing: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What a trainer's steps run inside of: with MPS, its share of the card's processors; else nothing."""
+    if gpu_sharing not in ("slices", "mps"):
+        raise ConfigError(f'gpu_sharing must be "slices" or "mps", got {gpu_sharing!r}.')
     if gpu_sharing != "mps" or device.type != "cuda" or not has_part_of_a_gpu():
         return contextlib.nullcontext
     if not mps.is_running():

@@ -88,6 +88,9 @@ def test_the_bar_grows():
 def test_time_left_follows_the_pace_so_far():
     assert halfway(step=20, elapsed=10.0).seconds_left == 20.0  # 0.5 s a step, 40 to go
     assert halfway(step=20, first_step=15, elapsed=10.0).seconds_left == 80.0  # resumed: 2 s a step
+    started = halfway(step=20, elapsed=10.0, startup=30.0)
+    assert started.seconds_left == 20.0  # getting ready is no part of the pace, but of the clock
+    assert "0:40 elapsed, 0:20 left" in plain_line(started)
     assert halfway(step=0).seconds_left is None
     assert halfway(step=60).seconds_left is None
     assert halfway(total_steps=0).seconds_left is None

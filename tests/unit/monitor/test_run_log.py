@@ -149,6 +149,7 @@ def test_time_and_rate_count_from_begin(make_log, clock):
     clock.now += 100.0  # loading libraries and models
     log.begin()
     assert log.snapshot().elapsed == 0.0
+    assert log.snapshot().startup == 100.0  # the clock that is shown goes on
     log.maker_records([made(0, 0.5, samples=6)])
     clock.now += 3.0
     snapshot = log.snapshot()
