@@ -27,6 +27,8 @@ from pathlib import Path
 from detached_runs import TRAIN, Measured, Workload, machine_gain, run
 from pipeline_simulation import Outcome, PipelineModel, saturation, simulate, sweep
 
+from coati.counting import counted
+
 MAKERS = (1, 2, 4)
 SCALE = [2**power for power in range(11)]
 SPEEDUPS = (1, 16, 256)
@@ -35,7 +37,7 @@ BASE = Workload(prompt_tokens=8, new_tokens=16, batch=64)
 
 def variants(base: Workload) -> list[tuple[str, Workload, int]]:
     """(what changes, workload, makers) of each real run."""
-    changed = [(f"{count} makers", base, count) for count in MAKERS]
+    changed = [(counted(count, "maker"), base, count) for count in MAKERS]
     changed += [(f"batch {batch}", dataclasses.replace(base, batch=batch), 1) for batch in (16, 256)]
     changed += [(f"{count} new tokens", dataclasses.replace(base, new_tokens=count), 1) for count in (8, 64)]
     changed += [(f"d {hidden}", dataclasses.replace(base, hidden=hidden), 1) for hidden in (128, 256)]
@@ -150,7 +152,7 @@ def main() -> None:
         print(f"  {os.cpu_count()} processes that train do {cores:.2f} times as much as one", flush=True)
         chosen = variants(base)
         if arguments.only:
-            chosen = [row for row in chosen if "makers" in row[0]]
+            chosen = [row for row in chosen if "maker" in row[0]]
         runs, checks = [], []
         for changed, workload, makers in chosen:
             measured = go(workload, makers=makers, staleness=1)
