@@ -336,6 +336,8 @@ def _loaded(setting: str, path: str, model_class: Any, **kwargs: Any) -> Any:
     try:
         return model_class.from_pretrained(path, **kwargs)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if "allocate" in str(error):  # there is no memory for it, which is no fault of the folder
+            raise
         raise ConfigError(
             f"{setting} must be a folder or hub name with a transformers model, got {path!r}: {_first_line(error)} "
             "Is a file torn or missing? Use another copy."

@@ -54,7 +54,7 @@ class ProcessorShare:
             from torch.cuda.green_contexts import GreenContext
 
             context: Any = GreenContext.create(num_sms=processors_of(share, total), device_id=device.index or 0)
-            self._stream: torch.cuda.Stream = context.Stream()
+            self.stream: torch.cuda.Stream = context.Stream()
             self._context = context  # owns the stream, so it stays as long as this does
         except (ImportError, AttributeError, RuntimeError) as error:
             raise ConfigError(
@@ -66,12 +66,12 @@ class ProcessorShare:
     def used(self) -> Iterator[None]:
         """After all that was launched before, and before all that is launched afterwards, as without it."""
         outside = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(outside)
+        self.stream.wait_stream(outside)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self.stream):
                 yield
         finally:
-            outside.wait_stream(self._stream)
+            outside.wait_stream(self.stream)
 
 
 def processors_of(share: float, total: int) -> int:

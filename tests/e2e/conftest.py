@@ -19,14 +19,14 @@ def base_model():
 def coati_command():
     """Runs the `coati` command as a person would, in a process of its own."""
 
-    def run(*arguments, cwd=None, timeout=240):
+    def run(*arguments, cwd=None, timeout=240, **variables):
         return subprocess.run(
             [sys.executable, "-m", "coati.cli.main", *map(str, arguments)],
             cwd=cwd,
             capture_output=True,
             text=True,
             timeout=timeout,
-            env={**os.environ, "COLUMNS": "200"},
+            env={**os.environ, "COLUMNS": "200", **variables},
         )
 
     return run

@@ -1,13 +1,9 @@
 """Whole runs through the launcher: shares, groups, checkpoints, stops, failures, and what is left behind."""
 
-import contextlib
 import dataclasses
 import logging
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -274,54 +270,6 @@ def test_a_reward_that_raises_ends_the_run_with_its_name_and_place(run, make_con
         run(make_config(function="rewards:broken"))
     assert "Traceback" not in str(caught.value)
     assert "raised in maker-0" in caught.value.__notes__
-
-
-PRIVATE_RUN = """
-import sys, os, ray
-from pathlib import Path
-from coati.config import load_config
-from coati.monitor import JsonlTracker
-from coati.monitor.run_log import RunLog
-from coati.ray.launcher import DetachedRun
-
-out = Path(sys.argv[2])
-log = RunLog(JsonlTracker(out / "metrics.jsonl"), samples_path=out / "s.jsonl", total_steps=2)
-DetachedRun(load_config(Path(sys.argv[1]), []), log).run(str(out / "model"))
-log.close()
-assert not ray.is_initialized()
-"""
-
-
-def processes_that_mention(text):
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if text in command and int(folder.name) != os.getpid():
-                found.append(command)
-    return found
-
-
-def test_a_private_ray_is_gone_after_the_run(make_config, tmp_path):
-    from coati.config import dump_config
-
-    (tmp_path / "run.toml").write_text(dump_config(make_config()))
-    temporary = Path("/tmp") / f"ct{os.getpid()}"  # short: Ray's socket paths have a length limit
-    temporary.mkdir()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", PRIVATE_RUN, tmp_path / "run.toml", tmp_path],
-            env={**os.environ, "TMPDIR": str(temporary)},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert AutoModelForCausalLM.from_pretrained(tmp_path / "model") is not None
-        assert processes_that_mention(str(temporary)) == []
-        assert list(temporary.glob("coati-*")) == []
-    finally:
-        subprocess.run(["rm", "-rf", temporary], check=True)
 
 
 def test_a_run_that_does_not_fit_the_cluster_is_refused(cluster, make_config):

@@ -176,7 +176,7 @@ def _parts(topology: TopologySection) -> str:
 def _sharing(topology: TopologySection) -> str:
     if topology.gpu_sharing == "slices":
         return ""
-    return f", on {topology.gpus_per_trainer:.0%} of a card's processors while makers have the others (MPS)"
+    return f", on {topology.gpus_per_trainer:.0%} of a card's processors (MPS)"
 
 
 def _checkpoints(train: TrainSection) -> str:

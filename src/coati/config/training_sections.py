@@ -217,7 +217,7 @@ class TopologySection(Section):
         "slices",
         "How a maker and a trainer share a card: slices = each has all of it for moments, which the driver does by "
         "itself; mps = side by side through NVIDIA's MPS, training on as much of the card as gpus_per_trainer says.",
-        rule='"slices" or "mps", and mps only with topology.gpus_per_trainer above 0 and below 1',
+        rule='"slices" or "mps", and mps only where a maker and a trainer have shares of one card',
     )
     update_lora_weights: bool = setting(
         False,
@@ -277,12 +277,7 @@ class TopologySection(Section):
         ]
 
     def _gpu_problems(self) -> list[str]:
-        not_shared = (
-            'topology.gpus_per_trainer must be above 0 and below 1 while topology.gpu_sharing is "mps", got '
-            f'{self.gpus_per_trainer:g}. Set it to 0.5, or gpu_sharing to "slices".'
-        )
-        found = [not_shared] if self.gpu_sharing == "mps" and not 0 < self.gpus_per_trainer < 1 else []
-        return found + [
+        return self._sharing_problems() + [
             f"topology.{key} must be 0, a share below 1, or a whole number, got {share}. "
             f"Use {int(share)} or {int(share) + 1}."
             for key, share in (
@@ -291,6 +286,23 @@ class TopologySection(Section):
             )
             if share > 1 and not share.is_integer()
         ]
+
+    def _sharing_problems(self) -> list[str]:
+        if self.gpu_sharing == "slices":
+            return []
+        found = []
+        if not (self.gpus_per_maker > 0 < self.gpus_per_trainer and self.gpus_per_maker + self.gpus_per_trainer <= 1):
+            found.append(
+                "topology.gpus_per_maker and topology.gpus_per_trainer must be above 0, and at most 1 together, while "
+                f'topology.gpu_sharing is "mps", got {self.gpus_per_maker:g} and {self.gpus_per_trainer:g}. Set both '
+                'to 0.5, or gpu_sharing to "slices".'
+            )
+        if self.placement == "spread":
+            found.append(
+                'topology.placement must not be "spread" while topology.gpu_sharing is "mps", got "spread". Use '
+                '"pack", which puts a maker and a trainer on one card, or set gpu_sharing to "slices".'
+            )
+        return found
 
 
 class LoraSection(Section):

@@ -76,7 +76,9 @@ class DeferredWeights:
                         name = names[id(parameter)]
                         place = self._places.get(name)
                         values = self._draw(model, layer, key, name) if place is None else files.read(*place)
-                        made[id(parameter)] = nn.Parameter(values.to(parameter.dtype), parameter.requires_grad)
+                        # A copy: what was read may still be the file, which others can write to.
+                        values = values.to(parameter.dtype, copy=place is not None)
+                        made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
                     layer._parameters[key] = made[id(parameter)]
 
     @torch.no_grad()

@@ -4,7 +4,6 @@ import copy
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -24,13 +23,11 @@ def own_config(config: PreTrainedConfig | str | Path) -> PreTrainedConfig:
 
 
 def own_memory(model: Model) -> Model:
-    """Copy weights that were just loaded out of the file that they still are, on a machine without GPUs.
+    """Copy weights that were just loaded out of the file that they still are.
 
     transformers maps safetensors files into memory. A model that stays on the CPU would change while it serves if
-    somebody wrote into the file, and its process would end if somebody cut it short. To a GPU weights are copied
-    anyway.
+    somebody wrote into the file, and its process would end if somebody cut it short.
     """
-    if not torch.cuda.is_available():
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
     return model

@@ -16,6 +16,8 @@ from coati.errors import DataError, DeadlineExceeded
 LoaderFn = Callable[[], Iterable[Any]]
 
 _SLICE_SECONDS = 1.0
+# For a batch that is being drawn to be there, when the source is to be held.
+_HOLD_SECONDS = 10.0
 
 
 class PromptSource:
@@ -42,6 +44,8 @@ class PromptSource:
         self._should_stop = should_stop
         self._changed = threading.Condition()
         self._is_held = False
+        self._is_drawing = False
+        self._num_switches = 0
         self._loader_fn: LoaderFn = tuple
         self._loader: Any = ()
         self._iterator: Iterator[Any] | None = None
@@ -63,9 +67,19 @@ class PromptSource:
         return itertools.islice(endless, num_steps) if num_steps > 0 else endless
 
     def hold(self) -> int:
-        """Draw nothing more until `switch`; returns the first position of the order that is beyond all drawn."""
+        """Draw nothing more until `switch`; returns the first position of the order that is beyond all drawn.
+
+        A batch that is being drawn is waited for; if it does not come soon, nothing is held.
+        """
         with self._changed:
             self._is_held = True
+            if not self._changed.wait_for(lambda: not self._is_drawing, timeout=_HOLD_SECONDS):
+                self._is_held = False
+                self._changed.notify_all()
+                raise DeadlineExceeded(
+                    f"maker {self._name} has been waiting for its data loader for {_HOLD_SECONDS:g} s, so its prompts "
+                    "cannot be shared anew now. Try again later."
+                )
             return self._next_position
 
     def switch(self, loader_fn: LoaderFn | None) -> None:
@@ -74,6 +88,7 @@ class PromptSource:
             if loader_fn is not None:
                 self._loader_fn = loader_fn
                 self._iterator = None
+                self._num_switches += 1
             self._is_held = False
             self._changed.notify_all()
 
@@ -94,16 +109,26 @@ class PromptSource:
         with self._changed:
             if not self._await_switch():
                 return None
-            if self._iterator is None:
-                loader, skipped = self._loader_fn(), self.skipped
+            self._is_drawing = True
+            iterator, loader_fn, num_switches = self._iterator, self._loader_fn, self._num_switches
+        batch = None
+        try:  # without the lock: whoever wants to hold or switch need not wait for a slow loader
+            if iterator is None:
+                loader, skipped = loader_fn(), self.skipped
                 with self._counting:
                     self._loader, self._skipped_before = loader, skipped
-                self._iterator = iter(loader)
-            batch = next(self._iterator, None)
-            group_ids = batch.get("group_ids") if isinstance(batch, Mapping) else None
-            if group_ids is not None:
-                self._next_position = max(self._next_position, max(map(int, group_ids)) + 1)
-            return batch
+                iterator = iter(loader)
+            batch = next(iterator, None)
+        finally:
+            with self._changed:
+                self._is_drawing = False
+                if num_switches == self._num_switches:
+                    self._iterator = iterator
+                group_ids = batch.get("group_ids") if isinstance(batch, Mapping) else None
+                if group_ids is not None:
+                    self._next_position = max(self._next_position, max(map(int, group_ids)) + 1)
+                self._changed.notify_all()
+        return batch
 
     def _await_switch(self) -> bool:
         for _ in range(max(1, round(self._deadline_seconds / _SLICE_SECONDS))):

@@ -35,7 +35,6 @@ class ClusterInfo(NamedTuple):
 @contextlib.contextmanager
 def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_driver: bool) -> Iterator[ClusterInfo]:
     """Connect for the length of a run. A private Ray ends with it, and its folder too if all went well."""
-    num_actors = assembly.num_actors(config)
     if address is not None:
         _check_address(address)
         try:
@@ -52,40 +51,46 @@ def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_
                 f"{str(error).strip().splitlines()[0]}{_token_hint(error)}"
             ) from error
         try:
-            _check_resources(config, num_cpus=num_actors)
+            _check_resources(config, num_cpus=assembly.num_actors(config))
             yield ClusterInfo(namespace, None)
         finally:
             ray.shutdown()
         return
+    side_by_side = mps.daemon() if config.topology.gpu_sharing == "mps" else contextlib.nullcontext()
+    with side_by_side, _private_ray(config, namespace=namespace, log_to_driver=log_to_driver) as info:
+        yield info
+
+
+@contextlib.contextmanager
+def _private_ray(config: RunConfig, *, namespace: str, log_to_driver: bool) -> Iterator[ClusterInfo]:
+    num_actors = assembly.num_actors(config)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing leaves this machine
     # Ray tells of its token authentication on every start. It stays on; the hint is not for our users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     folder = Path(tempfile.mkdtemp(prefix="coati-"))  # short: Ray's socket paths have a length limit
-    shares_cards = config.topology.gpu_sharing == "mps"
     try:
-        with mps.daemon(folder / "mps") if shares_cards else contextlib.nullcontext():
-            try:
-                with _own_signal_handlers():
-                    ray.init(
-                        address="local",
-                        namespace=namespace,
-                        num_cpus=max(os.cpu_count() or 1, num_actors),
-                        include_dashboard=False,
-                        log_to_driver=log_to_driver,
-                        logging_level=logging.WARNING,
-                        _temp_dir=str(folder),
-                    )
-                _check_resources(config, num_cpus=num_actors)
-                yield ClusterInfo(namespace, folder / "session_latest" / "logs")
-            finally:
-                ray.shutdown()
+        with _own_signal_handlers():
+            ray.init(
+                address="local",
+                namespace=namespace,
+                num_cpus=max(os.cpu_count() or 1, num_actors),
+                include_dashboard=False,
+                log_to_driver=log_to_driver,
+                logging_level=logging.WARNING,
+                _temp_dir=str(folder),
+            )
+        _check_resources(config, num_cpus=num_actors)
+        yield ClusterInfo(namespace, folder / "session_latest" / "logs")
     except RunStopped:
+        ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
         raise
     except BaseException:
+        ray.shutdown()
         logger.warning("the logs of all actors are in %s", folder / "session_latest" / "logs")
         raise
+    ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
 
 

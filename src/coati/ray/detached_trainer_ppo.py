@@ -1,5 +1,6 @@
 """PPO and its relatives in a Ray actor: a learner, the buffer it feeds on, and the weight channel to its makers."""
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -138,7 +139,7 @@ class DetachedPPOTrainer(DetachedTrainer):
             verify_updates=verify_updates,
             chunk_mib=chunk_mib,
         )
-        self._move = BatchMover(self.strategy.device)
+        self._move = BatchMover(self.strategy.device, self._processors.stream if self._processors else None)
         # Held while weights change and while they are read for publishing, so that no update is torn at its
         # source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
@@ -154,7 +155,8 @@ class DetachedPPOTrainer(DetachedTrainer):
                 "Give every maker a share (share=WorkShare(…)) with the same bound, or leave max_staleness out."
             )
         started = time.perf_counter()
-        with self._weights(), self._processors():
+        processors = self._processors.used() if self._processors else contextlib.nullcontext()
+        with self._weights(), processors:
             metrics = self._learner.step(experience)
             self._num_steps_unpublished += 1
         self._note_signals(metrics)

@@ -5,11 +5,10 @@ A worker's other variables come from the Ray node it runs on. On a cluster that 
 the driver had at that moment; what is set later stays in the driver.
 """
 
-import contextlib
 import gc
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import ray
 import torch
@@ -57,19 +56,19 @@ def set_up_gpu(device: torch.device) -> None:
         share_gpu(device)
 
 
-def processors_for(device: torch.device, gpu_sharing: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What a trainer's steps run inside of: with MPS, its share of the card's processors; else nothing."""
+def processors_for(device: torch.device, gpu_sharing: str) -> ProcessorShare | None:
+    """Where a trainer's steps run: with MPS, on its share of the card's processors; None: anywhere."""
     if gpu_sharing not in ("slices", "mps"):
         raise ConfigError(f'gpu_sharing must be "slices" or "mps", got {gpu_sharing!r}.')
     if gpu_sharing != "mps" or device.type != "cuda" or not has_part_of_a_gpu():
-        return contextlib.nullcontext
+        return None
     if not mps.is_running():
         raise ConfigError(
             'topology.gpu_sharing = "mps" needs an MPS daemon on the machine of each trainer, got none on '
             f'{ray.util.get_node_ip_address()}. Run "nvidia-cuda-mps-control -d" there before "ray start", or set it '
             'to "slices".'
         )
-    return ProcessorShare(device, assigned_gpus()).used
+    return ProcessorShare(device, assigned_gpus())
 
 
 def leave_out_of_collections() -> None:

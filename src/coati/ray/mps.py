@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,13 +25,24 @@ _SECONDS = 20.0
 
 
 def is_running() -> bool:
-    """Whether a daemon listens where this process's CUDA looks for one."""
-    return (Path(os.environ.get(_PIPES, _DEFAULT_PIPES)) / "control").exists()
+    """Whether a daemon listens where this process's CUDA looks for one.
+
+    It is asked, where the program to ask it with is there: a daemon that was killed leaves its pipe behind.
+    """
+    if not (Path(os.environ.get(_PIPES, _DEFAULT_PIPES)) / "control").exists():
+        return False
+    if shutil.which(_CONTROL) is None:
+        return True
+    try:
+        _tell([], "get_server_list\n")
+    except ConfigError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
-def daemon(folder: Path) -> Iterator[None]:
-    """A daemon for the processes that are started inside, with its pipes and logs in `folder`."""
+def daemon() -> Iterator[None]:
+    """A daemon for the processes that are started inside, gone afterwards; one that is there already is used."""
     if is_running():
         logger.info("using the MPS daemon that is there")
         yield
@@ -41,31 +53,35 @@ def daemon(folder: Path) -> Iterator[None]:
             'Install it, or set it to "slices".'
         )
     before = {name: os.environ.get(name) for name in (_PIPES, _LOGS)}
-    folder.mkdir(parents=True, exist_ok=True)
-    os.environ |= {_PIPES: str(folder), _LOGS: str(folder)}
+    folder = tempfile.mkdtemp(prefix="coati-mps-")
+    os.environ |= {_PIPES: folder, _LOGS: folder}
     try:
         _tell(["-d"])
-        try:
-            yield
-        finally:
-            with contextlib.suppress(ConfigError):  # the run's own end matters more
-                _tell([], "quit\n")
+        yield
     finally:
+        with contextlib.suppress(ConfigError):  # also one that was slow to start; the run's own end matters more
+            _tell([], "quit -t 10\n")
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tell(arguments: list[str], text: str = "") -> None:
     command = [_CONTROL, *arguments]
+    # The daemon serves all cards: it would number those of a CUDA_VISIBLE_DEVICES of its own anew.
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=_SECONDS, check=False, env=environment
+        )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(_refused(f"no answer in {_SECONDS:g} s")) from error
-    if done.returncode != 0:
-        raise ConfigError(_refused(f"{(done.stderr or done.stdout).strip() or f'exit status {done.returncode}'}"))
+    answer = (done.stderr or done.stdout).strip()
+    if done.returncode != 0 or answer.startswith("Cannot find"):
+        raise ConfigError(_refused(answer or f"exit status {done.returncode}"))
 
 
 def _refused(answer: str) -> str:

@@ -123,7 +123,7 @@ BROKEN = [
     ("topology.target_effective_samples=1.0", "below 1", "1.0", "default, 0.5"),
     ("topology.target_idle=1.1", "from 0 to 1", "1.1", "default, 0.1"),
     ("topology.gpus_per_maker=1.5", "whole number", "1.5", "Use 1 or 2"),
-    ("topology.gpu_sharing=mps", "gpus_per_trainer must be above 0 and below 1", "0", 'gpu_sharing to "slices"'),
+    ("topology.gpu_sharing=mps", "must be above 0, and at most 1 together", "0 and 0", 'gpu_sharing to "slices"'),
     ("train.batch_size=0", "1 or more", "0", "default, 16"),
     ("train.actor_lr=0.0", "above 0", "0.0", "default, 1e-06"),
     ("train.lr_schedule=step", '"constant", "linear" or "cosine"', '"step"', 'default, "constant"'),
@@ -194,6 +194,15 @@ def test_an_adaptive_bound_needs_room_to_move(upper):
 def test_gpus_on_a_cpu_run():
     message = error_of("model.device=cpu", "topology.gpus_per_trainer=1")
     assert 'topology.gpus_per_trainer must be 0 while model.device is "cpu", got 1.0' in message
+
+
+@pytest.mark.parametrize(("maker", "trainer"), [(0.5, 0.6), (1.0, 0.5), (0.0, 0.5), (0.5, 0.0)])
+def test_mps_is_for_a_maker_and_a_trainer_on_one_card(maker, trainer):
+    shares = [f"topology.gpus_per_maker={maker}", f"topology.gpus_per_trainer={trainer}"]
+    assert f"got {maker:g} and {trainer:g}" in error_of("model.device=cuda", "topology.gpu_sharing=mps", *shares)
+    halves = ["topology.gpus_per_maker=0.5", "topology.gpus_per_trainer=0.5", "topology.gpu_sharing=mps"]
+    assert load_config(None, [*MINIMAL_OVERRIDES, "model.device=cuda", *halves]).topology.gpu_sharing == "mps"
+    assert 'got "spread". Use "pack"' in error_of("model.device=cuda", "topology.placement=spread", *halves)
 
 
 def test_missing_required_keys_are_named_with_an_example():

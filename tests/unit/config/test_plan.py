@@ -119,7 +119,9 @@ def test_what_is_not_as_usual_is_in_the_plan():
     assert "model models/rm in int8" in text
     assert "every version in checkpoints/version-N/" in words(plan_of("train.save_every=1"))
     assert "on as few nodes as possible" in words(plan_of("topology.placement=pack"))
-    shared = plan_of("model.device=cuda", "topology.gpus_per_trainer=0.4", "topology.gpu_sharing=mps")
-    assert "on 40% of a card's processors while makers have the others (MPS)." in words(shared)
+    shared = plan_of(
+        "model.device=cuda", "topology.gpus_per_maker=0.5", "topology.gpus_per_trainer=0.4", "topology.gpu_sharing=mps"
+    )
+    assert "on 40% of a card's processors (MPS)." in words(shared)
     zero1 = plan_of("train.strategy=zero1", "train.cpu_offload=true")
     assert "sharded as zero1, optimizer state in host memory" in words(zero1)

@@ -1,5 +1,6 @@
 """Actor, Critic and RewardModel: over any body, whatever the padding, saved and loaded equal."""
 
+import contextlib
 import doctest
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from coati.errors import CheckpointError, ConfigError
 from coati.models import Actor, Critic, LoRASettings, RewardModel, action_logprobs
 from coati.models.actor import unwrap
 from coati.models.critic import as_critic
+from coati.models.deferred import weights_come_later, with_weights
 from coati.models.positions import context_length_of, last_real_position
 from coati.models.value_head import HEAD_FILE
 
@@ -359,11 +361,13 @@ def test_models_of_one_config_do_not_change_each_other(llama_config):
     assert config.to_dict() == before
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="weights go to the GPU, which is a copy")
+@pytest.mark.parametrize("is_deferred", [False, True])
 @pytest.mark.parametrize("made", [Actor, Critic])
-def test_a_loaded_model_does_not_change_with_its_file(llama, tmp_path, made):
+def test_a_loaded_model_does_not_change_with_its_file(llama, tmp_path, made, is_deferred):
     made(llama()).save_pretrained(tmp_path)
-    loaded = made.from_pretrained(tmp_path)
+    with weights_come_later() if is_deferred else contextlib.nullcontext():
+        loaded = made.from_pretrained(tmp_path)
+    loaded = with_weights(loaded)
     before = [parameter.detach().clone() for parameter in loaded.parameters()]
     file = tmp_path / "model.safetensors"
     with file.open("r+b") as handle:  # in place, as cp and rsync --inplace do

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from coati.beside import beside
 from coati.errors import DataError, DeadlineExceeded
+from coati.prompts import source as source_module
 from coati.prompts.source import PromptSource
 
 
@@ -111,3 +113,57 @@ def test_a_stop_ends_the_wait_and_so_does_the_deadline(monkeypatch):
         next(batches)
     stop.is_set = True
     assert list(source.batches(lambda: [1])) == []
+
+
+def test_a_loader_that_hangs_is_not_held_and_whoever_asks_hears_so(monkeypatch):
+    monkeypatch.setattr(source_module, "_HOLD_SECONDS", 0.02)
+    asked, answers = threading.Event(), threading.Event()
+
+    def loader():
+        asked.set()
+        answers.wait(30)
+        yield {"group_ids": [4]}
+        yield {"group_ids": [5]}
+
+    source = PromptSource("maker-0")
+    batches = source.batches(loader)
+    drawn = beside(lambda: next(batches), name="draw")
+    asked.wait(30)
+    with pytest.raises(DeadlineExceeded, match=r"maker-0 has been waiting for its data loader for 0\.02 s"):
+        source.hold()
+    source.switch(None)  # does not wait for the loader either
+    answers.set()
+    assert drawn.result(timeout=30) == {"group_ids": [4]}
+    assert next(batches) == {"group_ids": [5]}  # nobody holds it
+    assert source.hold() == 6
+
+
+def test_a_batch_that_is_drawn_during_a_switch_stays_and_the_next_is_the_new_loaders():
+    asked, answers = threading.Event(), threading.Event()
+
+    def loader():
+        asked.set()
+        answers.wait(30)
+        yield "old"
+        yield "older"
+
+    source = PromptSource("maker-0")
+    batches = source.batches(loader)
+    drawn = beside(lambda: next(batches), name="draw")
+    asked.wait(30)
+    source.switch(lambda: ["new"])
+    answers.set()
+    assert [drawn.result(timeout=30), *batches] == ["old", "new"]
+
+
+def test_a_loader_that_fails_can_be_held_afterwards():
+    def loader():
+        yield {"group_ids": [1]}
+        raise OSError("the disk is gone")
+
+    source = PromptSource("maker-0")
+    batches = source.batches(loader)
+    assert next(batches) == {"group_ids": [1]}
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(batches)
+    assert source.hold() == 2

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,3 +97,19 @@ def test_a_disk_that_takes_no_claim_is_named(copy, tmp_path):
     outcomes = copy()
     assert outcomes[0] is None
     assert all("could not write" in str(outcome) and str(tmp_path / "b") in str(outcome) for outcome in outcomes[1:])
+
+
+def test_rank_0_that_cannot_say_where_it_writes_lets_nobody_wait(copy, tmp_path, monkeypatch):
+    touch = Path.touch
+
+    def full(path, *args, **kwargs):
+        if path.name.endswith(".seen"):
+            raise OSError("no inodes left")
+        touch(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "touch", full)
+    outcomes = copy()
+    assert "could not write beside" in str(outcomes[0])
+    assert "no inodes left" in str(outcomes[0])
+    assert outcomes[1:] == [None, None]  # they hear of it with the answer to the whole save
+    assert not (tmp_path / "b").exists()

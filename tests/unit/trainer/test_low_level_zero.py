@@ -1,10 +1,11 @@
 """Steps in host memory: the same numbers, and everything back where it was."""
 
+import pytest
 import torch
 from torch import nn
 
 from coati.trainer.optim import HybridAdam
-from coati.trainer.strategies.low_level_zero import _HostStep
+from coati.trainer.strategies.low_level_zero import _HostStep, _SpreadStep, load_on_host
 
 
 def test_a_step_in_host_memory_is_a_step_and_leaves_parameters_where_they_were():
@@ -41,3 +42,45 @@ def test_a_step_in_host_memory_is_a_step_and_leaves_parameters_where_they_were()
     assert set(optimizers[1].state) == {moved.weight}
     assert torch.equal(optimizers[1].state[moved.weight]["exp_avg"], optimizers[0].state[plain.weight]["exp_avg"])
     assert int(optimizers[1].state[moved.weight]["step"]) == 3
+
+
+@pytest.mark.parametrize("on_host", [_HostStep(), None])
+def test_a_step_that_fails_leaves_everything_where_it_was(on_host):
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    optimizer = HybridAdam(layer.parameters(), lr=0.1)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    layer(torch.ones(1, 3)).sum().backward()
+    before = layer.weight.detach().clone()
+    gradients = [layer.weight.grad, layer.bias.grad]
+    moment = optimizer.state[layer.weight]["exp_avg"].clone()
+    step = _SpreadStep([0, 1], 0, on_host)  # the bias is another rank's
+    step.begin(optimizer)
+    assert layer.bias.grad is None
+    step.undo(optimizer)  # the step itself has raised
+    assert optimizer.param_groups[0]["params"] == [layer.weight, layer.bias]
+    assert [layer.weight.grad, layer.bias.grad] == gradients
+    assert torch.equal(optimizer.state[layer.weight]["exp_avg"], moment)
+    optimizer.step()  # and the next one moves the parameters
+    assert not torch.equal(layer.weight, before)
+
+
+def test_state_is_loaded_to_the_host_wherever_the_parameters_are():
+    torch.manual_seed(0)
+    source = nn.Linear(3, 2)
+    saved = HybridAdam(source.parameters(), lr=0.1)
+    source(torch.ones(1, 3)).sum().backward()
+    saved.step()
+    elsewhere = nn.Linear(3, 2, device="meta")  # as far from here as a GPU
+    optimizer = HybridAdam(elsewhere.parameters(), lr=0.1)
+    load_on_host(optimizer, saved.state_dict())
+    assert set(optimizer.state) == {elsewhere.weight, elsewhere.bias}
+    for ours, theirs in zip(elsewhere.parameters(), source.parameters(), strict=True):
+        assert torch.equal(optimizer.state[ours]["exp_avg_sq"], saved.state[theirs]["exp_avg_sq"])  # on the CPU
+        assert optimizer.state[ours]["step"].device.type == "cpu"
+    assert optimizer.param_groups[0]["params"] == [elsewhere.weight, elsewhere.bias]
+    with pytest.raises(ValueError, match="parameter group"):
+        load_on_host(optimizer, {**saved.state_dict(), "param_groups": []})
+    assert optimizer.param_groups[0]["params"] == [elsewhere.weight, elsewhere.bias]
+    assert set(optimizer.state) == {elsewhere.weight, elsewhere.bias}

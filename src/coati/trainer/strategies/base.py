@@ -201,8 +201,7 @@ class Strategy(ABC):
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clip to the global 2-norm over ranks and shards; returns the norm before clipping, a scalar.
 
-        `max_norm` 0 or infinity only measures. A norm that is not finite scales nothing: check what is
-        returned.
+        `max_norm` 0 or infinity only measures. A norm that is not finite scales nothing: check what is returned.
         """
         return clip_grads(list(model.parameters()), max_norm, device=self.device, all_reduce_sum=self.all_reduce_sum)
 
@@ -313,7 +312,7 @@ class Strategy(ABC):
         """Load what any strategy saved; names and shapes must match on every rank, or nothing is loaded on any."""
         module = self.unwrap_model(model)
         self._all_or_none(lambda: check_model_files(module, Path(path)), f"load {path}")
-        load_model_files(module, Path(path))
+        self._all_or_none(lambda: load_model_files(module, Path(path)), f"load all of {path}")
 
     def save_optimizer(
         self, optimizer: Optimizer, path: _PathLike, only_rank0: bool = False, *, sharded: bool = False
@@ -345,6 +344,9 @@ class Strategy(ABC):
             state.update(read_optimizer(optimizer, Path(path), wanted=wanted))
 
         self._all_or_none(read, f"load {path}")
+        self._all_or_none(lambda: self._load_optimizer_state(optimizer, state), f"load all of {path}")
+
+    def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(state)
 
     def _iter_optimizer_state(self, optimizer: Optimizer) -> Iterator[StateEntry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import uuid
@@ -65,27 +66,39 @@ def copy_to_other_nodes(path: Path, *, rank: int, device: torch.device, markers:
     A rank cannot tell who else shares its disk, so it asks the disk: the first of those that do not see rank 0's
     folder to claim the copy receives it. A node that sees rank 0's folder (a shared file system) writes nothing.
     """
-    token = [uuid.uuid4().hex]
-    dist.broadcast_object_list(token, src=0, device=device)
-    beacon, claim = (path.with_name(f".{path.name}.{token[0]}.{end}") for end in ("seen", "claim"))
-    if rank == 0:
-        beacon.touch()
-    dist.barrier()
+    path = Path(os.path.realpath(path))
     receives, failure = False, None
+    token = [uuid.uuid4().hex]
+    if rank == 0:
+        try:
+            _beside(path, token[0], "seen").touch()
+        except OSError as error:
+            token, failure = [""], error
+    dist.broadcast_object_list(token, src=0, device=device)
+    if not token[0]:  # nobody can know who sees rank 0's folder
+        if failure is not None:
+            raise CheckpointError(f"could not write beside {path}: {failure}. Check free space and permissions there.")
+        return
+    beacon, claim = _beside(path, token[0], "seen"), _beside(path, token[0], "claim")
     try:
         receives = not beacon.exists() and _is_first(claim)
     except OSError as error:
         failure = error
     needed = torch.tensor([int(receives)], device=device)
     dist.all_reduce(needed)  # every rank has looked for the beacon and the claim once this returns
-    if rank == 0:
-        beacon.unlink(missing_ok=True)
-    if receives:
-        claim.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # at worst an empty file stays; the others wait for what comes next
+        if rank == 0:
+            beacon.unlink(missing_ok=True)
+        if receives:
+            claim.unlink(missing_ok=True)
     if needed.item():
         _copy_from_rank0(path, receives=receives, is_source=rank == 0, device=device, markers=markers)
     if failure is not None:
         raise CheckpointError(f"could not write {path}: {failure}. Check free space and permissions there.")
+
+
+def _beside(path: Path, token: str, end: str) -> Path:
+    return path.with_name(f".{path.name}.{token}.{end}")
 
 
 def _is_first(claim: Path) -> bool:

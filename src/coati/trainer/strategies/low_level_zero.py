@@ -63,6 +63,7 @@ class LowLevelZeroStrategy(DDPStrategy):
         self._shards_parameters = stage == 2
         self._cpu_offload = cpu_offload
         self._owners: dict[Optimizer, list[int]] = {}  # stage 1: parameter index -> rank with its state
+        self._steps: dict[Optimizer, _SpreadStep] = {}
 
     def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         if self._stage == 2:
@@ -82,34 +83,26 @@ class LowLevelZeroStrategy(DDPStrategy):
 
     def _spread_state(self, optimizer: Optimizer) -> None:
         """Make `optimizer.step` update this rank's parameters and take the others from their owners."""
-        owners = assign_owners([p.numel() for p in parameters_of(optimizer)], self.world_size)
-        self._owners[optimizer] = owners
-        hidden: dict[Tensor, Tensor | None] = {}
+        self._owners[optimizer] = assign_owners([p.numel() for p in parameters_of(optimizer)], self.world_size)
         on_host = _HostStep() if self._cpu_offload and self.device.type != "cpu" else None
+        self._steps[optimizer] = step = _SpreadStep(self._owners[optimizer], self.rank, on_host)
+        optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: step.begin(optimizer))  # noqa: ARG005
+        optimizer.register_step_post_hook(lambda optimizer, args, kwargs: step.end(optimizer))  # noqa: ARG005
 
-        def hide_foreign_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
-            # torch's optimizers skip parameters without a gradient, and make no state for them.
-            for parameter, owner in zip(parameters_of(optimizer), owners, strict=True):
-                if owner != self.rank:
-                    hidden[parameter], parameter.grad = parameter.grad, None
-            if on_host is not None:
-                on_host.begin(optimizer, [p for p in parameters_of(optimizer) if p.grad is not None])
+    def optimizer_step(self, optimizer: Optimizer) -> None:
+        """Step the optimizer. If that fails, parameters, gradients and state are where they were."""
+        try:
+            super().optimizer_step(optimizer)
+        except BaseException:
+            if optimizer in self._steps:
+                self._steps[optimizer].undo(optimizer)
+            raise
 
-        def share_updates(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001
-            if on_host is not None:
-                on_host.end(optimizer)
-            for parameter, grad in hidden.items():
-                parameter.grad = grad
-            hidden.clear()
-            pending = [
-                dist.broadcast(parameter.detach(), src=owner, async_op=True)
-                for parameter, owner in zip(parameters_of(optimizer), owners, strict=True)
-            ]
-            for work in pending:
-                work.wait()
-
-        optimizer.register_step_pre_hook(hide_foreign_gradients)
-        optimizer.register_step_post_hook(share_updates)
+    def _load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if optimizer in self._steps and self._steps[optimizer].is_on_host:
+            load_on_host(optimizer, state)
+        else:
+            super()._load_optimizer_state(optimizer, state)
 
     def _holds_state_of(self, optimizer: Optimizer, index: int) -> bool:
         return optimizer not in self._owners or self._owners[optimizer][index] == self.rank
@@ -138,6 +131,55 @@ class LowLevelZeroStrategy(DDPStrategy):
             yield StateEntry(index=index, key=key, value=tensor.cpu())
 
 
+class _SpreadStep:
+    """A step in which this rank updates its own parameters, and takes the others from their owners."""
+
+    def __init__(self, owners: Sequence[int], rank: int, on_host: _HostStep | None) -> None:
+        self._owners = owners
+        self._rank = rank
+        self._on_host = on_host
+        self._hidden: dict[Tensor, Tensor | None] = {}  # gradients of parameters that are others'
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether state rests in host memory, beside parameters on a GPU."""
+        return self._on_host is not None
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Leave the optimizer only what it is to update: it skips parameters without a gradient, and has no state."""
+        if self._on_host is not None:
+            self._on_host.undo(optimizer)  # a step that failed outside of `optimizer_step`
+        self._hidden.clear()
+        for parameter, owner in zip(parameters_of(optimizer), self._owners, strict=True):
+            if owner != self._rank:
+                self._hidden[parameter], parameter.grad = parameter.grad, None
+        if self._on_host is not None:
+            self._on_host.begin(optimizer, [p for p in parameters_of(optimizer) if p.grad is not None])
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Send the new values to the others, and take theirs."""
+        if self._on_host is not None:
+            self._on_host.end(optimizer)
+        self._unhide()
+        pending = [
+            dist.broadcast(parameter.detach(), src=owner, async_op=True)
+            for parameter, owner in zip(parameters_of(optimizer), self._owners, strict=True)
+        ]
+        for work in pending:
+            work.wait()
+
+    def undo(self, optimizer: Optimizer) -> None:
+        """The step failed: parameters, gradients and state are found again where they were."""
+        if self._on_host is not None:
+            self._on_host.undo(optimizer)
+        self._unhide()
+
+    def _unhide(self) -> None:
+        for parameter, grad in self._hidden.items():
+            parameter.grad = grad
+        self._hidden.clear()
+
+
 class _HostStep:
     """An optimizer step on copies in host memory, where the state stays.
 
@@ -163,10 +205,30 @@ class _HostStep:
         """Write the new values into the parameters, and let the optimizer have those again."""
         for parameter, copy in self._copies.items():
             parameter.detach().copy_(copy)
+        self.undo(optimizer)
+
+    def undo(self, optimizer: Optimizer) -> None:
+        """Let the optimizer have the parameters again, with the state that is beside their copies."""
+        for parameter, copy in self._copies.items():
             if state := optimizer.state.pop(copy, None):
                 optimizer.state[parameter] = state
         _replace(optimizer, {copy: parameter for parameter, copy in self._copies.items()})
         self._copies.clear()
+
+
+def load_on_host(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict(state)`, without moving the state to where the parameters are."""
+    # torch asks a parameter for its device and dtype, and for nothing else.
+    stand_ins = {parameter: torch.empty(0, dtype=parameter.dtype) for parameter in parameters_of(optimizer)}
+    parameters = {stand_in: parameter for parameter, stand_in in stand_ins.items()}
+    _replace(optimizer, stand_ins)
+    try:
+        optimizer.load_state_dict(state)
+    finally:
+        for stand_in, parameter in parameters.items():
+            if stand_in in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(stand_in)
+        _replace(optimizer, parameters)
 
 
 def _on_host(value: Any) -> Any:

@@ -101,8 +101,14 @@ def load_model_files(module: nn.Module, path: Path) -> None:
     with ExitStack() as stack:
         saved = _open_checked(path, module, stack)
         target = module.state_dict(keep_vars=True)
-        for name, (file, key) in saved.items():
-            copy_whole_into(target[name], file.get_tensor(key))
+        try:
+            for name, (file, key) in saved.items():
+                copy_whole_into(target[name], file.get_tensor(key))
+        except (OSError, SafetensorError) as error:  # it was whole a moment ago
+            raise CheckpointError(
+                f"could not read {path} to its end: {error}. Part of it is loaded; load it again, or another, before "
+                "the model is used."
+            ) from error
 
 
 def check_model_files(module: nn.Module, path: Path) -> None:
