@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -23,11 +24,13 @@ def own_config(config: PreTrainedConfig | str | Path) -> PreTrainedConfig:
 
 
 def own_memory(model: Model) -> Model:
-    """Copy weights that were just loaded out of the file that they still are.
+    """Copy weights that were just loaded out of the file that they still are, on a machine without GPUs.
 
     transformers maps safetensors files into memory. A model that stays on the CPU would change while it serves if
-    somebody wrote into the file, and its process would end if somebody cut it short.
+    somebody wrote into the file, and its process would end if somebody cut it short. Where there are GPUs, models go
+    to one, which is a copy, and the host may have no room for another.
     """
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
+    if not torch.cuda.is_available():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
     return model

@@ -361,6 +361,7 @@ def test_models_of_one_config_do_not_change_each_other(llama_config):
     assert config.to_dict() == before
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="models go to the GPU, which is a copy")
 @pytest.mark.parametrize("is_deferred", [False, True])
 @pytest.mark.parametrize("made", [Actor, Critic])
 def test_a_loaded_model_does_not_change_with_its_file(llama, tmp_path, made, is_deferred):
