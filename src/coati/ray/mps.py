@@ -21,6 +21,7 @@ _CONTROL = "nvidia-cuda-mps-control"
 _PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 _LOGS = "CUDA_MPS_LOG_DIRECTORY"
 _DEFAULT_PIPES = "/tmp/nvidia-mps"  # where CUDA looks unless told otherwise
+_NOBODY = "Cannot find MPS control daemon"  # the control program, of a pipe that nobody listens at
 _SECONDS = 20.0
 
 
@@ -34,10 +35,9 @@ def is_running() -> bool:
     if shutil.which(_CONTROL) is None:
         return True
     try:
-        _tell([], "get_server_list\n")
-    except ConfigError:
+        return _NOBODY not in _tell([], "get_server_list\n")[1]
+    except ConfigError:  # no answer
         return False
-    return True
 
 
 @contextlib.contextmanager
@@ -56,7 +56,9 @@ def daemon() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="coati-mps-")
     os.environ |= {_PIPES: folder, _LOGS: folder}
     try:
-        _tell(["-d"])
+        status, answer = _tell(["-d"])
+        if status != 0:
+            raise ConfigError(_refused(answer or f"exit status {status}"))
         yield
     finally:
         with contextlib.suppress(ConfigError):  # also one that was slow to start; the run's own end matters more
@@ -69,7 +71,8 @@ def daemon() -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _tell(arguments: list[str], text: str = "") -> None:
+def _tell(arguments: list[str], text: str = "") -> tuple[int, str]:
+    """Exit status and answer of the control program. ConfigError if it does not come to an end."""
     command = [_CONTROL, *arguments]
     # The daemon serves all cards: it would number those of a CUDA_VISIBLE_DEVICES of its own anew.
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
@@ -79,9 +82,7 @@ def _tell(arguments: list[str], text: str = "") -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(_refused(f"no answer in {_SECONDS:g} s")) from error
-    answer = (done.stderr or done.stdout).strip()
-    if done.returncode != 0 or answer.startswith("Cannot find"):
-        raise ConfigError(_refused(answer or f"exit status {done.returncode}"))
+    return done.returncode, (done.stderr + done.stdout).strip()
 
 
 def _refused(answer: str) -> str:
