@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coati.cli.run import prepare_output
+from coati.cli.output import prepare_output
 from coati.config import build_config
 from coati.demo.cache import ensure_base_model
 from coati.demo.grammar import PROMPTS

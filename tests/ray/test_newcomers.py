@@ -262,6 +262,15 @@ def test_without_room_for_newcomers_what_they_need_and_what_is_free_are_counted(
         stage.crew.name_newcomers(1, is_private=False)
 
 
+def test_on_one_machine_there_are_so_many_actors_for_a_core(stage, monkeypatch):
+    monkeypatch.setattr(crew_module.os, "cpu_count", lambda: 1)
+    with pytest.raises(
+        ScalingRefused, match=r"^7 more makers would make it 9 actors on 1 core, .* may have 8 for each"
+    ):
+        stage.crew.name_newcomers(7, is_private=True)
+    assert len(stage.crew.name_newcomers(6, is_private=True)) == 6
+
+
 def test_a_newcomer_that_misses_an_update_while_it_is_dealt_in_leaves_and_its_rounds_go_back(stage):
     def note_fault():
         if stage.started:

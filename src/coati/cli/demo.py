@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from coati.cli.run import EXIT_STOPPED, RunOutcome, execute, prepare_output, quiet_libraries
+from coati.cli.output import prepare_output
+from coati.cli.run import EXIT_STOPPED, RunOutcome, execute, quiet_libraries
 from coati.config import RunConfig, build_config
 from coati.demo.extras import check_demo_extras
 from coati.demo.grammar import PROMPTS

@@ -2,15 +2,14 @@
 
 import dataclasses
 import logging
-import shutil
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 
 from coati.cli.live import LiveView, StopSignal
-from coati.config import RunConfig, dump_config
+from coati.config import RunConfig
 from coati.config.plan import OutputFiles, output_files
-from coati.errors import ConfigError
 from coati.monitor import JsonlTracker, TensorBoardTracker, Tracker, TrackerGroup
 from coati.monitor.run_log import RunLog
 
@@ -27,8 +26,19 @@ class RunOutcome:
     was_stopped: bool
 
 
-def execute(config: RunConfig, console: Console, *, sync: bool, address: str | None, verbose: bool) -> RunOutcome:
-    """Run to the end (or to a stop signal) in a folder made by `prepare_output`, and save the model."""
+def execute(
+    config: RunConfig,
+    console: Console,
+    *,
+    sync: bool,
+    address: str | None,
+    verbose: bool,
+    on_begin: Callable[[], None] = lambda: None,
+) -> RunOutcome:
+    """Run to the end (or to a stop signal) in a folder that is there, and save the model.
+
+    `on_begin` is called when everything is loaded and training begins.
+    """
     files = output_files(config)
     quiet_libraries(verbose)
     started = time.monotonic()
@@ -40,6 +50,7 @@ def execute(config: RunConfig, console: Console, *, sync: bool, address: str | N
         steps_per_version=config.train.update_steps * config.train.epochs,
         spans_path=files.spans,
         max_spans=config.logging.spans_kept,
+        on_begin=on_begin,
     )
     try:
         with StopSignal(console) as should_stop, LiveView(console) as view:
@@ -85,42 +96,6 @@ def _run_synchronously(config: RunConfig, log: RunLog, view: LiveView, should_st
     view.show(log.snapshot())
     run.save(path)
     assembly.load_tokenizer(config).save_pretrained(path)
-
-
-def check_output(config: RunConfig, *, overwrite: bool) -> None:
-    """Raise ConfigError if the output folder holds something that must not be lost.
-
-    What a run left that ended before it made a sample is nothing, and may be replaced.
-    """
-    files = output_files(config)
-    folder = config.output_folder
-    if folder.exists() and any(folder.iterdir()):
-        if not files.config.exists():
-            raise ConfigError(
-                f"run.output must be a new folder or one of an earlier run, got {str(folder)!r}, which holds other "
-                "files. Choose another folder."
-            )
-        results = (files.model, files.samples, folder / "checkpoints")
-        if not overwrite and any(path.exists() for path in results):
-            raise ConfigError(
-                f"run.output {str(folder)!r} holds an earlier run. Give --overwrite to replace it, or "
-                "--set run.output=…"
-            )
-
-
-def prepare_output(config: RunConfig, *, overwrite: bool) -> OutputFiles:
-    """Make the output folder; an earlier run there is an error, or replaced if asked for."""
-    check_output(config, overwrite=overwrite)
-    files = output_files(config)
-    folder = config.output_folder
-    if folder.exists():
-        shutil.rmtree(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files.config.write_text(dump_config(config), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"run.output {str(folder)!r} cannot be written: {error}. Choose another folder.") from error
-    return files
 
 
 def quiet_libraries(verbose: bool) -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from coati.cli.run import EXIT_STOPPED, check_output, execute, prepare_output
+from coati.cli.output import check_inputs_stay, check_output, new_output
+from coati.cli.run import EXIT_STOPPED, execute
 from coati.config import RunConfig, load_config, make_plan, preflight
 from coati.errors import ConfigError
 
@@ -30,11 +31,12 @@ def run_train(
         config = config.model_copy(update={"topology": config.topology.model_copy(update=on_policy)})
     console.print(make_plan(config).render(), highlight=False, markup=False, soft_wrap=True)
     check_output(config, overwrite=overwrite)
+    check_inputs_stay(config)
     if dry_run:
         console.print("[green]Everything is in order.[/] Leave out --dry-run to train.")
         return
-    prepare_output(config, overwrite=overwrite)
-    outcome = execute(config, console, sync=sync, address=address, verbose=verbose)
+    with new_output(config, overwrite=overwrite) as forget_earlier:
+        outcome = execute(config, console, sync=sync, address=address, verbose=verbose, on_begin=forget_earlier)
     rewards = outcome.log.rewards
     console.print(
         f"{'Stopped' if outcome.was_stopped else 'Done'} after {outcome.seconds:.0f} s and "

@@ -28,6 +28,8 @@ _CONTROL, _STATE = "control.json", "state.json"
 _POLL_SECONDS = 0.2
 # A run on another machine whose state has not changed for so long is taken for dead. The driver may be busy saving.
 _SILENCE_SECONDS = 60.0
+# For a run on this machine, whose process is there.
+_SAVING_SECONDS = 900.0
 
 
 Answer = Literal["", "working", "done", "refused"]
@@ -207,6 +209,17 @@ def _state_of_living_run(folder: Path) -> RunState:
     if state.host == socket.gethostname() and not _is_process_here(state):
         raise ConfigError(f"no run is alive in {str(folder)!r}: its process {state.pid} is gone. Start it again.")
     return state
+
+
+def living_run(folder: Path) -> RunState | None:
+    """What the run says that is at work in this folder; None if none is, as far as one can tell."""
+    try:
+        state = _state_of_living_run(folder)
+        silent = time.time() - (folder / _STATE).stat().st_mtime
+    except (ConfigError, OSError):
+        return None
+    # A process of that number may be another one by now: a run says something twice a second, unless it saves.
+    return state if silent < (_SAVING_SECONDS if _is_process_here(state) else _SILENCE_SECONDS) else None
 
 
 def _is_process_here(state: RunState) -> bool:

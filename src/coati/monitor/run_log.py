@@ -33,6 +33,7 @@ class RunLog:
         spans_path: Path | None = None,
         max_spans: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        on_begin: Callable[[], None] = lambda: None,
     ) -> None:
         self._tracker = tracker
         self._samples_path = samples_path
@@ -54,13 +55,16 @@ class RunLog:
         self.trainer_version = 0
         self.buffer_batches = 0
         self.message = ""
-        self._opened = self._clock()
-        self.begin()
+        self._on_begin = on_begin
+        self._unwritable: set[Path] = set()
+        self._opened = self._started = self._clock()
+        self._num_samples_before = 0
 
     def begin(self) -> None:
         """Training starts now: the pace and samples per second leave out what came before."""
         self._started = self._clock()
         self._num_samples_before = self._num_samples
+        self._on_begin()
 
     def maker_records(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take a maker's records: typed metrics, and a few samples."""
@@ -88,9 +92,7 @@ class RunLog:
         if self._spans_path is None or not spans or self._num_spans_left == 0:
             return
         kept = spans[: self._num_spans_left]
-        lines = (json.dumps({"actor": actor, **span._asdict()}) + "\n" for span in kept)
-        with self._spans_path.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
+        self._append(self._spans_path, [{"actor": actor, **span._asdict()} for span in kept])
         self._num_spans_left -= len(kept)
         if self._num_spans_left == 0:
             logger.warning("%s is full; the run goes on without. Raise logging.spans_kept.", self._spans_path.name)
@@ -144,10 +146,20 @@ class RunLog:
         if not samples or self._samples_every <= 0 or version < self._next_sampled_version:
             return
         self._next_sampled_version = version - version % self._samples_every + self._samples_every
-        lines = (json.dumps({"version": version, **sample}, ensure_ascii=False) + "\n" for sample in samples)
-        # A lone surrogate cannot be UTF-8; backslashreplace writes it as JSON spells it.
-        with self._samples_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.writelines(lines)
+        self._append(self._samples_path, [{"version": version, **sample} for sample in samples])
         first = samples[0]
         text = f"{first['prompt']} **{first['response']}** (reward {first['reward']:.3f})"
         self._tracker.text(self._step, "samples/first", text)
+
+    def _append(self, path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+        """Add a line for each record. Losing a log must not lose a run: a file that fails is said once, and let be."""
+        if path in self._unwritable:
+            return
+        lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        try:
+            # A lone surrogate cannot be UTF-8; backslashreplace writes it as JSON spells it.
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.writelines(lines)
+        except OSError as error:
+            self._unwritable.add(path)
+            logger.warning("%s cannot be written, so the run goes on without it: %s", path, error)

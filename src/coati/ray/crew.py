@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 _MAKER: Any = ExperienceMakerHolder
 _TRAINER: Any = DetachedPPOTrainer
 _FOLLOWER: Any = MakerFollower
+
+# Beyond that, processes that start on one machine take minutes from those that work.
+_ACTORS_PER_CORE = 8
 
 # Name, actor options and env_info of one actor.
 _Place = tuple[str, dict[str, Any], dict[str, str] | None]
@@ -83,6 +87,13 @@ class Crew:
                     f"{counted(count, 'more maker needs', 'more makers need')} {counted(need, kind)}, but "
                     f"{room:g} {'is' if room == 1 else 'are'} free. Ask for fewer, or add nodes."
                 )
+        cores = os.cpu_count() or 1
+        num_actors = topology.trainers + (len(self.membership.members) + count) * topology.tensor_parallel
+        if is_private and num_actors > _ACTORS_PER_CORE * cores:
+            raise ScalingRefused(
+                f"{counted(count, 'more maker')} would make it {num_actors} actors on {counted(cores, 'core')}, and a "
+                f"run on one machine may have {_ACTORS_PER_CORE} for each core. Ask for fewer, or run on a cluster."
+            )
         names = [f"maker-{self._next_maker + index}" for index in range(count)]
         self._next_maker += count
         return names

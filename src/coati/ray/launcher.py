@@ -67,7 +67,7 @@ class DetachedRun:
     def run(self, model_path: str) -> None:
         """Train, and save the actor to `model_path`."""
         namespace = f"coati-{self._config.run.name}-{uuid.uuid4().hex[:8]}"
-        self._say("starting Ray")
+        self._say("starting Ray" if self._address is None else "joining the cluster")
         where = connected(self._config, address=self._address, namespace=namespace, log_to_driver=self._log_to_driver)
         with where as cluster:
             self._control = RunControl(self._folder, makers=self._config.topology.makers)
@@ -243,7 +243,11 @@ class DetachedRun:
 
     def _rescue(self, path: str, error: Exception) -> None:
         """A run failed: save what a lone trainer has learned, if it still answers. A group can only save together."""
-        if self._log.trainer_version == 0 or len(self._crew.trainers) != 1:
+        if self._log.trainer_version == 0:
+            return
+        if len(self._crew.trainers) != 1:
+            saved = "what train.save_every saved is there" if self._config.train.save_every else "nothing is saved"
+            error.add_note(f"a group of trainers cannot save alone, so {saved}. Set train.save_every for the next run.")
             return
         (trainer,) = self._crew.trainers.values()
         try:

@@ -220,3 +220,28 @@ def test_that_a_maker_left_is_a_span_without_length(make_log, tmp_path):
 def test_a_log_without_a_place_for_spans_writes_none(make_log, tmp_path):
     make_log().spans("maker-0", [Span("work", "generate", 1.0, 2.5, 4)])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_said_once_and_the_run_goes_on(make_log, tracker, tmp_path, caplog):
+    log = make_log(spans_path=tmp_path / "spans.jsonl", max_spans=100)
+    log.maker_records([made(0, 0.5, texts=[sample()])])
+    (tmp_path / "samples.jsonl").unlink()
+    (tmp_path / "samples.jsonl").mkdir()  # as good as a full disk
+    (tmp_path / "spans.jsonl").mkdir()
+    for version in (1, 2):
+        log.maker_records([made(version, 0.5, texts=[sample()])])
+        log.spans("maker-0", [Span("work", "generate", 1.0, 2.0, version)])
+    assert [record.getMessage().split(",")[0].rsplit("/", 1)[1] for record in caplog.records] == [
+        "samples.jsonl cannot be written",
+        "spans.jsonl cannot be written",
+    ]
+    log.close()
+    assert len(tracker.logged) == 3  # the metrics of all versions
+
+
+def test_who_wants_to_know_is_told_when_training_begins(make_log):
+    told = []
+    log = make_log(on_begin=lambda: told.append("begun"))
+    assert told == []
+    log.begin()
+    assert told == ["begun"]
