@@ -11,7 +11,7 @@ import ray
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ray.exceptions import ActorDiedError, ActorDiedErrorContext, RayActorError
+from ray.exceptions import ActorDiedError, ActorDiedErrorContext, RayActorError, RayError
 from ray_testing import PATIENCE, PlainMaker, PlainPPOTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -342,3 +342,46 @@ def test_secrets_reach_actors_only_by_rays_own_inheritance(keep, monkeypatch):
     assert "hush" not in environment.values()
     # A private local Ray is the driver's child and has what the driver had when it started.
     assert environment["COATI_TEST_BEFORE_INIT"] == "inherited"
+
+
+@pytest.mark.parametrize("num_full_disks", [0, 1, 2])
+def test_what_was_learnt_goes_to_another_disk_if_the_runs_own_is_full(num_full_disks, monkeypatch, tmp_path):
+    asked, written = [], []
+
+    def save(place):
+        asked.append(place)
+        if len(asked) <= num_full_disks:
+            raise RayError("no space left")
+
+    trainer = SimpleNamespace(strategy_save_actor=SimpleNamespace(remote=lambda path, only_rank0: path))
+    monkeypatch.setattr(launcher.ray, "get", lambda place, timeout: save(place))
+    monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: str(tmp_path))
+    tokenizer = SimpleNamespace(save_pretrained=written.append)
+    monkeypatch.setattr(launcher.assembly, "load_tokenizer", lambda _: tokenizer)
+    failed = SimpleNamespace(
+        _log=SimpleNamespace(trainer_version=7), _crew=SimpleNamespace(trainers={"trainer-0": trainer}), _config=None
+    )
+    error = ConfigError("the run failed")
+    launcher.DetachedRun._rescue(failed, "/run/model-at-failure", error)
+    notes = getattr(error, "__notes__", [])
+    if num_full_disks == 2:
+        assert (notes, written) == ([], [])
+        return
+    assert notes == [f"the model as of version 7 was saved to {asked[-1]}"]
+    assert written == asked[-1:]
+    assert asked[-1].startswith(str(tmp_path) if num_full_disks else "/run/model-at-failure")
+
+
+@pytest.mark.parametrize(
+    ("save_every", "said"), [(0, "so nothing is saved"), (5, "what train.save_every saved is there")]
+)
+def test_a_group_that_failed_says_what_is_saved(save_every, said):
+    failed = SimpleNamespace(
+        _log=SimpleNamespace(trainer_version=7),
+        _crew=SimpleNamespace(trainers={"trainer-0": None, "trainer-1": None}),
+        _config=SimpleNamespace(train=SimpleNamespace(save_every=save_every)),
+    )
+    error = ConfigError("maker-1 died")
+    launcher.DetachedRun._rescue(failed, "/run/model-at-failure", error)
+    (note,) = error.__notes__
+    assert said in note

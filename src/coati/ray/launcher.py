@@ -10,9 +10,11 @@ ends it with everything trained so far saved. Makers may join and leave meanwhil
 """
 
 import logging
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -250,13 +252,18 @@ class DetachedRun:
             error.add_note(f"a group of trainers cannot save alone, so {saved}. Set train.save_every for the next run.")
             return
         (trainer,) = self._crew.trainers.values()
-        try:
-            ray.get(trainer.strategy_save_actor.remote(path, only_rank0=True), timeout=_STOP_SECONDS)
-            assembly.load_tokenizer(self._config).save_pretrained(path)
-        except (RayError, GetTimeoutError, OSError) as failure:
-            logger.debug("nothing could be saved: %s", failure)
-        else:
-            error.add_note(f"the model as of version {self._log.trainer_version} was saved to {path}")
+        elsewhere = (
+            Path(tempfile.gettempdir()) / f"coati-{uuid.uuid4().hex[:8]}" / "model-at-failure"
+        )  # of another disk
+        for place in (path, str(elsewhere)):
+            try:
+                ray.get(trainer.strategy_save_actor.remote(place, only_rank0=True), timeout=_STOP_SECONDS)
+                assembly.load_tokenizer(self._config).save_pretrained(place)
+            except (RayError, GetTimeoutError, OSError) as failure:
+                logger.debug("nothing could be saved to %s: %s", place, failure)
+            else:
+                error.add_note(f"the model as of version {self._log.trainer_version} was saved to {place}")
+                return
 
     def _stop_all(self) -> None:
         if not self._is_stopping:
