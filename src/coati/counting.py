@@ -1,4 +1,6 @@
-"""Numbers of things in messages."""
+"""Numbers and names of things in messages."""
+
+from collections.abc import Iterable
 
 
 def counted(number: float, one: str, many: str = "") -> str:
@@ -9,3 +11,13 @@ def counted(number: float, one: str, many: str = "") -> str:
     """
     amount = f"{number:,}" if isinstance(number, int) else f"{number:g}"
     return f"{amount} {one if number == 1 else many or one + 's'}"
+
+
+def listed(names: Iterable[str], *, most: int = 5) -> str:
+    """Names one after the other; of many only the first and the last.
+
+    >>> listed(["maker-1", "maker-2"]), listed([f"maker-{index}" for index in range(64)])
+    ('maker-1, maker-2', 'maker-0 … maker-63 (64)')
+    """
+    all_names = list(names)
+    return ", ".join(all_names) if len(all_names) <= most else f"{all_names[0]} … {all_names[-1]} ({len(all_names)})"

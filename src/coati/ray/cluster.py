@@ -145,8 +145,8 @@ def _check_resources(config: RunConfig, *, num_cpus: int) -> None:
             raise ConfigError(
                 f"the run needs {counted(need, kind)} ({counted(topology.makers, 'maker')}, "
                 f"{counted(topology.trainers, 'trainer')}), "
-                f"but the cluster has {have.get(kind, 0.0):g}. Lower topology.makers, topology.trainers or "
-                "their gpus_per_… settings, or add nodes."
+                f"but the cluster has {have.get(kind, 0.0):g}. Lower topology.makers, topology.trainers "
+                f"{'or their gpus_per_… settings, ' if kind == 'GPU' else ''}or add nodes."
             )
 
 

@@ -22,6 +22,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from coati import assembly
 from coati.config import RunConfig
+from coati.counting import listed
 from coati.errors import CoatiError, DeadlineExceeded, PeerDied, RunStopped, ScalingRefused
 from coati.ledger import PromptPart
 from coati.monitor.control import RunControl
@@ -109,7 +110,7 @@ class DetachedRun:
             if self._should_stop():
                 raise RunStopped("stopped before training began; there was nothing to save.")
             if time.monotonic() >= deadline:
-                late = ", ".join(sorted(waiting.values()))
+                late = listed(sorted(waiting.values()))
                 models = f"{'its' if len(waiting) == 1 else 'their'} models"
                 raise DeadlineExceeded(f"waited {self._deadlines.start:g} s for {late} to start and load {models}.")
             self._finish_some(waiting, timeout=_POLL_SECONDS)
@@ -140,7 +141,7 @@ class DetachedRun:
         self._log.flush()
         self._say("")
         if waiting:  # training is done and complete; a generation that nobody needs must not spoil it
-            logger.warning("%s did not stop within %g s and will be ended", ", ".join(waiting.values()), _STOP_SECONDS)
+            logger.warning("%s did not stop within %g s and will be ended", listed(waiting.values()), _STOP_SECONDS)
 
     def _start_maker(self, name: str, prompts: Callable[[], Any]) -> None:
         self._waiting[self._crew.makers[name].workingloop.remote(prompts)] = name

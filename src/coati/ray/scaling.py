@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from coati.counting import listed
 from coati.deadlines import Deadlines
 from coati.errors import CoatiError, DeadlineExceeded, ScalingRefused, WeightUpdateError
 from coati.ledger import WorkShare
@@ -80,7 +81,7 @@ class Scaler:
             # Whatever it is (a node that dies, a model that is not there, a bug in a reward), the run can do without.
             yield from self._turn_away(names)
             reason = str(error) or type(error).__name__
-            raise ScalingRefused(f"{', '.join(names)} could not join, so the run goes on without: {reason}") from error
+            raise ScalingRefused(f"{listed(names)} could not join, so the run goes on without: {reason}") from error
         crew.take_in(names)
         self._end_deal({name: part for name, part in parts.items() if name not in names})
         for name in names:
@@ -89,7 +90,7 @@ class Scaler:
 
     def _prepare(self, names: Sequence[str]) -> Iterator[str]:
         """Everything before the deal: newcomers that have their models, and the weights of a version."""
-        crew, start, newcomers = self._crew, self._deadlines.start, ", ".join(names)
+        crew, start, newcomers = self._crew, self._deadlines.start, listed(names)
         meetings = yield from self._await_all(
             crew.ask_for_meetings(names), seconds=start, what=f"places where the ranks of {newcomers} can meet"
         )
@@ -118,12 +119,12 @@ class Scaler:
             yield from self._await_trainers(self._tell_trainers())
             faults = yield from self._await_trainers(self._ask_faults())
         except DeadlineExceeded as error:
-            joined = f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} joined"
+            joined = f"{listed(names)} {'has' if len(names) == 1 else 'have'} joined"
             logger.warning("%s, but not all trainers have said that they know: %s", joined, error)
             return
         if reason := _reason(faults, names):
             yield from self._send_away(names)
-            raise ScalingRefused(f"{', '.join(names)} joined and had to leave again: {reason}")
+            raise ScalingRefused(f"{listed(names)} joined and had to leave again: {reason}")
 
     def _shrink(self, count: int) -> Iterator[str]:
         crew = self._crew
@@ -136,12 +137,10 @@ class Scaler:
         try:
             parts = self._begin_deal(leaving=names)
         except DeadlineExceeded as error:
-            raise ScalingRefused(
-                f"{', '.join(names)} cannot leave now, so the run goes on as it was: {error}"
-            ) from error
+            raise ScalingRefused(f"{listed(names)} cannot leave now, so the run goes on as it was: {error}") from error
         self._end_deal(parts)
         while working := [name for name in names if self._is_working(name)]:
-            yield f"{', '.join(working)} finishing what was begun, then leaving"
+            yield f"{listed(working)} finishing what was begun, then leaving"
         self._before_end(names)
         for name in names:
             crew.updaters.pop(name)
@@ -149,7 +148,7 @@ class Scaler:
             yield from self._await_trainers(self._tell_trainers())
         except DeadlineExceeded as error:  # a trainer whose makers are all gone would give up
             still_there = "makes nothing more, but stays" if len(names) == 1 else "make nothing more, but stay"
-            raise ScalingRefused(f"{', '.join(names)} {still_there} until the run ends: {error}") from error
+            raise ScalingRefused(f"{listed(names)} {still_there} until the run ends: {error}") from error
         crew.dismiss(names)
 
     def _begin_deal(self, *, joining: Sequence[str] = (), leaving: Sequence[str] = ()) -> dict[str, _Part]:
@@ -202,7 +201,7 @@ class Scaler:
         return (yield from self._await_all(refs, seconds=self._deadlines.update, what="the trainers to take note"))
 
     def _await_weights(self, names: Sequence[str]) -> Iterator[str]:
-        what = f"{', '.join(names)} to get the weights of the next version"
+        what = f"{listed(names)} to get the weights of the next version"
         deadline = time.monotonic() + self._deadlines.batch
         while True:
             refs = {**self._ask_progress(names), **self._ask_faults()}
@@ -226,9 +225,7 @@ class Scaler:
                 name = waiting.pop(ref)
                 answers[name] = get(ref, what, seconds=seconds, who=name)
             if waiting and time.monotonic() >= deadline:
-                raise DeadlineExceeded(
-                    f"waited {seconds:g} s for {what} ({', '.join(waiting.values())} did not answer)."
-                )
+                raise DeadlineExceeded(f"waited {seconds:g} s for {what} ({listed(waiting.values())} did not answer).")
             if waiting:
                 yield f"waiting for {what}"
         return answers
