@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from coati.trainer.optim import HybridAdam
+from coati.trainer.strategies import LowLevelZeroStrategy
 from coati.trainer.strategies.low_level_zero import _HostStep, _SpreadStep, load_on_host
 
 
@@ -84,3 +85,21 @@ def test_state_is_loaded_to_the_host_wherever_the_parameters_are():
         load_on_host(optimizer, {**saved.state_dict(), "param_groups": []})
     assert optimizer.param_groups[0]["params"] == [elsewhere.weight, elsewhere.bias]
     assert set(optimizer.state) == {elsewhere.weight, elsewhere.bias}
+
+
+def test_a_strategy_undoes_the_step_of_an_optimizer_that_raises(monkeypatch):
+    layer = nn.Linear(3, 2)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer = HybridAdam(layer.parameters(), lr=0.1)
+    strategy = object.__new__(LowLevelZeroStrategy)  # the steps alone, without a process group
+    strategy._steps = {optimizer: _SpreadStep([0, 1], 0, _HostStep())}
+
+    def step():
+        strategy._steps[optimizer].begin(optimizer)
+        raise MemoryError
+
+    monkeypatch.setattr(optimizer, "step", step)
+    with pytest.raises(MemoryError):
+        strategy.optimizer_step(optimizer)
+    assert optimizer.param_groups[0]["params"] == [layer.weight, layer.bias]
+    assert layer.bias.grad is not None

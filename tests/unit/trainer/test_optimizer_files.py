@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from coati.errors import CheckpointError
-from coati.trainer.strategies import DDPStrategy
+from coati.trainer.strategies import DDPStrategy, base
 from coati.trainer.strategies.optimizer_files import iter_whole_state, write_optimizer
 
 
@@ -130,3 +130,25 @@ def test_a_malformed_index_of_a_model_is_refused(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"index\.json must map the name of each weight to its file"):
         DDPStrategy(device="cpu").load_model(nn.Linear(1, 1), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_a_rank_that_fails_while_it_loads_tells_the_others(kind, monkeypatch, tmp_path):
+    strategy = DDPStrategy(device="cpu")
+    votes = []
+    monkeypatch.setattr(strategy, "all_reduce_sum", lambda vote: votes.append(int(vote)) or vote)
+
+    def fails(*_, **__):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(base, "check_model_files", lambda *_: None)
+    monkeypatch.setattr(base, "load_model_files", fails)
+    monkeypatch.setattr(base, "read_optimizer", lambda *_, **__: {})
+    monkeypatch.setattr(strategy, "_load_optimizer_state", fails)
+    load = {
+        "model": lambda: strategy.load_model(nn.Linear(1, 1), tmp_path),
+        "optimizer": lambda: strategy.load_optimizer(make_optimizer(1), tmp_path),
+    }
+    with pytest.raises(OSError, match="the disk is gone"):
+        load[kind]()
+    assert votes == [0, 1]  # what was checked is right, and then it failed
