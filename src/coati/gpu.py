@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -72,6 +73,40 @@ class ProcessorShare:
                 yield
         finally:
             outside.wait_stream(self.stream)
+
+
+class Aside:
+    """A stream for something small: after all that was launched before this was made, beside what is launched since.
+
+    So it, and whoever waits for it, need not wait for long work that is under way. Nothing of the kind on a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = side_stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """What is launched inside goes there; what comes after it, wherever, waits for it."""
+        if self._stream is None:
+            yield
+            return
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A second stream of a device, the same one for everybody.
+
+    cuBLAS gets a workspace for each stream that it computes on, 32 MiB on an H200, and torch never frees one.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def processors_of(share: float, total: int) -> int:

@@ -319,14 +319,27 @@ def replayed(monkeypatch):
     monkeypatch.setattr("coati.rollout.native.loop._POSITION_STEP", 3)
 
 
-def test_with_a_look_every_few_tokens_it_writes_the_same(replayed):
+@pytest.mark.parametrize("looks_under_way", [1, 2, 3])
+def test_with_a_look_every_few_tokens_it_writes_the_same(replayed, looks_under_way, monkeypatch):
+    monkeypatch.setattr("coati.rollout.native.loop.LOOKS_UNDER_WAY", looks_under_way)
     model, request = make_model("llama"), make_request(rows=12)
     expected = ReferenceEngine(model).generate(request)
     for num_slots in (2, 4, 8):
         assert_same(NativeEngine(model, num_slots=num_slots, by_columns=False).generate(request), expected)
 
 
-def test_there_are_few_graphs_whatever_the_sizes_of_requests(replayed):
+@pytest.mark.parametrize("num_slots", [4, 12])
+def test_responses_of_full_length_waste_no_step_whenever_the_host_looks(replayed, num_slots, monkeypatch):
+    steps, step = [], SlotLoop._step
+    monkeypatch.setattr(SlotLoop, "_step", lambda self, count, *rest: (steps.append(count), step(self, count, *rest)))
+    request = dataclasses.replace(make_request(rows=12, eos_token_id=[]), max_new_tokens=8)
+    rollout = NativeEngine(make_model("llama"), num_slots=num_slots, by_columns=False).generate(request)
+    assert bool(rollout.action_mask.all())
+    assert steps == [num_slots] * (12 // num_slots * 7)  # the first token comes with the prompt
+
+
+def test_there_are_few_graphs_whatever_the_sizes_of_requests(replayed, monkeypatch):
+    monkeypatch.setattr("coati.rollout.native.loop.LOOKS_UNDER_WAY", 1)  # so that some end before the last look
     model = make_model("llama")
     engine = NativeEngine(model, num_slots=11, by_columns=False)
     for count in (11, 7, 5):

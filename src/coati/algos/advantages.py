@@ -103,6 +103,9 @@ def discounted_sums(
     >>> discounted_sums(terms, mask, decay=torch.tensor([[0.25, 9.0]])).tolist()
     [[1.25, 1.0]]
     """
+    if terms.is_cuda:  # hundreds of sums so small that the host is done with all of them before a GPU has begun them
+        decay = decay.cpu() if isinstance(decay, Tensor) else decay
+        return discounted_sums(terms.cpu(), mask.cpu(), decay=decay).to(terms.device)
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         raise DataError(
             "the mask must be True on a prefix of each row and False after it, got a row where True follows "

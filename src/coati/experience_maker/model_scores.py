@@ -108,15 +108,18 @@ def logprob_gap(actor: nn.Module, rollout: Rollout, temperatures: Tensor, *, num
     return LogprobGap(float(gaps.mean()), float(gaps.max()), len(gaps))
 
 
-def sharing_reward_models(
-    initial_model: nn.Module, critic: nn.Module | None, reward_models: Iterable[nn.Module]
-) -> list[RewardModel]:
-    """Those whose body another of the models has too, on the device of the others, so that they are best asked with
-    them."""
+def reward_models_beside(initial_model: nn.Module, reward_models: Iterable[nn.Module]) -> list[RewardModel]:
+    """Those of the reward models that are ours, on the device of the reference: they are asked with it.
+
+    So the batch is joined once for all of them, a body that two of them have is run once, and no pass is longer than
+    that of the others.
+    """
     device = next(initial_model.parameters()).device
-    distinct = [model for model in dict.fromkeys(reward_models) if next(model.parameters()).device == device]
-    bodies = shared_bodies([initial_model, critic, *distinct])
-    return [model for model in distinct if isinstance(model, RewardModel) and body_of(model) in bodies]
+    return [
+        model
+        for model in dict.fromkeys(reward_models)
+        if isinstance(model, RewardModel) and next(model.parameters()).device == device and body_of(model) is not None
+    ]
 
 
 class GapWatch:

@@ -31,10 +31,11 @@ from coati.experience_maker.model_scores import (
     GapWatch,
     LogprobGap,
     action_values,
+    reward_models_beside,
     score_with_models,
-    sharing_reward_models,
 )
 from coati.experience_maker.prompt_rows import PromptRows, check_groups
+from coati.gpu import Aside
 from coati.models import RewardModel, action_logprobs
 from coati.models.actor import unwrap
 from coati.models.critic import as_critic
@@ -280,6 +281,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             rollout.action_mask,
         )
         scores = self._begin_rewards(sequences, attention_mask, action_mask, prompts.columns)
+        aside = Aside(sequences.device)
         logprobs = self._policy_logprobs(rollout, temperatures, options).masked_fill(~action_mask, 0.0)
         reward_models = self._reward_models_at_hand(scores)
         reference_logprobs, values, rewards = score_with_models(
@@ -291,6 +293,12 @@ class NaiveExperienceMaker(ExperienceMaker):
             temperatures,
             reward_models=reward_models,
         )
+        self.last_logprob_gap = None
+        if self._is_drawn_by_policy(options):
+            with aside.used():  # a pass that takes the host longer than the GPU, which has the others to do meanwhile
+                self.last_logprob_gap = self._gap_watch.look(
+                    self.actor, rollout, temperatures, version=self.policy_version
+                )
         kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.kl_estimator)
         experience = Experience(
             sequences=sequences,
@@ -318,17 +326,20 @@ class NaiveExperienceMaker(ExperienceMaker):
         return UnfinishedExperience(experience)
 
     def _policy_logprobs(self, rollout: Rollout, temperatures: Tensor, options: GenerateOptions) -> Tensor:
-        """log-probs of the policy that wrote the responses, [B, A].
+        """log-probs of the policy that wrote the responses, [B, A]."""
+        if self._is_drawn_by_policy(options):
+            return rollout.rollout_log_probs
+        forward = (rollout.sequences, rollout.attention_mask, rollout.action_mask.shape[1])
+        return action_logprobs(self.actor, *forward, temperatures=temperatures)[0]
 
-        The engine drew the tokens by its own, so they are the ones, whatever a second pass would say; unless options
-        of `generate` (penalties, forced tokens) had a part in them, which the policy has not.
+    def _is_drawn_by_policy(self, options: GenerateOptions) -> bool:
+        """Whether the engine's log-probs are the policy's.
+
+        It drew the tokens by them, so they are the ones, whatever a second pass would say; unless options of `generate`
+        (penalties, forced tokens) had a part in them, which the policy has not. With weights that change in flight no
+        single pass can say them again.
         """
-        is_in_flight = self.commit_point is not None
-        if options.extra and not is_in_flight:
-            forward = (rollout.sequences, rollout.attention_mask, rollout.action_mask.shape[1])
-            return action_logprobs(self.actor, *forward, temperatures=temperatures)[0]
-        self.last_logprob_gap = self._gap_watch.look(self.actor, rollout, temperatures, version=self.policy_version)
-        return rollout.rollout_log_probs
+        return not options.extra or self.commit_point is not None
 
     def _begin_rewards(
         self,
@@ -351,13 +362,13 @@ class NaiveExperienceMaker(ExperienceMaker):
         return scores if isinstance(scores, PendingScores) else lambda _: scores()  # or that begins otherwise
 
     def _reward_models_at_hand(self, scores: Callable[..., Any]) -> list[RewardModel]:
-        """Reward models that share a body with another model, and so are best asked with it."""
+        """Reward models that are best asked with the other models, a part of the batch at a time."""
         models: Sequence[nn.Module] = ()
         if isinstance(scores, PendingScores) and not scores.is_beside:
             models = self.reward_model.models
         elif isinstance(self.reward_model, RewardModel):
             models = (self.reward_model,)
-        return sharing_reward_models(self.initial_model, self.critic, models)
+        return reward_models_beside(self.initial_model, models)
 
     def _checked_scores(self, output: Any, sequences: Tensor) -> Tensor:
         scores = output["logits"] if isinstance(output, Mapping) else output

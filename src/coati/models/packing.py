@@ -15,6 +15,8 @@ do not know to pass these arguments on to their attention are called with paddin
 
 import dataclasses
 import logging
+import operator
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,10 +60,20 @@ class PackedRows:
     def of(cls, sequences: Tensor, attention_mask: Tensor | None) -> "PackedRows":
         """Join the rows of a batch; without a mask all tokens are real.
 
+        Models that read the same batch one after the other get the same result: joining waits for the device, which
+        would be idle before each of them.
+
         >>> rows = PackedRows.of(torch.tensor([[0, 7, 8], [9, 0, 0]]), torch.tensor([[0, 1, 1], [1, 0, 0]]))
         >>> rows.tokens.tolist(), rows.positions.tolist(), rows.starts.tolist()
         ([7, 8, 9], [0, 1, 0], [0, 2, 3])
         """
+        if (packed := _last.packed_of(sequences, attention_mask)) is None:
+            packed = cls._joined(sequences, attention_mask)
+            _last.note(sequences, attention_mask, packed=packed)
+        return packed
+
+    @classmethod
+    def _joined(cls, sequences: Tensor, attention_mask: Tensor | None) -> "PackedRows":
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         is_real = attention_mask.ne(0)
@@ -96,6 +108,31 @@ class PackedRows:
         rows, columns = self.spots // self.shape[1], self.spots % self.shape[1]
         # Not a view of something flat: sharding hangs its backward hook on what a module returns.
         return values.new_zeros(self.shape).index_put((rows, columns), values)
+
+
+class _LastJoined(threading.local):
+    """The batch that this thread has joined last: the very tensors, and how often they had been written to."""
+
+    _batch: tuple[Tensor | None, ...] = ()
+    _writes: tuple[int, ...] | None = None
+    _packed: PackedRows | None = None
+
+    def packed_of(self, *batch: Tensor | None) -> PackedRows | None:
+        """What this batch was joined to; None if it was another, or is not as it was."""
+        is_same = len(self._batch) == len(batch) and all(map(operator.is_, self._batch, batch))
+        return self._packed if is_same and self._writes is not None and self._writes == _writes_of(batch) else None
+
+    def note(self, *batch: Tensor | None, packed: PackedRows) -> None:
+        self._batch, self._writes, self._packed = batch, _writes_of(batch), packed
+
+
+def _writes_of(batch: tuple[Tensor | None, ...]) -> tuple[int, ...] | None:
+    """How often each tensor was written to; None if one does not count."""
+    tensors = [tensor for tensor in batch if tensor is not None]
+    return None if any(tensor.is_inference() for tensor in tensors) else tuple(tensor._version for tensor in tensors)
+
+
+_last = _LastJoined()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,14 +49,20 @@ def score_actions(
     packed = PackedRows.of(sequences, attention_mask)
     if len(packed) == 0:
         return score_padded(model, sequences, attention_mask, scoring)
-    return score_hidden(model, packed, packed_hidden(model, packed), scoring)
+    targets = PackedTargets.of(packed, scoring.num_actions)  # before the model: it waits for the device
+    return score_hidden(model, packed, packed_hidden(model, packed), scoring, targets=targets)
 
 
 def score_hidden(
-    model: nn.Module, packed: PackedRows, hidden: Tensor, scoring: Scoring
+    model: nn.Module,
+    packed: PackedRows,
+    hidden: Tensor,
+    scoring: Scoring,
+    *,
+    targets: PackedTargets | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The same from the hidden states of the model's body over packed rows, [T, d]."""
-    targets = PackedTargets.of(packed, scoring.num_actions)
+    targets = targets or PackedTargets.of(packed, scoring.num_actions)
     hidden = packed.at(hidden, targets.predecessors)  # [n, d]
     head = base_of(model).get_output_embeddings()
     temperatures = scoring.temperatures

@@ -18,6 +18,7 @@ class RewardRequest:
 
     prompts: list[str]
     completions: list[str]
+    """Both empty for a reward that says that it reads no text (`reads_text`), which is spared the decoding."""
     columns: dict[str, list[Any]] = field(default_factory=dict)
     """Further columns of the dataset, B values each."""
     sequences: Tensor  # [B, S] left-padded prompt, then response, S = P + A
@@ -27,7 +28,7 @@ class RewardRequest:
     """Scores [B] of reward models that were asked already, with others that share their body."""
 
     def __len__(self) -> int:
-        return len(self.completions)
+        return int(self.sequences.shape[0])
 
 
 @runtime_checkable
@@ -52,6 +53,11 @@ def is_host_work(reward: Reward) -> bool:
     It says so itself, by an attribute of this name; one that does not is taken for a model.
     """
     return bool(getattr(reward, "is_host_work", False))
+
+
+def reads_text(reward: Reward) -> bool:
+    """Whether a reward looks at prompts and completions as text; one that has no attribute of this name may."""
+    return bool(getattr(reward, "reads_text", True))
 
 
 def models_of(reward: Reward) -> tuple[nn.Module, ...]:
@@ -91,6 +97,11 @@ class WeightedSum:
     def is_host_work(self) -> bool:
         """Whether all of the rewards may run beside the models."""
         return all(is_host_work(reward) for reward, _ in self._terms)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether any of the rewards does."""
+        return any(reads_text(reward) for reward, _ in self._terms)
 
     @property
     def models(self) -> tuple[nn.Module, ...]:

@@ -17,6 +17,8 @@ class ModelReward:
     The module is switched to evaluation mode: dropout in a reward would be noise that nobody asked for.
     """
 
+    reads_text = False
+
     def __init__(self, model: nn.Module, name: str = "model") -> None:
         self.name = name
         self._model = model.eval()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import compress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from coati.beside import InTurn
 from coati.errors import RewardError
-from coati.rewards.base import Reward, RewardRequest, is_host_work, longest_seconds, models_of
+from coati.rewards.base import Reward, RewardRequest, is_host_work, longest_seconds, models_of, reads_text
 
 _GRACE_SECONDS = 5.0
 
@@ -23,13 +24,15 @@ class PendingScores:
     """The scores of one batch, on their way.
 
     With `in_turn` the reward is asked beside whatever its caller does, after the batches before; else when the scores
-    are wanted.
+    are wanted. What it is asked is made by `request`, which may take its time, then.
     """
 
-    def __init__(self, reward: Reward, request: RewardRequest, in_turn: InTurn | None) -> None:
+    def __init__(
+        self, reward: Reward, request: Callable[[], RewardRequest], *, device: torch.device, in_turn: InTurn | None
+    ) -> None:
         self.terms: dict[str, float] = {}
         """Mean score of each term of a weighted sum, when the scores are there."""
-        self._reward, self._request, self._in_turn = reward, request, in_turn
+        self._reward, self._request, self._device, self._in_turn = reward, request, device, in_turn
         self._seconds = (
             longest_seconds(reward) + _GRACE_SECONDS
         )  # a deadline of the reward's own ends before, and says more
@@ -37,7 +40,7 @@ class PendingScores:
         self._began_at: float | None = None
         self._future: Future[Tensor] | None = None
         if in_turn is not None:
-            self._future = in_turn.run(self._ask, name=f"reward-{reward.name}")
+            self._future = in_turn.run(lambda: self._ask({}), name=f"reward-{reward.name}")
 
     @property
     def is_beside(self) -> bool:
@@ -59,14 +62,12 @@ class PendingScores:
 
         `ready` are scores [B] of reward models that have been asked meanwhile.
         """
-        if self._future is None and ready:
-            self._request = dataclasses.replace(self._request, ready=ready)
-        scores = self._ask() if self._future is None else self._waited_for(self._future)
-        return scores.to(self._request.sequences.device)
+        scores = self._ask(ready or {}) if self._future is None else self._waited_for(self._future)
+        return scores.to(self._device)
 
-    def _ask(self) -> Tensor:
+    def _ask(self, ready: Mapping[nn.Module, Tensor]) -> Tensor:
         self._began_at = time.monotonic()
-        scores = self._reward.score(self._request)
+        scores = self._reward.score(dataclasses.replace(self._request(), ready=ready))
         self.terms = dict(getattr(self._reward, "last_terms", {}))  # before the next batch writes over them
         return scores
 
@@ -149,19 +150,34 @@ class RewardScorer:
                     f"{len(values)}. "
                     "Pass the columns of the batch that the sequences were generated from."
                 )
-        prompt_length = sequences.shape[1] - action_mask.shape[1]  # P
-        prompt_mask = attention_mask[:, :prompt_length].bool()  # [B, P]
-        prompts = columns.pop("prompt", None) or self.decode(sequences[:, :prompt_length], prompt_mask)
-        completions = self.decode(sequences[:, prompt_length:], action_mask.bool())
-        request = RewardRequest(
-            prompts=prompts,
-            completions=completions,
-            columns=columns,
-            sequences=sequences,
-            attention_mask=attention_mask,
-            action_mask=action_mask,
+        prompts: list[str] | None = columns.pop("prompt", None)
+        # Texts are written when the reward is asked, from tokens that are on the host by then: fetched at that time,
+        # they would come behind whatever the models compute meanwhile.
+        on_host = sequences.cpu(), attention_mask.cpu(), action_mask.cpu()
+
+        def request() -> RewardRequest:
+            texts = self._texts(*on_host, prompts) if reads_text(self.reward) else ([], [])
+            return RewardRequest(
+                prompts=texts[0],
+                completions=texts[1],
+                columns=columns,
+                sequences=sequences,
+                attention_mask=attention_mask,
+                action_mask=action_mask,
+            )
+
+        in_turn = self._in_turn if is_host_work(self.reward) else None
+        return PendingScores(self.reward, request, device=sequences.device, in_turn=in_turn)
+
+    def _texts(
+        self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, prompts: list[str] | None
+    ) -> tuple[list[str], list[str]]:
+        """Prompts (those that are given, if any are) and completions."""
+        length = sequences.shape[1] - action_mask.shape[1]  # P
+        return (
+            prompts or self.decode(sequences[:, :length], attention_mask[:, :length].bool()),
+            self.decode(sequences[:, length:], action_mask.bool()),
         )
-        return PendingScores(self.reward, request, self._in_turn if is_host_work(self.reward) else None)
 
     def decode(self, ids: Tensor, mask: Tensor) -> list[str]:
         """Decode the unmasked ids of each row; padding may be a real token, so only the mask tells."""

@@ -21,8 +21,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from coati.weights.lent import LentChunk, ShareProbe, Snapshots, TakenChunk, copy_all, layout, view
 from coati.weights.manifest import UpdateHeader
 
-# Words hashed at a time, which bounds the memory that hashing takes (32 MiB).
-_BLOCK_WORDS = 4 * 2**20
+# Checksums look at 64-bit words in rows of so many.
+_ROW_WORDS = 4096
 # Position of the device among what `reduce_tensor` gives for `rebuild_cuda_tensor`.
 _DEVICE_ARGUMENT = 6
 
@@ -135,11 +135,13 @@ def device_checksum(data: Tensor) -> int:
     if data.numel() % 8:
         data = torch.nn.functional.pad(data, (0, 8 - data.numel() % 8))
     words = data.view(torch.int64)
-    factors = torch.arange(min(_BLOCK_WORDS, words.numel()), dtype=torch.int64, device=data.device) * 2 + 1
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for start in range(0, words.numel(), _BLOCK_WORDS):
-        block = words[start : start + _BLOCK_WORDS]
-        total += (block * factors[: block.numel()]).sum() + block.sum() * (2 * start)
+    num_rows = words.numel() // _ROW_WORDS
+    whole, rest = words[: num_rows * _ROW_WORDS].view(num_rows, _ROW_WORDS), words[num_rows * _ROW_WORDS :]
+    # Σ wᵢ·(2i + 1) by sums over columns and over rows, which need no room: i = row·_ROW_WORDS + column.
+    factors = torch.arange(_ROW_WORDS, dtype=torch.int64, device=data.device) * 2 + 1
+    row_starts = torch.arange(num_rows, dtype=torch.int64, device=data.device) * (2 * _ROW_WORDS)
+    total = (whole.sum(dim=0) * factors).sum() + (whole.sum(dim=1) * row_starts).sum()
+    total += (rest * (factors[: rest.numel()] + 2 * _ROW_WORDS * num_rows)).sum()
     return int(total.item()) % 2**64
 
 

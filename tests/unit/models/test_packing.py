@@ -323,3 +323,54 @@ def test_holes_in_a_row_are_left_out_of_it():
     ours, _ = action_logprobs(model, sequences, mask, NUM_ACTIONS)
     theirs, _ = score_padded(model, sequences, mask, Scoring(NUM_ACTIONS))
     torch.testing.assert_close(ours[scored], theirs[scored], rtol=1e-10, atol=1e-10)
+
+
+def joins_counted(monkeypatch):
+    calls, joined = [], PackedRows._joined.__func__
+    monkeypatch.setattr(
+        PackedRows, "_joined", classmethod(lambda cls, *batch: (calls.append(batch), joined(cls, *batch))[1])
+    )
+    return calls
+
+
+def test_models_that_read_the_same_batch_in_turn_have_it_joined_once(monkeypatch, llama):
+    calls = joins_counted(monkeypatch)
+    sequences = torch.tensor([[3, 4, 5, 6], [0, 7, 8, 9]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
+    logprobs, _ = action_logprobs(Actor(llama(seed=1)), sequences, mask, 2)
+    values = Critic(llama(seed=2))(sequences, mask)
+    assert (logprobs.shape, values.shape, len(calls)) == ((2, 2), (2, 4), 1)
+
+
+@pytest.mark.parametrize(
+    "change", ["write to the tokens", "write to the mask", "another mask", "equal tensors", "no mask"]
+)
+def test_a_batch_that_is_not_as_it_was_is_joined_anew(change):
+    sequences, mask = torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
+    before = PackedRows.of(sequences, mask)
+    assert PackedRows.of(sequences, mask) is before
+    expected = before.tokens.tolist()
+    if change == "write to the tokens":
+        sequences[0, 0], expected[0] = 9, 9
+    elif change == "write to the mask":
+        mask[1, 0] = 1
+        expected.insert(3, 6)
+    elif change == "another mask":
+        mask = torch.tensor([[0, 1, 1], [0, 1, 1]])
+        expected = expected[1:]
+    elif change == "equal tensors":
+        sequences = sequences.clone()
+    else:
+        mask, expected = None, [3, 4, 5, 6, 7, 8]
+    after = PackedRows.of(sequences, mask)
+    assert after is not before
+    assert after.tokens.tolist() == expected
+
+
+def test_tensors_that_count_no_writes_are_joined_each_time():
+    with torch.inference_mode():
+        sequences = torch.tensor([[3, 4, 5]])
+        first = PackedRows.of(sequences, None)
+        sequences[0, 0] = 9
+        assert first.tokens.tolist() == [3, 4, 5]
+        assert PackedRows.of(sequences, None).tokens.tolist() == [9, 4, 5]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from coati.experience_maker import NaiveExperienceMaker
-from coati.experience_maker.model_scores import score_with_models, sharing_reward_models
+from coati.experience_maker.model_scores import reward_models_beside, score_with_models
 from coati.models import Actor, Critic, RewardModel
 from coati.models.quantized import quantize_linear_layers
 from coati.models.shared_body import body_of, take_body_of
@@ -102,10 +102,9 @@ def test_a_maker_asks_reward_models_with_the_reference(models, llama, kind):
     assert together.reward.std() > 0
 
 
-def test_only_what_shares_a_body_is_asked_with_others(models, llama):
-    reference, critic, shared, _ = models
+def test_only_reward_models_of_ours_are_asked_with_others(models, llama):
+    reference, _, shared, _ = models
     alone = RewardModel(llama(seed=5))
-    pair = [with_head(RewardModel, alone.body, seed) for seed in (3, 4)]
 
     class Squared(RewardModel):
         def forward(self, *args):
@@ -113,10 +112,10 @@ def test_only_what_shares_a_body_is_asked_with_others(models, llama):
 
     hooked = with_head(RewardModel, shared.body, 5)
     hooked.register_forward_hook(lambda *_: None)
-    own = [alone, Squared(shared.body), hooked, nn.Linear(2, 2)]
-    assert sharing_reward_models(reference, None, own) == []
-    assert sharing_reward_models(reference, critic, [*own[1:], shared, shared]) == [shared]
-    assert sharing_reward_models(reference, None, [shared, *pair]) == [shared, *pair]
+    elsewhere = RewardModel(llama(seed=6)).to("meta")
+    others = [Squared(shared.body), hooked, nn.Linear(2, 2), elsewhere]
+    assert reward_models_beside(reference, others) == []
+    assert reward_models_beside(reference, [*others, shared, alone, shared]) == [shared, alone]
 
 
 def changed(body):

@@ -62,11 +62,11 @@ def test_any_flipped_bit_changes_the_checksum(size, data):
     assert device_checksum(changed) != device_checksum(original)
 
 
-def test_the_checksum_counts_on_over_blocks_by_hand(monkeypatch):
+def test_the_checksum_counts_on_over_rows_by_hand(monkeypatch):
     words = torch.tensor([5, 6, 7, -1, 9], dtype=torch.int64)
-    # 5·1 + 6·3 + 7·5 - 1·7 + 9·9 = 132, whatever the blocks
-    for block in (1, 2, 3, 100):
-        monkeypatch.setattr(device_module, "_BLOCK_WORDS", block)
+    # 5·1 + 6·3 + 7·5 - 1·7 + 9·9 = 132, whatever the rows
+    for row in (1, 2, 3, 5, 100):
+        monkeypatch.setattr(device_module, "_ROW_WORDS", row)
         assert device_checksum(words.view(torch.uint8)) == 132
     assert device_checksum(words.flip(0).view(torch.uint8)) != 132
 

@@ -2,21 +2,23 @@
 
 Everything a step needs lies in tensors of fixed size and place: the slots' tokens and positions, the draws, what has
 been written. So a whole step (model, sampling, log-prob, stop check, bookkeeping) can be captured as a CUDA graph and
-played back without the host, which looks only every few tokens. A slot whose sample has ended goes on computing into a
-row that nobody reads, until the host looks: then it takes the next prompt; or, when nothing waits, the living slots are
-packed together and fewer are computed.
+played back without the host, which looks only every few tokens, and at tokens before those that are being written: so
+the device has always something to do. A slot whose sample has ended goes on computing into a row that nobody reads,
+until the host looks: then it takes the next prompt; or, when nothing waits, the living slots are packed together and
+fewer are computed.
 
 On a CPU the same steps run without a graph, and the host looks after every token.
 """
 
 import dataclasses
-import functools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from coati.gpu import side_stream
 from coati.rollout.engine import Rollout, RolloutRequest
 from coati.rollout.native.decoder import Decoder
 from coati.rollout.native.operations import TorchOperations, TritonOperations
@@ -24,8 +26,10 @@ from coati.rollout.native.work import Work
 from coati.rollout.options import GenerateOptions
 from coati.rollout.sampling import inverse_cdf, score_processors
 
-# Tokens between two looks of the host at a GPU. A sample that ends in between wastes at most so many steps of a slot.
-STEPS_PER_LOOK = 8
+# Tokens between two looks of the host at a GPU, and how many looks it has under way at most. A sample that has ended
+# wastes at most their product of a slot's steps.
+STEPS_PER_LOOK = 4
+LOOKS_UNDER_WAY = 2
 # Attention by torch reads the cache up to a multiple of this, so that few lengths need a graph.
 _POSITION_STEP = 128
 
@@ -68,25 +72,27 @@ class SlotLoop:
         self._pages.begin(work)
         self._slots.alive.zero_()
         self._version.fill_(request.version)
-        count = 0  # beyond the first so many slots none is in use
+        steps_per_look, looks_under_way = (STEPS_PER_LOOK, LOOKS_UNDER_WAY) if self._is_captured else (1, 1)
+        known = _Known(looks_under_way)
         longest = 0  # every living slot's position lies below
         while True:
-            alive = self._slots.alive[:count].tolist()
-            if work.has_waiting and (free := [slot for slot in range(num_slots) if slot >= count or not alive[slot]]):
+            if work.has_waiting and (free := known.free(num_slots)):
                 rows = work.next_rows(len(free))
                 self._admit(work, rows, free[: len(rows)], sampler, request)
-                count = max(count, free[len(rows) - 1] + 1)
+                known.filled(free[: len(rows)], steps_left=request.max_new_tokens - 1)
                 longest = max(longest, int(work.lengths[rows].max()) + 1)
-            elif not any(alive):
+            elif not known.num_alive:
                 return self._pages.rollout(request, work)
             else:
-                count = self._packed(alive, count)
-                num_steps = min(STEPS_PER_LOOK, request.max_new_tokens) if self._is_captured else 1
+                self._pack(known)
+                num_steps = min(steps_per_look, known.steps_left)
                 longest = min(longest + num_steps, self._num_positions)
-                self._run(num_steps, count, longest, sampler, request.max_new_tokens)
+                self._run(num_steps, known.count, longest, sampler, request.max_new_tokens)
+                known.ran(num_steps, _Look(self._slots.alive[: known.count]))
             if request.commit_point is not None:
                 # Weights change in place, in the memory that the graphs read; the cache stays.
                 self._version.fill_(request.commit_point())
+            known.look()
 
     def _admit(self, work: Work, rows: Tensor, free: list[int], sampler: "_Sampler", request: RolloutRequest) -> None:
         """Read prompts into free slots, and draw their first tokens."""
@@ -100,21 +106,22 @@ class SlotLoop:
         mine.positions[slots], mine.steps[slots] = work.lengths[rows], steps + 1
         mine.alive[slots] = ~is_end & (request.max_new_tokens > 1)
 
-    def _packed(self, alive: list[bool], count: int) -> int:
-        """Move the living slots to the front where that lets fewer be computed; how many are computed then.
+    def _pack(self, known: "_Known") -> None:
+        """Move the living slots to the front where that lets fewer be computed.
 
         Graphs exist for few sizes: powers of two, and all slots. So there the living get company of slots without a
         sample, which write where nobody reads.
         """
-        num_alive = size = sum(alive)
+        num_alive = size = known.num_alive
         if self._is_captured:
             size = min(1 << (num_alive - 1).bit_length(), self._num_slots)
-        if size < count:
-            living = torch.tensor([slot for slot, lives in enumerate(alive) if lives], device=self._slots.rows.device)
+        if size < known.count:
+            living = [slot for slot, lives in enumerate(known.alive) if lives]
+            order = torch.tensor(living, device=self._slots.rows.device)
             for tensor in (*self._cache.keys, *self._cache.values, *self._slots.tensors()):
-                tensor[:num_alive] = tensor[living]
+                tensor[:num_alive] = tensor[order]
             self._slots.alive[num_alive:] = False
-        return size
+        known.packed_to(size)
 
     def _run(self, num_steps: int, count: int, longest: int, sampler: "_Sampler", max_new_tokens: int) -> None:
         if not self._is_captured:
@@ -157,7 +164,7 @@ class SlotLoop:
             for tensor, value in zip(self._slots.tensors(), saved, strict=True):
                 tensor.copy_(value)
 
-        stream = _side_stream(self._version.device)
+        stream = side_stream(self._version.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
@@ -178,13 +185,78 @@ class SlotLoop:
             self._graphs.clear()
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where steps are warmed up and captured: one stream for all of them.
+class _Look:
+    """Which slots are alive after all that was launched before, on its way to the host."""
 
-    cuBLAS gets a workspace for each stream that it computes on, 32 MiB on an H200, and torch never frees one.
-    """
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(self, alive: Tensor) -> None:
+        self._event = torch.cuda.Event() if alive.is_cuda else None  # type: ignore[no-untyped-call]
+        self._alive = torch.empty(alive.shape, dtype=alive.dtype, pin_memory=alive.is_cuda)
+        self._alive.copy_(alive, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def result(self) -> list[bool]:
+        """Waits for what was launched before, and for nothing that came after."""
+        if self._event is not None:
+            self._event.synchronize()
+        alive: list[bool] = self._alive.tolist()
+        return alive
+
+
+class _Known:
+    """What the host knows of the slots. Samples may have ended since it looked, so it takes some to be alive that are
+    not; never the other way round."""
+
+    def __init__(self, looks_under_way: int) -> None:
+        self.alive: list[bool] = []
+        """Of the slots in use."""
+        self.steps_left = 0
+        """After so many steps none is alive, because no response is longer."""
+        self._looks_under_way = looks_under_way
+        self._looks: deque[_Look] = deque()  # at slots that lie as they do now, the oldest first
+
+    @property
+    def count(self) -> int:
+        """Beyond the first so many slots none is in use."""
+        return len(self.alive)
+
+    @property
+    def num_alive(self) -> int:
+        return sum(self.alive)
+
+    def free(self, num_slots: int) -> list[int]:
+        """Which of so many slots can take a sample."""
+        return [slot for slot in range(num_slots) if slot >= self.count or not self.alive[slot]]
+
+    def filled(self, slots: list[int], *, steps_left: int) -> None:
+        """These slots have new samples, each with so many steps before it; no other has more."""
+        self.alive += [False] * (slots[-1] + 1 - self.count)
+        for slot in slots:
+            self.alive[slot] = True
+        self.steps_left = steps_left
+        self._looks.clear()  # they know nothing of the new ones
+
+    def packed_to(self, size: int) -> None:
+        """So many slots are in use now: the living were moved to the front, or the others are some that nobody used."""
+        if size < self.count:
+            num_alive = self.num_alive
+            self.alive = [slot < num_alive for slot in range(size)]
+            self._looks.clear()  # they saw the slots where they lay
+        elif size > self.count:
+            self.alive += [False] * (size - self.count)
+            self._looks.clear()
+
+    def ran(self, num_steps: int, look: _Look) -> None:
+        """The slots in use took so many steps."""
+        self.steps_left -= num_steps
+        self._looks.append(look)
+
+    def look(self) -> None:
+        """Learn who has ended: from the oldest look, if there are enough of them, or without any."""
+        if self.steps_left <= 0:
+            self.alive = [False] * self.count
+        elif len(self._looks) >= self._looks_under_way:
+            self.alive = self._looks.popleft().result()
 
 
 @dataclasses.dataclass

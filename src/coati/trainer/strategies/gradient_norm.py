@@ -31,24 +31,19 @@ def clip_grads(
     if max_norm == 0 or math.isinf(max_norm):
         return norm
     # The arithmetic of torch.nn.utils.clip_grad_norm_, so that one rank gives the same bits as plain torch.
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    scale = torch.where(norm.isfinite(), scale, torch.ones_like(scale))  # no wait for the device
-    for param in params:
-        if param.grad is not None:
-            grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-            grad.mul_(scale.to(device=grad.device))
+    scale = (max_norm / (norm + 1e-6)).item()
+    if scale < 1.0:  # neither for a norm that is not finite
+        for grads in _alike([_local(param.grad) for param in params if param.grad is not None]):
+            torch._foreach_mul_(grads, scale)
     return norm
 
 
 def _global_norm(
     params: Sequence[Tensor], *, device: torch.device, all_reduce_sum: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    whole, shards = [], []
-    for param in params:
-        if isinstance(param.grad, DTensor):
-            shards.append(_norm(param.grad.to_local(), device))
-        elif param.grad is not None:
-            whole.append(_norm(param.grad, device))
+    grads = [param.grad for param in params if param.grad is not None]
+    whole = _norms([grad for grad in grads if not isinstance(grad, DTensor)], device)
+    shards = _norms([grad.to_local() for grad in grads if isinstance(grad, DTensor)], device)
     # Ranks must agree on whether to talk, so this asks about parameters, not about who got a gradient.
     if not any(isinstance(param, DTensor) for param in params):
         return _norm_of_norms(whole, device)
@@ -56,19 +51,34 @@ def _global_norm(
     # up. Squares are summed in float64: a gradient that explodes must not overflow before its norm does.
     local = _norm_of_norms(shards, device)
     of_shards = all_reduce_sum(local.double().square()).sqrt().to(local.dtype)
-    return _norm_of_norms([*whole, of_shards], device)
+    return _norm_of_norms([*whole, of_shards.unsqueeze(0)], device)
 
 
-def _norm(grad: Tensor, device: torch.device) -> Tensor:
-    # Half precision has 8 bits: the sum over a model is carried in float32.
-    dtype = grad.dtype if grad.dtype in (torch.float32, torch.float64) else torch.float32
-    norm: Tensor = torch.linalg.vector_norm(grad, 2.0, dtype=dtype)
-    return norm.to(device)
+def _norms(grads: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """The norms of the gradients on `device`, a vector for each kind of them."""
+    norms: list[Tensor] = []
+    for alike in _alike(grads):
+        # Half precision has 8 bits: the sum over a model is carried in float32.
+        dtype = alike[0].dtype if alike[0].dtype in (torch.float32, torch.float64) else torch.float32
+        norms.append(torch.stack(torch._foreach_norm(alike, 2.0, dtype=dtype)).to(device))
+    return norms
+
+
+def _alike(grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The gradients by device and dtype, so that one call takes all of a kind."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    return list(groups.values())
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _norm_of_norms(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     if not norms:
         return torch.zeros((), device=device)
     common = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(common) for norm in norms]), 2.0)
+    total: Tensor = torch.linalg.vector_norm(torch.cat([norm.to(common) for norm in norms]), 2.0)
     return total
