@@ -43,6 +43,8 @@ def main() -> None:
     parser.add_argument("--competitors", nargs="+", choices=COMPETITORS)
     parser.add_argument("--steps", type=int, help="default: 120, on a GPU 15")
     parser.add_argument("--warmup", type=int, help="default: 40, on a GPU 5")
+    parser.add_argument("--trl-steps", type=int, help="default: as many as the others; a step of TRL's takes long")
+    parser.add_argument("--trl-warmup", type=int)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of TRL on a CPU; coati's two actors have one each")
@@ -56,8 +58,10 @@ def main() -> None:
     is_gpu = arguments.device == "cuda"
     arguments.steps = arguments.steps or (15 if is_gpu else 120)
     arguments.warmup = arguments.warmup or (5 if is_gpu else 40)
-    if arguments.warmup >= arguments.steps:
-        parser.error("--warmup must be below --steps")
+    arguments.trl_steps = arguments.trl_steps or arguments.steps
+    arguments.trl_warmup = arguments.warmup if arguments.trl_warmup is None else arguments.trl_warmup
+    if arguments.warmup >= arguments.steps or arguments.trl_warmup >= arguments.trl_steps:
+        parser.error("--warmup must be below --steps, and --trl-warmup below --trl-steps")
     if arguments.only:
         run_one(arguments)
         return
@@ -97,8 +101,12 @@ def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Names
 def measured(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """One run of one competitor, in a process of its own."""
     command = [sys.executable, __file__, "--only", name, "--folder", str(folder), "--device", arguments.device]
-    for option in ("steps", "warmup", "batch", "threads", "gpu_sharing", "trainer_share"):
-        command += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
+    options = {option: getattr(arguments, option) for option in ("batch", "threads", "gpu_sharing", "trainer_share")}
+    is_trl = name.startswith("trl")
+    options["steps"] = arguments.trl_steps if is_trl else arguments.steps
+    options["warmup"] = arguments.trl_warmup if is_trl else arguments.warmup
+    for option, value in options.items():
+        command += [f"--{option.replace('_', '-')}", str(value)]
     log = folder / f"{name}.log"
     with PeakMemory(is_gpu=arguments.device == "cuda") as memory, log.open("w") as sink:
         done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, timeout=arguments.timeout, check=False)

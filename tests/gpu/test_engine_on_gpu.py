@@ -7,6 +7,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 from coati.models import Actor, action_logprobs
 from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
 from coati.rollout.native import NativeEngine, decoder
+from coati.rollout.native.loop import STEPS_PER_LOOK
 from coati.rollout.native.operations import TorchOperations, TritonOperations
 
 SHAPE = {
@@ -130,24 +131,26 @@ def test_weights_committed_in_flight_are_read_by_the_graphs_that_exist():
     addresses = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     model.load_state_dict(old)
     looks = 0
+    num_old = 1 + 3 * STEPS_PER_LOOK  # the first token comes with the prompt
 
     def commit():
         nonlocal looks
         looks += 1
-        if looks == 3:  # after the prompts and two looks of 8 tokens
+        if looks == 3:
             model.load_state_dict(new)
         return 4 if looks < 3 else 5
 
     rollout = engine.generate(make_request(eos_token_id=[], commit_point=commit))
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == addresses
-    assert rollout.token_versions.tolist() == [[4] * 17 + [5] * 23] * 35
+    assert rollout.token_versions.tolist() == [[4] * num_old + [5] * (40 - num_old)] * 35
     model.load_state_dict(old)
     before = engine.generate(make_request(eos_token_id=[]))
     first = rollout.sequences.shape[1] - 40
-    assert torch.equal(rollout.sequences[:, : first + 17], before.sequences[:, : first + 17])
-    assert torch.equal(rollout.rollout_log_probs[:, :17], before.rollout_log_probs[:, :17])
+    last = first + num_old
+    assert torch.equal(rollout.sequences[:, :last], before.sequences[:, :last])
+    assert torch.equal(rollout.rollout_log_probs[:, :num_old], before.rollout_log_probs[:, :num_old])
     # From there on the new weights draw, over a cache of the old ones: neither model writes that.
-    assert not torch.equal(rollout.sequences[:, first + 17 :], before.sequences[:, first + 17 :])
+    assert not torch.equal(rollout.sequences[:, last:], before.sequences[:, last:])
     model.load_state_dict(new)
     after = engine.generate(make_request(eos_token_id=[]))
     assert not torch.equal(rollout.sequences[:, first:], after.sequences[:, first:])

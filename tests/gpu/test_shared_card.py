@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from coati.gpu import ProcessorShare
+from coati.gpu import Aside, ProcessorShare
 
 SHARE = """
 import ctypes, torch
@@ -53,3 +53,23 @@ def test_work_on_a_part_of_the_processors_is_the_same_work_and_in_order():
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert (expected - weight * 1.001**30).abs().max() > 0.01  # the steps did something
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_done_aside_waits_for_what_was_before_and_not_for_what_came_since():
+    large = torch.randn(8192, 8192, device="cuda")
+    large @ large  # its handles are there
+    small = torch.zeros(4, device="cuda")
+    with Aside(small.device).used():
+        float((small @ small).sum())
+    torch.cuda.synchronize()
+    small += 3
+    aside, done = Aside(small.device), torch.cuda.Event()
+    for _ in range(100):
+        large = large @ large * 1e-4
+    small_later = small + large[0, :4]
+    done.record()
+    with aside.used():
+        found = float((small @ small).sum())
+    assert not done.query()  # the long work goes on
+    assert found == 36.0
+    assert torch.isfinite(small_later).all()

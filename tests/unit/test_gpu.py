@@ -159,3 +159,18 @@ def test_a_torch_that_cannot_divide_a_card_is_named(log, monkeypatch):
     monkeypatch.setattr(green_contexts.GreenContext, "create", create)
     with pytest.raises(ConfigError, match=rf'got torch {torch.__version__}: .* Set it to "slices"'.replace("+", r"\+")):
         gpu.ProcessorShare(torch.device("cuda"), 0.5)
+
+
+def test_what_is_done_aside_comes_after_what_was_before_and_before_what_follows(log, monkeypatch):
+    monkeypatch.setattr(gpu, "side_stream", lambda _: Stream("side", log))
+    aside = gpu.Aside(torch.device("cuda"))
+    log.append("long work")
+    with pytest.raises(ZeroDivisionError), aside.used():
+        raise ZeroDivisionError
+    assert log == ["side waits for outside", "long work", "on side", "outside waits for side"]
+
+
+def test_aside_of_a_cpu_is_nowhere_else(monkeypatch):
+    monkeypatch.setattr(gpu, "side_stream", None)
+    with gpu.Aside(torch.device("cpu")).used():
+        assert torch.ones(2).sum() == 2

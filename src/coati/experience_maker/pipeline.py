@@ -166,6 +166,12 @@ class ExperiencePipeline:
         self._follow_bound(self.served.version)
         return self.gate.share.max_staleness != 0
 
+    @property
+    def has_time_between_tokens(self) -> bool:
+        """Whether the host waits for a GPU between tokens, so that it can finish the batch before meanwhile."""
+        is_paused = self._makes_in_parts and self.maker.may_pause
+        return is_paused and next(self.maker.actor.parameters()).device.type == "cuda"
+
     def make(self, batch: PromptBatch) -> Experience | None:
         """Make experience of admitted prompts; None if every sample had to be dropped (counted, and said).
 
@@ -186,7 +192,8 @@ class ExperiencePipeline:
             aside = _Timed(meanwhile)
             self.maker.meanwhile = aside if meanwhile is not None and getattr(self.maker, "may_pause", False) else None
             try:
-                made: Any = self._begin_with_maker()(
+                begin = self.maker.begin_experience if self._makes_in_parts else self.maker.make_experience
+                made: Any = begin(
                     batch.input_ids,
                     batch.attention_mask,
                     sample_ids=sample_ids,
@@ -236,11 +243,10 @@ class ExperiencePipeline:
             reward_terms=pending.reward_terms if pending.scores is None else pending.scores.terms,
         )
 
-    def _begin_with_maker(self) -> Callable[..., Any]:
-        """A maker of one's own, with a `make_experience` of its own, makes all of it at once."""
-        if getattr(type(self.maker), "make_experience", None) is NaiveExperienceMaker.make_experience:
-            return self.maker.begin_experience
-        return self.maker.make_experience
+    @property
+    def _makes_in_parts(self) -> bool:
+        """Not a maker of one's own with a `make_experience` of its own, which makes all of it at once."""
+        return getattr(type(self.maker), "make_experience", None) is NaiveExperienceMaker.make_experience
 
     def record(
         self,

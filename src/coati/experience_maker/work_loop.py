@@ -6,8 +6,9 @@
 
 A batch whose reward functions still run when the models are done with it is pending, and the next one is begun. It is
 finished and delivered between two tokens of that one, as soon as its scores are there, so that trainers hardly get it
-later than they would have without. At most one batch is pending while another is generated, and batches are delivered
-in the order of their prompts. Whatever else the loop waits for (weights, prompts) may depend on the pending one, so it
+later than they would have without. On a GPU so is every other batch: the host would only wait between tokens, and the
+GPU for the host before them. At most one batch is pending while another is generated, and batches are delivered in
+the order of their prompts. Whatever else the loop waits for (weights, prompts) may depend on the pending one, so it
 looks after that one meanwhile. Prompts are drawn on a thread of their own, always the same one, and one batch ahead.
 
 With a staleness bound of 0 nothing is ever pending: see `ExperiencePipeline.may_defer`.
@@ -97,7 +98,8 @@ class WorkLoop:
         begun = self._pipeline.begin(part, meanwhile=self._finish_if_ready if self._pending else None)
         self._finish_pending()
         self._pending = begun
-        if begun.is_ready or not self._pipeline.may_defer:
+        is_due = begun.is_ready and not self._pipeline.has_time_between_tokens
+        if is_due or not self._pipeline.may_defer:
             self._finish_pending()
 
     def _is_over(self) -> bool:

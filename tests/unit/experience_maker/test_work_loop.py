@@ -3,8 +3,11 @@
 import dataclasses
 import threading
 from concurrent.futures import wait
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from coati.errors import DeadlineExceeded, RewardError
 from coati.experience_maker import NaiveExperienceMaker, work_loop
@@ -135,6 +138,44 @@ def test_the_next_batch_is_generated_beside_the_reward_and_the_last_one_goes_out
     assert told[:5] == ["generate 0", "generated 0", "generate 2", "deliver 0", "generated 2"]
     assert told[5:] == ["deliver 2"]
     assert rig.records[0]["metrics"]["reward/mean"].value == 1.0  # and not -1: it had begun
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_on_a_gpu_what_is_ready_goes_out_between_the_next_tokens_too(llama, max_staleness, monkeypatch):
+    monkeypatch.setattr(ExperiencePipeline, "has_time_between_tokens", True)
+
+    def before_token(first):
+        if rig.loop._pending is not None:
+            rig.loop._pending.wait(SECONDS)
+
+    rig = Rig(llama, lambda _: None, share=share(6, max_staleness=max_staleness), before_token=before_token)
+    for version in (1, 2):
+        rig.offer(version)
+    told = rig.run(3)
+    if max_staleness == 0:  # what takes the place of a dropped sample must come first
+        assert told[:3] == ["generate 0", "generated 0", "deliver 0"]
+    else:
+        assert told[:5] == ["generate 0", "generated 0", "generate 2", "deliver 0", "generated 2"]
+    assert told[-1] == "deliver 4"
+    assert rig.sent == list(range(6))
+
+
+@pytest.mark.parametrize("kind", ["on a CPU", "may not pause", "a maker of one's own"])
+def test_there_is_no_time_between_tokens_where_nobody_waits_or_asks(llama, kind, monkeypatch):
+    class Own(NaiveExperienceMaker):
+        def make_experience(self, *args, **kwargs):
+            return super().make_experience(*args, **kwargs)
+
+    maker_class = {"may not pause": Steady, "a maker of one's own": Own}.get(kind, NaiveExperienceMaker)
+    pipeline = Rig(llama, lambda _: None, maker_class=maker_class).pipeline
+    if kind != "on a CPU":
+        on_gpu = SimpleNamespace(device=torch.device("cuda"))
+        monkeypatch.setattr(pipeline.maker, "actor", nn.Module())
+        pipeline.maker.actor.parameters = lambda: iter([on_gpu])
+    assert not pipeline.has_time_between_tokens
+    if kind == "may not pause":
+        monkeypatch.setattr(Steady, "may_pause", True)
+        assert pipeline.has_time_between_tokens
 
 
 class Steady(NaiveExperienceMaker):

@@ -340,6 +340,34 @@ def batch_of(scorer):
     return scorer.begin(ids, torch.ones_like(ids), torch.ones(1, 1, dtype=torch.bool))
 
 
+class Tokens(nn.Module):
+    """A reward model that counts tokens."""
+
+    def forward(self, sequences, attention_mask):
+        return attention_mask.sum(dim=1).float()
+
+
+@pytest.mark.parametrize("kind", ["a function", "a model", "both"])
+def test_texts_are_written_when_a_reward_that_reads_them_is_asked(kind):
+    words, seen = make_tokenizer(), []
+
+    def length(completions):
+        seen.append(list(completions))
+        return [1.0] * len(completions)
+
+    length.is_host_work = False  # asked when the scores are wanted
+    terms = {"a function": [FunctionReward(length)], "a model": [ModelReward(Tokens())]}
+    terms["both"] = terms["a function"] + terms["a model"]
+    decoded = []
+    tokenizer = SimpleNamespace(decode=lambda *ids, **options: (decoded.append(ids), words.decode(*ids, **options))[1])
+    scorer = RewardScorer(WeightedSum([(term, 1.0) for term in terms[kind]]), tokenizer)
+    scores = scorer.begin(SEQUENCES, ATTENTION_MASK, ACTION_MASK)
+    assert not decoded
+    assert scores().tolist() == {"a function": [1.0, 1.0], "a model": [5.0, 4.0], "both": [6.0, 5.0]}[kind]
+    assert len(decoded) == (0 if kind == "a model" else 4)
+    assert seen == ([] if kind == "a model" else [["b c", ""]])
+
+
 def test_a_function_is_never_called_for_two_batches_at_a_time():
     inside, most, may_end, first_in = [], [], threading.Event(), threading.Event()
 

@@ -81,6 +81,8 @@ class SlotLoop:
                 self._admit(work, rows, free[: len(rows)], sampler, request)
                 known.filled(free[: len(rows)], steps_left=request.max_new_tokens - 1)
                 longest = max(longest, int(work.lengths[rows].max()) + 1)
+                if self._is_captured and known.steps_left > 0:
+                    continue  # steps first: with them to do the device needs nobody while the commit point has the host
             elif not known.num_alive:
                 return self._pages.rollout(request, work)
             else:
