@@ -93,6 +93,7 @@ class Workload:
     device: str = "cpu"
     dtype: str = "float32"
     gpu_sharing: str = "slices"
+    trainer_share: float = 0.5
     seed: int = 0
 
     def save_model(self, folder: Path) -> Path:
@@ -151,8 +152,8 @@ class Workload:
                     "max_staleness": staleness,
                     "buffer_limit": 4,
                     "threads_per_actor": 0 if on_gpu else 1,
-                    "gpus_per_maker": 0.5 / makers if on_gpu else 0.0,
-                    "gpus_per_trainer": 0.5 if on_gpu else 0.0,
+                    "gpus_per_maker": (1 - self.trainer_share) / makers if on_gpu else 0.0,
+                    "gpus_per_trainer": self.trainer_share if on_gpu else 0.0,
                     "gpu_sharing": self.gpu_sharing,
                 },
                 "logging": {"tensorboard": False, "samples_every_versions": 0},

@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--gpu-sharing", choices=["slices", "mps"], default="slices")
+    parser.add_argument("--trainer-share", type=float, default=0.5, help="of the GPU; the maker has the rest")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every repeat here")
     arguments = parser.parse_args()
@@ -102,6 +103,7 @@ def main() -> None:
         device=arguments.device,
         dtype="bfloat16" if arguments.device == "cuda" else "float32",
         gpu_sharing=arguments.gpu_sharing,
+        trainer_share=arguments.trainer_share,
         seed=arguments.seed,
     )
     if arguments.half_billion:
