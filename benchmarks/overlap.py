@@ -9,8 +9,8 @@
 
 One maker, one trainer, the real pipeline with real Ray actors. First with `max_staleness` 0: the two take turns, so
 each of them works alone, and its spans say how long a step of generation (generate, score, send, commit) and a step
-of training (train, publish) take when the other does nothing. Then with `--staleness` (1): the same work,
-overlapping. Both in turn, `--repeats` times; medians.
+of training (train, publish) take when the other does nothing (and, on a GPU, each has the whole card meanwhile). Then
+with `--staleness` (1): the same work, overlapping. Both in turn, `--repeats` times; medians.
 
     ideal    the longer of the two halves: nothing can be quicker with one maker and one trainer
     overlap  ideal / wall time of the detached run; 1 is perfect
@@ -112,7 +112,8 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for _ in range(arguments.repeats):
-            turns = run(workload, Path(name), staleness=0, warmup=arguments.warmup)
+            alone = dataclasses.replace(workload, gpu_sharing="slices")
+            turns = run(alone, Path(name), staleness=0, warmup=arguments.warmup)
             machine = machine_gain(2)
             detached = run(workload, Path(name), staleness=arguments.staleness, warmup=arguments.warmup)
             rows.append(row_of(turns, detached, machine))
