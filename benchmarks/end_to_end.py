@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="default: 120, on a GPU 15")
     parser.add_argument("--warmup", type=int, help="default: 40, on a GPU 5")
     parser.add_argument("--trl-steps", type=int, help="default: as many as the others; a step of TRL's takes long")
-    parser.add_argument("--trl-warmup", type=int)
+    parser.add_argument("--trl-warmup", type=int, help="default: as many as the others")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of TRL on a CPU; coati's two actors have one each")
@@ -57,7 +57,7 @@ def main() -> None:
     arguments = parser.parse_args()
     is_gpu = arguments.device == "cuda"
     arguments.steps = arguments.steps or (15 if is_gpu else 120)
-    arguments.warmup = arguments.warmup or (5 if is_gpu else 40)
+    arguments.warmup = (5 if is_gpu else 40) if arguments.warmup is None else arguments.warmup
     arguments.trl_steps = arguments.trl_steps or arguments.steps
     arguments.trl_warmup = arguments.warmup if arguments.trl_warmup is None else arguments.trl_warmup
     if arguments.warmup >= arguments.steps or arguments.trl_warmup >= arguments.trl_steps:

@@ -75,21 +75,33 @@ class ProcessorShare:
             outside.wait_stream(self.stream)
 
 
+@contextlib.contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Attention by any kernel but cuDNN's, which makes a plan for each new shape of a batch: 47 ms on a GPU's host."""
+    was_on = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_on)
+
+
 class Aside:
     """A stream for something small: after all that was launched before this was made, beside what is launched since.
 
-    So it, and whoever waits for it, need not wait for long work that is under way. Nothing of the kind on a CPU.
+    So it, and whoever waits for it, need not wait for long work that is under way. On a CPU, or where it is not to be
+    used, everything stays in its order.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_used: bool = True) -> None:
         self._device = device
-        self._stream = side_stream(device) if device.type == "cuda" else None
+        self._stream = side_stream(device) if is_used and device.type == "cuda" else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """What is launched inside goes there; what comes after it, wherever, waits for it."""
+        """What is launched inside goes there; the stream that was current waits for it afterwards."""
         if self._stream is None:
             yield
             return
@@ -104,7 +116,8 @@ class Aside:
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """A second stream of a device, the same one for everybody.
 
-    cuBLAS gets a workspace for each stream that it computes on, 32 MiB on an H200, and torch never frees one.
+    cuBLAS gets a workspace for each stream that it computes on, 32 MiB on an H200, and torch never frees one. Graphs
+    that were captured here compute in this one wherever they are played back, so nothing may run here beside that.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -328,6 +328,26 @@ def test_with_a_look_every_few_tokens_it_writes_the_same(replayed, looks_under_w
         assert_same(NativeEngine(model, num_slots=num_slots, by_columns=False).generate(request), expected)
 
 
+def test_weights_that_come_with_looks_under_way_count_from_the_steps_after(replayed):
+    versions = iter([4, 5, 5, 5, 5])
+    old, new = make_model("llama"), make_model("llama", seed=7).state_dict()
+    request = dataclasses.replace(make_request(eos_token_id=[]), max_new_tokens=11, version=4)
+    before = NativeEngine(old, by_columns=False).generate(request)
+
+    def commit():
+        if (version := next(versions)) == 5:
+            old.load_state_dict(new)
+        return version
+
+    rollout = NativeEngine(old, by_columns=False).generate(dataclasses.replace(request, commit_point=commit))
+    assert rollout.token_versions.tolist() == [[4] * 7 + [5] * 4] * len(
+        rollout.is_cut
+    )  # one with the prompt, and two looks of three
+    at = rollout.sequences.shape[1] - 4
+    assert torch.equal(rollout.sequences[:, :at], before.sequences[:, :at])
+    assert not torch.equal(rollout.rollout_log_probs[:, 7:], before.rollout_log_probs[:, 7:])
+
+
 @pytest.mark.parametrize("num_slots", [4, 12])
 def test_responses_of_full_length_waste_no_step_whenever_the_host_looks(replayed, num_slots, monkeypatch):
     steps, step = [], SlotLoop._step

@@ -131,6 +131,9 @@ def _tensors(fields: dict[str, Any]) -> Any:
 class FollowingMaker(NaiveExperienceMaker):
     """Does what the leader says, and checks that it writes the same tokens."""
 
+    # Every pass talks to the other ranks, and all of them must hear the same order.
+    may_overlap_passes = False
+
     def __init__(self, *models: Any, lock_step: LockStep, **settings: Any) -> None:
         # The native engine joins and reads weights that are in pieces here.
         super().__init__(*models, **{**settings, "engine": "reference"})

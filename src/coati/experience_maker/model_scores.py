@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from coati.errors import DataError
 from coati.models import Critic, RewardModel, action_logprobs
 from coati.models.actor import packed_scoring_problem, unwrap
-from coati.models.packing import SCORED_TOKENS, row_parts, row_tokens
+from coati.models.packing import SCORED_TOKENS, joined_once, row_parts, row_tokens
 from coati.models.scoring import Scoring, score_hidden
 from coati.models.shared_body import SharedPasses, body_of, shared_bodies
 from coati.rollout import Rollout
@@ -58,12 +58,13 @@ def score_with_models(
     parts = []
     for rows in row_parts(costs, max_tokens=max_tokens):
         part = (sequences[rows], attention_mask[rows])
-        passes = SharedPasses(bodies, *part)
-        reference = _reference_logprobs(initial_model, *part, Scoring(num_actions, temperatures[rows]), passes)
-        values = torch.zeros_like(reference)
-        if critic is not None:
-            values = action_values(critic, *part, num_actions, passes=passes).masked_fill(~action_mask[rows], 0.0)
-        rewards = [_reward_scores(model, *part, passes) for model in reward_models]
+        with joined_once():
+            passes = SharedPasses(bodies, *part)
+            reference = _reference_logprobs(initial_model, *part, Scoring(num_actions, temperatures[rows]), passes)
+            values = torch.zeros_like(reference)
+            if critic is not None:
+                values = action_values(critic, *part, num_actions, passes=passes).masked_fill(~action_mask[rows], 0.0)
+            rewards = [_reward_scores(model, *part, passes) for model in reward_models]
         parts.append(
             ModelScores(reference, values, torch.stack(rewards, 1) if rewards else values.new_zeros(len(values), 0))
         )

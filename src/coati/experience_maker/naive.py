@@ -74,6 +74,8 @@ class NaiveExperienceMaker(ExperienceMaker):
 
     may_pause: ClassVar[bool] = True
     """Whether something else may be done between two of its tokens."""
+    may_overlap_passes: ClassVar[bool] = True
+    """Whether two of its models may be computing at a time."""
 
     def __init__(
         self,
@@ -281,7 +283,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             rollout.action_mask,
         )
         scores = self._begin_rewards(sequences, attention_mask, action_mask, prompts.columns)
-        aside = Aside(sequences.device)
+        aside = Aside(sequences.device, is_used=self.may_overlap_passes)
         logprobs = self._policy_logprobs(rollout, temperatures, options).masked_fill(~action_mask, 0.0)
         reward_models = self._reward_models_at_hand(scores)
         reference_logprobs, values, rewards = score_with_models(

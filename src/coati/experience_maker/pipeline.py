@@ -16,7 +16,7 @@ from coati.experience_maker.model_scores import LogprobGap
 from coati.experience_maker.naive import NaiveExperienceMaker, UnfinishedExperience
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.experience_maker.statistics import maker_record
-from coati.ledger.admission import AdmissionGate, WorkShare
+from coati.ledger.admission import UNBOUNDED, AdmissionGate, WorkShare
 from coati.ledger.staleness import BoundSchedule
 from coati.models.actor import unwrap
 from coati.monitor.metrics import Max, Mean, Metric, Sum
@@ -168,9 +168,16 @@ class ExperiencePipeline:
 
     @property
     def has_time_between_tokens(self) -> bool:
-        """Whether the host waits for a GPU between tokens, so that it can finish the batch before meanwhile."""
-        is_paused = self._makes_in_parts and self.maker.may_pause
-        return is_paused and next(self.maker.actor.parameters()).device.type == "cuda"
+        """Whether the host waits for a GPU between tokens, so that it can finish the batch before meanwhile.
+
+        Only where admission bounds the age of data: elsewhere the maker may have to wait for room when it sends, and
+        what it writes meanwhile would grow old.
+        """
+        is_bounded = self.gate is not None and self.gate.share.max_staleness != UNBOUNDED
+        if not (is_bounded and self._makes_in_parts and self.maker.may_pause):
+            return False
+        has_pauses = getattr(self.maker.engine, "calls_commit_point", False)
+        return has_pauses and next(self.maker.actor.parameters()).device.type == "cuda"
 
     def make(self, batch: PromptBatch) -> Experience | None:
         """Make experience of admitted prompts; None if every sample had to be dropped (counted, and said).

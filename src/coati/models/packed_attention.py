@@ -164,7 +164,8 @@ def _by_length(
 ) -> Tensor:
     """Attention of every row to itself, [T, H, D], one call for each bucket."""
     num_tokens, device = len(heads.query), heads.query.device
-    buckets = _buckets(lengths, device)
+    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+    buckets = _buckets(lengths, device, stream, torch.is_inference_mode_enabled())
     parts = []
     for bucket in buckets:
         query, key, value = (
@@ -213,10 +214,11 @@ class _Bucket(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)  # every layer of a pass asks the same, and so do actor and critic
-def _buckets(lengths: tuple[int, ...], device: torch.device) -> list[_Bucket]:
+def _buckets(lengths: tuple[int, ...], device: torch.device, _stream: int, _in_inference: bool) -> list[_Bucket]:
     """The rows by the power of two of their length: less than half of a call is filled up, and calls are few.
 
-    Short rows are one bucket: what they waste costs less than another call.
+    Short rows are one bucket: what they waste costs less than another call. What was made on one stream is not for
+    another, and what was made in inference mode not for training, so they only tell calls apart.
     """
     starts = [0, *itertools.accumulate(lengths)]
     members: dict[int, list[int]] = {}

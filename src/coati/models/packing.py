@@ -13,11 +13,11 @@ do not know to pass these arguments on to their attention are called with paddin
 `packing_problem` says why.
 """
 
+import contextlib
 import dataclasses
 import logging
-import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,20 +60,21 @@ class PackedRows:
     def of(cls, sequences: Tensor, attention_mask: Tensor | None) -> "PackedRows":
         """Join the rows of a batch; without a mask all tokens are real.
 
-        Models that read the same batch one after the other get the same result: joining waits for the device, which
-        would be idle before each of them.
-
         >>> rows = PackedRows.of(torch.tensor([[0, 7, 8], [9, 0, 0]]), torch.tensor([[0, 1, 1], [1, 0, 0]]))
         >>> rows.tokens.tolist(), rows.positions.tolist(), rows.starts.tolist()
         ([7, 8, 9], [0, 1, 0], [0, 2, 3])
         """
-        if (packed := _last.packed_of(sequences, attention_mask)) is None:
-            packed = cls._joined(sequences, attention_mask)
-            _last.note(sequences, attention_mask, packed=packed)
+        batches = _joined.batches
+        for known, known_mask, packed in batches or ():
+            if known is sequences and known_mask is attention_mask:
+                return packed
+        packed = cls._of(sequences, attention_mask)
+        if batches is not None:
+            batches.append((sequences, attention_mask, packed))
         return packed
 
     @classmethod
-    def _joined(cls, sequences: Tensor, attention_mask: Tensor | None) -> "PackedRows":
+    def _of(cls, sequences: Tensor, attention_mask: Tensor | None) -> "PackedRows":
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         is_real = attention_mask.ne(0)
@@ -110,29 +111,26 @@ class PackedRows:
         return values.new_zeros(self.shape).index_put((rows, columns), values)
 
 
-class _LastJoined(threading.local):
-    """The batch that this thread has joined last: the very tensors, and how often they had been written to."""
+class _Joined(threading.local):
+    """What this thread has joined inside of `joined_once`; None outside."""
 
-    _batch: tuple[Tensor | None, ...] = ()
-    _writes: tuple[int, ...] | None = None
-    _packed: PackedRows | None = None
-
-    def packed_of(self, *batch: Tensor | None) -> PackedRows | None:
-        """What this batch was joined to; None if it was another, or is not as it was."""
-        is_same = len(self._batch) == len(batch) and all(map(operator.is_, self._batch, batch))
-        return self._packed if is_same and self._writes is not None and self._writes == _writes_of(batch) else None
-
-    def note(self, *batch: Tensor | None, packed: PackedRows) -> None:
-        self._batch, self._writes, self._packed = batch, _writes_of(batch), packed
+    batches: list[tuple[Tensor, Tensor | None, PackedRows]] | None = None
 
 
-def _writes_of(batch: tuple[Tensor | None, ...]) -> tuple[int, ...] | None:
-    """How often each tensor was written to; None if one does not count."""
-    tensors = [tensor for tensor in batch if tensor is not None]
-    return None if any(tensor.is_inference() for tensor in tensors) else tuple(tensor._version for tensor in tensors)
+_joined = _Joined()
 
 
-_last = _LastJoined()
+@contextlib.contextmanager
+def joined_once() -> Iterator[None]:
+    """Inside, models that read the same tensors one after the other get the same rows. Nobody may write to the tensors.
+
+    Joining waits for the device, which would be idle before each of the models.
+    """
+    before, _joined.batches = _joined.batches, []
+    try:
+        yield
+    finally:
+        _joined.batches = before
 
 
 @dataclasses.dataclass(frozen=True)

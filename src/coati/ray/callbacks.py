@@ -4,8 +4,9 @@ Subclass `MakerCallback` or `TrainerCallback` and override the hooks you need; t
 Callbacks are pickled into the Ray actors when these are made and run there, in the thread of the loop: what
 they collect stays in the actor. Nothing in this module needs Ray.
 
-The order of the hooks. A maker may begin a batch while reward functions still score the one before; the hooks of the
-second then come when the first is delivered, so the order is always this one::
+The order of the hooks. A maker may begin a batch before the last one is delivered (reward functions still score it, or
+a GPU would wait for the host meanwhile); the hooks of the second then come when the first is delivered, so the order is
+always this one::
 
     maker    on_loop_start
                on_batch_start

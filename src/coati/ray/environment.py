@@ -51,10 +51,10 @@ def set_up_log(*, debug: bool = False) -> None:
 
 
 def set_up_gpu(device: torch.device) -> None:
-    """Leave room on the card for its other users, if Ray gave this actor a part of one only."""
+    """Do without cuDNN's attention, and leave room on the card for its other users, if Ray gave this actor a part."""
     if device.type != "cuda":
         return
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan, of some 50 ms, for each new shape of a batch
+    torch.backends.cuda.enable_cudnn_sdp(False)  # for the reason that `without_cudnn_attention` gives
     if has_part_of_a_gpu():
         share_gpu(device)
 

@@ -25,10 +25,10 @@ class RewardRequest:
     attention_mask: Tensor  # [B, S]
     action_mask: Tensor  # [B, A] True on response tokens
     ready: Mapping[nn.Module, Tensor] = field(default_factory=dict)
-    """Scores [B] of reward models that were asked already, with others that share their body."""
+    """Scores [B] of reward models that were asked already, together with the reference and the critic."""
 
     def __len__(self) -> int:
-        return int(self.sequences.shape[0])
+        return len(self.completions) or int(self.sequences.shape[0])
 
 
 @runtime_checkable
@@ -61,7 +61,11 @@ def reads_text(reward: Reward) -> bool:
 
 
 def models_of(reward: Reward) -> tuple[nn.Module, ...]:
-    """The models that a reward asks, called as `model(sequences, attention_mask)`; it names them by `models`."""
+    """The models that a reward asks, called as `model(sequences, attention_mask)`; it names them by `models`.
+
+    Makers ask those that are `RewardModel`s beforehand, so a reward that names them takes their scores from
+    `RewardRequest.ready` if they are there.
+    """
     return tuple(getattr(reward, "models", ()))
 
 
@@ -100,8 +104,9 @@ class WeightedSum:
 
     @property
     def reads_text(self) -> bool:
-        """Whether any of the rewards does."""
-        return any(reads_text(reward) for reward, _ in self._terms)
+        """Whether any of the rewards does; a subclass with a `score` of its own may too."""
+        is_own = type(self).score is not WeightedSum.score
+        return is_own or any(reads_text(reward) for reward, _ in self._terms)
 
     @property
     def models(self) -> tuple[nn.Module, ...]:

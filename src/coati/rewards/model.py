@@ -17,12 +17,15 @@ class ModelReward:
     The module is switched to evaluation mode: dropout in a reward would be noise that nobody asked for.
     """
 
-    reads_text = False
-
     def __init__(self, model: nn.Module, name: str = "model") -> None:
         self.name = name
         self._model = model.eval()
         self.models = (model,)
+
+    @property
+    def reads_text(self) -> bool:
+        """No; but a subclass with a `score` of its own may."""
+        return type(self).score is not ModelReward.score
 
     def score(self, request: RewardRequest) -> Tensor:
         """Return one score per sample, [B] float32, on the device of the sequences; NaN for non-finite ones.

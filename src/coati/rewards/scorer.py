@@ -66,8 +66,9 @@ class PendingScores:
         return scores.to(self._device)
 
     def _ask(self, ready: Mapping[nn.Module, Tensor]) -> Tensor:
+        request = dataclasses.replace(self._request(), ready=ready)
         self._began_at = time.monotonic()
-        scores = self._reward.score(dataclasses.replace(self._request(), ready=ready))
+        scores = self._reward.score(request)
         self.terms = dict(getattr(self._reward, "last_terms", {}))  # before the next batch writes over them
         return scores
 
@@ -153,10 +154,11 @@ class RewardScorer:
         prompts: list[str] | None = columns.pop("prompt", None)
         # Texts are written when the reward is asked, from tokens that are on the host by then: fetched at that time,
         # they would come behind whatever the models compute meanwhile.
-        on_host = sequences.cpu(), attention_mask.cpu(), action_mask.cpu()
+        has_texts = reads_text(self.reward)
+        on_host = (sequences.cpu(), attention_mask.cpu(), action_mask.cpu()) if has_texts else None
 
         def request() -> RewardRequest:
-            texts = self._texts(*on_host, prompts) if reads_text(self.reward) else ([], [])
+            texts = ([], []) if on_host is None else self._texts(*on_host, prompts)
             return RewardRequest(
                 prompts=texts[0],
                 completions=texts[1],

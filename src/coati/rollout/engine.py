@@ -88,7 +88,10 @@ def merge_rollouts(rollouts: Sequence[Rollout], parts: Sequence[Tensor], num_pro
 
 
 class RolloutEngine(Protocol):
-    """Generates responses. Engines differ in speed only: the draws are keyed by sample id."""
+    """Generates responses. Engines differ in speed only: the draws are keyed by sample id.
+
+    One that calls `request.commit_point` between tokens says so by an attribute `calls_commit_point = True`.
+    """
 
     def generate(self, request: RolloutRequest) -> Rollout:
         """Continue every prompt."""

@@ -32,6 +32,8 @@ from coati.rollout.sampling import inverse_cdf, score_processors
 class ReferenceEngine:
     """Correct for every causal LM that transformers can generate with; the engine others are held against."""
 
+    calls_commit_point = True
+
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 

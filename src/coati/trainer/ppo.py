@@ -17,7 +17,7 @@ from coati.experience_maker.base import Experience
 from coati.experience_maker.model_scores import action_values
 from coati.models import action_logprobs
 from coati.models.actor import packed_scoring_problem
-from coati.models.packing import row_parts, row_tokens
+from coati.models.packing import joined_once, row_parts, row_tokens
 from coati.models.value_head import packs
 from coati.trainer.joined import StepNumbers, explained_variance
 from coati.trainer.modes import checkpoint_activations, compile_blocks, is_random, make_optimizer, set_learning_mode
@@ -134,7 +134,7 @@ class PPOLearner:
         }
         try:
             for index, rows in enumerate(parts):
-                with self._gradients_stay_local(is_last=index == len(parts) - 1):
+                with self._gradients_stay_local(is_last=index == len(parts) - 1), joined_once():
                     part = _part_of(experience, rows)
                     logprobs = self._actor_pass(part, advantages[rows or _FIRST], counts, numbers)
                     if rows is not None:

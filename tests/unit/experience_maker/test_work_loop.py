@@ -15,7 +15,7 @@ from coati.experience_maker.lock_step import LeadingMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.ledger import WorkShare
-from coati.ledger.admission import AdmissionGate
+from coati.ledger.admission import UNBOUNDED, AdmissionGate
 from coati.models import Actor, Critic
 from coati.rewards import FunctionReward, PendingScores, RewardScorer, WeightedSum
 from coati.rollout import ReferenceEngine
@@ -143,12 +143,8 @@ def test_the_next_batch_is_generated_beside_the_reward_and_the_last_one_goes_out
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_on_a_gpu_what_is_ready_goes_out_between_the_next_tokens_too(llama, max_staleness, monkeypatch):
     monkeypatch.setattr(ExperiencePipeline, "has_time_between_tokens", True)
-
-    def before_token(first):
-        if rig.loop._pending is not None:
-            rig.loop._pending.wait(SECONDS)
-
-    rig = Rig(llama, lambda _: None, share=share(6, max_staleness=max_staleness), before_token=before_token)
+    rig = Rig(llama, lambda _: None, share=share(6, max_staleness=max_staleness))
+    rig.reward.is_host_work = False  # so it is ready when it is begun
     for version in (1, 2):
         rig.offer(version)
     told = rig.run(3)
@@ -160,22 +156,22 @@ def test_on_a_gpu_what_is_ready_goes_out_between_the_next_tokens_too(llama, max_
     assert rig.sent == list(range(6))
 
 
-@pytest.mark.parametrize("kind", ["on a CPU", "may not pause", "a maker of one's own"])
-def test_there_is_no_time_between_tokens_where_nobody_waits_or_asks(llama, kind, monkeypatch):
-    class Own(NaiveExperienceMaker):
-        def make_experience(self, *args, **kwargs):
-            return super().make_experience(*args, **kwargs)
+class Own(NaiveExperienceMaker):
+    def make_experience(self, *args, **kwargs):
+        return super().make_experience(*args, **kwargs)
 
-    maker_class = {"may not pause": Steady, "a maker of one's own": Own}.get(kind, NaiveExperienceMaker)
-    pipeline = Rig(llama, lambda _: None, maker_class=maker_class).pipeline
-    if kind != "on a CPU":
-        on_gpu = SimpleNamespace(device=torch.device("cuda"))
-        monkeypatch.setattr(pipeline.maker, "actor", nn.Module())
-        pipeline.maker.actor.parameters = lambda: iter([on_gpu])
-    assert not pipeline.has_time_between_tokens
-    if kind == "may not pause":
-        monkeypatch.setattr(Steady, "may_pause", True)
-        assert pipeline.has_time_between_tokens
+
+@pytest.mark.parametrize("kind", ["nothing", "a CPU", "no pauses", "its own maker", "its own engine", "no bound"])
+def test_there_is_time_between_tokens_only_where_the_host_waits_and_pauses(llama, kind, monkeypatch):
+    maker_class = {"no pauses": Steady, "its own maker": Own}.get(kind, NaiveExperienceMaker)
+    bound = UNBOUNDED if kind == "no bound" else 1
+    pipeline = Rig(llama, lambda _: None, maker_class=maker_class, share=share(6, max_staleness=bound)).pipeline
+    if kind == "its own engine":
+        pipeline.maker.engine = SimpleNamespace(generate=None)
+    if kind != "a CPU":
+        pipeline.maker.actor = nn.Module()
+        pipeline.maker.actor.parameters = lambda: iter([SimpleNamespace(device=torch.device("cuda"))])
+    assert pipeline.has_time_between_tokens == (kind == "nothing")
 
 
 class Steady(NaiveExperienceMaker):

@@ -24,7 +24,7 @@ import coati.models.packing
 from coati.models import Actor, Critic, LoRASettings, RewardModel, action_logprobs, packed_attention
 from coati.models.actor import packed_scoring_problem
 from coati.models.packed_attention import PACKED_ATTENTION, _by_length, _Heads, check_flash_once
-from coati.models.packing import PACKED_MODEL_TYPES, PackedRows, packing_problem, row_parts, row_tokens
+from coati.models.packing import PACKED_MODEL_TYPES, PackedRows, joined_once, packing_problem, row_parts, row_tokens
 from coati.models.scoring import Scoring, score_padded
 from coati.models.value_head import packs
 
@@ -326,9 +326,9 @@ def test_holes_in_a_row_are_left_out_of_it():
 
 
 def joins_counted(monkeypatch):
-    calls, joined = [], PackedRows._joined.__func__
+    calls, joined = [], PackedRows._of.__func__
     monkeypatch.setattr(
-        PackedRows, "_joined", classmethod(lambda cls, *batch: (calls.append(batch), joined(cls, *batch))[1])
+        PackedRows, "_of", classmethod(lambda cls, *batch: (calls.append(batch), joined(cls, *batch))[1])
     )
     return calls
 
@@ -337,40 +337,36 @@ def test_models_that_read_the_same_batch_in_turn_have_it_joined_once(monkeypatch
     calls = joins_counted(monkeypatch)
     sequences = torch.tensor([[3, 4, 5, 6], [0, 7, 8, 9]])
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
-    logprobs, _ = action_logprobs(Actor(llama(seed=1)), sequences, mask, 2)
-    values = Critic(llama(seed=2))(sequences, mask)
-    assert (logprobs.shape, values.shape, len(calls)) == ((2, 2), (2, 4), 1)
+    actor, critic = Actor(llama(seed=1)), Critic(llama(seed=2))
+    with joined_once():
+        logprobs, _ = action_logprobs(actor, sequences, mask, 2)
+        values = critic(sequences, mask)
+        assert len(calls) == 1
+        critic(sequences.clone(), mask)  # equal, but not the same
+        critic(sequences, mask.clone())
+        critic(sequences, None)
+        assert len(calls) == 4
+    assert torch.equal(critic(sequences, mask), values)  # outside nothing is kept
+    assert torch.equal(action_logprobs(actor, sequences, mask, 2)[0], logprobs)
+    assert len(calls) == 6
 
 
-@pytest.mark.parametrize(
-    "change", ["write to the tokens", "write to the mask", "another mask", "equal tensors", "no mask"]
-)
-def test_a_batch_that_is_not_as_it_was_is_joined_anew(change):
-    sequences, mask = torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
-    before = PackedRows.of(sequences, mask)
-    assert PackedRows.of(sequences, mask) is before
-    expected = before.tokens.tolist()
-    if change == "write to the tokens":
-        sequences[0, 0], expected[0] = 9, 9
-    elif change == "write to the mask":
-        mask[1, 0] = 1
-        expected.insert(3, 6)
-    elif change == "another mask":
-        mask = torch.tensor([[0, 1, 1], [0, 1, 1]])
-        expected = expected[1:]
-    elif change == "equal tensors":
-        sequences = sequences.clone()
-    else:
-        mask, expected = None, [3, 4, 5, 6, 7, 8]
-    after = PackedRows.of(sequences, mask)
-    assert after is not before
-    assert after.tokens.tolist() == expected
+def test_batches_are_kept_no_longer_than_they_are_read():
+    sequences = torch.tensor([[3, 4, 5]])
+    with joined_once():
+        outer = PackedRows.of(sequences, None)
+        with joined_once():
+            assert PackedRows.of(sequences, None) is not outer
+        assert PackedRows.of(sequences, None) is outer
+    sequences[0, 0] = 9
+    assert PackedRows.of(sequences, None).tokens.tolist() == [9, 4, 5]
 
 
-def test_tensors_that_count_no_writes_are_joined_each_time():
+@pytest.mark.parametrize("mask", [[[1, 1, 1], [1, 1, 1]], [[0, 1, 1], [1, 1, 1]]], ids=["even", "ragged"])
+def test_what_was_scored_in_inference_mode_can_be_learnt_from(llama, mask):
+    sequences, mask = torch.tensor([[3, 4, 5], [6, 7, 8]]), torch.tensor(mask)
+    critic = Critic(llama(seed=2))
     with torch.inference_mode():
-        sequences = torch.tensor([[3, 4, 5]])
-        first = PackedRows.of(sequences, None)
-        sequences[0, 0] = 9
-        assert first.tokens.tolist() == [3, 4, 5]
-        assert PackedRows.of(sequences, None).tokens.tolist() == [9, 4, 5]
+        critic(sequences, mask)
+    critic(sequences, mask).sum().backward()
+    assert critic.value_head.weight.grad.abs().sum() > 0

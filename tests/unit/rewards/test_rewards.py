@@ -368,6 +368,43 @@ def test_texts_are_written_when_a_reward_that_reads_them_is_asked(kind):
     assert seen == ([] if kind == "a model" else [["b c", ""]])
 
 
+class Shorter(ModelReward):
+    def score(self, request):
+        return super().score(request) - torch.tensor([float(len(text)) for text in request.completions])
+
+
+class Longest(WeightedSum):
+    def score(self, request):
+        return torch.tensor([float(len(text)) for text in request.completions])
+
+
+@pytest.mark.parametrize("reward", [Shorter(Tokens()), Longest([(ModelReward(Tokens()), 1.0)])], ids=["model", "sum"])
+def test_a_reward_of_ones_own_made_of_ours_gets_the_texts(reward):
+    scores = RewardScorer(reward, make_tokenizer())(SEQUENCES, ATTENTION_MASK, ACTION_MASK)
+    assert scores.tolist() == ([5.0 - 3, 4.0 - 0] if isinstance(reward, Shorter) else [3.0, 0.0])
+
+
+def test_the_time_to_write_texts_is_not_the_rewards(monkeypatch):
+    now, began, may_end = [100.0], threading.Event(), threading.Event()
+    monkeypatch.setattr("coati.rewards.scorer.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def slowly(ids, skip_special_tokens):
+        now[0] += 50  # twice it is more than the reward may take, and less than one may wait for its turn
+        return ""
+
+    def function(completions):
+        began.set()
+        assert may_end.wait(30)
+        return [1.0]
+
+    scorer = RewardScorer(FunctionReward(function, timeout_seconds=60), SimpleNamespace(decode=slowly))
+    scores = batch_of(scorer)
+    assert began.wait(30)
+    assert (now[0], scores.is_ready) == (200.0, False)
+    may_end.set()
+    assert float(scores()) == 1.0
+
+
 def test_a_function_is_never_called_for_two_batches_at_a_time():
     inside, most, may_end, first_in = [], [], threading.Event(), threading.Event()
 

@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from coati.gpu import without_cudnn_attention
 from coati.models.actor import unwrap
 from coati.rollout.native.fused import FusedLinear
 from coati.rollout.native.operations import Geometry, operations_for, rms_norm, split_heads
 
 # Rotary embeddings that depend on nothing but the position. Others change with the length of the text.
 _STATIC_ROPE = ("default", "linear", "llama3")
-# All but cuDNN's, which makes a plan for the sizes that it is given: 47 ms on an H200's host, at almost every batch.
-_PREFILL_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _SHAPES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 
 
@@ -133,7 +131,7 @@ class Decoder:
             values=[torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in self._layers],
         )
 
-    @sdpa_kernel(_PREFILL_KERNELS)
+    @without_cudnn_attention()
     def prefill(self, tokens: Tensor, lengths: Tensor, cache: SlotCache, slots: Tensor, rows: Tensor) -> Tensor:
         """Read prompts and fill slots with them; logits of the token after each prompt, [n, vocabulary].
 

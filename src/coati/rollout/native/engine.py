@@ -29,6 +29,8 @@ class NativeEngine:
     Small models on a CPU run by columns (see `columns`), unless `by_columns` is False.
     """
 
+    calls_commit_point = True
+
     def __init__(self, model: nn.Module, *, num_slots: int = DEFAULT_SLOTS, by_columns: bool = True) -> None:
         self._model = model
         self._num_slots = num_slots

@@ -27,7 +27,7 @@ from coati.rollout.options import GenerateOptions
 from coati.rollout.sampling import inverse_cdf, score_processors
 
 # Tokens between two looks of the host at a GPU, and how many looks it has under way at most. A sample that has ended
-# wastes at most their product of a slot's steps.
+# wastes about as many steps of its slot as the two make together; more, if others are admitted meanwhile.
 STEPS_PER_LOOK = 4
 LOOKS_UNDER_WAY = 2
 # Attention by torch reads the cache up to a multiple of this, so that few lengths need a graph.
@@ -83,6 +83,7 @@ class SlotLoop:
                 longest = max(longest, int(work.lengths[rows].max()) + 1)
                 if self._is_captured and known.steps_left > 0:
                     continue  # steps first: with them to do the device needs nobody while the commit point has the host
+                known.ran(0, _Look(self._slots.alive[: known.count]))
             elif not known.num_alive:
                 return self._pages.rollout(request, work)
             else:

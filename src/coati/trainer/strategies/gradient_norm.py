@@ -32,7 +32,7 @@ def clip_grads(
         return norm
     # The arithmetic of torch.nn.utils.clip_grad_norm_, so that one rank gives the same bits as plain torch.
     scale = (max_norm / (norm + 1e-6)).item()
-    if scale < 1.0:  # neither for a norm that is not finite
+    if math.isfinite(norm.item()) and scale < 1.0:
         for grads in _alike([_local(param.grad) for param in params if param.grad is not None]):
             torch._foreach_mul_(grads, scale)
     return norm
