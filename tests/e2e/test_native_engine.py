@@ -329,13 +329,13 @@ def test_with_a_look_every_few_tokens_it_writes_the_same(replayed, looks_under_w
 
 
 def test_weights_that_come_with_looks_under_way_count_from_the_steps_after(replayed):
-    versions = iter([4, 5, 5, 5, 5])
+    answers = iter([4, 5, 5, 5, 5])
     old, new = make_model("llama"), make_model("llama", seed=7).state_dict()
     request = dataclasses.replace(make_request(eos_token_id=[]), max_new_tokens=11, version=4)
     before = NativeEngine(old, by_columns=False).generate(request)
 
     def commit():
-        if (version := next(versions)) == 5:
+        if (version := next(answers)) == 5:
             old.load_state_dict(new)
         return version
 
