@@ -37,7 +37,9 @@ class RunSnapshot:
     buffer_batches: int | None = None
     """Batches waiting in the replay buffer."""
     samples_per_second: float | None = None
-    """Samples trained per second."""
+    """Samples trained per second, of late."""
+    seconds_per_step: float | None = None
+    """Of late; None: over all steps so far."""
     elapsed: float = 0.0
     """Seconds since this process began to train."""
     startup: float = 0.0
@@ -56,11 +58,12 @@ class RunSnapshot:
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the end at the pace so far; None before the first step, after the last, without a plan."""
+        """Time to the end at the latest pace; None before the first step, after the last, without a plan."""
         done = self.step - self.first_step
         if done <= 0 or self.step >= self.total_steps:
             return None
-        return self.elapsed / done * (self.total_steps - self.step)
+        pace = self.elapsed / done if self.seconds_per_step is None else self.seconds_per_step
+        return pace * (self.total_steps - self.step)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

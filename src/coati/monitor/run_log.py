@@ -3,9 +3,10 @@
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from coati.monitor.metrics import Metric, MetricBag
 from coati.monitor.progress import RunSnapshot
@@ -13,6 +14,8 @@ from coati.monitor.timeline import LEAVE, WORK, Span
 from coati.monitor.trackers import Tracker
 
 logger = logging.getLogger(__name__)
+
+_PACE_SECONDS: Final = 60.0
 
 
 class RunLog:
@@ -58,12 +61,12 @@ class RunLog:
         self._on_begin = on_begin
         self._unwritable: set[Path] = set()
         self._opened = self._started = self._clock()
-        self._num_samples_before = 0
+        self._pace = _Pace(self._started)
 
     def begin(self) -> None:
         """Training starts now: the pace and samples per second leave out what came before."""
         self._started = self._clock()
-        self._num_samples_before = self._num_samples
+        self._pace = _Pace(self._started, self._step, self._num_samples)
         self._on_begin()
 
     def maker_records(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -116,8 +119,8 @@ class RunLog:
 
     def snapshot(self) -> RunSnapshot:
         """Where the run stands."""
-        elapsed = self._clock() - self._started
-        num_samples = self._num_samples - self._num_samples_before
+        now = self._clock()
+        self._pace.note(now, self._step, self._num_samples)
         return RunSnapshot(
             step=self._step,
             total_steps=self._total_steps,
@@ -125,8 +128,9 @@ class RunLog:
             reward=self.rewards[-1][1] if self.rewards else None,
             kl=self.kls[-1][1] if self.kls else None,
             buffer_batches=self.buffer_batches,
-            samples_per_second=num_samples / elapsed if elapsed > 0 else None,
-            elapsed=elapsed,
+            samples_per_second=self._pace.samples_per_second,
+            seconds_per_step=self._pace.seconds_per_step,
+            elapsed=now - self._started,
             startup=self._started - self._opened,
             message=self.message,
             reward_history=tuple(reward for _, reward in self.rewards),
@@ -163,3 +167,34 @@ class RunLog:
         except OSError as error:
             self._unwritable.add(path)
             logger.warning("%s cannot be written, so the run goes on without it: %s", path, error)
+
+
+class _Pace:
+    """How quickly a run goes of late: its first steps compile and fill caches, and makers may have joined since."""
+
+    def __init__(self, now: float, step: int = 0, num_samples: int = 0) -> None:
+        self._marks = deque([_Mark(now, step, num_samples)])
+
+    def note(self, now: float, step: int, num_samples: int) -> None:
+        """Where the run stands now. What came before the last minute is forgotten, but for the mark that begins it."""
+        self._marks.append(_Mark(now, step, num_samples))
+        while len(self._marks) > 2 and self._marks[1].seconds <= now - _PACE_SECONDS:
+            self._marks.popleft()
+
+    @property
+    def samples_per_second(self) -> float | None:
+        first, last = self._marks[0], self._marks[-1]
+        seconds = last.seconds - first.seconds
+        return (last.num_samples - first.num_samples) / seconds if seconds > 0 else None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """None while no step was done."""
+        first, last = self._marks[0], self._marks[-1]
+        return (last.seconds - first.seconds) / (last.step - first.step) if last.step > first.step else None
+
+
+class _Mark(NamedTuple):
+    seconds: float
+    step: int
+    num_samples: int
