@@ -20,6 +20,7 @@ steps include compiling), and the peak memory is what nvidia-smi shows.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -60,14 +61,12 @@ def main() -> None:
     arguments.warmup = (5 if is_gpu else 40) if arguments.warmup is None else arguments.warmup
     arguments.trl_steps = arguments.trl_steps or arguments.steps
     arguments.trl_warmup = arguments.warmup if arguments.trl_warmup is None else arguments.trl_warmup
-    if arguments.warmup >= arguments.steps or arguments.trl_warmup >= arguments.trl_steps:
-        parser.error("--warmup must be below --steps, and --trl-warmup below --trl-steps")
+    if not (0 < arguments.warmup < arguments.steps and 0 < arguments.trl_warmup < arguments.trl_steps):
+        parser.error("--warmup must be 1 or more and below --steps, and so must --trl-warmup and --trl-steps")
     if arguments.only:
         run_one(arguments)
         return
-    names = arguments.competitors or [
-        name for name in COMPETITORS if ONLY_ON.get(name, arguments.device) == arguments.device
-    ]
+    names = competitors(arguments, parser)
     with tempfile.TemporaryDirectory(prefix="coati-end-to-end-") as folder:
         prepare(Path(folder), is_gpu=is_gpu)
         results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -81,6 +80,24 @@ def main() -> None:
     report(results, arguments)
 
 
+def competitors(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """Who takes part: those that were asked for, or all that can run here."""
+    asked = arguments.competitors or COMPETITORS
+    elsewhere = [name for name in asked if ONLY_ON.get(name, arguments.device) != arguments.device]
+    if arguments.competitors and elsewhere:
+        parser.error(f"{', '.join(elsewhere)} cannot run with --device {arguments.device}")
+    if arguments.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("--device cuda needs a GPU that torch can use, and there is none")
+    names = [name for name in asked if name not in elsewhere]
+    if importlib.util.find_spec("trl") is None and any(name.startswith("trl") for name in names):
+        print("TRL is not installed (pip install trl==1.16), so its rows are left out", flush=True)
+        names = [name for name in names if not name.startswith("trl")]
+    return names
+
+
 def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Namespace) -> None:
     medians = {
         name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in results.items()
@@ -88,10 +105,13 @@ def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Names
     peers = [row["completions_per_second"] for name, row in medians.items() if name.startswith("trl")]
     print(f"\n{'':>12} {'completions/s':>14} {'tokens/s':>10} {'ms/step':>8} {'× TRL':>6} {'peak GiB':>9}")
     for name, row in medians.items():
-        row["times_trl"] = row["completions_per_second"] / max(peers) if peers else float("nan")
+        if peers:
+            row["times_trl"] = row["completions_per_second"] / max(peers)
+        times = f"{row['times_trl']:.2f}" if peers else "-"
+        peak = f"{row['peak_gib']:.1f}" if arguments.device == "cuda" else "-"
         print(
             f"{name:>12} {row['completions_per_second']:>14,.0f} {row['tokens_per_second']:>10,.0f} "
-            f"{row['ms_per_step']:>8.1f} {row['times_trl']:>6.2f} {row['peak_gib']:>9.1f}"
+            f"{row['ms_per_step']:>8.1f} {times:>6} {peak:>9}"
         )
     print("× TRL: over the faster of TRL's rows")
     if arguments.json:

@@ -72,6 +72,7 @@ def main() -> None:
     ray.get(trainer.strategy_save_actor.remote(OUTPUT), timeout=60)
     records = ray.get(maker.records_since.remote(0), timeout=60).records
     first, last = (record["metrics"]["reward/mean"].value for record in (records[0], records[-1]))
+    ray.shutdown()
     print(f"Mean reward of the first batch {first:.2f}, of the last {last:.2f}. Model: {OUTPUT}")
 
 

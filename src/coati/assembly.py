@@ -138,6 +138,8 @@ def make_scorer(config: RunConfig, *, compiled: bool = False, body_from: Sequenc
 
     def load_reward_model(path: str) -> RewardModel:
         model: RewardModel = _loaded("reward.model", path, RewardModel)
+        if not bool(model.value_head.weight.any()):
+            logger.warning("reward model %s has a head of zeros, so every score is 0. Was it ever trained?", path)
         if config.reward.quantize == "int8":
             quantize_linear_layers(model.body)
         if (lender := take_body_of(model, lenders)) is not None:

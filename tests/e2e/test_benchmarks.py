@@ -25,11 +25,34 @@ def test_end_to_end_compares_medians_with_the_faster_of_trls_rows(tmp_path, caps
         ]
 
     results = {"coati-ppo": rounds(90.0, 120.0, 100.0), "trl-grpo": rounds(10.0), "trl-ahead": rounds(20.0)}
-    end_to_end.report(results, argparse.Namespace(json=tmp_path / "found.json"))
+    end_to_end.report(results, argparse.Namespace(json=tmp_path / "found.json", device="cuda"))
     medians = json.loads((tmp_path / "found.json").read_text())["medians"]
     assert (medians["coati-ppo"]["completions_per_second"], medians["coati-ppo"]["times_trl"]) == (100.0, 5.0)
     assert medians["trl-grpo"]["times_trl"] == 0.5
     assert "5.00" in capsys.readouterr().out
+
+
+def test_end_to_end_without_trl_has_rows_of_ours_only(tmp_path, capsys, monkeypatch):
+    import end_to_end
+
+    monkeypatch.setattr(end_to_end.importlib.util, "find_spec", lambda name: None)
+    arguments = argparse.Namespace(device="cpu", competitors=None, json=tmp_path / "found.json")
+    names = end_to_end.competitors(arguments, argparse.ArgumentParser())
+    assert names == ["coati-grpo", "coati-ppo"]
+    assert "TRL is not installed" in capsys.readouterr().out
+    row = {"completions_per_second": 2.0, "tokens_per_second": 4.0, "ms_per_step": 500.0, "peak_gib": 0.0}
+    end_to_end.report({"coati-ppo": [row]}, arguments)
+    assert "NaN" not in arguments.json.read_text()
+    assert capsys.readouterr().out.splitlines()[2].split() == ["coati-ppo", "2", "4", "500.0", "-", "-"]
+
+
+def test_end_to_end_refuses_what_cannot_run_here(capsys):
+    import end_to_end
+
+    arguments = argparse.Namespace(device="cpu", competitors=["coati-ppo", "coati-ahead"])
+    with pytest.raises(SystemExit):
+        end_to_end.competitors(arguments, argparse.ArgumentParser())
+    assert "coati-ahead cannot run with --device cpu" in capsys.readouterr().err
 
 
 def test_end_to_end_counts_steps_after_the_warm_up(monkeypatch, capsys):

@@ -153,3 +153,11 @@ def test_rewards_that_are_sometimes_nan_are_dropped_counted_and_do_not_stall(fil
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert max(line.get("maker/dropped", 0) for line in lines) > 0
     assert len([line for line in lines if "policy/loss" in line]) == 10
+
+
+@pytest.mark.parametrize("more", [(), ("--set", "topology.gpus_per_trainer=0.5")])
+def test_a_gpu_of_which_an_actor_has_no_share_is_named_before_anything_starts(film_run, coati_here, more):
+    finished = coati_here("train", film_run, "--dry-run", "--set", "model.device=cuda", *more)
+    assert finished.returncode == 2
+    setting = "gpus_per_maker" if more else "gpus_per_trainer"
+    assert f"topology.{setting} must be above 0 while model.device is 'cuda', got 0" in finished.stderr

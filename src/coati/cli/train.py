@@ -26,6 +26,7 @@ def run_train(
     if problems := preflight(config):
         raise ConfigError("\n".join(problems))
     _check_sync(config, sync=sync, address=address)
+    _check_device(config, sync=sync)
     if sync:  # one process takes turns, so every sample comes from the newest weights
         on_policy = {"max_staleness": 0, "staleness_control": "fixed", "min_staleness": 0}
         config = config.model_copy(update={"topology": config.topology.model_copy(update=on_policy)})
@@ -58,6 +59,19 @@ def run_train(
         console.print(f"Look:    tensorboard --logdir {outcome.files.tensorboard}", highlight=False)
     if outcome.was_stopped:
         raise SystemExit(EXIT_STOPPED)
+
+
+def _check_device(config: RunConfig, *, sync: bool) -> None:
+    """Ray hides a machine's GPUs from actors that have no share of one."""
+    topology = config.topology
+    if sync or not config.model.device.startswith("cuda"):
+        return
+    for name in ("gpus_per_trainer", "gpus_per_maker"):
+        if getattr(topology, name) == 0:
+            raise ConfigError(
+                f"topology.{name} must be above 0 while model.device is {config.model.device!r}, got 0. Set it, to 0.5 "
+                'where maker and trainer share a card, or model.device to "cpu".'
+            )
 
 
 def _check_sync(config: RunConfig, *, sync: bool, address: str | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 # A header is text about tensors. One that claims to be larger is no safetensors file.
 _LARGEST_HEADER = 100 * 2**20
 _WEIGHTS, _INDEX, _METADATA = "model.safetensors", "model.safetensors.index.json", "__metadata__"
+_VALUE_HEAD = "value_head.safetensors"  # `coati.models.value_head.HEAD_FILE`, which needs torch
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 
 
@@ -30,6 +31,13 @@ def weight_names(folder: Path) -> frozenset[str]:
     if names := _read_json(folder / _INDEX).get("weight_map"):
         return frozenset(names)
     return frozenset(_header(folder / _WEIGHTS)[0]) - {_METADATA}
+
+
+def has_value_head(folder: Path) -> bool:
+    """Whether a critic or reward model that is loaded from here brings a head; True where its config does not say."""
+    architectures = _read_json(folder / "config.json").get("architectures") or []
+    is_classifier = not architectures or str(architectures[0]).endswith("ForSequenceClassification")
+    return is_classifier or (folder / _VALUE_HEAD).is_file()
 
 
 def divisible_counts(folder: Path) -> dict[str, int]:

@@ -93,9 +93,10 @@ class Plan:
             f"Rollout: {counted(rollout.prompts_per_batch, 'prompt')} {_TIMES} "
             f"{counted(rollout.samples_per_prompt, 'sample')} = "
             f"{counted(self.samples_per_rollout_batch, 'sample')} in a rollout batch, "
-            f"at most {counted(rollout.max_new_tokens, 'new token')} each.",
+            f"at most {counted(rollout.max_new_tokens, 'new token')} each, by the {rollout.engine} engine.",
             f"Makers: {counted(topology.makers, 'maker')} {'works' if topology.makers == 1 else 'work'} on "
-            f"rollout batches{_parts(topology)}; {_staleness(topology)}.",
+            f"rollout batches{_parts(topology)}; {_staleness(topology)}"
+            f"{', and weights change between two tokens' if rollout.in_flight else ''}.",
         ]
 
     def _algorithm_line(self) -> str:
@@ -109,18 +110,25 @@ class Plan:
 
     def _train_lines(self) -> list[str]:
         train, topology = self.config.train, self.config.topology
-        micro = train.micro_batch_size or train.batch_size
         return [
             f"Optimizer step: {counted(topology.trainers, 'trainer')} {_TIMES} "
             f"{counted(train.batch_size, 'sample')} = "
             f"{counted(self.samples_per_optimizer_step, 'sample')}, on each trainer in "
-            f"{counted(self.micro_batches_per_step, 'pass', 'passes')} of {counted(micro, 'sample')}"
-            f"{_strategy(train)}{_sharing(topology)}.",
+            f"{self._passes()}{_strategy(train)}{_sharing(topology)}{_blocks(train)}.",
             f"Per weight version: {counted(train.update_steps, 'fresh batch', 'fresh batches')} {_TIMES} "
             f"{counted(train.epochs, 'epoch')} = "
             f"{counted(self.optimizer_steps_per_version, 'optimizer step')} on "
             f"{counted(self.samples_per_version, 'fresh sample')}.",
         ]
+
+    def _passes(self) -> str:
+        """How a trainer's samples are cut; by tokens it is the samples' lengths that say into how many."""
+        train = self.config.train
+        samples = counted(train.micro_batch_size or train.batch_size, "sample")
+        if not train.micro_batch_tokens:
+            return f"{counted(self.micro_batches_per_step, 'pass', 'passes')} of {samples}"
+        tokens = counted(train.micro_batch_tokens, "token")
+        return f"passes of at most {tokens}" + (f" and {samples}" if train.micro_batch_size else "")
 
     def _total_lines(self) -> list[str]:
         lines = [
@@ -179,6 +187,11 @@ def _sharing(topology: TopologySection) -> str:
     return f", on {topology.gpus_per_trainer:.0%} of a card's processors (MPS)"
 
 
+def _blocks(train: TrainSection) -> str:
+    made_anew = ", activations made anew" if train.activation_checkpointing else ""
+    return f"{', compiled' if train.compile else ''}{made_anew}"
+
+
 def _checkpoints(train: TrainSection) -> str:
     if not train.save_every:
         return ""
@@ -201,8 +214,8 @@ def make_plan(config: RunConfig) -> Plan:
     Example:
         >>> from coati.config import load_config
         >>> config = load_config(None, ["model.path=m", "prompts.path=p.jsonl", "reward.model=r"])
-        >>> print(make_plan(config).lines()[0])
-        Rollout: 16 prompts × 1 sample = 16 samples in a rollout batch, at most 128 new tokens each.
+        >>> print(make_plan(config).lines()[1])
+        Makers: 1 maker works on rollout batches; a sample may be 1 weight version behind.
     """
     rollout, train, topology = config.rollout, config.train, config.topology
     samples_per_rollout_batch = rollout.prompts_per_batch * rollout.samples_per_prompt

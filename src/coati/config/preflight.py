@@ -10,7 +10,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from coati.config.model_folder import context_length, divisible_counts, folder_problem, weight_names
+from coati.config.model_folder import context_length, divisible_counts, folder_problem, has_value_head, weight_names
 from coati.config.reward_source import find_reward_problem
 from coati.config.schema import RunConfig
 from coati.errors import DataError
@@ -77,6 +77,11 @@ def _model_problems(config: RunConfig) -> list[str]:
             problems.append(
                 f"{key} must be a folder that transformers can load, got {path!r}, {problem}. "
                 "Use another copy, or write it again with save_pretrained."
+            )
+        elif key.startswith("reward.") and not has_value_head(Path(path)):
+            problems.append(
+                f"{key} must be a model with a head that scores, got {path!r}, which has none: every score would be 0. "
+                "Use a sequence-classification model with one label, or a folder saved by coati.models.RewardModel."
             )
     return problems
 

@@ -71,9 +71,7 @@ def packed_attention_forward(
         assert max_length_q is not None
         mixed = _FLASH(heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
-        starts = cu_seq_lens_q.tolist()
-        lengths = tuple(end - start for start, end in itertools.pairwise(starts))
-        mixed = _by_length(heads, lengths, scale=scaling, window=sliding_window, dropout=dropout)
+        mixed = _by_starts(heads, cu_seq_lens_q, scale=scaling, window=sliding_window, dropout=dropout)
     if row_owners is not None:
         mixed = take(mixed, row_owners)
     return mixed.unsqueeze(0), None
@@ -159,6 +157,12 @@ def check_flash_once(device: torch.device) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it looks at the lengths, which a compiled block must not
+def _by_starts(heads: _Heads, starts: Tensor, **options: Any) -> Tensor:
+    """Attention of every row to itself, by where the rows begin and the last one ends, [rows + 1]."""
+    lengths = tuple(end - start for start, end in itertools.pairwise(starts.tolist()))
+    return _by_length(heads, lengths, **options)
+
+
 def _by_length(
     heads: _Heads, lengths: tuple[int, ...], *, scale: float | None, window: int | None, dropout: float = 0.0
 ) -> Tensor:

@@ -26,10 +26,20 @@ def test_the_defaults_by_hand():
     assert (plan.remainder_steps, plan.surplus_samples, plan.rollout_batches) == (0, 0, 100)
     text = words(plan)
     assert "16 prompts x 1 sample = 16 samples in a rollout batch" in text
-    assert "1 trainer x 16 samples = 16 samples, on each trainer in 1 pass of 16 samples" in text
+    assert "1 trainer x 16 samples = 16 samples, on each trainer in passes of at most 16,384 tokens." in text
     assert "Total: 100 optimizer steps, 1,600 samples, 100 weight versions, 100 rollout batches." in text
     assert "Remainder" not in text
     assert "Surplus" not in text
+
+
+def test_what_makes_a_run_quick_is_said():
+    plain = words(plan_of("rollout.engine=reference", "train.micro_batch_tokens=0", "train.micro_batch_size=4"))
+    assert "in 4 passes of 4 samples." in plain
+    assert "by the reference engine." in plain
+    text = words(plan_of("train.compile=true", "train.activation_checkpointing=true", "rollout.in_flight=true"))
+    assert "passes of at most 16,384 tokens, compiled, activations made anew." in text
+    assert "by the native engine." in text
+    assert "1 weight version behind, and weights change between two tokens." in text
 
 
 def test_a_remainder_and_a_surplus_by_hand():
@@ -52,7 +62,7 @@ def test_a_remainder_and_a_surplus_by_hand():
     assert (plan.total_optimizer_steps, plan.total_samples) == (30, 160)
     assert (plan.micro_batches_per_step, plan.rollout_batches, plan.surplus_samples) == (4, 4, 32)
     text = words(plan)
-    assert "2 trainers x 8 samples = 16 samples, on each trainer in 4 passes of 2 samples" in text
+    assert "16 samples, on each trainer in passes of at most 16,384 tokens and 2 samples." in text
     assert "4 fresh batches x 3 epochs = 12 optimizer steps on 64 fresh samples" in text
     assert "4 does not divide 10, so the last episode has 2 fresh batches (6 optimizer steps)" in text
     assert "32 samples more than the run trains on" in text

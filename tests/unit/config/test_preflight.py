@@ -10,6 +10,7 @@ import pytest
 
 from coati.config import load_config, preflight
 from coati.config.preflight import looks_local
+from coati.models.value_head import HEAD_FILE
 
 ROOT = Path(__file__).parents[3]
 
@@ -218,6 +219,21 @@ def test_weights_that_are_none(folder, content, key):
     settings = [f"{key}=./bad", 'lora.target_modules=["anything"]', "lora.rank=8"]
     found = problems(*settings, *(["reward.function="] if key == "reward.model" else []))
     assert f"{key} must be a folder that transformers can load, got './bad', whose model.safetensors is no" in found[0]
+
+
+@pytest.mark.parametrize("kind", ["a causal LM", "a classifier", "saved by us", "it does not say"])
+def test_a_reward_model_needs_a_head(folder, kind):
+    architecture = {"a classifier": "LlamaForSequenceClassification"}.get(kind, "LlamaForCausalLM")
+    config = {} if kind == "it does not say" else {"architectures": [architecture]}
+    (folder / "model/config.json").write_text(json.dumps(config))
+    if kind == "saved by us":
+        (folder / "model" / HEAD_FILE).write_bytes(b"")
+    found = problems("reward.function=", "reward.model=./model")
+    if kind == "a causal LM":
+        (problem,) = found
+        assert "reward.model must be a model with a head that scores, got './model', which has none" in problem
+    else:
+        assert found == []
 
 
 def test_a_torn_file_of_weights(folder):
