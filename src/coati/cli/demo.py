@@ -164,6 +164,7 @@ def _close(console: Console, config: RunConfig, outcome: RunOutcome, *, seconds:
         f'  the model:      {python} -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', '{outcome.files.model}')('the film', max_new_tokens=16))\"\n"
         f"  another reward: {coati} train examples/film/run.toml   (its rewards.py is yours to change)\n"
+        f"  its time:       {coati} report {config.output_folder}\n"
         f"  the same run:   {coati} train {outcome.files.config} --set run.output=runs/again",
         highlight=False,
         soft_wrap=True,

@@ -35,7 +35,8 @@ METRICS: Final[Mapping[str, str]] = MappingProxyType(
         "policy/approx_kl": "KL estimate between the behaviour policy and the current one (nats per token).",
         "policy/entropy": "Mean entropy of the policy over response tokens (nats).",
         "policy/kl_loss": "KL term of the loss, before its coefficient, where the algorithm has one.",
-        "policy/ratio_max": "Largest ratio of current to behaviour probability of a token.",
+        "policy/ratio_max": "Largest ratio, before it is clipped: of current to behaviour probability of a token or, "
+        "where a correction for old data is on, of current to proximal, which is 1 in the first step on a batch.",
         "policy/grad_norm": "Norm of the actor's gradient before clipping.",
         "value/loss": "Clipped value loss, mean over response tokens.",
         "value/clip_fraction": "Fraction of value estimates held back by the clip range.",
@@ -78,7 +79,7 @@ METRICS: Final[Mapping[str, str]] = MappingProxyType(
         "maker/score_seconds": "Time makers spent on reward models, values and log-probs.",
         "maker/send_seconds": "Time makers spent handing items over, without waiting for room.",
         "rollout/logprob_gap": "Mean |log-prob by which the engine drew a token - the same by a learner's "
-        "forward pass|, in a few samples of each batch.",
+        "forward pass|, in a few samples of each batch; not for samples during which weights changed in flight.",
         "rollout/logprob_gap_max": "The largest of these differences.",
         "maker/busy_share": "Share of their time in which makers wrote, scored or sent.",
         "maker/dropped": "Samples dropped, for whatever reason: no room for a response, a reward that is not a finite "
