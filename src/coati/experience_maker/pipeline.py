@@ -176,7 +176,7 @@ class ExperiencePipeline:
         is_bounded = self.gate is not None and self.gate.share.max_staleness != UNBOUNDED
         if not (is_bounded and self._makes_in_parts and self.maker.may_pause):
             return False
-        has_pauses = getattr(self.maker.engine, "calls_commit_point", False)
+        has_pauses = getattr(getattr(self.maker, "engine", None), "calls_commit_point", False)
         return has_pauses and next(self.maker.actor.parameters()).device.type == "cuda"
 
     def make(self, batch: PromptBatch) -> Experience | None:
