@@ -8,12 +8,13 @@ from torch import nn
 
 from coati.experience_maker.model_scores import GapWatch, logprob_gap, score_with_models
 from coati.models import Actor, Critic, action_logprobs
+from coati.models.packing import PackedRows
 from coati.rollout import Rollout
 
 
 @pytest.mark.parametrize("max_tokens", [1, 9, 20])
 @pytest.mark.parametrize("with_critic", [True, False])
-def test_parts_do_not_matter(llama, max_tokens, with_critic):
+def test_parts_do_not_matter(llama, max_tokens, with_critic, monkeypatch):
     reference = Actor(llama(seed=1).double())
     critic = Critic(llama(seed=2).double()) if with_critic else None
     if critic is not None:
@@ -21,12 +22,14 @@ def test_parts_do_not_matter(llama, max_tokens, with_critic):
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 1, 0], [1, 1, 1, 1, 1]])
     sequences = torch.randint(3, 11, mask.shape, generator=torch.Generator().manual_seed(0))
     rest = (sequences, mask, mask[:, 2:].bool(), torch.tensor([1.0, 0.7, 1.0, 1.3]))
-    calls = []
+    calls, joined, join = [], [], PackedRows._of.__func__
+    monkeypatch.setattr(PackedRows, "_of", classmethod(lambda cls, *rows: (joined.append(1), join(cls, *rows))[1]))
     reference.model.model.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     parts = score_with_models(reference, critic, *rest, max_tokens=max_tokens)
     assert calls == {1: [4, 3, 2, 5], 9: [9, 5], 20: [14]}[max_tokens]
+    assert len(joined) == len(calls)  # once for reference and critic
     whole = score_with_models(reference, critic, *rest)
     for ours, theirs in zip(parts, whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)

@@ -13,6 +13,7 @@ import coati.algos.head_operations
 from coati.errors import ConfigError
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic, LoRASettings
+from coati.models.packing import PackedRows
 from coati.trainer.modes import checkpoint_activations, compile_blocks, make_optimizer
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import DDPStrategy
@@ -105,11 +106,14 @@ def furthest(one, other):
         ({"micro_batch_tokens": 1}, LENGTHS),
     ],
 )
-def test_passes_keep_to_the_budget_compute_no_padding_and_give_the_same_step(template, changes, expected):
+def test_passes_keep_to_the_budget_compute_no_padding_and_give_the_same_step(template, changes, expected, monkeypatch):
+    joined, join = [], PackedRows._of.__func__
+    monkeypatch.setattr(PackedRows, "_of", classmethod(lambda cls, *rows: (joined.append(1), join(cls, *rows))[1]))
     whole, parts = learner_of(template, micro_batch_tokens=0), learner_of(template, **changes)
     bodies = [calls_of(parts.actor.model.model), calls_of(parts.critic.body)]
     metrics = [learner.step(make_batch()) for learner in (whole, parts)]
     assert bodies == [expected, expected]
+    assert len(joined) == 1 + len(expected)  # once for actor and critic
     assert furthest(whole, parts) < 1e-12
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-9)
 
