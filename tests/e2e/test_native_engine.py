@@ -328,6 +328,14 @@ def test_with_a_look_every_few_tokens_it_writes_the_same(replayed, looks_under_w
         assert_same(NativeEngine(model, num_slots=num_slots, by_columns=False).generate(request), expected)
 
 
+def test_responses_of_one_token_need_no_step(monkeypatch):
+    steps = []
+    monkeypatch.setattr(SlotLoop, "_step", lambda *arguments: steps.append(arguments))
+    request = make_request(rows=12, eos_token_id=list(range(make_model("llama").config.vocab_size)))
+    rollout = NativeEngine(make_model("llama"), num_slots=4, by_columns=False).generate(request)
+    assert (rollout.action_mask.shape, bool(rollout.is_cut.any()), steps) == ((12, 1), False, [])
+
+
 def test_weights_that_come_with_looks_under_way_count_from_the_steps_after(replayed):
     answers = iter([4, 5, 5, 5, 5])
     old, new = make_model("llama"), make_model("llama", seed=7).state_dict()

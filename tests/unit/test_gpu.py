@@ -170,7 +170,20 @@ def test_what_is_done_aside_comes_after_what_was_before_and_before_what_follows(
     assert log == ["side waits for outside", "long work", "on side", "outside waits for side"]
 
 
-def test_aside_of_a_cpu_is_nowhere_else(monkeypatch):
+@pytest.mark.parametrize(("device", "is_used"), [("cpu", True), ("cuda", False)])
+def test_aside_of_a_cpu_or_unused_is_nowhere_else(device, is_used, monkeypatch):
     monkeypatch.setattr(gpu, "side_stream", None)
-    with gpu.Aside(torch.device("cpu")).used():
+    with gpu.Aside(torch.device(device), is_used=is_used).used():
         assert torch.ones(2).sum() == 2
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_cudnns_attention_is_off_inside_and_as_it_was_outside(was_on, monkeypatch):
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(was_on)
+    try:
+        with gpu.without_cudnn_attention():
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.cudnn_sdp_enabled() == was_on
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -195,6 +195,7 @@ def test_a_maker_that_may_not_pause_delivers_when_the_next_batch_is_generated(ll
     )
     assert rig.run(2)[2:] == ["generate 2", "generated 2", "deliver 0", "deliver 2"]
     assert not LeadingMaker.may_pause
+    assert not LeadingMaker.may_overlap_passes
 
 
 @pytest.mark.parametrize(("max_staleness", "is_deferred"), [(0, False), (1, True), (-1, True), (None, True)])
