@@ -80,3 +80,13 @@ def gpt2(gpt2_config):
         return GPT2LMHeadModel(gpt2_config(**changes)).eval()
 
     return make
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """The batches whose rows were joined end to end since."""
+    from coati.models.packing import PackedRows
+
+    batches, join = [], PackedRows._of.__func__
+    monkeypatch.setattr(PackedRows, "_of", classmethod(lambda cls, *rows: (batches.append(rows), join(cls, *rows))[1]))
+    return batches

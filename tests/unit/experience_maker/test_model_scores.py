@@ -8,13 +8,12 @@ from torch import nn
 
 from coati.experience_maker.model_scores import GapWatch, logprob_gap, score_with_models
 from coati.models import Actor, Critic, action_logprobs
-from coati.models.packing import PackedRows
 from coati.rollout import Rollout
 
 
 @pytest.mark.parametrize("max_tokens", [1, 9, 20])
 @pytest.mark.parametrize("with_critic", [True, False])
-def test_parts_do_not_matter(llama, max_tokens, with_critic, monkeypatch):
+def test_parts_do_not_matter(llama, max_tokens, with_critic, joined):
     reference = Actor(llama(seed=1).double())
     critic = Critic(llama(seed=2).double()) if with_critic else None
     if critic is not None:
@@ -22,8 +21,7 @@ def test_parts_do_not_matter(llama, max_tokens, with_critic, monkeypatch):
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 1, 0], [1, 1, 1, 1, 1]])
     sequences = torch.randint(3, 11, mask.shape, generator=torch.Generator().manual_seed(0))
     rest = (sequences, mask, mask[:, 2:].bool(), torch.tensor([1.0, 0.7, 1.0, 1.3]))
-    calls, joined, join = [], [], PackedRows._of.__func__
-    monkeypatch.setattr(PackedRows, "_of", classmethod(lambda cls, *rows: (joined.append(1), join(cls, *rows))[1]))
+    calls = []
     reference.model.model.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append(kwargs["input_ids"].numel()), with_kwargs=True
     )

@@ -325,30 +325,21 @@ def test_holes_in_a_row_are_left_out_of_it():
     torch.testing.assert_close(ours[scored], theirs[scored], rtol=1e-10, atol=1e-10)
 
 
-def joins_counted(monkeypatch):
-    calls, joined = [], PackedRows._of.__func__
-    monkeypatch.setattr(
-        PackedRows, "_of", classmethod(lambda cls, *batch: (calls.append(batch), joined(cls, *batch))[1])
-    )
-    return calls
-
-
-def test_models_that_read_the_same_batch_in_turn_have_it_joined_once(monkeypatch, llama):
-    calls = joins_counted(monkeypatch)
+def test_models_that_read_the_same_batch_in_turn_have_it_joined_once(joined, llama):
     sequences = torch.tensor([[3, 4, 5, 6], [0, 7, 8, 9]])
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
     actor, critic = Actor(llama(seed=1)), Critic(llama(seed=2))
     with joined_once():
         logprobs, _ = action_logprobs(actor, sequences, mask, 2)
         values = critic(sequences, mask)
-        assert len(calls) == 1
+        assert len(joined) == 1
         critic(sequences.clone(), mask)  # equal, but not the same
         critic(sequences, mask.clone())
         critic(sequences, None)
-        assert len(calls) == 4
+        assert len(joined) == 4
     assert torch.equal(critic(sequences, mask), values)  # outside nothing is kept
     assert torch.equal(action_logprobs(actor, sequences, mask, 2)[0], logprobs)
-    assert len(calls) == 6
+    assert len(joined) == 6
 
 
 def test_batches_are_kept_no_longer_than_they_are_read():

@@ -13,7 +13,6 @@ import coati.algos.head_operations
 from coati.errors import ConfigError
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic, LoRASettings
-from coati.models.packing import PackedRows
 from coati.trainer.modes import checkpoint_activations, compile_blocks, make_optimizer
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import DDPStrategy
@@ -106,9 +105,7 @@ def furthest(one, other):
         ({"micro_batch_tokens": 1}, LENGTHS),
     ],
 )
-def test_passes_keep_to_the_budget_compute_no_padding_and_give_the_same_step(template, changes, expected, monkeypatch):
-    joined, join = [], PackedRows._of.__func__
-    monkeypatch.setattr(PackedRows, "_of", classmethod(lambda cls, *rows: (joined.append(1), join(cls, *rows))[1]))
+def test_passes_keep_to_the_budget_compute_no_padding_and_give_the_same_step(template, changes, expected, joined):
     whole, parts = learner_of(template, micro_batch_tokens=0), learner_of(template, **changes)
     bodies = [calls_of(parts.actor.model.model), calls_of(parts.critic.body)]
     metrics = [learner.step(make_batch()) for learner in (whole, parts)]
