@@ -42,7 +42,7 @@ from coati.cpu import set_up_cpu
 from coati.experience_maker import Experience
 from coati.models import Actor
 from coati.trainer.ppo import PPOLearner, PPOSettings
-from coati.trainer.strategies import DDPStrategy, LowLevelZeroStrategy
+from coati.trainer.strategies import DDPStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,11 +195,7 @@ def make_learner(case: Case, shape: Shape, device: str) -> PPOLearner:
     dtype = torch.bfloat16 if is_cuda and not case.is_mixed else torch.float32
     with torch.device(device):  # drawing weights on a CPU takes minutes
         model = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype)
-    strategy = (
-        LowLevelZeroStrategy(stage=2, seed=0, device=device, compute_dtype=torch.bfloat16 if is_cuda else None)
-        if case.is_mixed
-        else DDPStrategy(seed=0, device=device)
-    )
+    strategy = DDPStrategy(seed=0, device=device, compute_dtype=torch.bfloat16 if case.is_mixed else None)
     settings = PPOSettings(
         actor_lr=1e-6,
         micro_batch_tokens=shape.micro_batch_tokens,

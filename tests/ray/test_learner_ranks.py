@@ -93,20 +93,16 @@ def reference_run(folder, num_steps):
     return states[-2], states[-1]
 
 
-def mixed_run(folder, *, is_sharded, world_size):
+def mixed_run(folder, *, world_size):
     """Plain torch in bfloat16, a pass at a time: the gradients of every step, and the weights before and after.
 
-    Sharded models compute with weights that are bfloat16, the others under autocast. What the passes give is added up
-    in float32.
+    What the passes give is added up in float32.
     """
     models = [model.eval() for model in worker.load_models(folder, torch.float32)]
     computing = [copy.deepcopy(model) for model in models]
     for model in computing:
-        if is_sharded:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.bfloat16()
-        else:
-            model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
     pairs = [
         pair
         for model, copied in zip(models, computing, strict=True)
@@ -307,12 +303,8 @@ def test_transformers_and_our_models_load_what_two_ranks_saved(folder, together,
 
 @pytest.fixture(scope="module")
 def mixed(folder):
-    """By hand, for each way to compute in bfloat16 and each number of ranks."""
-    return {
-        (is_sharded, ranks): mixed_run(folder, is_sharded=is_sharded, world_size=ranks)
-        for is_sharded in (False, True)
-        for ranks in (1, 2)
-    }
+    """By hand, for each number of ranks."""
+    return {ranks: mixed_run(folder, world_size=ranks) for ranks in (1, 2)}
 
 
 def relative_distance(ours, theirs):
@@ -327,7 +319,7 @@ def sum_of_squares(tensors):
 @pytest.mark.parametrize("name", worker.STRATEGIES)
 def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(alone, together, mixed, name):
     for seen, ranks in ((alone, 1), *((rank, 2) for rank in together)):
-        ours, theirs = seen[f"mixed-{name}"], mixed[name not in ("ddp", "zero1"), ranks]
+        ours, theirs = seen[f"mixed-{name}"], mixed[ranks]
         assert ours["computed"] == torch.bfloat16
         assert ours["stored"] == ours["moments"] == {torch.float32}
         assert ours["wire"] == {torch.bfloat16}

@@ -125,6 +125,8 @@ def packed_scoring_problem(actor: nn.Module) -> str:
     inner = unwrap(actor)
     if isinstance(inner, FSDPModule) or not (inner is actor or isinstance(_without_ddp(actor), Actor)):
         return "its weights are gathered, or its gradients shared, around a call of the whole model; wrap it in Actor"
+    if inner is actor and "forward" in vars(inner):
+        return "its forward pass was replaced, and packed rows would not go through it; wrap it in Actor"
     return scoring_problem(inner)
 
 

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from coati.trainer.strategies.base import Strategy
+from coati.trainer.strategies.cast_weights import CastWeights
 
 
 class DDPStrategy(Strategy):
@@ -54,8 +55,7 @@ class DDPStrategy(Strategy):
     def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         model = model.to(self.device)
         if self.compute_dtype is not None:
-            autocast = torch.autocast(self.device.type, dtype=self.compute_dtype)
-            model.forward = autocast(model.forward)
+            model.forward = CastWeights(model, self.compute_dtype)
         if optimizer.state:
             # Loading an optimizer's state into itself moves it to where the parameters are now.
             optimizer.load_state_dict(optimizer.state_dict())
