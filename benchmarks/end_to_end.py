@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of TRL on a CPU; coati's two actors have one each")
     parser.add_argument("--gpu-sharing", choices=["slices", "mps"], default="mps", help="of coati's two actors")
     parser.add_argument("--trainer-share", type=float, default=0.5, help="of a GPU, for coati's trainer")
+    parser.add_argument("--overlap-critic", choices=["true", "false"], default="false", help="of coati's trainer")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one run of one competitor")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=COMPETITORS, help=argparse.SUPPRESS)
@@ -121,7 +122,8 @@ def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Names
 def measured(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """One run of one competitor, in a process of its own."""
     command = [sys.executable, __file__, "--only", name, "--folder", str(folder), "--device", arguments.device]
-    options = {option: getattr(arguments, option) for option in ("batch", "threads", "gpu_sharing", "trainer_share")}
+    passed_on = ("batch", "threads", "gpu_sharing", "trainer_share", "overlap_critic")
+    options = {option: getattr(arguments, option) for option in passed_on}
     is_trl = name.startswith("trl")
     options["steps"] = arguments.trl_steps if is_trl else arguments.steps
     options["warmup"] = arguments.trl_warmup if is_trl else arguments.warmup
@@ -291,6 +293,7 @@ actor_lr = {1e-6 if is_gpu else 1e-3}
 critic_lr = {1e-6 if is_gpu else 1e-3}
 compile = {"true" if is_gpu else "false"}
 micro_batch_tokens = {32768 if is_gpu else 16384}
+overlap_critic = {arguments.overlap_critic}
 
 [topology]
 max_staleness = {4 if batches > 1 else 1}

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,12 +57,14 @@ class ProcessorShare:
 
             context: Any = GreenContext.create(num_sms=processors_of(share, total), device_id=device.index or 0)
             self.stream: torch.cuda.Stream = context.Stream()
-            self._context = context  # owns the stream, so it stays as long as this does
+            self.side_stream: torch.cuda.Stream = context.Stream()
+            self._context = context  # owns the streams, so it stays as long as this does
         except (ImportError, AttributeError, RuntimeError) as error:
             raise ConfigError(
                 'topology.gpu_sharing = "mps" needs a torch and a driver that can keep work to a part of a card (CUDA '
                 f'12.4, torch 2.11), got torch {torch.__version__}: {error}. Set it to "slices".'
             ) from error
+        _shares[self.stream.cuda_stream] = self
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -73,6 +76,10 @@ class ProcessorShare:
                 yield
         finally:
             outside.wait_stream(self.stream)
+
+
+_shares: weakref.WeakValueDictionary[int, ProcessorShare] = weakref.WeakValueDictionary()
+"""By the handle of their streams."""
 
 
 @contextlib.contextmanager
@@ -112,13 +119,18 @@ class Aside:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-@functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A second stream of a device, the same one for everybody.
+    """A second stream beside the current one, on the same processors: always the same one there.
 
     cuBLAS gets a workspace for each stream that it computes on, 32 MiB on an H200, and torch never frees one. Graphs
     that were captured here compute in this one wherever they are played back, so nothing may run here beside that.
     """
+    share = _shares.get(torch.cuda.current_stream(device).cuda_stream)
+    return _second_stream(device) if share is None else share.side_stream
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import doctest
+import gc
 import logging
 from types import SimpleNamespace
 
@@ -99,6 +100,7 @@ class Stream:
 
     def __init__(self, name, log):
         self.name, self.log = name, log
+        self.cuda_stream = id(self)
 
     def wait_stream(self, other):
         self.log.append(f"{self.name} waits for {other.name}")
@@ -109,20 +111,25 @@ def log(monkeypatch):
     """What happens on a card of 132 processors that can be divided."""
     green = pytest.importorskip("torch.cuda.green_contexts")
     log = []
-    outside, inside = Stream("outside", log), Stream("inside", log)
+    streams = [Stream("outside", log)]
     asked = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: asked)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: outside)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[-1])
 
     @contextlib.contextmanager
     def stream(chosen):
         log.append(f"on {chosen.name}")
-        yield
+        streams.append(chosen)
+        try:
+            yield
+        finally:
+            streams.pop()
         log.append(f"off {chosen.name}")
 
     def create(**wanted):
         log.append(wanted)
-        return SimpleNamespace(Stream=lambda: inside)
+        names = iter(["inside", "beside"])
+        return SimpleNamespace(Stream=lambda: Stream(next(names), log))
 
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(green.GreenContext, "create", create)
@@ -148,6 +155,21 @@ def test_a_step_that_fails_is_waited_for_too(log):
     with pytest.raises(ZeroDivisionError), share.used():
         raise ZeroDivisionError
     assert log[-1] == "outside waits for inside"
+
+
+def test_what_is_beside_a_share_stays_on_its_processors(log, monkeypatch):
+    monkeypatch.setattr(gpu, "_second_stream", lambda _: "anywhere")
+    device = torch.device("cuda")
+    share, other = (gpu.ProcessorShare(device, part) for part in (0.5, 0.25))
+    assert gpu.side_stream(device) == "anywhere"
+    for one in (share, other):
+        with one.used():
+            assert gpu.side_stream(device) is one.side_stream
+    assert share.side_stream is not other.side_stream
+    assert gpu.side_stream(device) == "anywhere"
+    del one, other, share
+    gc.collect()
+    assert not gpu._shares
 
 
 def test_a_torch_that_cannot_divide_a_card_is_named(log, monkeypatch):

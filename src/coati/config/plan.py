@@ -189,7 +189,8 @@ def _sharing(topology: TopologySection) -> str:
 
 def _blocks(train: TrainSection) -> str:
     made_anew = ", activations made anew" if train.activation_checkpointing else ""
-    return f"{', compiled' if train.compile else ''}{made_anew}"
+    beside = ", critic beside the actor" if train.overlap_critic else ""
+    return f"{', compiled' if train.compile else ''}{made_anew}{beside}"
 
 
 def _checkpoints(train: TrainSection) -> str:
