@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from coati.cli.run import quiet_libraries
 from coati.config import load_config
 
 
@@ -161,3 +163,22 @@ def test_a_gpu_of_which_an_actor_has_no_share_is_named_before_anything_starts(fi
     assert finished.returncode == 2
     setting = "gpus_per_maker" if more else "gpus_per_trainer"
     assert f"topology.{setting} must be above 0 while model.device is 'cuda', got 0" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "no_color", "asked", "expected"),
+    [(True, "", None, None), (False, "", None, "0"), (True, "1", None, "0"), (False, "", "1", "1")],
+)
+def test_what_ray_relays_is_coloured_in_terminals_only(monkeypatch, is_terminal, no_color, asked, expected):
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("RAY_COLOR_PREFIX", asked or "")
+    if asked is None:
+        monkeypatch.delenv("RAY_COLOR_PREFIX")
+    before = logging.getLogger().level
+    try:
+        quiet_libraries(True)
+    finally:
+        logging.getLogger().setLevel(before)
+    assert os.environ.get("RAY_COLOR_PREFIX") == expected

@@ -62,7 +62,8 @@ def time_table(times: RunTimes) -> Table:
     for label, shares in (
         ("worked", [mean_share(actors, lambda actor: actor.busy_share) for actors in columns.values()]),
         ("waited", [mean_share(actors, lambda actor: actor.idle_share) for actors in columns.values()]),
-        ("neither", [mean_share(actors, lambda actor: actor.rest_share) for actors in columns.values()]),
+        ("was done", [mean_share(actors, lambda actor: actor.done_share) for actors in columns.values()]),
+        ("none of these", [mean_share(actors, lambda actor: actor.rest_share) for actors in columns.values()]),
     ):
         table.add_row(label, *(f"{share:.0%}" for share in shares), style="bold")
     if any(actor.elapsed < _WAS_THERE * times.elapsed for actor in times.actors):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable
 
@@ -102,6 +104,8 @@ def quiet_libraries(verbose: bool) -> None:
     """Keep other people's progress bars and hints out of our live view."""
     if verbose:
         logging.getLogger().setLevel(logging.INFO)
+        if os.environ.get("NO_COLOR") or not (sys.stdout.isatty() and sys.stderr.isatty()):
+            os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours what it relays, even into files
         return
     from transformers.utils import logging as transformers_logging
 

@@ -79,11 +79,12 @@ def maker_record(
 
 
 def sample_texts(experience: Experience, tokenizer: Any, count: int) -> list[dict[str, Any]]:
-    """The first `count` samples as text, with their rewards and ids."""
+    """`count` samples as text, with rewards and ids, from all over the batch: those of one prompt are neighbours."""
     mask = experience.full_action_mask()
     first = experience.num_prompt_tokens
+    count = min(count, experience.num_samples)
     samples = []
-    for row in range(min(count, experience.num_samples)):
+    for row in (index * experience.num_samples // count for index in range(count)):
         prompt = experience.sequences[row, :first]
         if experience.attention_mask is not None:
             prompt = prompt[experience.attention_mask[row, :first].bool()]

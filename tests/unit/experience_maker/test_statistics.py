@@ -76,6 +76,13 @@ def test_samples_are_told_without_padding(experience):
     }
 
 
+@pytest.mark.parametrize(("count", "expected"), [(0, []), (1, [0]), (2, [0, 4]), (3, [0, 2, 5]), (9, [*range(8)])])
+def test_samples_come_from_all_over_the_batch(experience, count, expected):
+    batch = experience.select(torch.zeros(8, dtype=torch.long))
+    batch.sample_ids = torch.arange(8)
+    assert [sample["sample_id"] for sample in sample_texts(batch, Letters(), count)] == expected
+
+
 @pytest.mark.parametrize(("tokenizer", "num_texts"), [(Letters(), 1), (None, 0)])
 def test_a_makers_record_has_speed_drops_and_samples(experience, tokenizer, num_texts):
     record = maker_record(

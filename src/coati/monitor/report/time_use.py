@@ -37,6 +37,8 @@ class ActorTime:
     """What it did beside that."""
     elapsed: float
     """Seconds in which it was there; shares are of these."""
+    done: float = 0.0
+    """Seconds of those after the last thing it did: it had nothing left to do, and the run went on."""
 
     @functools.cached_property
     def seconds(self) -> dict[str, float]:
@@ -62,9 +64,14 @@ class ActorTime:
         return self.share(*(what for what in self.seconds if is_idle(what)))
 
     @property
+    def done_share(self) -> float:
+        """The part of its time in which it was done already."""
+        return self.done / self.elapsed if self.elapsed > 0 else 0.0
+
+    @property
     def rest_share(self) -> float:
-        """The part of its time of which nothing is recorded: it was done already, or between two things."""
-        return max(0.0, 1.0 - self.busy_share - self.idle_share)
+        """The part of its time of which nothing is recorded: it was between two things."""
+        return max(0.0, 1.0 - self.busy_share - self.idle_share - self.done_share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +130,10 @@ class RunTimes:
                 f"{lead} Makers waited for {cause} {max(weights, room):.0%} of the time: training is the limit. "
                 f"{fewer}, or a quicker training step, would help."
             )
-        rest = mean_share(makers, lambda actor: actor.rest_share)
-        if rest >= _NOTABLE_SHARE:
+        done = mean_share(makers, lambda actor: actor.done_share)
+        if done >= _NOTABLE_SHARE:
             return (
-                f"{lead} Makers had nothing left to do for {rest:.0%} of it: training is the limit. More trainers, or "
+                f"{lead} Makers had nothing left to do for {done:.0%} of it: training is the limit. More trainers, or "
                 "a quicker training step, would help."
             )
         return f"{lead} Nobody waited long: makers and trainers are in balance."
@@ -155,9 +162,12 @@ def run_times(spans: Sequence[ActorSpan]) -> RunTimes | None:
         own = [span for found in by_actor[actor].values() for span in found]
         came = max(start, min(span.start for span in own))
         left = max(span.end for span in own) if any(span.what == LEAVE for span in own) else end
+        last = max((span.end for span in own if span.lane == WORK), default=came)
         lanes = {lane: pieces_of(found, start, end) for lane, found in by_actor[actor].items()}
         work = lanes.pop(WORK, [])
-        actors.append(ActorTime(actor=actor, pieces=work, other_lanes=lanes, elapsed=max(0.0, left - came)))
+        elapsed = max(0.0, left - came)
+        done = max(0.0, left - max(last, came))
+        actors.append(ActorTime(actor=actor, pieces=work, other_lanes=lanes, elapsed=elapsed, done=done))
     return RunTimes(start=start, end=end, actors=actors)
 
 
