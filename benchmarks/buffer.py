@@ -22,6 +22,7 @@ from pathlib import Path
 
 import ray
 import torch
+from checked import one_or_more, two_counts, zero_or_more
 
 from coati.experience_buffer.collector import BatchCollector
 from coati.experience_buffer.utils import BufferItem, make_experience_batch
@@ -136,11 +137,12 @@ def measure(tokens: str, batch: int, arguments: argparse.Namespace) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", nargs="+", default=["16+16", "128+256", "512+1536"], metavar="PROMPT+RESPONSE")
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 64], metavar="SAMPLES")
-    parser.add_argument("--count", type=int, default=8, help="batches that go through in one repeat")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--warmups", type=int, default=3)
+    sizes = ["16+16", "128+256", "512+1536"]
+    parser.add_argument("--tokens", type=two_counts("+"), nargs="+", default=sizes, metavar="PROMPT+RESPONSE")
+    parser.add_argument("--batches", type=one_or_more, nargs="+", default=[8, 64], metavar="SAMPLES")
+    parser.add_argument("--count", type=one_or_more, default=8, help="batches that go through in one repeat")
+    parser.add_argument("--repeats", type=one_or_more, default=9)
+    parser.add_argument("--warmups", type=zero_or_more, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the rows here too")
     arguments = parser.parse_args()

@@ -32,6 +32,8 @@ import threading
 import time
 from pathlib import Path
 
+from checked import below_one, check_device, one_or_more
+
 ONLY_ON = {"trl-tuned": "cpu", "coati-ahead": "cuda", "trl-compiled": "cuda", "trl-ahead": "cuda"}
 COMPETITORS = ("coati-grpo", "coati-ppo", "coati-ahead", "trl-grpo", *(name for name in ONLY_ON if "trl" in name))
 SAMPLES_PER_PROMPT = 8
@@ -42,15 +44,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--competitors", nargs="+", choices=COMPETITORS)
-    parser.add_argument("--steps", type=int, help="default: 120, on a GPU 15")
-    parser.add_argument("--warmup", type=int, help="default: 40, on a GPU 5")
-    parser.add_argument("--trl-steps", type=int, help="default: as many as the others; a step of TRL's takes long")
-    parser.add_argument("--trl-warmup", type=int, help="default: as many as the others")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2, help="of TRL on a CPU; coati's two actors have one each")
+    parser.add_argument("--steps", type=one_or_more, help="default: 120, on a GPU 15")
+    parser.add_argument("--warmup", type=one_or_more, help="default: 40, on a GPU 5")
+    parser.add_argument(
+        "--trl-steps", type=one_or_more, help="default: as many as the others; a step of TRL's takes long"
+    )
+    parser.add_argument("--trl-warmup", type=one_or_more, help="default: as many as the others")
+    parser.add_argument("--batch", type=one_or_more, default=64)
+    parser.add_argument("--rounds", type=one_or_more, default=3)
+    parser.add_argument(
+        "--threads", type=one_or_more, default=2, help="of TRL on a CPU; coati's two actors have one each"
+    )
     parser.add_argument("--gpu-sharing", choices=["slices", "mps"], default="mps", help="of coati's two actors")
-    parser.add_argument("--trainer-share", type=float, default=0.5, help="of a GPU, for coati's trainer")
+    parser.add_argument("--trainer-share", type=below_one, default=0.5, help="of a GPU, for coati's trainer")
     parser.add_argument("--overlap-critic", choices=["true", "false"], default="false", help="of coati's trainer")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one run of one competitor")
     parser.add_argument("--json", type=Path)
@@ -87,11 +93,7 @@ def competitors(arguments: argparse.Namespace, parser: argparse.ArgumentParser) 
     elsewhere = [name for name in asked if ONLY_ON.get(name, arguments.device) != arguments.device]
     if arguments.competitors and elsewhere:
         parser.error(f"{', '.join(elsewhere)} cannot run with --device {arguments.device}")
-    if arguments.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            parser.error("--device cuda needs a GPU that torch can use, and there is none")
+    check_device(parser, arguments.device)
     names = [name for name in asked if name not in elsewhere]
     if importlib.util.find_spec("trl") is None and any(name.startswith("trl") for name in names):
         print("TRL is not installed (pip install trl==1.16), so its rows are left out", flush=True)

@@ -29,6 +29,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from checked import below_one, check_device, check_warmup, one_or_more, zero_or_more
 from detached_runs import Measured, Workload, machine_gain, run
 
 HALF_BILLION = {
@@ -75,23 +76,27 @@ def row_of(turns: Measured, detached: Measured, machine: float) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=one_or_more, default=128)
+    parser.add_argument("--layers", type=one_or_more, default=2)
     parser.add_argument("--half-billion", action="store_true", help="the model and lengths described above")
-    parser.add_argument("--prompt-tokens", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--micro-batch", type=int, default=0, help="samples of one pass of the learner; 0: all")
-    parser.add_argument("--steps", type=int, default=28)
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--staleness", type=int, default=1)
+    parser.add_argument("--prompt-tokens", type=one_or_more, default=16)
+    parser.add_argument("--new-tokens", type=one_or_more, default=48)
+    parser.add_argument("--batch", type=one_or_more, default=64)
+    parser.add_argument(
+        "--micro-batch", type=zero_or_more, default=0, help="samples of one pass of the learner; 0: all"
+    )
+    parser.add_argument("--steps", type=one_or_more, default=28)
+    parser.add_argument("--warmup", type=zero_or_more, default=4)
+    parser.add_argument("--repeats", type=one_or_more, default=3)
+    parser.add_argument("--staleness", type=zero_or_more, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--gpu-sharing", choices=["slices", "mps"], default="slices")
-    parser.add_argument("--trainer-share", type=float, default=0.5, help="of the GPU; the maker has the rest")
+    parser.add_argument("--trainer-share", type=below_one, default=0.5, help="of the GPU; the maker has the rest")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every repeat here")
     arguments = parser.parse_args()
+    check_device(parser, arguments.device)
+    check_warmup(parser, steps=arguments.steps, warmup=arguments.warmup)
     workload = Workload(
         hidden=arguments.hidden,
         layers=arguments.layers,

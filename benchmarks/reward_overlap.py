@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checked import check_device, one_or_more
 from detached_runs import Workload
 from overlap import HALF_BILLION
 from transformers import AutoTokenizer
@@ -115,16 +116,17 @@ class Maker:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reward", type=float, nargs="+", default=[0.25, 0.75, 1.0, 2.0], help="in times of a batch")
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=one_or_more, default=128)
+    parser.add_argument("--layers", type=one_or_more, default=2)
     parser.add_argument("--half-billion", action="store_true", help="the model and lengths of overlap.py")
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--batches", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--new-tokens", type=one_or_more, default=48)
+    parser.add_argument("--batch", type=one_or_more, default=64)
+    parser.add_argument("--batches", type=one_or_more, default=8)
+    parser.add_argument("--repeats", type=one_or_more, default=3)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path, help="write every repeat here")
     arguments = parser.parse_args()
+    check_device(parser, arguments.device)
     sizes: dict[str, Any] = {
         "hidden": arguments.hidden,
         "layers": arguments.layers,

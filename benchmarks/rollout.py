@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from checked import check_device, one_or_more
 from rollout_peers import WARMUP_TOKENS, StaticEngine, run_vllm
 
 ENGINES = ["stock", "reference", "static", "vllm", "native"]
@@ -257,17 +258,18 @@ def measure_here(name: str, model, batch: int, requests, num_slots: int, table: 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--batches", type=int, nargs="+", default=[64])
-    parser.add_argument("--prompt-tokens", type=int)
-    parser.add_argument("--new-tokens", type=int)
+    parser.add_argument("--batches", type=one_or_more, nargs="+", default=[64])
+    parser.add_argument("--prompt-tokens", type=one_or_more)
+    parser.add_argument("--new-tokens", type=one_or_more)
     parser.add_argument(
         "--engines", nargs="+", choices=ENGINES, help="default: all but stock on cuda; stock, reference, native on cpu"
     )
     parser.add_argument("--vllm-site", type=Path, help="a folder for the PYTHONPATH of vLLM's process")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=one_or_more, default=3)
+    parser.add_argument("--threads", type=one_or_more, default=1)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    check_device(parser, arguments.device)
     is_gpu = arguments.device == "cuda"
     arguments.engines = arguments.engines or ON[arguments.device]
     arguments.prompt_tokens = arguments.prompt_tokens or (128 if is_gpu else 4)

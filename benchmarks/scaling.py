@@ -24,6 +24,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from checked import check_warmup, one_or_more, zero_or_more
 from detached_runs import TRAIN, Measured, Workload, machine_gain, run
 from pipeline_simulation import Outcome, PipelineModel, saturation, simulate, sweep
 
@@ -126,12 +127,13 @@ def show_prediction(speedup: float, outcomes: list[tuple[int, Outcome]]) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["simulation"], help="leave out the runs that only the first table needs")
-    parser.add_argument("--steps", type=int, default=28)
-    parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each kind; medians")
+    parser.add_argument("--steps", type=one_or_more, default=28)
+    parser.add_argument("--warmup", type=zero_or_more, default=4)
+    parser.add_argument("--repeats", type=one_or_more, default=1, help="runs of each kind; medians")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything here")
     arguments = parser.parse_args()
+    check_warmup(parser, steps=arguments.steps, warmup=arguments.warmup)
     base = dataclasses.replace(BASE, steps=arguments.steps, seed=arguments.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

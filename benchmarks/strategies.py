@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from checked import check_device, one_or_more, zero_or_more
 from largest_model import find_deepest
 from torch import Tensor, nn
 from transformers import Qwen2Config
@@ -313,11 +314,15 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=None)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model and a batch of nearly nothing")
-    parser.add_argument("--steps", type=int, default=None, help="timed steps, after one more: 5, or 1 with --largest")
-    parser.add_argument("--micro-batch", type=int, default=None, help="samples in one pass")
+    parser.add_argument(
+        "--steps", type=one_or_more, default=None, help="timed steps, after one more: 5, or 1 with --largest"
+    )
+    parser.add_argument("--micro-batch", type=zero_or_more, default=None, help="samples in one pass")
     parser.add_argument("--cap-gib", type=float, default=0.0, help="GPU memory that a case may have; 0 = all")
     parser.add_argument("--largest", action="store_true", help="look for the largest model that fits the cap")
-    parser.add_argument("--tries", type=int, default=4, help="sizes that --largest tries at most, for each case")
+    parser.add_argument(
+        "--tries", type=one_or_more, default=4, help="sizes that --largest tries at most, for each case"
+    )
     parser.add_argument("--search-seconds", type=float, default=150.0, help="time of --largest for each case")
     parser.add_argument("--host-gib", type=float, default=100.0, help="host memory that --largest may take")
     parser.add_argument("--case-seconds", type=float, default=300.0, help="longest that one case may take")
@@ -325,6 +330,7 @@ def main() -> None:
     parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    check_device(parser, arguments.device)
     if arguments.one:
         try:
             shape = Shape(**arguments.shape)

@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from checked import one_or_more, two_counts, zero_or_more
+
 SHAPES = ("1x1", "2x1", "1x2", "2x2", "3x2", "1x3")
 SAMPLES_PER_STEP = 60
 
@@ -85,12 +87,16 @@ def main() -> None:
     from coati.demo.cache import ensure_base_model
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="makers x trainers; both must divide 60")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--staleness", type=int, default=1)
+    shapes = "makers x trainers; both must divide 60"
+    parser.add_argument("--shapes", type=two_counts("x"), nargs="+", default=list(SHAPES), help=shapes)
+    parser.add_argument("--steps", type=one_or_more, default=40)
+    parser.add_argument("--staleness", type=zero_or_more, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every run here")
     arguments = parser.parse_args()
+    for shape in arguments.shapes:
+        if any(SAMPLES_PER_STEP % int(number) for number in shape.split("x")):
+            parser.error(f"--shapes must divide the {SAMPLES_PER_STEP} samples of a step, got {shape!r}")
     options = {"base": str(ensure_base_model(None)), "steps": arguments.steps}
     options |= {"staleness": arguments.staleness, "seed": arguments.seed}
     print("| makers × trainers | reward before | after | KL | samples | oldest | training, s | whole run, s |")

@@ -33,6 +33,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from checked import check_device, one_or_more, zero_or_more
 from logprob_memory import logprob_memory, print_memory, timed
 from torch import Tensor
 from torch.profiler import ProfilerActivity
@@ -308,16 +309,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["padded", "packed", "packed-compiled"])
     parser.add_argument("--batches", nargs="+", choices=["ragged", "full", "groups"], default=["ragged", "full"])
-    parser.add_argument("--lengths", nargs="*", type=int, default=[], help="tokens of a sample, for further batches")
+    parser.add_argument(
+        "--lengths", nargs="*", type=one_or_more, default=[], help="tokens of a sample, for further batches"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model and batches of nearly nothing")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps")
-    parser.add_argument("--warm-up", type=int, default=1, help="steps before them")
+    parser.add_argument("--steps", type=one_or_more, default=3, help="timed steps")
+    parser.add_argument("--warm-up", type=zero_or_more, default=1, help="steps before them")
     parser.add_argument("--profile", action="store_true", help="also say where a step's time goes")
-    parser.add_argument("--memory-tokens", type=int, nargs="*", help="sizes for the second table")
+    parser.add_argument("--memory-tokens", type=one_or_more, nargs="*", help="sizes for the second table")
     parser.add_argument("--limit-seconds", type=float, default=0.0, help="start no case after this; 0 = no limit")
     parser.add_argument("--json", type=Path, help="write all numbers here too")
     arguments = parser.parse_args()
+    check_device(parser, arguments.device)
     began = time.perf_counter()
     is_cuda = arguments.device == "cuda"
     if not is_cuda:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from checked import below_one, check_device, one_or_more
 from logprob_memory import timed
 from train_step import TINY, Shape, make_batch
 from transformers import AutoModelForCausalLM
@@ -91,21 +92,20 @@ def measure(shape: Shape, learner: PPOLearner, arguments: argparse.Namespace) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, nargs="+", default=[64, 16, 4])
-    parser.add_argument("--share", type=float, default=1.0, help="of the card's processors")
+    parser.add_argument("--samples", type=one_or_more, nargs="+", default=[64, 16, 4])
+    parser.add_argument("--share", type=below_one, help="of the card's processors; default: all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model and batches of nearly nothing")
-    parser.add_argument("--steps", type=int, default=9, help="timed steps")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before them")
+    parser.add_argument("--steps", type=one_or_more, default=9, help="timed steps")
+    parser.add_argument("--warm-up", type=one_or_more, default=2, help="steps before them")
     parser.add_argument("--json", type=Path, help="write all numbers here too")
     arguments = parser.parse_args()
-    if min(*arguments.samples, arguments.steps, arguments.warm_up) < 1 or not 0.0 < arguments.share <= 1.0:
-        parser.error("--samples, --steps and --warm-up must be 1 or more, and --share above 0 and at most 1")
+    check_device(parser, arguments.device)
     shape = replace(TINY if arguments.tiny else Shape(), micro_batch_tokens=32_768)
     if arguments.device == "cpu":
         set_up_cpu()
     learner = make_learner(shape, arguments.device)
-    is_confined = arguments.device == "cuda" and arguments.share < 1.0
+    is_confined = arguments.device == "cuda" and arguments.share
     processors = ProcessorShare(learner.device, arguments.share) if is_confined else None
     rows: list[dict[str, object]] = []
     with processors.used() if processors else contextlib.nullcontext():

@@ -35,6 +35,7 @@ from pathlib import Path
 import numpy as np
 import ray
 import torch
+from checked import check_device, one_or_more, zero_or_more
 from torch import nn
 
 from coati.deadlines import Deadlines
@@ -216,18 +217,19 @@ def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[16, 128, 1024], metavar="MB")
-    parser.add_argument("--makers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--sizes", type=one_or_more, nargs="+", default=[16, 128, 1024], metavar="MB")
+    parser.add_argument("--makers", type=one_or_more, nargs="+", default=[1, 2, 4])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--params", choices=["0.5B"], help="Qwen2-0.5B in bfloat16 instead of --sizes (needs cuda)")
     parser.add_argument("--host", action="store_true", help="through the object store, whoever could open whose memory")
     parser.add_argument("--load", choices=["busy", "none"], default="busy")
     parser.add_argument("--verify", choices=["checksum", "off"], default="checksum")
     parser.add_argument("--chunk-mib", type=float, default=64)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--warmups", type=int, default=4)
+    parser.add_argument("--repeats", type=one_or_more, default=7)
+    parser.add_argument("--warmups", type=zero_or_more, default=4)
     parser.add_argument("--json", type=Path, help="write the rows here too")
     arguments = parser.parse_args()
+    check_device(parser, arguments.device)
     if (arguments.params is None) != (arguments.device == "cpu"):
         parser.error("--params and --device cuda go together")
     torch.set_num_threads(1)

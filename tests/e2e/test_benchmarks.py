@@ -127,3 +127,42 @@ def test_what_goes_through_the_buffer_are_the_bytes_that_go_through_ray():
     assert batch.sample_ids.tolist() == [0, 1, 2, 3]
     again = make_experience_batch(make_items(4, prompt=3, response=2, seed=0))
     assert all(torch.equal(tensor, dict(again.tensors())[name]) for name, tensor in batch.tensors())
+
+
+@pytest.mark.parametrize(
+    ("check", "right", "wrong", "says"),
+    [
+        ("one_or_more", {"1": 1, "64": 64}, ["0", "-1", "1.5", "x", ""], "whole number, 1 or more"),
+        ("zero_or_more", {"0": 0, "3": 3}, ["-1", "x"], "whole number, 0 or more"),
+        ("below_one", {"0.5": 0.5}, ["0", "1", "nan", "x"], "above 0 and below 1"),
+    ],
+)
+def test_arguments_are_checked_with_a_sentence(check, right, wrong, says):
+    import checked
+
+    assert {text: getattr(checked, check)(text) for text in right} == right
+    for text in wrong:
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{says}, got '{text}'"):
+            getattr(checked, check)(text)
+
+
+def test_two_counts_no_gpu_and_too_many_warmups_are_refused(capsys, monkeypatch):
+    import checked
+
+    assert checked.two_counts("x")("2x10") == "2x10"
+    for text in ("2", "2x", "0x1", "2x1x1", "2+1"):
+        with pytest.raises(argparse.ArgumentTypeError, match="two numbers above 0 with 'x' between"):
+            checked.two_counts("x")(text)
+    parser = argparse.ArgumentParser()
+    checked.check_device(parser, "cpu")
+    checked.check_warmup(parser, steps=2, warmup=1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for refused in (
+        lambda: checked.check_device(parser, "cuda"),
+        lambda: checked.check_warmup(parser, steps=2, warmup=2),
+    ):
+        with pytest.raises(SystemExit):
+            refused()
+    said = capsys.readouterr().err
+    assert "--device cuda needs a GPU" in said
+    assert "--steps must be above --warmup (2), which are not counted, got 2" in said
