@@ -94,10 +94,10 @@ def without_cudnn_attention() -> Iterator[None]:
 
 
 class Aside:
-    """A stream for something small: after all that was launched before this was made, beside what is launched since.
+    """A second stream: after all that was launched before this was made, beside what is launched since.
 
-    So it, and whoever waits for it, need not wait for long work that is under way. On a CPU, or where it is not to be
-    used, everything stays in its order.
+    So what is launched there, and whoever waits for it, need not wait for long work that is under way. On a CPU, or
+    where it is not to be used, everything stays in its order.
     """
 
     def __init__(self, device: torch.device, *, is_used: bool = True) -> None:

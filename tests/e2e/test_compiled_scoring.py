@@ -1,14 +1,17 @@
-"""Makers whose models score with compiled blocks: one code for all of them, and the weights of now."""
+"""Compiled blocks: one code for all models that score, the weights of now, and copies of weights while they learn."""
+
+import copy
 
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from transformers import Qwen2Config
 
 from coati.experience_maker.model_scores import score_with_models
 from coati.models import Actor, Critic, RewardModel, action_logprobs
 from coati.models.packing import PackedRows
-from coati.trainer.modes import compile_blocks
+from coati.trainer.modes import checkpoint_activations, compile_blocks, set_learning_mode
+from coati.trainer.strategies.cast_weights import CastWeights
 
 CONFIG = Qwen2Config(
     hidden_size=16,
@@ -83,3 +86,31 @@ def test_a_compiled_learner_gets_the_same_gradient_from_rows_with_one_prompt(mon
     compile_blocks(actor)
     torch.testing.assert_close(gradient(), before)
     assert graphs.frame_count > 0
+
+
+def test_blocks_that_learn_with_copies_of_their_weights_are_compiled_once(monkeypatch):
+    torch.manual_seed(0)
+    plain = Actor.from_config(CONFIG)
+    compiled = copy.deepcopy(plain)
+    graphs = CompileCounterWithBackend("aot_eager")
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile_module(self, backend=graphs, **options))
+    for model in (plain, compiled):
+        model.forward = CastWeights(model, torch.bfloat16)
+    checkpoint_activations(compiled)
+    compile_blocks(compiled)
+    set_learning_mode(compiled)
+    sequences = torch.randint(1, 11, (3, 9))
+    num_frames = []
+    for _ in range(2):
+        for model in (plain, compiled):
+            log_probs, _ = action_logprobs(model, sequences, None, 4)
+            log_probs.sum().backward()
+        num_frames.append(graphs.frame_count)
+        for weight, other in zip(plain.parameters(), compiled.parameters(), strict=True):
+            assert weight.grad.dtype == other.grad.dtype == torch.float32
+            assert torch.equal(weight.grad, other.grad)
+            with torch.no_grad():  # new weights, in the memory that is there
+                weight.mul_(1.25)
+                other.mul_(1.25)
+    assert 0 < num_frames[0] == num_frames[1]

@@ -45,8 +45,9 @@ def body_of(model: nn.Module) -> nn.Module | None:
     None for a model that does more than that, or that has to be called as a whole.
     """
     if isinstance(model, ValueHeadModel):
-        is_ours = type(model) in (Critic, RewardModel) and not (model._forward_hooks or model._forward_pre_hooks)
-        if not is_ours or isinstance(model, FSDPModule) or packing_problem(model.body):
+        if type(model) not in (Critic, RewardModel) or _does_more(model):
+            return None
+        if isinstance(model, FSDPModule) or packing_problem(model.body):
             return None
         body: nn.Module = base_of(model.body).base_model
     elif packed_scoring_problem(model) or _is_somebodys_own(model):
@@ -63,9 +64,14 @@ def _is_somebodys_own(policy: nn.Module) -> bool:
         if module is inner:
             return False
         is_subclass = isinstance(module, Actor) and type(module) is not Actor
-        if is_subclass or module._forward_hooks or module._forward_pre_hooks:
+        if is_subclass or _does_more(module):
             return True
     return True
+
+
+def _does_more(module: nn.Module) -> bool:
+    """Whether somebody has hooked into a call of this module, or replaced its forward pass."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
 def shared_bodies(models: Iterable[nn.Module | None]) -> set[nn.Module]:

@@ -11,7 +11,7 @@ from coati.errors import ConfigError
 from coati.models.actor import unwrap
 from coati.models.packing import base_of
 from coati.models.value_head import ValueHeadModel
-from coati.trainer.strategies.cast_weights import CastWeights
+from coati.trainer.strategies.cast_weights import checkpoint_contexts
 from coati.trainer.strategies.sharding import transformer_blocks
 
 
@@ -43,11 +43,9 @@ def checkpoint_activations(model: nn.Module) -> None:
             f"activation_checkpointing needs transformers models that support it, got {type(base).__name__}. Leave it "
             "out, or lower micro_batch_tokens to save memory."
         )
-    options: dict[str, Any] = {"use_reentrant": False}
-    for module in model.modules():
-        if isinstance(module.forward, CastWeights):
-            options["context_fn"] = module.forward.contexts
-    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    base.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": checkpoint_contexts}
+    )
 
 
 def compile_blocks(model: nn.Module) -> None:

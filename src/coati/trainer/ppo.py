@@ -58,6 +58,11 @@ class PPOLearner:
                 f"overlap_critic needs whole models on every rank, got {type(strategy).__name__}, which gathers them "
                 "block by block. Leave it out, or use DDPStrategy."
             )
+        if settings.overlap_critic and critic is not None and not _weights_of(actor).isdisjoint(_weights_of(critic)):
+            raise ConfigError(
+                "overlap_critic needs an actor and a critic with weights of their own, got some that they share, whose "
+                "gradients two streams would add up at the same time. Leave it out."
+            )
         self.strategy = strategy
         self.settings = settings
         self.num_skipped = 0
@@ -367,6 +372,10 @@ def _hand_back(prepared: Experience, given: Experience) -> None:
         tensor = getattr(prepared, name)
         if tensor is not None:
             setattr(given, name, tensor[: given.num_samples, : given.num_actions])
+
+
+def _weights_of(model: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in model.parameters()}
 
 
 def _part_of(experience: Experience, rows: slice | None) -> Experience:

@@ -53,12 +53,14 @@ def canary_logprobs(actor: nn.Module, *, device: torch.device | None = None) -> 
     """Log-probs of the fixed prompt's tokens but the first, with dropout off."""
     tokens = canary_tokens(_vocab_size(actor), length=min(CANARY_TOKENS, context_length_of(unwrap(actor)) or 2**31))
     tokens = tokens.to(device or next(actor.parameters()).device)
-    was_training = actor.training
+    # Each has its own: blocks that compute their activations twice, and LoRA's dropout, are in training alone.
+    modes = [(module, module.training) for module in actor.modules()]
     actor.eval()
     try:
         logprobs, _ = action_logprobs(actor, tokens, torch.ones_like(tokens), tokens.shape[1] - 1)
     finally:
-        actor.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
     return tuple(logprobs[0].double().tolist())
 
 

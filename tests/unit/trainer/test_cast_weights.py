@@ -2,14 +2,17 @@
 
 import copy
 import inspect
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from transformers import Qwen2Config
 
-from coati.models import Actor, LoRASettings, action_logprobs
+from coati.models import Actor, Critic, LoRASettings, action_logprobs
 from coati.models.actor import packed_scoring_problem
+from coati.models.scoring import Scoring
+from coati.models.shared_body import body_of
 from coati.trainer.modes import checkpoint_activations, set_learning_mode
 from coati.trainer.strategies import DDPStrategy
 from coati.trainer.strategies.cast_weights import CastWeights
@@ -82,9 +85,11 @@ def test_gradients_of_passes_add_up_in_float32(actor):
 
 
 def test_a_step_smaller_than_bfloat16_shows_is_not_lost(actor):
+    half = in_bfloat16(actor)
     model, optimizer = DDPStrategy(seed=0, device="cpu", compute_dtype=torch.bfloat16).prepare(
         (actor, torch.optim.SGD(actor.parameters(), lr=1.0))
     )
+    assert torch.equal(add_gradient(model, 0), add_gradient(half, 0))
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     for weight in model.parameters():
         weight.grad = torch.full_like(weight, 1e-6)
@@ -123,6 +128,62 @@ def test_frozen_weights_are_cast_and_get_no_gradient():
     assert all((weight.grad is not None) == weight.requires_grad for weight in ours.parameters())
 
 
+def test_a_body_that_actor_and_critic_share_may_make_activations_anew(actor):
+    critic = Critic(actor.model)
+    nn.init.normal_(critic.value_head.weight)
+    half = in_bfloat16(actor)
+    half_critic = Critic(half.model)
+    half_critic.value_head.weight.data = critic.value_head.weight.data.bfloat16()
+    ours = [casting(model) for model in (actor, critic)]
+    for model in ours:
+        checkpoint_activations(model)
+        set_learning_mode(model)
+    for policy, value in (ours, (half, half_critic)):
+        add_gradient(policy, 0)
+        value(batch(0)).sum().backward()
+    weight, other = (model.model.model.layers[0].mlp.up_proj.weight for model in (actor, half))
+    assert weight.grad.dtype == torch.float32
+    assert (weight.grad - other.grad).norm() < 0.01 * weight.grad.norm()  # two passes: theirs add up in bfloat16
+
+
+def test_a_graph_that_is_kept_is_gone_through_twice(actor):
+    checkpoint_activations(casting(actor))
+    set_learning_mode(actor)
+    logprobs, _ = action_logprobs(actor, batch(0), None, ACTIONS)
+    logprobs.sum().backward(retain_graph=True)
+    once = [weight.grad.clone() for weight in actor.parameters()]
+    logprobs.sum().backward()
+    assert all(torch.equal(weight.grad, 2 * grad) for weight, grad in zip(actor.parameters(), once, strict=True))
+
+
+def test_copies_are_let_go_after_the_pass_that_needs_them(actor):
+    seen = []
+    layer = actor.model.model.layers[0].mlp.up_proj
+    layer.register_forward_hook(lambda module, *_: seen.append(weakref.ref(module.weight)))
+    add_gradient(casting(actor), 0)
+    with torch.no_grad():
+        action_logprobs(actor, batch(0), None, ACTIONS)
+    assert [reference() for reference in seen] == [None, None]
+
+
+def test_weights_without_a_gradient_get_none_and_whole_numbers_stay(actor):
+    class WithUnused(Actor):
+        def __init__(self, model):
+            super().__init__(model)
+            self.unused = nn.Parameter(torch.ones(2))
+            self.numbers = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+
+        def forward(self, *args, **kwargs):
+            assert (self.unused.dtype, self.numbers.dtype) == (torch.bfloat16, torch.int8)
+            return super().forward(*args, **kwargs)
+
+    ours = casting(WithUnused(actor.model))
+    logprobs, _ = ours(batch(0), None, scoring=Scoring(ACTIONS))
+    logprobs.sum().backward()
+    assert ours.unused.grad is None
+    assert all(weight.grad is not None for weight in ours.model.parameters())
+
+
 def test_a_tied_weight_is_one_weight_in_a_pass_too(actor):
     seen = []
     embedding, head = actor.model.get_input_embeddings(), actor.model.get_output_embeddings()
@@ -150,6 +211,8 @@ def test_a_pass_that_raises_leaves_the_weights_in_place():
 def test_a_bare_model_computes_in_bfloat16_too(actor):
     bare = casting(actor.model)
     assert "wrap it in Actor" in packed_scoring_problem(bare)
+    assert body_of(bare) is body_of(casting(Actor(copy.deepcopy(bare)))) is None
+    assert body_of(casting(Critic(copy.deepcopy(bare)))) is None
     seen = []
     bare.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(args[0].dtype))
     add_gradient(bare, 0)

@@ -225,6 +225,14 @@ def test_a_critic_beside_the_actor_needs_whole_models(template):
         PPOLearner(*copy.deepcopy(template), strategy, dataclasses.replace(SETTINGS, overlap_critic=True))
 
 
+def test_a_critic_beside_the_actor_needs_weights_of_its_own(template):
+    actor = copy.deepcopy(template[0])
+    settings = dataclasses.replace(SETTINGS, overlap_critic=True)
+    with pytest.raises(ConfigError, match="overlap_critic needs an actor and a critic with weights of their own"):
+        PPOLearner(actor, Critic(actor.model), DDPStrategy(seed=0, device="cpu"), settings)
+    PPOLearner(actor, None, DDPStrategy(seed=0, device="cpu"), settings).step(make_batch())
+
+
 def test_models_that_cannot_make_activations_anew_or_have_no_blocks_are_refused():
     with pytest.raises(ConfigError, match=r"activation_checkpointing needs transformers models .* got Linear"):
         checkpoint_activations(nn.Linear(2, 2))

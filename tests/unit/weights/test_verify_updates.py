@@ -159,10 +159,12 @@ def test_the_canary_is_the_log_softmax_of_the_next_token():
     assert canary_logprobs(actor) == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_actor_is_left_in_the_mode_it_was_in():
-    actor = make_actor(1).train()
+def test_every_module_is_left_in_the_mode_it_was_in():
+    actor = make_actor(1).eval()
+    actor.model.model.layers[0].training = True  # as layers that compute their activations twice believe to be
+    modes = [module.training for module in actor.modules()]
     canary_logprobs(actor)
-    assert actor.training
+    assert [module.training for module in actor.modules()] == modes
     assert all(parameter.grad is None for parameter in actor.parameters())
 
 

@@ -64,7 +64,8 @@ class Strategy(ABC):
             CPUs.
         timeout_seconds: how long any wait for the other ranks may last.
         compute_dtype: bfloat16 to compute in it while weights, gradients and optimizer state stay in the model's own
-            format (load the model in float32); by default all of it is in the model's format.
+            format (load the model in float32); by default all of it is in the model's format. A model of your own has
+            to compute in the format of its weights.
     """
 
     optimizer_class: type[Optimizer] = torch.optim.Adam

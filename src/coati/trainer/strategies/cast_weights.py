@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-
-from coati.trainer.strategies.sharding import transformer_blocks
 
 
 class CastWeights:
@@ -19,7 +19,10 @@ class CastWeights:
 
     The copies are what makers get of these weights, so learner and engine compute with the same numbers. Gradients
     arrive in the weights' own format, and add up in it over passes and ranks. Outside of a pass the model is as it was:
-    what is trained and saved is the weights themselves.
+    what is trained and saved is the weights themselves, which may change but must not be replaced by others.
+
+    The model has to compute in the format of its weights, as transformers' models do: buffers and numbers of its own
+    stay in theirs.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -31,63 +34,76 @@ class CastWeights:
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self._forward = model.forward
         functools.update_wrapper(self, model.forward)
+        self._forward = model.forward
         self._dtype = dtype
-        self._groups = list(_groups_of(model))
-        indices = {parameter: index for index, parameter in enumerate(p for group in self._groups for p in group)}
+        weights = [weight for weight in model.parameters() if weight.is_floating_point()]
+        # Frozen ones apart: what comes out of one call needs a gradient or does not.
+        self._trained = [weight for weight in weights if weight.requires_grad]
+        self._frozen = [weight for weight in weights if not weight.requires_grad]
+        numbers = {weight: number for number, weight in enumerate(self._trained + self._frozen)}
         self._places = [
-            (module, name, parameter, indices[parameter])
+            _Place(module, name, weight, numbers[weight])
             for module in model.modules()
-            for name, parameter in module._parameters.items()
-            if parameter in indices
+            for name, weight in module._parameters.items()
+            if weight is not None and weight in numbers
         ]
-        """Where each weight is read, tied ones at several places."""
-        self._copies: Sequence[Tensor] = ()
-        """Those of the pass that is under way."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass."""
-        casts = (_Cast.apply(self._dtype, *group) for group in self._groups)  # type: ignore[no-untyped-call]
-        self._copies = [copy for group in casts for copy in group]
+        groups = [group for group in (self._trained, self._frozen) if group]
+        casts = [_Cast.apply(self._dtype, *group) for group in groups]  # type: ignore[no-untyped-call]
+        copies = _Copies(self._places, list(itertools.chain(*casts)))
+        before, _pass.copies = _pass.copies, copies
         try:
-            with self._used(self._copies):
+            with copies:
                 return self._forward(*args, **kwargs)
         finally:
-            self._copies = ()  # autograd keeps those that it needs
-
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """`context_fn` of `torch.utils.checkpoint`: what is computed anew in the backward pass sees the same copies."""
-        return contextlib.nullcontext(), self._used(self._copies)
-
-    @contextlib.contextmanager
-    def _used(self, copies: Sequence[Tensor]) -> Iterator[None]:
-        """The copies where the weights are."""
-        for module, name, _, index in self._places:
-            module._parameters[name] = cast("nn.Parameter", copies[index])
-        try:
-            yield
-        finally:
-            for module, name, parameter, _ in self._places:
-                module._parameters[name] = parameter
+            _pass.copies = before
 
 
-def _groups_of(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """The weights of each transformer block, then the others; frozen ones apart, for they need no gradient.
+def checkpoint_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """`context_fn` of `torch.utils.checkpoint`: what the backward pass computes anew sees the copies of its pass."""
+    return contextlib.nullcontext(), _pass.copies or contextlib.nullcontext()
 
-    Those of a group get their gradients together, so that ranks exchange a block's while the one before is computed.
-    """
-    seen: set[nn.Parameter] = set()
-    for module in (*transformer_blocks(model), model):
-        weights = [weight for weight in module.parameters() if weight.is_floating_point() and weight not in seen]
-        seen.update(weights)
-        for is_trained in (True, False):
-            if group := [weight for weight in weights if weight.requires_grad == is_trained]:
-                yield group
+
+class _Place(NamedTuple):
+    """Where a weight is read; a tied one is read at several places."""
+
+    module: nn.Module
+    name: str
+    weight: nn.Parameter
+    number: int
+    """Of its copy."""
+
+
+class _Copies:
+    """A context in which the copies are where the weights are."""
+
+    def __init__(self, places: Sequence[_Place], copies: Sequence[Tensor]) -> None:
+        self._places = places
+        self._copies = copies
+
+    def __enter__(self) -> None:
+        for place in self._places:
+            place.module._parameters[place.name] = cast("nn.Parameter", self._copies[place.number])
+
+    def __exit__(self, *_: object) -> None:
+        for place in self._places:
+            place.module._parameters[place.name] = place.weight
+
+
+class _Pass(threading.local):
+    """The forward pass that this thread makes."""
+
+    copies: _Copies | None = None
+
+
+_pass = _Pass()
 
 
 class _Cast(torch.autograd.Function):
-    """Many tensors to another format, in few kernels; their gradients back to the tensors' own."""
+    """Many tensors to another format, and their gradients back to the tensors' own, in few kernels."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -104,6 +120,5 @@ class _Cast(torch.autograd.Function):
 
 def _cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     copies = [torch.empty_like(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
-    if copies:
-        torch._foreach_copy_(copies, list(tensors))
+    torch._foreach_copy_(copies, list(tensors))
     return copies

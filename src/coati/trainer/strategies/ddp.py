@@ -26,8 +26,8 @@ class DDPStrategy(Strategy):
         timeout_seconds: how long any wait for the other ranks may last.
         compute_dtype: bfloat16 to compute in it with weights and optimizer state in the model's own format.
         find_unused_parameters: set it if some trainable parameters take no part in the loss of some step
-            (torch then raises an error that says so). It costs a walk over the graph in every backward pass,
-            so it is off.
+            (torch then raises an error that says so; with `compute_dtype` it does not, and they get zeros). It costs a
+            walk over the graph in every backward pass, so it is off.
 
     Example:
         >>> strategy = DDPStrategy(seed=0, device="cpu")
