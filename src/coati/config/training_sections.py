@@ -87,7 +87,7 @@ class TrainSection(Section):
         False,
         "Actor and critic compute at the same time, on two streams of a GPU: a few percent quicker on a share of a "
         "card, with memory for the activations of both.",
-        rule='true or false, and true only with train.strategy = "ddp" or "zero1"',
+        rule='true or false, and true only with a critic and train.strategy = "ddp" or "zero1"',
     )
     save_every: int = setting(
         0,
