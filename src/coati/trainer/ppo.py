@@ -269,10 +269,9 @@ class PPOLearner:
 
     def _beside_the_actor(self, part: Experience) -> Aside:
         """Where the critic's pass goes: on the GPU beside the actor's, if it is to overlap, else after it."""
-        overlaps = self.settings.overlap_critic
-        if overlaps and self.critic is not None and packs(self.critic):
+        if self.settings.overlap_critic:
             PackedRows.of(part.sequences, part.attention_mask)  # both passes read it, so it is there before them
-        return Aside(self.device, is_used=overlaps)
+        return Aside(self.device, is_used=self.settings.overlap_critic)
 
     def _critic_pass(self, critic: nn.Module, part: Experience, counts: StepCounts, numbers: StepNumbers) -> None:
         values = action_values(critic, part.sequences, part.attention_mask, part.num_actions)
