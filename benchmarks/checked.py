@@ -43,7 +43,8 @@ def check_device(parser: argparse.ArgumentParser, device: str) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            parser.error(f"--device cuda needs a GPU, and torch {torch.__version__} sees none here. Use --device cpu.")
+            remedy = "--device cpu --tiny" if "--tiny" in parser.format_usage() else "--device cpu"
+            parser.error(f"--device cuda needs a GPU, and torch {torch.__version__} sees none here. Use {remedy}.")
 
 
 def check_warmup(parser: argparse.ArgumentParser, *, steps: int, warmup: int) -> None:

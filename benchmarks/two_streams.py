@@ -38,7 +38,8 @@ def make_learner(shape: Shape, device: str) -> PPOLearner:
     is_cuda = device == "cuda"
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16 if is_cuda else torch.float32)
-    settings = PPOSettings(actor_lr=1e-8, critic_lr=1e-8, micro_batch_tokens=shape.micro_batch_tokens, compile=is_cuda)
+    # A rate of 0, so that both ways begin every step with the same weights.
+    settings = PPOSettings(actor_lr=0.0, critic_lr=0.0, micro_batch_tokens=shape.micro_batch_tokens, compile=is_cuda)
     strategy = DDPStrategy(seed=0, device=device)
     return PPOLearner(Actor(model), Critic(copy.deepcopy(model.base_model)), strategy, settings)
 

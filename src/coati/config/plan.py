@@ -15,6 +15,7 @@ from coati.config.schema import RunConfig
 from coati.config.training_sections import TopologySection, TrainSection
 from coati.counting import counted
 
+_ROUNDED_RATE = 1e-4  # an optimizer's step is about its rate, and weights are about a hundredth
 _TIMES = "\N{MULTIPLICATION SIGN}"
 
 
@@ -81,6 +82,7 @@ class Plan:
             *self._train_lines(),
             *self._total_lines(),
             *self._place_lines(),
+            *self._rounding_lines(),
         ]
 
     def render(self) -> str:
@@ -166,12 +168,24 @@ class Plan:
         critic = f"critic from {source}" if config.algorithm.resolved.uses_critic else "no critic"
         reference = config.reference_path + (" in int8" if config.model.quantize_reference == "int8" else "")
         return [
-            f"Model: {config.model.path}{adapters}, in {config.model.dtype} on {config.model.device}; "
+            f"Model: {config.model.path}{adapters}, in {config.model.dtype}"
+            f"{', trained with float32 weights,' if config.train.mixed_precision else ''} on {config.model.device}; "
             f"reference {reference}, {critic}.",
             f"Prompts: column {config.prompts.column!r} of {config.prompts.path}.",
             f"Reward: {_reward(config)}.",
             f"Output: {config.output_folder}/ ({', '.join(path.name for path in names)}; final model in "
             f"{files.model.name}/{_checkpoints(config.train)}).",
+        ]
+
+    def _rounding_lines(self) -> list[str]:
+        """A warning where most of what is learnt would be rounded away."""
+        config = self.config
+        keeps_bits = config.train.mixed_precision or config.lora.rank  # peft keeps adapters in float32
+        if config.model.dtype != "bfloat16" or keeps_bits or config.train.actor_lr >= _ROUNDED_RATE:
+            return []
+        return [
+            f"Rounding: a bfloat16 weight moves by a 256th of itself or not at all, and most steps of train.actor_lr = "
+            f"{config.train.actor_lr:g} are less. Set train.mixed_precision = true to train with float32 weights."
         ]
 
 

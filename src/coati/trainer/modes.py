@@ -1,5 +1,8 @@
 """How a model computes while it learns: without dropout, and if wanted compiled, or with activations made anew."""
 
+import os
+import shlex
+import shutil
 from typing import Any
 
 import torch
@@ -59,6 +62,21 @@ def compile_blocks(model: nn.Module) -> None:
         raise ConfigError(f"compile needs a model with two or more blocks, got {type(model).__name__}. Leave it out.")
     for block in blocks:
         block.compile(dynamic=True)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Refuse to compile for a device where torch.compile would find no compiler for what it writes.
+
+    That is C++ for a CPU, and for a GPU the C around its kernels. Otherwise a long traceback says so in the first step.
+    """
+    variable, usual = ("CC", ("gcc", "clang")) if device.type == "cuda" else ("CXX", ("g++", "clang++"))
+    named = shlex.split(os.environ.get(variable, ""))[:1]
+    if not any(map(shutil.which, named or usual)):
+        found = f"{variable} = {named[0]!r}, which is no program" if named else "none"
+        raise ConfigError(
+            f"train.compile needs {' or '.join(usual)}, or the compiler that {variable} names, on every machine of a "
+            f"trainer or maker, got {found}. Install one, or set train.compile to false."
+        )
 
 
 def make_optimizer(

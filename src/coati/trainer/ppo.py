@@ -21,7 +21,14 @@ from coati.models.actor import packed_scoring_problem
 from coati.models.packing import PackedRows, joined_once, row_parts, row_tokens
 from coati.models.value_head import packs
 from coati.trainer.joined import StepNumbers, explained_variance
-from coati.trainer.modes import checkpoint_activations, compile_blocks, is_random, make_optimizer, set_learning_mode
+from coati.trainer.modes import (
+    check_compiler,
+    checkpoint_activations,
+    compile_blocks,
+    is_random,
+    make_optimizer,
+    set_learning_mode,
+)
 from coati.trainer.objective import StepCounts, policy_objective
 from coati.trainer.off_policy import PREPARED_FIELDS, measure_off_policy, off_policy_metrics, prepare
 from coati.trainer.schedule import make_schedule
@@ -63,6 +70,8 @@ class PPOLearner:
                 "overlap_critic needs an actor and a critic with weights of their own, got some that they share, whose "
                 "gradients two streams would add up at the same time. Leave it out."
             )
+        if settings.compile:
+            check_compiler(strategy.device)
         self.strategy = strategy
         self.settings = settings
         self.num_skipped = 0

@@ -1,5 +1,6 @@
 """The plan's arithmetic, worked by hand, and its words."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +42,22 @@ def test_what_makes_a_run_quick_is_said():
     assert "passes of at most 16,384 tokens, compiled, activations made anew, critic beside the actor." in text
     assert "by the native engine." in text
     assert "1 weight version behind, and weights change between two tokens." in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warns"),
+    [
+        (["train.actor_lr=1e-6"], True),
+        (["train.actor_lr=1e-3"], False),
+        (["train.mixed_precision=true"], False),
+        (["lora.rank=8"], False),
+        (["model.dtype=float32"], False),
+    ],
+)
+def test_learning_that_would_be_rounded_away_is_said(overrides, warns):
+    text = words(plan_of("model.dtype=bfloat16", *overrides))
+    assert ("Rounding: a bfloat16 weight" in text) == warns
+    assert ("trained with float32 weights" in text) == ("train.mixed_precision=true" in overrides)
 
 
 def test_a_remainder_and_a_surplus_by_hand():

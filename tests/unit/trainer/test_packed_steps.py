@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from coati.errors import ConfigError
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic, LoRASettings
 from coati.models.packing import PackedRows
-from coati.trainer.modes import checkpoint_activations, compile_blocks, make_optimizer
+from coati.trainer.modes import check_compiler, checkpoint_activations, compile_blocks, make_optimizer
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import DDPStrategy
 
@@ -240,11 +241,31 @@ def test_models_that_cannot_make_activations_anew_or_have_no_blocks_are_refused(
         compile_blocks(nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize(
+    ("device", "variable", "value", "there", "says"),
+    [
+        ("cpu", "CXX", "", {"g++"}, None),
+        ("cpu", "CXX", "ccache my++", {"ccache"}, None),
+        ("cpu", "CXX", "", {"gcc"}, r"g\+\+ or clang\+\+, or the compiler that CXX names, .* got none. Install one"),
+        ("cpu", "CXX", "my++", {"g++"}, r"got CXX = 'my\+\+', which is no program"),
+        ("cuda", "CC", "", {"gcc"}, None),
+        ("cuda", "CC", "", {"g++"}, "gcc or clang, or the compiler that CC names, .* set train.compile to false"),
+    ],
+)
+def test_compiling_without_a_compiler_is_refused(monkeypatch, device, variable, value, there, says):
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in there else None)
+    with pytest.raises(ConfigError, match=says) if says else contextlib.nullcontext():
+        check_compiler(torch.device(device))
+
+
 def test_compile_takes_the_blocks_and_nothing_else(template, monkeypatch):
-    compiled = []
+    compiled, asked = [], []
+    monkeypatch.setattr("coati.trainer.ppo.check_compiler", asked.append)
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled.append((type(self).__name__, options)))
     learner_of(template, compile=True)
     assert compiled == [("Qwen2DecoderLayer", {"dynamic": True})] * 4  # two of the actor, two of the critic
+    assert asked == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize(("device", "is_fused"), [("cuda", True), ("cpu", True), ("mps", None), (None, None)])
