@@ -58,6 +58,12 @@ def main() -> None:
     parser.add_argument("--gpu-sharing", choices=["slices", "mps"], default="mps", help="of coati's two actors")
     parser.add_argument("--trainer-share", type=below_one, default=0.5, help="of a GPU, for coati's trainer")
     parser.add_argument("--overlap-critic", choices=["true", "false"], default="false", help="of coati's trainer")
+    parser.add_argument(
+        "--mixed-precision",
+        choices=["true", "false"],
+        default="false",
+        help="float32 weights on a GPU, of all competitors",
+    )
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one run of one competitor")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=COMPETITORS, help=argparse.SUPPRESS)
@@ -124,7 +130,7 @@ def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Names
 def measured(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """One run of one competitor, in a process of its own."""
     command = [sys.executable, __file__, "--only", name, "--folder", str(folder), "--device", arguments.device]
-    passed_on = ("batch", "threads", "gpu_sharing", "trainer_share", "overlap_critic")
+    passed_on = ("batch", "threads", "gpu_sharing", "trainer_share", "overlap_critic", "mixed_precision")
     options = {option: getattr(arguments, option) for option in passed_on}
     is_trl = name.startswith("trl")
     options["steps"] = arguments.trl_steps if is_trl else arguments.steps
@@ -295,7 +301,8 @@ actor_lr = {1e-6 if is_gpu else 1e-3}
 critic_lr = {1e-6 if is_gpu else 1e-3}
 compile = {"true" if is_gpu else "false"}
 micro_batch_tokens = {32768 if is_gpu else 16384}
-overlap_critic = {arguments.overlap_critic}
+overlap_critic = {arguments.overlap_critic if is_ppo else "false"}
+mixed_precision = {arguments.mixed_precision if is_gpu else "false"}
 
 [topology]
 max_staleness = {4 if batches > 1 else 1}
@@ -339,7 +346,7 @@ def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
         return even_share(completions) if is_gpu else film_sentiment(completions, prompts)
 
     folder = arguments.folder
-    dtype = torch.bfloat16 if is_gpu else torch.float32
+    dtype = torch.bfloat16 if is_gpu and arguments.mixed_precision == "false" else torch.float32
     prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype),
