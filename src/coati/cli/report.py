@@ -10,7 +10,7 @@ from rich.table import Table
 from coati.errors import ConfigError
 from coati.monitor.report import ActorTime, RunTimes, read_run, render_page, run_times, trace_events
 from coati.monitor.report.summary import headline
-from coati.monitor.report.time_use import is_idle, label_of, mean_share
+from coati.monitor.report.time_use import TOTALS, is_idle, label_of, mean_share
 from coati.monitor.timeline import ACTIVITIES
 
 MAX_COLUMNS = 6
@@ -59,13 +59,8 @@ def time_table(times: RunTimes) -> Table:
                 cells = (f"{share:.0%}" if share > 0 else "" for share in shares)
                 table.add_row(label_of(what), *cells, style="yellow" if is_wait else None)
     table.add_section()
-    for label, shares in (
-        ("worked", [mean_share(actors, lambda actor: actor.busy_share) for actors in columns.values()]),
-        ("waited", [mean_share(actors, lambda actor: actor.idle_share) for actors in columns.values()]),
-        ("was done", [mean_share(actors, lambda actor: actor.done_share) for actors in columns.values()]),
-        ("none of these", [mean_share(actors, lambda actor: actor.rest_share) for actors in columns.values()]),
-    ):
-        table.add_row(label, *(f"{share:.0%}" for share in shares), style="bold")
+    for label, share in TOTALS.items():
+        table.add_row(label, *(f"{mean_share(actors, share):.0%}" for actors in columns.values()), style="bold")
     if any(actor.elapsed < _WAS_THERE * times.elapsed for actor in times.actors):
         presence = [sum(actor.elapsed for actor in actors) / len(actors) / times.elapsed for actors in columns.values()]
         table.add_row("was there", *(f"{share:.0%}" for share in presence))

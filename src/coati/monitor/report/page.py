@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from coati.monitor.performance import format_seconds
 from coati.monitor.report import drawing
 from coati.monitor.report.folder import RunFolder
 from coati.monitor.report.summary import headline
-from coati.monitor.report.time_use import ActorTime, RunTimes, is_idle, label_of
+from coati.monitor.report.time_use import TOTALS, RunTimes, is_idle, label_of
 
 NUM_SAMPLES: Final = 4
 
@@ -103,23 +103,16 @@ def _timeline(times: RunTimes | None) -> str:
 def _time_table(times: RunTimes) -> str:
     used = [what for what in drawing.COLOURS if any(what in actor.seconds for actor in times.actors)]
 
-    totals: dict[str, Callable[[ActorTime], float]] = {
-        "worked": lambda actor: actor.busy_share,
-        "waited": lambda actor: actor.idle_share,
-        "was done": lambda actor: actor.done_share,
-        "none of these": lambda actor: actor.rest_share,
-    }
-
     def cells(tag: str, values: Iterable[str]) -> str:
-        marks = ["", *(' class="idle"' if is_idle(what) else "" for what in used), *[""] * len(totals)]
+        marks = ["", *[""] * len(TOTALS), *(' class="idle"' if is_idle(what) else "" for what in used)]
         return "<tr>" + "".join(f"<{tag}{m}>{v}</{tag}>" for v, m in zip(values, marks, strict=True)) + "</tr>"
 
-    rows = [cells("th", ["actor", *(escape(label_of(what)) for what in used), *totals])]
+    rows = [cells("th", ["actor", *TOTALS, *(escape(label_of(what)) for what in used)])]
     for actor in times.actors:
         seconds = actor.seconds
         shares = (f"{seconds[what]:.1f} s<br>{actor.share(what):.0%}" if what in seconds else "" for what in used)
-        sums = (f"<b>{share(actor):.0%}</b>" for share in totals.values())
-        rows.append(cells("td", [escape(actor.actor), *shares, *sums]))
+        sums = (f"<b>{share(actor):.0%}</b>" for share in TOTALS.values())
+        rows.append(cells("td", [escape(actor.actor), *sums, *shares]))
     return f'<div class="wide"><table>{"".join(rows)}</table></div>'
 
 

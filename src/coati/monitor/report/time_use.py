@@ -38,7 +38,7 @@ class ActorTime:
     elapsed: float
     """Seconds in which it was there; shares are of these."""
     done: float = 0.0
-    """Seconds of those after the last thing it did: it had nothing left to do, and the run went on."""
+    """Seconds of those in which it had nothing left to do but to take new weights, and the run went on."""
 
     @functools.cached_property
     def seconds(self) -> dict[str, float]:
@@ -72,6 +72,15 @@ class ActorTime:
     def rest_share(self) -> float:
         """The part of its time of which nothing is recorded: it was between two things."""
         return max(0.0, 1.0 - self.busy_share - self.idle_share - self.done_share)
+
+
+TOTALS: Final[Mapping[str, Callable[[ActorTime], float]]] = {
+    "worked": lambda actor: actor.busy_share,
+    "waited": lambda actor: actor.idle_share,
+    "was done": lambda actor: actor.done_share,
+    "none of these": lambda actor: actor.rest_share,
+}
+"""What an actor's time adds up to, as tables show it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,11 +171,12 @@ def run_times(spans: Sequence[ActorSpan]) -> RunTimes | None:
         own = [span for found in by_actor[actor].values() for span in found]
         came = max(start, min(span.start for span in own))
         left = max(span.end for span in own) if any(span.what == LEAVE for span in own) else end
-        last = max((span.end for span in own if span.lane == WORK), default=came)
+        # Whoever is done still takes new weights into use.
+        last = max((span.end for span in own if span.lane == WORK and span.what != "commit"), default=came)
         lanes = {lane: pieces_of(found, start, end) for lane, found in by_actor[actor].items()}
         work = lanes.pop(WORK, [])
         elapsed = max(0.0, left - came)
-        done = max(0.0, left - max(last, came))
+        done = max(0.0, left - max(last, came) - sum(piece.end - piece.start for piece in work if piece.start >= last))
         actors.append(ActorTime(actor=actor, pieces=work, other_lanes=lanes, elapsed=elapsed, done=done))
     return RunTimes(start=start, end=end, actors=actors)
 
