@@ -21,7 +21,6 @@ from coati.errors import ConfigError
 from coati.ledger import StalenessController, WorkShare
 from coati.models import Actor, Critic, LoRASettings, RewardModel
 from coati.models.positions import context_length_of
-from coati.models.quantized import bytes_held, quantize_linear_layers
 from coati.models.shared_body import take_body_of
 from coati.prompts import PromptStream, load_prompts
 from coati.rewards import RewardScorer, build_reward, load_reward_function
@@ -115,8 +114,6 @@ def maker_models(
     """
     actor, critic = _trained_models(config, _dtype(config))
     reference = _loaded("model.reference", config.reference_path, Actor, dtype=_dtype(config))
-    if config.model.quantize_reference == "int8":
-        quantize_linear_layers(reference.model)
     if config.train.compile and config.topology.tensor_parallel == 1:
         for model in (reference, critic):
             if model is not None:
@@ -140,12 +137,9 @@ def make_scorer(config: RunConfig, *, compiled: bool = False, body_from: Sequenc
         model: RewardModel = _loaded("reward.model", path, RewardModel)
         if not bool(model.value_head.weight.any()):
             logger.warning("reward model %s has a head of zeros, so every score is 0. Was it ever trained?", path)
-        if config.reward.quantize == "int8":
-            quantize_linear_layers(model.body)
         if (lender := take_body_of(model, lenders)) is not None:
             whose = "the reference" if lender in body_from else "another reward model"
-            mib = bytes_held(model.body) / 2**20
-            logger.info("reward model %s has the body of %s: one pass for both, %.0f MiB less", path, whose, mib)
+            logger.info("reward model %s has the body of %s: one pass for both", path, whose)
         elif compiled:
             compile_blocks(model)
         lenders.append(model)

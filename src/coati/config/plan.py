@@ -166,11 +166,10 @@ class Plan:
         adapters = f" with LoRA adapters of rank {config.lora.rank}" if config.lora.rank else ""
         source = "the actor's body" if config.model.critic == "actor" else config.model.critic
         critic = f"critic from {source}" if config.algorithm.resolved.uses_critic else "no critic"
-        reference = config.reference_path + (" in int8" if config.model.quantize_reference == "int8" else "")
         return [
             f"Model: {config.model.path}{adapters}, in {config.model.dtype}"
             f"{', trained with float32 weights,' if config.train.mixed_precision else ''} on {config.model.device}; "
-            f"reference {reference}, {critic}.",
+            f"reference {config.reference_path}, {critic}.",
             f"Prompts: column {config.prompts.column!r} of {config.prompts.path}.",
             f"Reward: {_reward(config)}.",
             f"Output: {config.output_folder}/ ({', '.join(path.name for path in names)}; final model in "
@@ -274,4 +273,4 @@ def _reward(config: RunConfig) -> str:
         return "the sum of " + ", ".join(parts)
     if reward.function:
         return f"function {reward.function}"
-    return f"model {reward.model}{' in int8' if reward.quantize == 'int8' else ''}"
+    return f"model {reward.model}"

@@ -98,7 +98,6 @@ class RunConfig(Section):
         wrong = {
             "lora.rank must be 0": (self.lora.rank != 0, self.lora.rank),
             "rollout.in_flight must be false": (self.rollout.in_flight, "true"),
-            'model.quantize_reference must be "none"': (self.model.quantize_reference != "none", '"int8"'),
         }
         return [
             f"{rule} while topology.tensor_parallel is above 1, got {came}. Change it, or set tensor_parallel to 1."

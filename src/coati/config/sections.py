@@ -78,12 +78,6 @@ class ModelSection(Section):
         "Where models live; auto = a GPU where an actor was given one.",
         rule='"auto", "cpu" or "cuda"',
     )
-    quantize_reference: Literal["none", "int8"] = setting(
-        "none",
-        "Weights of the reference in makers: as they are, or as int8 with a scale for each output channel, in half to "
-        "a quarter of the memory.",
-        rule='"none" or "int8"',
-    )
 
 
 class PromptsSection(Section):
@@ -149,12 +143,6 @@ class RewardSection(Section):
         remedy='For example reward.terms = [{ function = "rewards:praise", weight = 0.5 }].',
         strict=False,
     )
-    quantize: Literal["none", "int8"] = setting(
-        "none",
-        "Weights of reward models: as they are, or as int8 with a scale for each output channel, in half to a quarter "
-        "of the memory.",
-        rule='"none" or "int8", and int8 only with a reward model',
-    )
     timeout_seconds: float = setting(
         120.0, "Longest that a reward function may take for one batch.", rule="a number above 0", gt=0
     )
@@ -167,7 +155,7 @@ class RewardSection(Section):
     )
 
     def problems(self) -> list[str]:
-        """None or several ways to reward, malformed names, terms that share one, and nothing to quantise."""
+        """None or several ways to reward, malformed names, and terms that share one."""
         ways = [f"reward.{key}" for key in ("function", "model", "terms") if getattr(self, key)]
         found = []
         if len(ways) != 1:
@@ -191,8 +179,6 @@ class RewardSection(Section):
             for label in dict.fromkeys(labels)
             if labels.count(label) > 1
         ]
-        if self.quantize != "none" and not (self.model or any(term.model for term in self.terms)):
-            found.append(f'reward.quantize must be "none" without a reward model, got "{self.quantize}". Leave it out.')
         return found
 
 

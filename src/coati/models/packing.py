@@ -8,7 +8,7 @@ A forward pass over the joined row is an ordinary call of the model, with positi
 attention that stays inside of it (`coati.models.packed_attention`). Where rows begin alike, as several responses to one
 prompt do, what they have in common is computed once (`coati.models.shared_prefixes`).
 
-So it works wherever an ordinary call does: under every strategy, with adapters, with quantised layers. Models that we
+So it works wherever an ordinary call does: under every strategy, with adapters. Models that we
 do not know to pass these arguments on to their attention are called with padding, as they always were;
 `packing_problem` says why.
 """

@@ -279,7 +279,6 @@ def test_all_problems_come_at_once_and_none_is_invented():
         ({"terms": [{"function": "a:b", "model": "m"}]}, "got both"),
         ({"terms": [{"function": "a:b"}, {"function": "c:b"}]}, "different names, got 'b' 2 times"),
         ({"terms": [{"function": "a:b", "weight": float("inf")}]}, "must be a finite number, got inf"),
-        ({"function": "a:b", "quantize": "int8"}, r'reward.quantize must be "none" without a reward model, got "int8"'),
         ({"terms": [{"function": "ab"}]}, r'reward.terms\[0\].function must be "module:function", got "ab"'),
     ],
 )
@@ -295,7 +294,6 @@ def test_reward_is_given_in_exactly_one_way(reward, message):
         (["topology.gpus_per_maker=1"], "topology.gpus_per_maker must be 0 or 2 while topology.tensor_parallel is 2"),
         (["lora.rank=4"], "lora.rank must be 0 while topology.tensor_parallel is above 1, got 4"),
         (["rollout.in_flight=true"], "rollout.in_flight must be false while topology.tensor_parallel is above 1"),
-        (["model.quantize_reference=int8"], 'model.quantize_reference must be "none" while topology.tensor_parallel'),
     ],
 )
 def test_what_does_not_go_with_models_in_pieces(overrides, message):

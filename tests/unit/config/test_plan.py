@@ -139,12 +139,11 @@ def test_what_is_not_as_usual_is_in_the_plan():
             "topology.placement=spread",
             "reward.function=''",
             "reward.model=models/rm",
-            "reward.quantize=int8",
         )
     )
     assert "final model in model/, every 5 versions in checkpoints/version-N/)" in text
     assert "on rollout batches, each over 2 actors, spread over the nodes;" in text
-    assert "model models/rm in int8" in text
+    assert "model models/rm" in text
     assert "every version in checkpoints/version-N/" in words(plan_of("train.save_every=1"))
     assert "on as few nodes as possible" in words(plan_of("topology.placement=pack"))
     shared = plan_of(

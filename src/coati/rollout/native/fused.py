@@ -15,7 +15,7 @@ from torch.nn import functional as F
 class FusedLinear:
     """`torch.cat([layer(x) for layer in layers], dim=-1)`, in one product where the layers allow it.
 
-    Layers that are more than a matrix (LoRA adapters, quantised weights) are called one by one.
+    Layers that are more than a matrix (LoRA adapters) are called one by one.
 
     >>> layers = [nn.Linear(4, 2), nn.Linear(4, 3)]
     >>> FusedLinear(layers)(torch.zeros(1, 4)).shape
