@@ -28,13 +28,14 @@ MODEL_MARKERS = (WEIGHTS_FILE, _INDEX_FILE, "config.json", "adapter_config.json"
 def write_model(module: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
     """Write `state` (whole, on the CPU, tied weights once) the module's own way, else as safetensors.
 
-    A module with `save_pretrained` gets the full state dict, tied names included.
+    A module with `save_pretrained` gets tied names too, where the weight they share is in `state`: with adapters the
+    frozen base, tied embeddings included, is not.
     """
     save_pretrained = getattr(module, "save_pretrained", None)
     if save_pretrained is None:
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS_FILE)
         return
-    tied = {name: state[first] for name, first in tied_names(module).items()}
+    tied = {name: state[first] for name, first in tied_names(module).items() if first in state}
     save_pretrained(folder, state_dict={**state, **tied})
 
 

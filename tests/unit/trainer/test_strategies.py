@@ -1,14 +1,18 @@
-"""Strategies in one process: exactness, shards, files. Two ranks: tests/ray/test_strategies_ranks.py."""
+"""Strategies in one process: exactness, shards, files. Two ranks: test_strategies_ranks.py."""
 
+import copy
 import itertools
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coati.errors import CheckpointError, ConfigError, DeadlineExceeded
+from coati.models import Actor, Critic
+from coati.models.lora import LoRASettings
 from coati.trainer.optim import HybridAdam
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
 
@@ -403,9 +407,6 @@ def test_optimizer_settings_and_object_survive_sharding(make_strategy):
 @pytest.mark.parametrize("wrapper", ["actor", "critic", "lora_actor"])
 @pytest.mark.parametrize("name", ["ddp", "zero2"])
 def test_our_models_load_what_they_saved(make_strategy, wrapper, name, tmp_path):
-    from coati.models import Actor, Critic
-    from coati.models.lora import LoRASettings
-
     def build(seed):
         base = tiny_llama(seed=0 if wrapper == "lora_actor" else seed)
         torch.manual_seed(seed)
@@ -429,6 +430,22 @@ def test_our_models_load_what_they_saved(make_strategy, wrapper, name, tmp_path)
     strategy.load_model(fresh, tmp_path / "model")
     for key, value in full_state(strategy, fresh).items():
         assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_adapters_on_tied_embeddings_are_saved_as_peft_loads_them(make_strategy, name, tmp_path):
+    base, strategy = tiny_llama(tie=True), make_strategy(name)
+    actor = Actor(copy.deepcopy(base), lora=LoRASettings(rank=2))
+    trainable = [parameter for parameter in actor.parameters() if parameter.requires_grad]
+    for parameter in trainable:
+        nn.init.normal_(parameter)
+    actor, _ = strategy.prepare((actor, HybridAdam(trainable)))
+    strategy.save_model(actor, tmp_path / "adapter", sharded=strategy.shards_parameters)
+    loaded = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter")
+    expected = {key.removeprefix("model."): value for key, value in full_state(strategy, actor).items()}
+    adapters = {key for key in expected if "lora_" in key}
+    assert len(adapters) == len(trainable)
+    assert all(torch.equal(loaded.state_dict()[key], expected[key]) for key in adapters)
 
 
 def test_a_rendezvous_nobody_comes_to_names_the_address(monkeypatch):
