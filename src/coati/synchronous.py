@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from coati import assembly
 from coati.config import RunConfig
 from coati.cpu import set_up_cpu
-from coati.experience_buffer import BatchCollector, make_experience_batch, split_experience_batch
-from coati.experience_maker import Experience, NaiveExperienceMaker
+from coati.experience import Experience, make_experience_batch, split_experience_batch
+from coati.experience_buffer.collector import BatchCollector
+from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.ledger import age_metrics

@@ -10,7 +10,7 @@ import torch
 from ray_testing import PATIENCE, Background, experience, item, items
 
 from coati.errors import ConfigError, DataError, DeadlineExceeded
-from coati.experience_buffer.utils import EXPERIENCE_FIELDS, make_experience_batch
+from coati.experience import EXPERIENCE_FIELDS, make_experience_batch
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -1,6 +1,6 @@
 """Samples on their way from makers to trainers: single items, and batches of them."""
 
+from coati.experience import BufferItem, make_experience_batch, split_experience_batch
 from coati.experience_buffer.collector import BatchCollector
-from coati.experience_buffer.utils import BufferItem, make_experience_batch, split_experience_batch
 
 __all__ = ["BatchCollector", "BufferItem", "make_experience_batch", "split_experience_batch"]

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from coati.errors import ConfigError, DataError
-from coati.experience_buffer.utils import BufferItem
+from coati.experience import BufferItem
 
 
 class BatchCollector:

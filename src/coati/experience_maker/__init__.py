@@ -6,7 +6,8 @@ that only reads experience starts without it.
 
 from typing import TYPE_CHECKING, Any
 
-from coati.experience_maker.base import Experience, ExperienceMaker
+from coati.experience import Experience
+from coati.experience_maker.base import ExperienceMaker
 
 if TYPE_CHECKING:
     from coati.experience_maker.naive import AllSamplesDropped, NaiveExperienceMaker

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coati.algos import has_signal
 from coati.errors import DataError
-from coati.experience_maker.base import Experience
+from coati.experience import Experience
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from coati.algorithms import Algorithm, algorithm_of
 from coati.algos import kl_estimate
 from coati.errors import ConfigError, RewardError
+from coati.experience import Experience
 from coati.experience_maker.advantage_estimates import estimate_advantages
-from coati.experience_maker.base import Experience, ExperienceMaker
+from coati.experience_maker.base import ExperienceMaker
 from coati.experience_maker.dropping import (
     DROPPED_PROMPT_TOO_LONG,
     AllSamplesDropped,

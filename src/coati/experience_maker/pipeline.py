@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from coati.errors import DataError
-from coati.experience_maker.base import Experience
+from coati.experience import Experience
 from coati.experience_maker.dropping import DROPPED_NO_SIGNAL, AllSamplesDropped, NoSignal
 from coati.experience_maker.model_scores import LogprobGap
 from coati.experience_maker.naive import NaiveExperienceMaker, UnfinishedExperience

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from coati.experience_maker.base import Experience
+from coati.experience import Experience
 from coati.monitor.metrics import Max, Mean, Metric, Min, Sum
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from coati.algos import masked_mean
-from coati.experience_maker.base import Experience
+from coati.experience import Experience
 
 # Youngest age of each bucket of the distribution. One by one where runs mostly are, wider where few go.
 _BUCKET_STARTS = (0, 1, 2, 3, 4, 5, 9)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from coati.experience_buffer.utils import BufferItem
+from coati.experience import BufferItem
 
 
 class DeliveryLog:

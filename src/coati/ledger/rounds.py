@@ -8,7 +8,7 @@ older than the bound while they wait. So items of later rounds wait here for the
 
 from collections.abc import Sequence
 
-from coati.experience_buffer.utils import BufferItem
+from coati.experience import BufferItem
 
 
 class RoundOrder:

@@ -42,7 +42,7 @@ from coati.monitor.performance import (
 )
 
 if TYPE_CHECKING:
-    from coati.experience_maker.base import Experience
+    from coati.experience import Experience
 
 logger = logging.getLogger(__name__)
 

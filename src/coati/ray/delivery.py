@@ -13,8 +13,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from coati.deadlines import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied
-from coati.experience_buffer.bundle import ItemBundle
-from coati.experience_buffer.utils import BufferItem
+from coati.experience import BufferItem, ItemBundle
 from coati.ledger import UNBOUNDED, WorkShare
 from coati.monitor.timeline import Timeline
 from coati.ray.peers import NamedPeers, death_reason, is_alive, original_error, wait_in_slices

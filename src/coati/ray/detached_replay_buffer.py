@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from coati.errors import ConfigError, DeadlineExceeded
+from coati.experience import BufferItem, Experience, make_experience_batch, split_experience_batch
 from coati.experience_buffer.collector import BatchCollector
-from coati.experience_buffer.utils import BufferItem, make_experience_batch, split_experience_batch
-from coati.experience_maker.base import Experience
 from coati.ray.batch_queue import BatchQueue
 from coati.wire import WireTensor, decode, encode, shared_if_equal
 

@@ -20,8 +20,7 @@ import ray
 
 from coati.deadlines import Deadlines
 from coati.errors import DataError, DeadlineExceeded, PeerDied
-from coati.experience_buffer.utils import BufferItem, split_experience_batch
-from coati.experience_maker.base import Experience
+from coati.experience import BufferItem, Experience, split_experience_batch
 from coati.ledger import DeliveryLog, RoundOrder
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import BUFFER, WEIGHTS, Span, Timeline

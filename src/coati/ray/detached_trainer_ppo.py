@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from coati.cpu import set_up_cpu
 from coati.deadlines import Deadlines, TimedLock
 from coati.errors import CheckpointError, StalenessExceeded, WeightUpdateError
-from coati.experience_maker.base import Experience
+from coati.experience import Experience
 from coati.ledger import SignalMeter, StalenessController, VersionSignals, age_metrics
 from coati.models.critic import as_critic
 from coati.monitor.timeline import trainer_metrics

@@ -23,7 +23,7 @@ from coati.algorithms import Algorithm
 from coati.cpu import set_up_cpu
 from coati.deadlines import Deadlines
 from coati.errors import ConfigError, DeadlineExceeded
-from coati.experience_buffer.utils import split_experience_batch
+from coati.experience import split_experience_batch
 from coati.experience_maker.lock_step import LeadingMaker, LockStep, cut_maker
 from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline, MadeBatch

@@ -2,7 +2,7 @@
 
 import torch
 
-from coati.experience_maker.base import Experience
+from coati.experience import Experience
 
 
 class BatchMover:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from coati.errors import ConfigError
-from coati.experience_maker.base import Experience
+from coati.experience import Experience
 from coati.randomness import STREAM_EPOCHS, keyed_generator
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from coati.algos import (
     weighted_policy_loss,
 )
 from coati.errors import DataError
-from coati.experience_maker.base import Experience
+from coati.experience import Experience
 from coati.trainer.off_policy import token_weights
 from coati.trainer.settings import PPOSettings
 

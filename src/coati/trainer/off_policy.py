@@ -20,7 +20,7 @@ from coati.algos import (
     weight_sums,
 )
 from coati.errors import ConfigError
-from coati.experience_maker.base import Experience
+from coati.experience import Experience
 from coati.trainer.joined import StepNumbers
 
 # What `prepare` may write onto a batch.

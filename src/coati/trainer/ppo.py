@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from coati.algos import clipped_value_loss, entropy_bonus, masked_moments, masked_whiten
 from coati.errors import ConfigError
-from coati.experience_maker.base import Experience
+from coati.experience import Experience
 from coati.experience_maker.model_scores import action_values
 from coati.gpu import Aside
 from coati.models import action_logprobs

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from coati.errors import DataError
-from coati.experience_buffer import split_experience_batch
-from coati.experience_buffer.bundle import ItemBundle
-from coati.experience_maker.base import EXPERIENCE_FIELDS, Experience
+from coati.experience import EXPERIENCE_FIELDS, Experience, ItemBundle, split_experience_batch
 
 
 def items_of(*, dtype=torch.float32, lengths=(3, 0, 2)):

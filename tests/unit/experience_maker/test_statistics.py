@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coati.experience_maker.base import Experience
+from coati.experience import Experience
 from coati.experience_maker.statistics import describe, maker_record, sample_texts
 
 

@@ -1,0 +1,385 @@
+"""`Experience`, a batch of samples to learn from, and `BufferItem`, one sample without padding.
+
+Shapes: B samples, P prompt tokens (left-padded), A response tokens (right-padded), S = P + A.
+
+Makers produce an `Experience`, split it into items, and send the items to trainers in `ItemBundle`s. A trainer mixes
+the items of several makers and pads them into an `Experience` again, as wide as the new batch needs.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from coati.errors import DataError
+from coati.wire import WireTensor, decode, encode, shared_if_equal
+
+logger = logging.getLogger(__name__)
+_logged_no_pinning = False
+
+# Id or version of a sample whose maker did not set it.
+UNKNOWN_ID = -1
+
+
+@dataclasses.dataclass
+class _SampleFields:
+    """The fields that `Experience` and `BufferItem` share; an item's tensors have no batch dimension."""
+
+    # Prompt and response token ids, [B, S].
+    sequences: Tensor
+    # log π(token) of each response token under the policy that sampled it, [B, A].
+    action_log_probs: Tensor
+    # The critic's estimate V(state before the token), [B, A]; zeros without a critic.
+    values: Tensor
+    # The score of each sequence, without the KL penalty, [B].
+    reward: Tensor
+    # Per-token estimate of KL(policy || initial model), [B, A].
+    kl: Tensor
+    # Advantages, not whitened; with a critic, advantages + values is its target, [B, A].
+    advantages: Tensor
+    # 1 on real tokens, 0 on padding, [B, S].
+    attention_mask: Tensor | None
+    # True on response tokens, the end-of-sequence token included, False after it, [B, A].
+    action_mask: Tensor | None
+
+    # Identifies the sample and keys its randomness, [B] int64.
+    sample_ids: Tensor | None = None
+    # Samples of one prompt share a group id, [B] int64.
+    group_ids: Tensor | None = None
+    # Version of the weights that wrote each token, [B, A] int64.
+    policy_versions: Tensor | None = None
+    # log-probs as the rollout engine saw them while sampling, [B, A]; our makers' action_log_probs are these.
+    rollout_log_probs: Tensor | None = None
+    # Sampling temperature; log-probs above and in training are those of softmax(logits / temperature), [B].
+    temperatures: Tensor | None = None
+    # log-probs under the weights with which the learner first saw the batch, [B, A]; written by the learner.
+    proximal_log_probs: Tensor | None = None
+    # The critic's target where it is not advantages + values (V-trace), [B, A]; written by the learner.
+    returns: Tensor | None = None
+    # log-probs under the initial model, [B, A]; only where the KL penalty is a term of the loss.
+    reference_log_probs: Tensor | None = None
+
+    _label: ClassVar[str]
+    _num_dims: ClassVar[int]  # of sequences
+
+    @property
+    def num_actions(self) -> int:
+        """Response tokens, padding included."""
+        return int(self.action_log_probs.shape[-1])
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens, padding included."""
+        return int(self.sequences.shape[-1]) - self.num_actions
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every field that is set, by name."""
+        for name in EXPERIENCE_FIELDS:
+            value = getattr(self, name)
+            if value is not None:
+                yield name, value
+
+    def validate(self) -> None:
+        """Raise DataError if the shapes of the fields do not agree."""
+        fields, label = vars(self), self._label
+        for name in ("sequences", "action_log_probs"):
+            tensor = fields[name]
+            if not isinstance(tensor, Tensor) or tensor.ndim != self._num_dims:
+                came = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise DataError(
+                    f"{label}.{name} must be a tensor with {self._num_dims} dimension(s), got {came}. "
+                    "make_experience_batch makes a batch of samples, split_experience_batch takes one apart."
+                )
+        if self.sequences.is_floating_point():
+            raise DataError(f"{label}.sequences must hold token ids, got {self.sequences.dtype}.")
+        if self.num_prompt_tokens < 0:
+            raise DataError(
+                f"{label}.action_log_probs has {self.num_actions} response tokens, more than the "
+                f"{self.sequences.shape[-1]} of {label}.sequences. Sequences hold the prompt and the response."
+            )
+        token_shape, response_shape = self.sequences.shape, self.action_log_probs.shape
+        sample_shape = token_shape[:-1]
+        for name in EXPERIENCE_FIELDS:  # runs for every sample, so it does no more than it must
+            value = fields[name]
+            if value is None and name not in REQUIRED_FIELDS:
+                continue
+            if not isinstance(value, Tensor):
+                raise DataError(f"{label}.{name} must be a tensor, got {type(value).__name__}.")
+            if name in PER_SAMPLE_FIELDS:
+                expected = sample_shape
+                if not expected and value.numel() == 1:
+                    continue
+            else:
+                expected = token_shape if name in PER_TOKEN_FIELDS else response_shape
+            if value.shape != expected:
+                raise DataError(
+                    f"{label}.{name} must be {list(expected)}, got {list(value.shape)}. All fields share the number of "
+                    "samples and tokens; pad ragged samples with make_experience_batch."
+                )
+
+
+EXPERIENCE_FIELDS = tuple(field.name for field in dataclasses.fields(_SampleFields))
+REQUIRED_FIELDS = EXPERIENCE_FIELDS[:6]
+PER_TOKEN_FIELDS = ("sequences", "attention_mask")  # [B, S]
+PER_SAMPLE_FIELDS = ("reward", "sample_ids", "group_ids", "temperatures")  # [B]; all others are [B, A]
+_MASKS = ("attention_mask", "action_mask")
+
+
+@dataclasses.dataclass
+class Experience(_SampleFields):
+    """A batch of samples with everything PPO needs to learn from them.
+
+    The first eight fields are the contract; the others describe where each sample came from and default to None.
+
+    >>> tokens, floats = torch.tensor([[5, 6, 7]]), torch.zeros(1, 2)
+    >>> experience = Experience(tokens, floats, floats, torch.ones(1), floats, floats, None, None)
+    >>> experience.num_samples, experience.num_prompt_tokens, experience.num_actions
+    (1, 1, 2)
+    """
+
+    _label = "experience"
+    _num_dims = 2
+
+    @classmethod
+    def empty(cls) -> Self:
+        """An experience of no samples, for a rank that has no data while others do."""
+        tokens, ids = torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, dtype=torch.long)
+        scores, floats = torch.zeros(0), torch.zeros(0, 1)
+        return cls(
+            *(tokens, floats, floats, scores, floats, floats, tokens, floats.bool()),
+            sample_ids=ids,
+            group_ids=ids,
+            policy_versions=floats.long(),
+            rollout_log_probs=floats,
+            temperatures=scores,
+            reference_log_probs=floats,
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """B."""
+        return int(self.sequences.shape[0])
+
+    def full_action_mask(self) -> Tensor:
+        """`action_mask`, or all True where the experience has none, [B, A] bool."""
+        if self.action_mask is not None:
+            return self.action_mask.bool()
+        return torch.ones_like(self.action_log_probs, dtype=torch.bool)
+
+    @torch.no_grad()
+    def to_device(self, device: torch.device | str) -> None:
+        """Move every tensor in place, leaving None alone."""
+        for name, tensor in list(self.tensors()):
+            setattr(self, name, tensor.to(device, non_blocking=tensor.device.type == "cpu" and tensor.is_pinned()))
+
+    def pin_memory(self) -> Self:
+        """Pin every tensor for fast copies to the GPU; without CUDA a no-op that is logged once, at debug level."""
+        global _logged_no_pinning
+        if not torch.cuda.is_available():
+            if not _logged_no_pinning:
+                logger.debug("pin_memory() does nothing here: this machine has no CUDA device")
+                _logged_no_pinning = True
+            return self
+        for name, tensor in list(self.tensors()):
+            if tensor.device.type == "cpu" and not tensor.is_pinned():
+                setattr(self, name, tensor.pin_memory())
+        return self
+
+    def select(self, rows: Tensor | slice) -> "Experience":
+        """The samples that `rows` picks (an index tensor, a bool mask or a slice), as a new experience."""
+        return dataclasses.replace(self, **{name: tensor[rows] for name, tensor in self.tensors()})
+
+
+@dataclasses.dataclass
+class BufferItem(_SampleFields):
+    """One sample without padding: the fields of `Experience` without the batch dimension.
+
+    Pickles as numpy arrays, which Ray moves far faster than many small torch tensors.
+    """
+
+    # Set by the sender: (sender, sequence number). A retried delivery carries the same one and is dropped.
+    delivery_id: tuple[str, int] | None = None
+    # Set by the sender of a bounded run: the round of the run this sample belongs to. Rounds are trained in order.
+    round_index: int | None = None
+
+    _label = "buffer item"
+    _num_dims = 1
+
+    def __reduce__(self) -> tuple[Callable[..., "BufferItem"], tuple[Any, ...]]:
+        return _unpack_one, (_pack([self]),)
+
+
+class ItemBundle(list[BufferItem]):
+    """A list of items that pickles ten times faster and unpickles as a plain list of the same items.
+
+    >>> import copy
+    >>> type(copy.copy(ItemBundle([])))  # a copy is made by pickling's rules
+    <class 'list'>
+    """
+
+    def __reduce__(self) -> tuple[Callable[..., list[BufferItem]], tuple[Any, ...]]:
+        packed = _pack(self) if all(isinstance(item, BufferItem) for item in self) else None
+        return (list, (list(self),)) if packed is None else (_unpack, (packed,))
+
+
+# The wire form of items: for each field one array of all items and, where their shapes differ, the length of each; and
+# the delivery ids and rounds.
+_Packed = tuple[dict[str, tuple[WireTensor, list[int] | None]], list[tuple[tuple[str, int] | None, int | None]]]
+
+
+def _pack(items: Sequence[BufferItem]) -> _Packed | None:
+    """One array for each field instead of one for each field of each item; None if the items are too different."""
+    packed: dict[str, tuple[WireTensor, list[int] | None]] = {}
+    for name in EXPERIENCE_FIELDS:
+        parts = [getattr(item, name) for item in items]
+        if all(part is None for part in parts):
+            continue
+        if len({None if part is None else (part.dtype, part.device) for part in parts}) > 1:
+            return None
+        shapes = {part.shape for part in parts}
+        if len(shapes) == 1:
+            wire, sizes = encode(torch.stack(parts)), None
+        elif all(len(shape) == 1 for shape in shapes):
+            wire, sizes = encode(torch.cat(parts)), [len(part) for part in parts]
+        else:
+            return None
+        if name == "rollout_log_probs" and "action_log_probs" in packed:  # the same, of our makers
+            wire = shared_if_equal(wire, packed["action_log_probs"][0])
+        packed[name] = wire, sizes
+    return packed, [(item.delivery_id, item.round_index) for item in items]
+
+
+def _unpack(packed: _Packed) -> list[BufferItem]:
+    fields, senders = packed
+    columns: dict[str, Sequence[Any]] = dict.fromkeys(EXPERIENCE_FIELDS, [None] * len(senders))
+    for name, (wire, sizes) in fields.items():
+        joined = decode(wire, copy=True)  # arrays from the object store are read-only; the items share the copy
+        columns[name] = joined.unbind() if sizes is None else torch.split(joined, sizes)
+    items = [BufferItem(*row) for row in zip(*columns.values(), strict=True)]
+    for item, (delivery_id, round_index) in zip(items, senders, strict=True):
+        item.delivery_id, item.round_index = delivery_id, round_index
+    return items
+
+
+def _unpack_one(packed: _Packed) -> BufferItem:
+    (item,) = _unpack(packed)
+    return item
+
+
+def split_experience_batch(experience: Experience) -> list[BufferItem]:
+    """One item for each sample, without the prompt's left padding and the response's right padding.
+
+    The items of a batch share memory: each field is one tensor without padding, of which every item has its part.
+    """
+    experience.validate()
+    num_prompt_tokens, device = experience.num_prompt_tokens, experience.sequences.device
+    starts = _leading_zeros(experience.attention_mask, num_prompt_tokens, experience.num_samples)
+    lengths = _last_true(experience.full_action_mask())
+    token_columns = torch.arange(experience.sequences.shape[1], device=device)
+    starts_at, ends_at = torch.tensor([starts, lengths], device=device).unsqueeze(-1)  # [B, 1] each
+    is_response = token_columns[: experience.num_actions] < ends_at
+    is_token = (token_columns >= starts_at) & (token_columns < num_prompt_tokens + ends_at)
+    num_tokens = [num_prompt_tokens + length - start for start, length in zip(starts, lengths, strict=True)]
+    columns: dict[str, Sequence[Any]] = dict.fromkeys(EXPERIENCE_FIELDS, [None] * experience.num_samples)
+    for name, tensor in experience.tensors():
+        tensor = tensor.detach()
+        if name in PER_SAMPLE_FIELDS:
+            columns[name] = tensor.clone().unbind()
+        elif name in PER_TOKEN_FIELDS:
+            columns[name] = torch.split(tensor[is_token], num_tokens)
+        else:
+            columns[name] = torch.split(tensor[is_response], lengths)
+    return [BufferItem(*row) for row in zip(*columns.values(), strict=True)]
+
+
+def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
+    """Pad (prompts left, responses right) and stack.
+
+    >>> tokens, floats = torch.tensor([[5, 6, 7]]), torch.zeros(1, 2)
+    >>> experience = Experience(tokens, floats, floats, torch.ones(1), floats, floats, None, None)
+    >>> make_experience_batch(split_experience_batch(experience)).sequences
+    tensor([[5, 6, 7]])
+    """
+    if not items:
+        raise DataError("make_experience_batch needs at least one item, got none.")
+    for item in items:
+        item.validate()
+    prompts, responses = [item.num_prompt_tokens for item in items], [item.num_actions for item in items]
+    width_prompt, width_response = max(prompts), max(responses)
+    is_ragged = min(prompts) != width_prompt or min(responses) != width_response
+    device = items[0].sequences.device
+    token_places = _Places(
+        starts=[width_prompt - length for length in prompts],
+        lengths=[prompt + response for prompt, response in zip(prompts, responses, strict=True)],
+        width=width_prompt + width_response,
+        device=device,
+    )
+    response_places = _Places(starts=[0] * len(items), lengths=responses, width=width_response, device=device)
+    fields: dict[str, Tensor | None] = {}
+    for name in EXPERIENCE_FIELDS:
+        parts = [getattr(item, name) for item in items]
+        has_any = any(part is not None for part in parts) or (is_ragged and name in _MASKS)
+        if not has_any:
+            fields[name] = None
+            continue
+        # Samples of a hand-written maker may mix with ours: fields they lack get a neutral value.
+        parts = [_default(item, name) if part is None else part for item, part in zip(items, parts, strict=True)]
+        if name in PER_SAMPLE_FIELDS:
+            fields[name] = torch.stack([part.reshape(()) for part in parts])
+        else:
+            fields[name] = (token_places if name in PER_TOKEN_FIELDS else response_places).filled(parts)
+    return Experience(**fields)  # type: ignore[arg-type]
+
+
+class _Places:
+    """Where the entries of all rows go in a padded batch, computed once for all fields of the same shape."""
+
+    def __init__(self, *, starts: list[int], lengths: list[int], width: int, device: torch.device) -> None:
+        self._shape = (len(lengths), width)
+        counts = torch.tensor(lengths, device=device)
+        # Row r begins at r·width + start; within it the entries follow each other.
+        begins = torch.arange(len(lengths), device=device) * width + torch.tensor(starts, device=device)
+        before = counts.cumsum(0) - counts
+        self._flat = torch.arange(sum(lengths), device=device) + (begins - before).repeat_interleave(counts)
+
+    def filled(self, parts: Sequence[Tensor]) -> Tensor:
+        """The parts in their places, and 0 everywhere else."""
+        entries = torch.cat(list(parts))
+        return entries.new_zeros(self._shape[0] * self._shape[1]).index_copy_(0, self._flat, entries).view(self._shape)
+
+
+def _default(item: BufferItem, name: str) -> Tensor:
+    if name == "attention_mask":
+        return torch.ones_like(item.sequences, dtype=torch.long)
+    if name == "action_mask":
+        return torch.ones_like(item.action_log_probs, dtype=torch.bool)
+    if name in ("rollout_log_probs", "proximal_log_probs", "reference_log_probs"):
+        return item.action_log_probs
+    if name == "returns":
+        return item.advantages + item.values
+    if name == "temperatures":
+        return torch.ones((), device=item.sequences.device)
+    if name == "policy_versions":
+        return torch.full_like(item.action_log_probs, UNKNOWN_ID, dtype=torch.long)
+    return torch.tensor(UNKNOWN_ID, device=item.sequences.device)
+
+
+def _leading_zeros(attention_mask: Tensor | None, num_prompt_tokens: int, num_samples: int) -> list[int]:
+    """The number of prompt positions before the first real token, for each row."""
+    if attention_mask is None or num_prompt_tokens == 0:
+        return [0] * num_samples
+    seen = attention_mask[:, :num_prompt_tokens].ne(0).long().cumsum(dim=1)
+    counts: list[int] = seen.eq(0).sum(dim=1).tolist()
+    return counts
+
+
+def _last_true(mask: Tensor) -> list[int]:
+    """One past the last True of each row (0 if there is none)."""
+    if mask.shape[1] == 0:
+        return [0] * mask.shape[0]
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    lengths: list[int] = (mask.long() * positions).amax(dim=1).tolist()
+    return lengths
