@@ -57,7 +57,6 @@ def main() -> None:
     )
     parser.add_argument("--gpu-sharing", choices=["slices", "mps"], default="mps", help="of coati's two actors")
     parser.add_argument("--trainer-share", type=below_one, default=0.5, help="of a GPU, for coati's trainer")
-    parser.add_argument("--overlap-critic", choices=["true", "false"], default="false", help="of coati's trainer")
     parser.add_argument(
         "--mixed-precision",
         choices=["true", "false"],
@@ -130,7 +129,7 @@ def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Names
 def measured(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """One run of one competitor, in a process of its own."""
     command = [sys.executable, __file__, "--only", name, "--folder", str(folder), "--device", arguments.device]
-    passed_on = ("batch", "threads", "gpu_sharing", "trainer_share", "overlap_critic", "mixed_precision")
+    passed_on = ("batch", "threads", "gpu_sharing", "trainer_share", "mixed_precision")
     options = {option: getattr(arguments, option) for option in passed_on}
     is_trl = name.startswith("trl")
     options["steps"] = arguments.trl_steps if is_trl else arguments.steps
@@ -301,7 +300,6 @@ actor_lr = {1e-6 if is_gpu else 1e-3}
 critic_lr = {1e-6 if is_gpu else 1e-3}
 compile = {"true" if is_gpu else "false"}
 micro_batch_tokens = {32768 if is_gpu else 16384}
-overlap_critic = {arguments.overlap_critic if is_ppo else "false"}
 mixed_precision = {arguments.mixed_precision if is_gpu else "false"}
 
 [topology]

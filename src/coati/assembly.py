@@ -242,7 +242,6 @@ def ppo_settings(config: RunConfig) -> PPOSettings:
         micro_batch_tokens=train.micro_batch_tokens,
         activation_checkpointing=train.activation_checkpointing,
         compile=train.compile,
-        overlap_critic=train.overlap_critic,
         correction=correction_settings(config),
     )
 

@@ -101,7 +101,6 @@ def test_every_learner_setting_arrives():
             "micro_batch_tokens": 999,
             "activation_checkpointing": True,
             "compile": True,
-            "overlap_critic": True,
             "max_grad_norm": 0.5,
         },
     )
@@ -123,7 +122,6 @@ def test_every_learner_setting_arrives():
         micro_batch_tokens=999,
         activation_checkpointing=True,
         compile=True,
-        overlap_critic=True,
         # max_staleness is 1 unless told otherwise, and old data is corrected for unless told otherwise.
         correction=CorrectionSettings(policy="decoupled"),
     )

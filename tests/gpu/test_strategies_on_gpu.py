@@ -1,15 +1,11 @@
 """Every strategy on one GPU: the weights of the CPU, shards where the policy says, files that go both ways."""
 
-import contextlib
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig
 
 from coati.experience_maker import Experience
-from coati.gpu import ProcessorShare, side_stream
 from coati.models import Actor, Critic
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
@@ -56,11 +52,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-def make_learner(folder, strategy, dtype=torch.float64, settings=SETTINGS, learner_class=PPOLearner):
+def make_learner(folder, strategy, dtype=torch.float64, settings=SETTINGS):
     with strategy.model_init_context():
         actor = Actor.from_pretrained(folder / "actor", dtype=dtype)
         critic = Critic.from_pretrained(folder / "critic", dtype=dtype)
-    return learner_class(actor, critic, strategy, settings, optimizer_class=strategy.optimizer_class)
+    return PPOLearner(actor, critic, strategy, settings, optimizer_class=strategy.optimizer_class)
 
 
 def make_batch(seed, dtype=torch.float64):
@@ -151,41 +147,6 @@ def test_mixed_precision_trains_near_float32(folder, name):
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
         assert ours.dtype == torch.float32
         assert 0 < (ours - theirs).norm() < 0.2 * theirs.norm()  # not the same: it did compute in bfloat16
-
-
-class LateLearner(PPOLearner):
-    """Kernels of one of the two passes begin late, so that whoever does not wait for them reads what is not there."""
-
-    late = ""
-
-    def _actor_pass(self, *args):
-        if self.late == "actor":
-            torch.cuda._sleep(20_000_000)
-        return super()._actor_pass(*args)
-
-    def _critic_pass(self, *args):
-        if self.late == "critic":
-            torch.cuda._sleep(20_000_000)
-        super()._critic_pass(*args)
-
-
-@pytest.mark.parametrize("late", ["actor", "critic"])
-@pytest.mark.parametrize("share", [None, 0.5])
-def test_a_critic_beside_the_actor_makes_the_same_steps(folder, late, share):
-    plain = make_learner(folder, DDPStrategy(device="cuda"))
-    settings = dataclasses.replace(SETTINGS, overlap_critic=True)
-    learner = make_learner(folder, DDPStrategy(device="cuda"), settings=settings, learner_class=LateLearner)
-    learner.late = late
-    processors = ProcessorShare(torch.device("cuda", 0), share) if share else None
-    for seed in range(3):
-        expected = plain.step(make_batch(seed))
-        with processors.used() if processors else contextlib.nullcontext():
-            side = side_stream(learner.device)
-            metrics = learner.step(make_batch(seed))
-        if processors:
-            assert side == processors.side_stream
-        assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-9)
-    assert_close(weights(learner), weights(plain))
 
 
 def test_offloading_holds_less_on_the_gpu():

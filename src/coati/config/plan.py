@@ -202,8 +202,7 @@ def _sharing(topology: TopologySection) -> str:
 
 def _blocks(train: TrainSection) -> str:
     made_anew = ", activations made anew" if train.activation_checkpointing else ""
-    beside = ", critic beside the actor" if train.overlap_critic else ""
-    return f"{', compiled' if train.compile else ''}{made_anew}{beside}"
+    return f"{', compiled' if train.compile else ''}{made_anew}"
 
 
 def _checkpoints(train: TrainSection) -> str:

@@ -77,11 +77,6 @@ class RunConfig(Section):
                 f'train.mixed_precision must be false while model.dtype is "{self.model.dtype}", got true. '
                 'Set model.dtype to "bfloat16", the format that is computed in.'
             )
-        if self.train.overlap_critic and not self.algorithm.resolved.uses_critic:
-            found.append(
-                f'train.overlap_critic must be false with algorithm.name = "{self.algorithm.name}", got true. '
-                "There is no critic to overlap with: leave it out."
-            )
         for key in ("gpus_per_maker", "gpus_per_trainer"):
             share = getattr(self.topology, key)
             if self.model.device == "cpu" and share:

@@ -83,12 +83,6 @@ class TrainSection(Section):
         "on a GPU, after a minute of compiling.",
         rule="true or false",
     )
-    overlap_critic: bool = setting(
-        False,
-        "Actor and critic compute at the same time, on two streams of a GPU: a few percent quicker on a share of a "
-        "card, with memory for the activations of both.",
-        rule='true or false, and true only with a critic and train.strategy = "ddp" or "zero1"',
-    )
     save_every: int = setting(
         0,
         "Save the model every so many weight versions, in checkpoints/version-N of the output folder; 0 = only at the "
@@ -135,11 +129,6 @@ class TrainSection(Section):
             found.append(
                 f'train.cpu_offload must be false while train.strategy is "{self.strategy}", got true. '
                 f"Leave it out, or {remedy}."
-            )
-        if self.overlap_critic and self.strategy not in ("ddp", "zero1"):
-            found.append(
-                f'train.overlap_critic must be false while train.strategy is "{self.strategy}", got true. '
-                'Leave it out, or use "ddp" or "zero1", which hold whole models.'
             )
         return found
 

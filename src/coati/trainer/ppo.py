@@ -15,10 +15,9 @@ from coati.algos import clipped_value_loss, entropy_bonus, masked_moments, maske
 from coati.errors import ConfigError
 from coati.experience import Experience
 from coati.experience_maker.model_scores import action_values
-from coati.gpu import Aside
 from coati.models import action_logprobs
 from coati.models.actor import packed_scoring_problem
-from coati.models.packing import PackedRows, joined_once, row_parts, row_tokens
+from coati.models.packing import joined_once, row_parts, row_tokens
 from coati.models.value_head import packs
 from coati.trainer.joined import StepNumbers, explained_variance
 from coati.trainer.modes import (
@@ -60,16 +59,6 @@ class PPOLearner:
     ) -> None:
         if critic is None and settings.correction.estimator == "vtrace":
             raise ConfigError("estimator='vtrace' needs a critic, got none. Use 'gae', or pass a critic.")
-        if settings.overlap_critic and strategy.shards_parameters:
-            raise ConfigError(
-                f"overlap_critic needs whole models on every rank, got {type(strategy).__name__}, which gathers them "
-                "block by block. Leave it out, or use DDPStrategy."
-            )
-        if settings.overlap_critic and critic is not None and not _weights_of(actor).isdisjoint(_weights_of(critic)):
-            raise ConfigError(
-                "overlap_critic needs an actor and a critic with weights of their own, got some that they share, whose "
-                "gradients two streams would add up at the same time. Leave it out."
-            )
         if settings.compile:
             check_compiler(strategy.device)
         self.strategy = strategy
@@ -156,13 +145,11 @@ class PPOLearner:
             for index, rows in enumerate(parts):
                 with self._gradients_stay_local(is_last=index == len(parts) - 1), joined_once():
                     part = _part_of(experience, rows)
-                    aside = self._beside_the_actor(part)
                     logprobs = self._actor_pass(part, advantages[rows or _FIRST], counts, numbers)
                     if rows is not None:
                         passes.append(logprobs)
                     if self.critic is not None:
-                        with aside.used():
-                            self._critic_pass(self.critic, part, counts, numbers)
+                        self._critic_pass(self.critic, part, counts, numbers)
             if is_new and self._is_prepared_by_its_pass:
                 prepare(
                     experience,
@@ -276,12 +263,6 @@ class PPOLearner:
         numbers.largest("policy/ratio_max", policy.ratio_max)
         return logprobs.detach()
 
-    def _beside_the_actor(self, part: Experience) -> Aside:
-        """Where the critic's pass goes: on the GPU beside the actor's, if it is to overlap, else after it."""
-        if self.settings.overlap_critic:
-            PackedRows.of(part.sequences, part.attention_mask)  # both passes read it, so it is there before them
-        return Aside(self.device, is_used=self.settings.overlap_critic)
-
     def _critic_pass(self, critic: nn.Module, part: Experience, counts: StepCounts, numbers: StepNumbers) -> None:
         values = action_values(critic, part.sequences, part.attention_mask, part.num_actions)
         value = clipped_value_loss(
@@ -380,10 +361,6 @@ def _hand_back(prepared: Experience, given: Experience) -> None:
         tensor = getattr(prepared, name)
         if tensor is not None:
             setattr(given, name, tensor[: given.num_samples, : given.num_actions])
-
-
-def _weights_of(model: nn.Module) -> set[int]:
-    return {id(parameter) for parameter in model.parameters()}
 
 
 def _part_of(experience: Experience, rows: slice | None) -> Experience:

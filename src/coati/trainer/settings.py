@@ -61,10 +61,6 @@ class PPOSettings:
     compile: bool = False
     """Compile the transformer blocks with `torch.compile`: the first steps take long, the others less."""
 
-    overlap_critic: bool = False
-    """Actor and critic compute at the same time, on two streams of a GPU: quicker where one alone leaves processors
-    idle, as on a share of a card. It takes memory for the activations of both. Nothing changes on a CPU."""
-
     correction: CorrectionSettings = dataclasses.field(default_factory=CorrectionSettings)
     """What to do about data that an older policy wrote."""
 

@@ -166,14 +166,6 @@ def test_an_error_has_key_rule_value_and_remedy(override, rule, value, remedy):
     assert "Input should" not in message
 
 
-def test_a_critic_beside_the_actor_needs_whole_models():
-    message = error_of("train.overlap_critic=true", "train.strategy=zero2")
-    assert 'train.overlap_critic must be false while train.strategy is "zero2", got true.' in message
-    load_config(None, [*MINIMAL_OVERRIDES, "train.overlap_critic=true", "train.strategy=zero1"])
-    message = error_of("train.overlap_critic=true", "algorithm.name=grpo", "rollout.samples_per_prompt=4")
-    assert 'train.overlap_critic must be false with algorithm.name = "grpo", got true. There is no critic' in message
-
-
 def test_greedy_decoding_at_temperature_zero_needs_do_sample_off():
     line = error_of("rollout.temperature=0")
     assert "rollout.temperature must be above 0 while rollout.do_sample is true, got 0" in line

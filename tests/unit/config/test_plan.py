@@ -37,9 +37,9 @@ def test_what_makes_a_run_quick_is_said():
     plain = words(plan_of("rollout.engine=reference", "train.micro_batch_tokens=0", "train.micro_batch_size=4"))
     assert "in 4 passes of 4 samples." in plain
     assert "by the reference engine." in plain
-    quick = ("train.compile", "train.activation_checkpointing", "train.overlap_critic", "rollout.in_flight")
+    quick = ("train.compile", "train.activation_checkpointing", "rollout.in_flight")
     text = words(plan_of(*(f"{key}=true" for key in quick)))
-    assert "passes of at most 16,384 tokens, compiled, activations made anew, critic beside the actor." in text
+    assert "passes of at most 16,384 tokens, compiled, activations made anew." in text
     assert "by the native engine." in text
     assert "1 weight version behind, and weights change between two tokens." in text
 

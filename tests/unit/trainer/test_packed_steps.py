@@ -15,7 +15,6 @@ import coati.algos.head_operations
 from coati.errors import ConfigError
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic, LoRASettings
-from coati.models.packing import PackedRows
 from coati.trainer.modes import check_compiler, checkpoint_activations, compile_blocks, make_optimizer
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import DDPStrategy
@@ -181,57 +180,6 @@ def test_activations_made_anew_give_the_same_step(template, lora):
     assert furthest(*learners) < 1e-12
     attention = next(m for n, m in learners[1].actor.named_modules() if n.endswith("layers.1.self_attn"))
     assert not attention.training  # nothing inside of the blocks believes to be in training but LoRA's dropout
-
-
-class RecordedAside:
-    """Stands for a second stream: notes what is launched there, and when."""
-
-    def __init__(self, events, *, is_used):
-        self.events, self.is_used = events, is_used
-        self.events.append("aside")
-
-    @contextlib.contextmanager
-    def used(self):
-        self.events.append("critic" if self.is_used else "critic after")
-        yield
-        self.events.append("joined")
-
-
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_a_critic_beside_the_actor_begins_when_the_batch_is_joined_and_the_step_waits_for_it(
-    template, monkeypatch, overlaps
-):
-    events = []
-    plain_of, plain_actor = PackedRows._of.__func__, PPOLearner._actor_pass
-    monkeypatch.setattr(PackedRows, "_of", classmethod(lambda *args: events.append("rows") or plain_of(*args)))
-    monkeypatch.setattr(PPOLearner, "_actor_pass", lambda *args: events.append("actor") or plain_actor(*args))
-    plain = learner_of(template, micro_batch_tokens=20)
-    plain.step(make_batch())
-    num_passes = events.count("actor")
-    assert num_passes == 2
-    events.clear()
-    monkeypatch.setattr("coati.trainer.ppo.Aside", lambda _, is_used: RecordedAside(events, is_used=is_used))
-    learner = learner_of(template, micro_batch_tokens=20, overlap_critic=overlaps)
-    learner.step(make_batch())
-    beside = ["rows", "aside", "actor", "critic", "joined"]
-    after = ["aside", "actor", "rows", "critic after", "joined"]
-    assert events == (beside if overlaps else after) * num_passes
-    assert furthest(learner, plain) == 0
-
-
-def test_a_critic_beside_the_actor_needs_whole_models(template):
-    strategy = DDPStrategy(seed=0, device="cpu")
-    strategy._shards_parameters = True
-    with pytest.raises(ConfigError, match="overlap_critic needs whole models on every rank, got DDPStrategy"):
-        PPOLearner(*copy.deepcopy(template), strategy, dataclasses.replace(SETTINGS, overlap_critic=True))
-
-
-def test_a_critic_beside_the_actor_needs_weights_of_its_own(template):
-    actor = copy.deepcopy(template[0])
-    settings = dataclasses.replace(SETTINGS, overlap_critic=True)
-    with pytest.raises(ConfigError, match="overlap_critic needs an actor and a critic with weights of their own"):
-        PPOLearner(actor, Critic(actor.model), DDPStrategy(seed=0, device="cpu"), settings)
-    PPOLearner(actor, None, DDPStrategy(seed=0, device="cpu"), settings).step(make_batch())
 
 
 def test_models_that_cannot_make_activations_anew_or_have_no_blocks_are_refused():
