@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coati.cli.run import quiet_libraries
 from coati.config import load_config
+from coati.run_folder import MARKER
 
 
 @pytest.mark.slow
@@ -182,3 +183,12 @@ def test_what_ray_relays_is_coloured_in_terminals_only(monkeypatch, is_terminal,
     finally:
         logging.getLogger().setLevel(before)
     assert os.environ.get("RAY_COLOR_PREFIX") == expected
+
+
+def test_a_run_that_cannot_find_its_cluster_takes_nothing_away(film_run, coati_here, tmp_path):
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    (tmp_path / "out" / MARKER).touch()
+    finished = coati_here("train", film_run, "--overwrite", "--address", "127.0.0.1:1")
+    assert finished.returncode == 2
+    assert "--address" in finished.stderr
+    assert (tmp_path / "out" / "model").exists()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coati.cli.output import prepare_output
 from coati.config import build_config
+from coati.config.plan import output_files
 from coati.demo.cache import ensure_base_model
 from coati.demo.grammar import PROMPTS
 from coati.monitor import JsonlTracker, read_jsonl
@@ -40,7 +40,8 @@ def test_the_detached_pipeline_learns_on_half_a_card_each(tmp_path, gpu_sharing)
             "logging": {"tensorboard": False},
         }
     )
-    files = prepare_output(config, overwrite=False)
+    files = output_files(config)
+    config.output_folder.mkdir()
     log = RunLog(JsonlTracker(files.metrics), samples_path=files.samples, total_steps=50)
     DetachedRun(config, log).run(str(files.model))
     log.close()

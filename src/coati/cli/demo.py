@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from coati.cli.output import prepare_output
 from coati.cli.run import EXIT_STOPPED, RunOutcome, execute, quiet_libraries
 from coati.config import RunConfig, build_config
 from coati.demo.extras import check_demo_extras
 from coati.demo.grammar import PROMPTS
 from coati.demo.report import distinct_fraction, grammatical_fraction, plot_rewards
+from coati.run_folder import open_run_folder
 
 if TYPE_CHECKING:
     from coati.evaluation import Evaluation
@@ -43,27 +43,28 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
     cached = _base_model(console)
     base = output / "base"
     config = demo_config(base, seed=seed, output=output)
+    with open_run_folder(config, overwrite=True) as delete_earlier:
+        shutil.copytree(cached, base)  # a copy, so that the run's folder does not need the cache
+        Path(config.prompts.path).write_text(_prompts_jsonl(), encoding="utf-8")
+        before = _evaluate(console, config, base, "Before")
+        outcome = execute(config, console, sync=sync, address=None, verbose=verbose, on_begin=delete_earlier)
+        if outcome.was_stopped:
+            console.print(f"Stopped. The model so far is in {outcome.files.model}.", highlight=False)
+            raise SystemExit(EXIT_STOPPED)
+        after = _evaluate(console, config, outcome.files.model, "After")
+        _show_numbers(console, before, after)
+        summary = {"seed": seed, "before": before, "after": after, "seconds": time.monotonic() - started}
+        (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        _close(console, config, outcome, seconds=time.monotonic() - started)
 
+
+def _evaluate(console: Console, config: RunConfig, model: Path, title: str) -> dict[str, float]:
     from coati.evaluation import evaluate
 
-    prepare_output(config, overwrite=True)
-    shutil.copytree(cached, base)  # a copy, so that the run's folder and its config stand on their own
-    Path(config.prompts.path).write_text(_prompts_jsonl(), encoding="utf-8")
-    with console.status("sampling the untrained model"):
-        before = evaluate(config, str(base), num_samples=NUM_EVALUATED)
-    _show_samples(console, "Before", before)
-    outcome = execute(config, console, sync=sync, address=None, verbose=verbose)
-    if outcome.was_stopped:
-        console.print(f"Stopped; the model as it was is in {outcome.files.model}.", highlight=False)
-        raise SystemExit(EXIT_STOPPED)
-    with console.status("sampling the trained model"):
-        after = evaluate(config, str(outcome.files.model), num_samples=NUM_EVALUATED)
-    _show_samples(console, "After", after)
-    rows = _numbers(before), _numbers(after)
-    _show_numbers(console, *rows)
-    summary = {"seed": seed, "before": rows[0], "after": rows[1], "seconds": time.monotonic() - started}
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    _close(console, config, outcome, seconds=time.monotonic() - started)
+    with console.status(f"sampling the {'trained' if title == 'After' else 'untrained'} model"):
+        evaluation = evaluate(config, str(model), num_samples=NUM_EVALUATED)
+    _show_samples(console, title, evaluation)
+    return _numbers(evaluation)
 
 
 def demo_config(base: Path, *, seed: int, output: Path) -> RunConfig:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from coati.cli.output import check_inputs_stay, check_output, new_output
 from coati.cli.run import EXIT_STOPPED, execute
 from coati.config import RunConfig, load_config, make_plan, preflight
 from coati.errors import ConfigError
+from coati.run_folder import check_inputs_outside, check_run_folder, open_run_folder
 
 
 def run_train(
@@ -31,13 +31,13 @@ def run_train(
         on_policy = {"max_staleness": 0, "staleness_control": "fixed", "min_staleness": 0}
         config = config.model_copy(update={"topology": config.topology.model_copy(update=on_policy)})
     console.print(make_plan(config).render(), highlight=False, markup=False, soft_wrap=True)
-    check_output(config, overwrite=overwrite)
-    check_inputs_stay(config)
+    check_inputs_outside(config)
     if dry_run:
-        console.print("[green]Everything is in order.[/] Leave out --dry-run to train.")
+        check_run_folder(config, overwrite=overwrite)
+        console.print("[green]Config OK.[/] Run again without --dry-run to train.")
         return
-    with new_output(config, overwrite=overwrite) as forget_earlier:
-        outcome = execute(config, console, sync=sync, address=address, verbose=verbose, on_begin=forget_earlier)
+    with open_run_folder(config, overwrite=overwrite) as delete_earlier:
+        outcome = execute(config, console, sync=sync, address=address, verbose=verbose, on_begin=delete_earlier)
     rewards = outcome.log.rewards
     console.print(
         f"{'Stopped' if outcome.was_stopped else 'Done'} after {outcome.seconds:.0f} s and "
