@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from coati.config import RunConfig, build_config
+from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.monitor import JsonlTracker
 from coati.monitor.report.folder import read_run
@@ -126,7 +126,7 @@ class Workload:
         words = sorted({word for prompt in PROMPTS for word in prompt.split()})
         return [" ".join(draw.choices(words, k=max(2, self.prompt_tokens))) for _ in range(self.batch)]
 
-    def config(self, folder: Path, *, makers: int, staleness: int) -> RunConfig:
+    def config(self, folder: Path, *, makers: int, staleness: int) -> RunSettings:
         """Settings of one run; the demo's learning rates would do, but nothing is to be learnt here."""
         prompts = folder / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in self.prompts()))

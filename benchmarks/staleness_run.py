@@ -14,7 +14,7 @@ import torch
 
 from coati import assembly
 from coati.cli.run import quiet_libraries
-from coati.config import RunConfig, build_config
+from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.evaluation import evaluate
 from coati.experience_buffer import BatchCollector, make_experience_batch, split_experience_batch
@@ -72,7 +72,7 @@ class Cell:
         return f"{self.setting} {self.method} η={self.eta} seed {self.seed}"
 
 
-def make_config(cell: Cell, base: str, prompts: str) -> RunConfig:
+def make_config(cell: Cell, base: str, prompts: str) -> RunSettings:
     return build_config(
         {
             "run": {"name": "staleness", "seed": cell.seed},
@@ -97,7 +97,7 @@ def recipe_of(cell: Cell) -> str:
 class StaleRun:
     """One maker and one trainer in one process; the maker runs as far ahead as η allows."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunSettings) -> None:
         self._config = config
         self._version = 0
         strategy = assembly.make_strategy(config)

@@ -38,7 +38,7 @@ import torch
 from checked import check_device, one_or_more, zero_or_more
 from torch import nn
 
-from coati.deadlines import Deadlines
+from coati.config import Deadlines
 from coati.ray.weight_channel import WeightChannel
 from coati.ray.weight_path import WeightPath
 from coati.trainer.strategies import DDPStrategy

@@ -19,8 +19,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from coati.config import RewardTerm, RunConfig, load_config, make_plan
-from coati.config.setting import Section
+from coati.config import RewardTerm, RunSettings, load_config, make_plan
+from coati.config.section import Section
 from coati.config.toml_writer import toml_value
 from coati.monitor import METRICS
 
@@ -49,7 +49,7 @@ EXAMPLE = (
 def settings_tables() -> str:
     """One heading and one table for each section of a run's settings."""
     blocks = []
-    for name, field in RunConfig.model_fields.items():
+    for name, field in RunSettings.model_fields.items():
         section = field.annotation
         assert isinstance(section, type)
         assert issubclass(section, Section)

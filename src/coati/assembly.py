@@ -15,11 +15,10 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from coati.algorithms import algorithm_of
-from coati.config import RunConfig
-from coati.deadlines import Deadlines
+from coati.config import RunSettings
 from coati.errors import ConfigError
 from coati.ledger import StalenessController, WorkShare
-from coati.models import Actor, Critic, LoRASettings, RewardModel
+from coati.models import Actor, Critic, RewardModel
 from coati.models.positions import context_length_of
 from coati.models.shared_body import take_body_of
 from coati.prompts import PromptStream, load_prompts
@@ -33,7 +32,7 @@ from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroSt
 logger = logging.getLogger(__name__)
 
 
-def with_absolute_paths(config: RunConfig) -> RunConfig:
+def with_absolute_paths(config: RunSettings) -> RunSettings:
     """The same settings with local paths made absolute, so that they mean the same in another process."""
 
     def absolute(path: str) -> str:
@@ -64,7 +63,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     )
 
 
-def make_strategy(config: RunConfig, role: Literal["trainer", "maker"]) -> Strategy:
+def make_strategy(config: RunSettings, role: Literal["trainer", "maker"]) -> Strategy:
     """The strategy of a trainer, as `[train]` says; a maker trains nothing, and needs but a device (and a group)."""
     device = None if config.model.device == "auto" else config.model.device
     train = config.train
@@ -84,7 +83,7 @@ def make_strategy(config: RunConfig, role: Literal["trainer", "maker"]) -> Strat
     return LowLevelZeroStrategy(stage=1 if train.strategy == "zero1" else 2, cpu_offload=train.cpu_offload, **common)
 
 
-def trainer_models(config: RunConfig) -> tuple[Actor, Critic | None]:
+def trainer_models(config: RunSettings) -> tuple[Actor, Critic | None]:
     """What a trainer trains; no critic where the algorithm needs none.
 
     Seeded, so that every process that builds them gets the same weights.
@@ -92,19 +91,18 @@ def trainer_models(config: RunConfig) -> tuple[Actor, Critic | None]:
     return _trained_models(config, torch.float32 if config.train.mixed_precision else _dtype(config))
 
 
-def _trained_models(config: RunConfig, dtype: torch.dtype) -> tuple[Actor, Critic | None]:
+def _trained_models(config: RunSettings, dtype: torch.dtype) -> tuple[Actor, Critic | None]:
     torch.manual_seed(config.run.seed)
-    lora = lora_settings(config)
-    actor = _loaded("model.path", config.model.path, Actor, lora=lora, dtype=dtype)
+    actor = _loaded("model.path", config.model.path, Actor, lora=config.lora, dtype=dtype)
     if not config.algorithm.resolved.uses_critic:
         return actor, None
     critic_path = config.model.path if config.model.critic == "actor" else config.model.critic
-    critic = _loaded("model.critic", critic_path, Critic, lora=lora, dtype=dtype)
+    critic = _loaded("model.critic", critic_path, Critic, lora=config.lora, dtype=dtype)
     return actor, critic
 
 
 def maker_models(
-    config: RunConfig, *, with_reward: bool = True
+    config: RunSettings, *, with_reward: bool = True
 ) -> tuple[Actor, Critic | None, RewardScorer | None, Actor]:
     """What a maker works with: actor, critic, reward and the initial model.
 
@@ -125,7 +123,7 @@ def maker_models(
     return actor, critic, make_scorer(config, compiled=config.train.compile, body_from=lenders), reference
 
 
-def make_scorer(config: RunConfig, *, compiled: bool = False, body_from: Sequence[nn.Module] = ()) -> RewardScorer:
+def make_scorer(config: RunSettings, *, compiled: bool = False, body_from: Sequence[nn.Module] = ()) -> RewardScorer:
     """The reward that `[reward]` describes, over text; `compiled` is worth its time where much is scored.
 
     A reward model that has the same body as one of `body_from`, or as one that was loaded before, takes that module.
@@ -149,7 +147,7 @@ def make_scorer(config: RunConfig, *, compiled: bool = False, body_from: Sequenc
     return RewardScorer(reward, load_tokenizer(config))
 
 
-def load_tokenizer(config: RunConfig) -> Any:
+def load_tokenizer(config: RunSettings) -> Any:
     """The tokenizer, padding on the left."""
     try:
         return AutoTokenizer.from_pretrained(config.tokenizer_path, padding_side="left")
@@ -160,7 +158,7 @@ def load_tokenizer(config: RunConfig) -> Any:
         ) from error
 
 
-def make_prompts(config: RunConfig, *, shard: int = 0, num_shards: int = 1, first_position: int = 0) -> PromptStream:
+def make_prompts(config: RunSettings, *, shard: int = 0, num_shards: int = 1, first_position: int = 0) -> PromptStream:
     """The endless stream of prompt batches of one maker."""
     table = load_prompts(config.prompts.path, split=config.prompts.split, column=config.prompts.column)
     holder = torch.nn.Module()
@@ -182,7 +180,7 @@ def make_prompts(config: RunConfig, *, shard: int = 0, num_shards: int = 1, firs
     )
 
 
-def check_inputs(config: RunConfig) -> None:
+def check_inputs(config: RunSettings) -> None:
     """Load what can be wrong and is cheap (prompts, tokenizer, reward functions, generate options) before anything
     starts, so that a mistake is told at once and not by an actor."""
     GenerateOptions.parse(**generate_options(config))
@@ -192,7 +190,7 @@ def check_inputs(config: RunConfig) -> None:
             load_reward_function(function, config.reward_search_paths)
 
 
-def generate_options(config: RunConfig) -> dict[str, Any]:
+def generate_options(config: RunSettings) -> dict[str, Any]:
     """The generate options of `[rollout]`."""
     rollout = config.rollout
     return {
@@ -205,7 +203,7 @@ def generate_options(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def maker_settings(config: RunConfig) -> dict[str, Any]:
+def maker_settings(config: RunSettings) -> dict[str, Any]:
     """How a maker writes and what it makes of the scores."""
     algorithm = config.algorithm
     return {
@@ -218,7 +216,7 @@ def maker_settings(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def ppo_settings(config: RunConfig) -> PPOSettings:
+def ppo_settings(config: RunSettings) -> PPOSettings:
     """The learner's settings."""
     train, algorithm = config.train, config.algorithm
     return PPOSettings(
@@ -246,7 +244,7 @@ def ppo_settings(config: RunConfig) -> PPOSettings:
     )
 
 
-def correction_settings(config: RunConfig) -> CorrectionSettings:
+def correction_settings(config: RunSettings) -> CorrectionSettings:
     """What the learner does about old data; on-policy runs need no correction.
 
     But where the ratio is that of whole responses, its clip is so narrow that the engine's rounding would reach it.
@@ -266,17 +264,7 @@ def correction_settings(config: RunConfig) -> CorrectionSettings:
     )
 
 
-def lora_settings(config: RunConfig) -> LoRASettings | None:
-    """Adapters, or None to train all weights."""
-    lora = config.lora
-    if lora.rank == 0:
-        return None
-    return LoRASettings(
-        rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, target_modules=tuple(lora.target_modules)
-    )
-
-
-def work_share(config: RunConfig, *, maker_index: int = 0, max_staleness: int | None = None) -> WorkShare:
+def work_share(config: RunSettings, *, maker_index: int = 0, max_staleness: int | None = None) -> WorkShare:
     """What one maker has to deliver."""
     train, topology = config.train, config.topology
     return WorkShare(
@@ -290,7 +278,7 @@ def work_share(config: RunConfig, *, maker_index: int = 0, max_staleness: int | 
     )
 
 
-def staleness_controller(config: RunConfig) -> StalenessController | None:
+def staleness_controller(config: RunSettings) -> StalenessController | None:
     """What moves the staleness bound; None where it stays."""
     topology = config.topology
     if topology.staleness_control == "fixed":
@@ -304,26 +292,20 @@ def staleness_controller(config: RunConfig) -> StalenessController | None:
     )
 
 
-def deadlines_of(config: RunConfig) -> Deadlines:
-    """The deadlines of `[deadlines]`."""
-    settings = config.deadlines
-    return Deadlines(start=settings.start_seconds, batch=settings.batch_seconds, update=settings.update_seconds)
-
-
-def threads_per_actor(config: RunConfig) -> int:
+def threads_per_actor(config: RunSettings) -> int:
     """CPU threads of each actor: the setting, or the machine's cores divided among the actors."""
     if config.topology.threads_per_actor:
         return config.topology.threads_per_actor
     return max(1, (os.cpu_count() or 1) // num_actors(config))
 
 
-def num_actors(config: RunConfig) -> int:
+def num_actors(config: RunSettings) -> int:
     """Actors of a run that take a CPU: trainers, and every rank of every maker."""
     topology = config.topology
     return topology.makers * topology.tensor_parallel + topology.trainers
 
 
-def _dtype(config: RunConfig) -> torch.dtype:
+def _dtype(config: RunSettings) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     return dtype
 

@@ -8,7 +8,7 @@ import torch
 
 from coati import assembly
 from coati.algos import kl_estimate
-from coati.config import RunConfig
+from coati.config import RunSettings
 from coati.cpu import set_up_cpu
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.models import Actor, action_logprobs
@@ -57,7 +57,7 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(config: RunConfig, model_path: str, *, num_samples: int = 64) -> Evaluation:
+def evaluate(config: RunSettings, model_path: str, *, num_samples: int = 64) -> Evaluation:
     """Sample the model at `model_path` with the run's prompts and generate options, and score the samples."""
     set_up_cpu()
     actor = Actor.from_pretrained(model_path).eval()

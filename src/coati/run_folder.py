@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
-from coati.config import RunConfig, dump_config
+from coati.config import RunSettings, dump_config
 from coati.config.plan import output_files
 from coati.errors import ConfigError
 
@@ -36,7 +36,7 @@ _OURS = {MARKER, _EARLIER, _MOVING, _DELETED}
 _START_FILES = {"config.toml", "metrics.jsonl", "spans.jsonl", "state.json", "control.json", "tensorboard"}
 
 
-def check_run_folder(config: RunConfig, *, overwrite: bool) -> None:
+def check_run_folder(config: RunSettings, *, overwrite: bool) -> None:
     """Raise ConfigError if a run could not use its output folder now; change nothing."""
     folder = config.output_folder
     _check_owner(folder)
@@ -46,7 +46,7 @@ def check_run_folder(config: RunConfig, *, overwrite: bool) -> None:
         _check_replaceable(folder, overwrite=overwrite)
 
 
-def check_inputs_outside(config: RunConfig) -> None:
+def check_inputs_outside(config: RunSettings) -> None:
     """Raise ConfigError if the run reads something that lies in the folder that it replaces."""
     folder = config.output_folder
     for key, value in _inputs(config):
@@ -58,7 +58,7 @@ def check_inputs_outside(config: RunConfig) -> None:
 
 
 @contextlib.contextmanager
-def open_run_folder(config: RunConfig, *, overwrite: bool) -> Iterator[Callable[[], None]]:
+def open_run_folder(config: RunSettings, *, overwrite: bool) -> Iterator[Callable[[], None]]:
     """Make the output folder and hold it for a run inside the `with` block.
 
     Gives a function that deletes the earlier run; call it when training begins. If the block raises before that, the
@@ -175,7 +175,7 @@ def _entries(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name not in _OURS]
 
 
-def _inputs(config: RunConfig) -> list[tuple[str, str]]:
+def _inputs(config: RunSettings) -> list[tuple[str, str]]:
     """What the run reads, by setting."""
     model, reward = config.model, config.reward
     named = {

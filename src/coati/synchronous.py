@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from coati import assembly
-from coati.config import RunConfig
+from coati.config import RunSettings
 from coati.cpu import set_up_cpu
 from coati.experience import Experience, make_experience_batch, split_experience_batch
 from coati.experience_buffer.collector import BatchCollector
@@ -30,7 +30,7 @@ class SynchronousRun:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: RunSettings,
         log: RunLog,
         *,
         on_progress: Callable[[RunSnapshot], None] = lambda _: None,

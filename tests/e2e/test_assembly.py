@@ -9,8 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from coati import assembly
-from coati.config import build_config
-from coati.deadlines import Deadlines
+from coati.config import Deadlines, build_config
 from coati.errors import ConfigError
 from coati.experience_maker import NaiveExperienceMaker
 from coati.ledger import VersionSignals, WorkShare
@@ -249,7 +248,6 @@ def test_deadlines_and_generate_options_arrive():
             "generate": {"min_new_tokens": 2},
         },
     )
-    assert assembly.deadlines_of(config) == Deadlines(start=1.0, batch=2.0, update=3.0)
     assert assembly.generate_options(config) == {
         "max_new_tokens": 5,
         "do_sample": True,
@@ -258,16 +256,6 @@ def test_deadlines_and_generate_options_arrive():
         "top_p": 0.8,
         "min_new_tokens": 2,
     }
-
-
-def test_lora_is_off_at_rank_zero():
-    assert assembly.lora_settings(config_of()) is None
-    settings = assembly.lora_settings(
-        config_of(lora={"rank": 4, "alpha": 8.0, "dropout": 0.1, "target_modules": ["q_proj"]})
-    )
-    assert settings is not None
-    assert (settings.rank, settings.alpha, settings.dropout) == (4, 8.0, 0.1)
-    assert settings.target_modules == ("q_proj",)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from coati.deadlines import Deadlines
+from coati.config import Deadlines
 from coati.experience_buffer.utils import BufferItem, make_experience_batch
 from coati.models import Actor, Critic
 from coati.ray.detached_trainer_base import DetachedTrainer
@@ -21,7 +21,7 @@ from coati.trainer.strategies import DDPStrategy
 EOS, PAD, VOCAB = 1, 0, 20
 PATIENCE = 180.0  # seconds that a test waits for what should come at once, on however busy a machine
 # Short enough that a test of a deadline is quick, long enough for a loaded machine.
-QUICK = Deadlines(start=1.5, batch=120.0, update=120.0, grace=0.2, message_every=5.0)
+QUICK = Deadlines(start_seconds=1.5, batch_seconds=120.0, update_seconds=120.0, grace_seconds=0.2, message_seconds=5.0)
 
 # The classes inside Ray's actor classes, to run in the test's own process.
 PlainMaker = ExperienceMakerHolder.__ray_metadata__.modified_class

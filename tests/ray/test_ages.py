@@ -29,7 +29,7 @@ from ray_testing import (
 from torch import nn
 from transformers import LogitsProcessor
 
-from coati.deadlines import Deadlines
+from coati.config import Deadlines
 from coati.experience_buffer.collector import BatchCollector
 from coati.experience_buffer.utils import make_experience_batch, split_experience_batch
 from coati.experience_maker.naive import AllSamplesDropped, NaiveExperienceMaker, UnfinishedExperience
@@ -47,7 +47,7 @@ from coati.weights import ServedModels, VerifiedUpdate
 
 BATCH, UPDATE_STEPS, TOTAL_STEPS = 2, 2, 7  # 7 = three versions of two batches, and a remainder
 NUM_TOKENS = 3
-DEADLINES = Deadlines(start=PATIENCE, batch=PATIENCE, update=PATIENCE, grace=1.0)
+DEADLINES = Deadlines(start_seconds=PATIENCE, batch_seconds=PATIENCE, update_seconds=PATIENCE, grace_seconds=1.0)
 MAKER_BATCH = 3
 BUFFER_LIMIT = 2
 

@@ -7,7 +7,7 @@ import ray
 from ray.exceptions import ActorUnavailableError
 from ray_testing import PATIENCE, QUICK, Background, Gate, Sink, items, parcels, pass_gate
 
-from coati.deadlines import Deadlines
+from coati.config import Deadlines
 from coati.errors import ActorNotFound, DataError, DeadlineExceeded, PeerDied
 from coati.ledger import DeliveryLog, WorkShare
 from coati.monitor.timeline import Timeline
@@ -118,7 +118,7 @@ def test_after_a_stop_a_full_trainer_does_not_hold_the_maker(keep, unique):
 def test_a_full_trainer_is_waited_for_until_the_deadline(keep, unique):
     gate, name = keep(Gate.remote()), unique("full")
     full = keep(Sink.options(name=name).remote(gate, hold_from=0))
-    sender = make_sender([name], deadlines=Deadlines(start=5.0, batch=0.3, message_every=0.1))
+    sender = make_sender([name], deadlines=Deadlines(start_seconds=5.0, batch_seconds=0.3, message_seconds=0.1))
     sender.send(parcels(0, 2))
     with pytest.raises(DeadlineExceeded, match=rf"0\.3 s for trainer {name} to take 2 items of maker maker"):
         sender.flush()
@@ -156,7 +156,7 @@ def test_a_broken_connection_is_retried_with_the_same_delivery_ids(sinks):
 
 
 def test_a_trainer_that_stays_unreachable_is_an_error_at_the_deadline(sinks):
-    sender = make_sender([next(iter(sinks))], deadlines=Deadlines(batch=0.2))
+    sender = make_sender([next(iter(sinks))], deadlines=Deadlines(batch_seconds=0.2))
     unavailable(10**6, sender)
     sender.send(parcels(0, 1))
     with pytest.raises(DeadlineExceeded, match="which is there but does not answer"):

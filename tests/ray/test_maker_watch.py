@@ -2,11 +2,11 @@
 
 import pytest
 
-from coati.deadlines import Deadlines
+from coati.config import Deadlines
 from coati.errors import ActorNotFound, PeerDied
 from coati.ray.maker_watch import MakerWatch
 
-DEADLINES = Deadlines(start=30.0, grace=5.0, message_every=10.0)
+DEADLINES = Deadlines(start_seconds=30.0, grace_seconds=5.0, message_seconds=10.0)
 
 
 class Story:

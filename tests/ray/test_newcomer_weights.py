@@ -6,14 +6,14 @@ import pytest
 import torch
 from ray_testing import PATIENCE, Method
 
-from coati.deadlines import Deadlines
+from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied, WeightUpdateError
 from coati.ray import peers
 from coati.ray.weight_channel import WeightChannel
 from coati.weights import ShareProbe, new_header, weight_messages
 
-LONG = Deadlines(start=PATIENCE, batch=PATIENCE, update=PATIENCE)
-SHORT = Deadlines(start=0.4, batch=0.4, update=0.4)
+LONG = Deadlines(start_seconds=PATIENCE, batch_seconds=PATIENCE, update_seconds=PATIENCE)
+SHORT = Deadlines(start_seconds=0.4, batch_seconds=0.4, update_seconds=0.4)
 
 
 class Taker:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 from ray_testing import Method
 
-from coati.assembly import deadlines_of
 from coati.config import build_config
 from coati.errors import PeerDied, ScalingRefused
 from coati.ledger import Standing
@@ -87,7 +86,7 @@ class Stage:
         self.maker.shares.append(self.crew.membership.shares["maker-0"])
         self.scaler = Scaler(
             self.crew,
-            deadlines=deadlines_of(config),
+            deadlines=config.deadlines,
             is_private=True,
             start=lambda name, prompts: self.started.append(name),
             is_working=self.working.__contains__,

@@ -18,7 +18,7 @@ import torch
 from ray_testing import PATIENCE, VOCAB, maker_models, strategy, trainer_models
 from transformers import DynamicCache
 
-from coati.deadlines import Deadlines
+from coati.config import Deadlines
 from coati.errors import WeightUpdateError
 from coati.experience_buffer.utils import make_experience_batch
 from coati.experience_maker.naive import action_values
@@ -33,7 +33,7 @@ NUM_UPDATES = 200
 TENSORS_IN_A_CHUNK = 4
 NUM_PROMPT_TOKENS = 3
 TOLERANCE = 1e-4
-DEADLINES = Deadlines(start=PATIENCE, batch=PATIENCE, update=PATIENCE, grace=PATIENCE)
+DEADLINES = Deadlines(start_seconds=PATIENCE, batch_seconds=PATIENCE, update_seconds=PATIENCE, grace_seconds=PATIENCE)
 
 
 # What is published.

@@ -7,8 +7,8 @@ import pytest
 
 import coati.algorithms
 from coati.algorithms import ALGORITHMS, algorithm_of
-from coati.config import AlgorithmSection
-from coati.config.algorithm_section import AlgorithmName
+from coati.config import AlgorithmSettings
+from coati.config.algorithm import AlgorithmName
 from coati.errors import ConfigError
 
 
@@ -18,16 +18,16 @@ def test_examples():
 
 def test_settings_know_every_algorithm_and_ppo_is_the_default():
     assert get_args(AlgorithmName) == tuple(ALGORITHMS)
-    section = AlgorithmSection()
+    section = AlgorithmSettings()
     assert section.name == "ppo"
     for name, value in ALGORITHMS["ppo"].defaults.items():
-        assert AlgorithmSection.model_fields[name].default == value  # what the docs show
+        assert AlgorithmSettings.model_fields[name].default == value  # what the docs show
         assert getattr(section, name) == value
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_default_of_an_algorithm_becomes_a_setting(name):
-    assert AlgorithmSection(name=name).resolved == ALGORITHMS[name]
+    assert AlgorithmSettings(name=name).resolved == ALGORITHMS[name]
 
 
 def test_who_needs_what():

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from coati.cli.run import EXIT_STOPPED, RunOutcome, execute, quiet_libraries
-from coati.config import RunConfig, build_config
+from coati.config import RunSettings, build_config
 from coati.demo.extras import check_demo_extras
 from coati.demo.grammar import PROMPTS
 from coati.demo.report import distinct_fraction, grammatical_fraction, plot_rewards
@@ -58,7 +58,7 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
         _close(console, config, outcome, seconds=time.monotonic() - started)
 
 
-def _evaluate(console: Console, config: RunConfig, model: Path, title: str) -> dict[str, float]:
+def _evaluate(console: Console, config: RunSettings, model: Path, title: str) -> dict[str, float]:
     from coati.evaluation import evaluate
 
     with console.status(f"sampling the {'trained' if title == 'After' else 'untrained'} model"):
@@ -67,7 +67,7 @@ def _evaluate(console: Console, config: RunConfig, model: Path, title: str) -> d
     return _numbers(evaluation)
 
 
-def demo_config(base: Path, *, seed: int, output: Path) -> RunConfig:
+def demo_config(base: Path, *, seed: int, output: Path) -> RunSettings:
     """The demo's settings: on-policy but for one version, so that making and learning overlap."""
     return build_config(
         {
@@ -153,7 +153,7 @@ def _show_numbers(console: Console, before: dict[str, float], after: dict[str, f
     console.print(table)
 
 
-def _close(console: Console, config: RunConfig, outcome: RunOutcome, *, seconds: float) -> None:
+def _close(console: Console, config: RunSettings, outcome: RunOutcome, *, seconds: float) -> None:
     plot = plot_rewards(config.output_folder / "reward.png", outcome.log.rewards, outcome.log.kls)
     console.print(f"Reward curve:  {plot}", highlight=False)
     console.print(f"Model:         {outcome.files.model}", highlight=False)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from coati.cli.live import LiveView, StopSignal
-from coati.config import RunConfig
+from coati.config import RunSettings
 from coati.config.plan import OutputFiles, output_files
 from coati.monitor import JsonlTracker, TensorBoardTracker, Tracker, TrackerGroup
 from coati.monitor.run_log import RunLog
@@ -29,7 +29,7 @@ class RunOutcome:
 
 
 def execute(
-    config: RunConfig,
+    config: RunSettings,
     console: Console,
     *,
     sync: bool,
@@ -80,7 +80,7 @@ def execute(
     return RunOutcome(files=files, log=log, seconds=time.monotonic() - started, was_stopped=was_stopped)
 
 
-def _run_synchronously(config: RunConfig, log: RunLog, view: LiveView, should_stop: StopSignal, path: str) -> None:
+def _run_synchronously(config: RunSettings, log: RunLog, view: LiveView, should_stop: StopSignal, path: str) -> None:
     from coati import assembly
     from coati.synchronous import SynchronousRun
 
@@ -113,7 +113,7 @@ def quiet_libraries(verbose: bool) -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _trackers(config: RunConfig, files: OutputFiles) -> TrackerGroup:
+def _trackers(config: RunSettings, files: OutputFiles) -> TrackerGroup:
     trackers: list[Tracker] = [JsonlTracker(files.metrics)]
     if config.logging.tensorboard and files.tensorboard is not None:
         trackers.append(TensorBoardTracker(files.tensorboard))

@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from coati.cli.run import EXIT_STOPPED, execute
-from coati.config import RunConfig, load_config, make_plan, preflight
+from coati.config import RunSettings, load_config, make_plan, preflight
 from coati.errors import ConfigError
 from coati.run_folder import check_inputs_outside, check_run_folder, open_run_folder
 
@@ -61,7 +61,7 @@ def run_train(
         raise SystemExit(EXIT_STOPPED)
 
 
-def _check_device(config: RunConfig, *, sync: bool) -> None:
+def _check_device(config: RunSettings, *, sync: bool) -> None:
     """Ray hides a machine's GPUs from actors that have no share of one."""
     topology = config.topology
     if sync or not config.model.device.startswith("cuda"):
@@ -74,7 +74,7 @@ def _check_device(config: RunConfig, *, sync: bool) -> None:
             )
 
 
-def _check_sync(config: RunConfig, *, sync: bool, address: str | None) -> None:
+def _check_sync(config: RunSettings, *, sync: bool, address: str | None) -> None:
     if not sync:
         return
     if address is not None:

@@ -4,43 +4,43 @@ Light on purpose: importing it pulls in neither torch, Ray, transformers nor dat
 and `coati train --dry-run` answer at once.
 """
 
-from coati.config.algorithm_section import AlgorithmSection
+from coati.config.algorithm import AlgorithmSettings
+from coati.config.checks import preflight
 from coati.config.loading import build_config, load_config
 from coati.config.plan import Plan, make_plan
-from coati.config.preflight import preflight
-from coati.config.schema import RunConfig
+from coati.config.run_settings import RunSettings
 from coati.config.sections import (
-    ModelSection,
-    PromptsSection,
-    RewardSection,
+    GeneralSettings,
+    LoRASettings,
+    ModelSettings,
+    PromptSettings,
+    RewardSettings,
     RewardTerm,
-    RolloutSection,
-    RunSection,
+    RolloutSettings,
 )
 from coati.config.toml_writer import dump_config
-from coati.config.training_sections import (
-    DeadlinesSection,
-    LoggingSection,
-    LoraSection,
-    TopologySection,
-    TrainSection,
+from coati.config.training import (
+    Deadlines,
+    LoggingSettings,
+    TopologySettings,
+    TrainSettings,
 )
 
 __all__ = [
-    "AlgorithmSection",
-    "DeadlinesSection",
-    "LoggingSection",
-    "LoraSection",
-    "ModelSection",
+    "AlgorithmSettings",
+    "Deadlines",
+    "GeneralSettings",
+    "LoRASettings",
+    "LoggingSettings",
+    "ModelSettings",
     "Plan",
-    "PromptsSection",
-    "RewardSection",
+    "PromptSettings",
+    "RewardSettings",
     "RewardTerm",
-    "RolloutSection",
-    "RunConfig",
-    "RunSection",
-    "TopologySection",
-    "TrainSection",
+    "RolloutSettings",
+    "RunSettings",
+    "TopologySettings",
+    "TrainSettings",
     "build_config",
     "dump_config",
     "load_config",

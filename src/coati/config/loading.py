@@ -1,4 +1,4 @@
-"""From a TOML file and `section.key=value` overrides to a `RunConfig`, or to one error that says it all."""
+"""From a TOML file and `section.key=value` overrides to a `RunSettings`, or to one error that says it all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from coati.config.problems import find_problems
-from coati.config.schema import RunConfig
+from coati.config.run_settings import RunSettings
 from coati.errors import ConfigError
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunSettings:
     """Read settings from a TOML file (or none), apply overrides, check everything.
 
     Three defaults depend on the file and are written out, so that the saved config stands by itself:
@@ -51,15 +51,15 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     return build_config(filled, source=f"{path} with the values of --set")
 
 
-def build_config(data: Mapping[str, Any], *, source: str = "") -> RunConfig:
-    """Turn a table of sections into a checked `RunConfig`; `source` is named in the error.
+def build_config(data: Mapping[str, Any], *, source: str = "") -> RunSettings:
+    """Turn a table of sections into a checked `RunSettings`; `source` is named in the error.
 
     Raises:
         ConfigError: with one line per problem.
     """
     sections = _with_algorithm_table(data)
     try:
-        return RunConfig.model_validate(sections)
+        return RunSettings.model_validate(sections)
     except ValidationError:
         problems = find_problems(sections)
     where = f" in {source}" if source else ""

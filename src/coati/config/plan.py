@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from coati.config.schema import RunConfig
-from coati.config.training_sections import TopologySection, TrainSection
+from coati.config.run_settings import RunSettings
+from coati.config.training import TopologySettings, TrainSettings
 from coati.counting import counted
 
 _ROUNDED_RATE = 1e-4  # an optimizer's step is about its rate, and weights are about a hundredth
@@ -35,7 +35,7 @@ class OutputFiles:
     """The final policy: a folder that transformers loads."""
 
 
-def output_files(config: RunConfig) -> OutputFiles:
+def output_files(config: RunSettings) -> OutputFiles:
     """Name every file that the run will write, all under `config.output_folder`."""
     folder = config.output_folder
     return OutputFiles(
@@ -52,7 +52,7 @@ def output_files(config: RunConfig) -> OutputFiles:
 class Plan:
     """The sizes of a run, worked out. `lines()` says them in words."""
 
-    config: RunConfig
+    config: RunSettings
     samples_per_rollout_batch: int
     samples_per_optimizer_step: int
     """Over all trainers."""
@@ -188,31 +188,31 @@ class Plan:
         ]
 
 
-def _parts(topology: TopologySection) -> str:
+def _parts(topology: TopologySettings) -> str:
     cut = f", each over {topology.tensor_parallel} actors" if topology.tensor_parallel > 1 else ""
     place = {"auto": "", "pack": ", on as few nodes as possible", "spread": ", spread over the nodes"}
     return f"{cut}{place[topology.placement]}"
 
 
-def _sharing(topology: TopologySection) -> str:
+def _sharing(topology: TopologySettings) -> str:
     if topology.gpu_sharing == "slices":
         return ""
     return f", on {topology.gpus_per_trainer:.0%} of a card's processors (MPS)"
 
 
-def _blocks(train: TrainSection) -> str:
+def _blocks(train: TrainSettings) -> str:
     made_anew = ", activations made anew" if train.activation_checkpointing else ""
     return f"{', compiled' if train.compile else ''}{made_anew}"
 
 
-def _checkpoints(train: TrainSection) -> str:
+def _checkpoints(train: TrainSettings) -> str:
     if not train.save_every:
         return ""
     every = "every version" if train.save_every == 1 else f"every {train.save_every} versions"
     return f", {every} in checkpoints/version-N/"
 
 
-def _strategy(train: TrainSection) -> str:
+def _strategy(train: TrainSettings) -> str:
     if train.strategy == "ddp":
         return ""
     place = {"static": "", "auto": ", in host memory if need be", "cpu": ", in host memory"}[train.placement_policy]
@@ -221,7 +221,7 @@ def _strategy(train: TrainSection) -> str:
     return f", sharded as {train.strategy}{place}"
 
 
-def make_plan(config: RunConfig) -> Plan:
+def make_plan(config: RunSettings) -> Plan:
     """Work out the sizes of a run.
 
     Example:
@@ -253,7 +253,7 @@ def make_plan(config: RunConfig) -> Plan:
     )
 
 
-def _staleness(topology: TopologySection) -> str:
+def _staleness(topology: TopologySettings) -> str:
     versions = topology.max_staleness
     if topology.staleness_control == "adaptive":
         lowest = counted(topology.min_staleness, "weight version")
@@ -265,7 +265,7 @@ def _staleness(topology: TopologySection) -> str:
     return f"a sample may be {counted(versions, 'weight version')} behind"
 
 
-def _reward(config: RunConfig) -> str:
+def _reward(config: RunSettings) -> str:
     reward = config.reward
     if reward.terms:
         parts = (f"{term.weight:g} {_TIMES} {term.label} ({term.function or term.model})" for term in reward.terms)

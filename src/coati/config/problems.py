@@ -14,8 +14,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from coati.config.schema import RunConfig
-from coati.config.setting import Section
+from coati.config.run_settings import RunSettings
+from coati.config.section import Section
 from coati.config.toml_writer import toml_value
 from coati.errors import ConfigError
 
@@ -31,18 +31,25 @@ def find_problems(data: Mapping[str, Any]) -> list[str]:
         >>> len(problems)
         1
     """
-    messages = [_unknown((name,), value) for name, value in data.items() if name not in RunConfig.model_fields]
+    messages = [_unknown((name,), value) for name, value in data.items() if name not in RunSettings.model_fields]
     sections: dict[str, Section] = {}
     unsound: set[str] = set()
-    for name, field in RunConfig.model_fields.items():
+    for name, field in RunSettings.model_fields.items():
         model = field.annotation
         assert isinstance(model, type)
         assert issubclass(model, Section)
         found, keys, sections[name] = _judge_section(name, model, data.get(name, {}))
         messages += found
         unsound |= keys
-    between = RunConfig.model_construct(None, **sections).problems()
+    between = RunSettings.model_construct(None, **sections).problems()
     return messages + [line for line in between if not _mentions(line, unsound)]
+
+
+def describe(model: type[BaseModel], error: ValidationError) -> list[str]:
+    """Say everything that is wrong with one section, as `find_problems` does for a whole file."""
+    names = (name for name, field in RunSettings.model_fields.items() if field.annotation is model)
+    prefix = next(names, "")
+    return [line for detail in error.errors(include_url=False) for line in _say(prefix, model, detail)]
 
 
 def _judge_section(name: str, model: type[Section], values: Any) -> tuple[list[str], set[str], Section]:
@@ -77,7 +84,8 @@ def _stand_in(model: type[Section]) -> Section:
 
 def _say(section: str, model: type[BaseModel], detail: Any) -> list[str]:
     """Say one pydantic error; a rule between keys may take several lines."""
-    kind, value, location = detail["type"], detail["input"], (section, *detail["loc"])
+    kind, value = detail["type"], detail["input"]
+    location = (section, *detail["loc"]) if section else tuple(detail["loc"])
     if kind == "value_error":
         return str(detail["ctx"]["error"]).splitlines()
     owner: type[BaseModel] = model
@@ -85,7 +93,9 @@ def _say(section: str, model: type[BaseModel], detail: Any) -> list[str]:
     for depth, part in enumerate(detail["loc"]):
         inner = _inner_model(field) if field is not None else None
         if field is not None and inner is None:
-            location = location[: depth + 2]  # one key into a list or table; deeper parts are pydantic's own
+            location = location[
+                : depth + 1 + bool(section)
+            ]  # one key into a list or table; deeper parts are pydantic's own
             break
         if isinstance(part, str) and (field is None or inner is not None):
             owner = inner or owner
@@ -98,12 +108,12 @@ def _say(section: str, model: type[BaseModel], detail: Any) -> list[str]:
     return [f"{key} must be {rule}, got {_spell(value)}. {_remedy(field)}"]
 
 
-def _unknown(location: Sequence[int | str], value: Any, owner: type[BaseModel] = RunConfig) -> str:
+def _unknown(location: Sequence[int | str], value: Any, owner: type[BaseModel] = RunSettings) -> str:
     name, known = str(location[-1]), list(owner.model_fields)
     close = difflib.get_close_matches(name, known, n=1)
     elsewhere = [
         f"{section}.{name}"
-        for section, field in RunConfig.model_fields.items()
+        for section, field in RunSettings.model_fields.items()
         if name in getattr(field.annotation, "model_fields", {})
     ]
     if close:

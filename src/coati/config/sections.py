@@ -1,6 +1,6 @@
 """The sections that say what is trained on what: run, model, prompts, reward and rollout.
 
-Rules between keys of one section live in that section; rules between sections live in `coati.config.schema`.
+Rules between keys of one section live in that section; rules between sections live in `coati.config.run_settings`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from coati.config.setting import Section, setting
+from coati.config.section import Section, setting
 
 # Options of `generate` that have their own setting, and the setting that owns them.
 OWNED_GENERATE_OPTIONS = {
@@ -26,7 +26,7 @@ OWNED_GENERATE_OPTIONS = {
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class RunSection(Section):
+class GeneralSettings(Section):
     """`[run]`: what the run is called, its seed and where its files go."""
 
     name: str = setting(
@@ -46,7 +46,7 @@ class RunSection(Section):
     output: str = setting("", "Folder for everything the run writes; empty = runs/<name>.", rule="a path in quotes")
 
 
-class ModelSection(Section):
+class ModelSettings(Section):
     """`[model]`: the policy, and the models beside it."""
 
     path: str = setting(
@@ -80,7 +80,30 @@ class ModelSection(Section):
     )
 
 
-class PromptsSection(Section):
+class LoRASettings(Section):
+    """`[lora]`: train low-rank adapters, W = W₀ + (alpha / rank) · B·A with W₀ frozen, instead of all weights."""
+
+    rank: int = setting(0, "Rank of the adapters; 0 = off.", rule="a whole number, 0 or more", ge=0)
+    alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", rule="a number above 0", gt=0)
+    dropout: float = setting(0.0, "Dropout on the adapters' input.", rule="a number from 0 to below 1", ge=0, lt=1)
+    target_modules: tuple[str, ...] = setting(
+        (),
+        "Names of the layers that get adapters; empty = all linear layers but the output head.",
+        rule='a list of names in quotes, for example ["q_proj", "v_proj"], and empty while lora.rank is 0',
+        strict=False,
+    )
+
+    def problems(self) -> list[str]:
+        """Find layers that are named for adapters that are off."""
+        if self.target_modules and not self.rank:
+            names = ", ".join(self.target_modules)
+            return [
+                f"lora.target_modules ({names}) has no effect while lora.rank is 0. Set lora.rank, for example to 8."
+            ]
+        return []
+
+
+class PromptSettings(Section):
     """`[prompts]`: where prompts come from."""
 
     path: str = setting(
@@ -126,7 +149,7 @@ class RewardTerm(Section):
         return self.name or reward_label(self.function, self.model)
 
 
-class RewardSection(Section):
+class RewardSettings(Section):
     """`[reward]`: what a response is worth. Exactly one of `function`, `model` and `terms`."""
 
     function: str = setting(
@@ -193,7 +216,7 @@ def _function_problems(key: str, function: str) -> list[str]:
     return [f'{key} must be "module:function", got "{function}". For praise() in rewards.py write "rewards:praise".']
 
 
-class RolloutSection(Section):
+class RolloutSettings(Section):
     """`[rollout]`: how makers generate."""
 
     prompts_per_batch: int = setting(

@@ -7,13 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coati.config.schema import RunConfig
+from coati.config.run_settings import RunSettings
 from coati.errors import ConfigError
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def dump_config(config: RunConfig) -> str:
+def dump_config(config: RunSettings) -> str:
     """Return TOML text with every setting spelled out; `load_config` reads it back to an equal config.
 
     Example:

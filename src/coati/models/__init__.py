@@ -1,8 +1,8 @@
 """Networks: the policy, the value function, the reward, and their losses."""
 
+from coati.config import LoRASettings
 from coati.models.actor import Actor, action_logprobs
 from coati.models.critic import Critic
-from coati.models.lora import LoRASettings
 from coati.models.loss import PolicyLoss, ValueLoss
 from coati.models.reward_model import RewardModel
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from coati.config import LoRASettings
 from coati.models.deferred import build_deferred
-from coati.models.lora import LoRASettings, add_lora
+from coati.models.lora import add_lora
 from coati.models.own import own_config, own_memory
 from coati.models.packing import say_padded_once
 from coati.models.positions import context_length_of
@@ -30,7 +31,7 @@ class Actor(nn.Module):
 
     def __init__(self, model: PreTrainedModel, *, lora: LoRASettings | None = None) -> None:
         super().__init__()
-        self.model = add_lora(model, lora, task="CAUSAL_LM") if lora is not None else model
+        self.model = add_lora(model, lora, task="CAUSAL_LM")
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:

@@ -5,8 +5,9 @@ from typing import Self
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from coati.config import LoRASettings
 from coati.models.actor import Actor, unwrap
-from coati.models.lora import LoRASettings, copy_without_adapters
+from coati.models.lora import copy_without_adapters
 from coati.models.value_head import ValueHeadModel
 
 

@@ -15,26 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coati.errors import ConfigError, WeightUpdateError
+from coati.config import LoRASettings
+from coati.errors import WeightUpdateError
 
 _ADAPTER_NAME = re.compile(r"^(?P<layer>.+)\.lora_(?P<matrix>[AB])\.(?P<adapter>[^.]+)\.weight$")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoRASettings:
-    """Low-rank adapters: W = W₀ + (alpha / rank) · B·A, with W₀ frozen."""
-
-    rank: int
-    alpha: float = 16.0
-    dropout: float = 0.0
-    target_modules: tuple[str, ...] = ()
-    """Names of the layers that get an adapter; empty means all linear layers but the output head."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ConfigError(f"lora.rank must be 1 or more, got {self.rank}. Leave LoRA out to train all weights.")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"lora.dropout must be in [0, 1), got {self.dropout}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +32,13 @@ class LayerLoRA:
     is_transposed: bool = False  # the layer keeps its weight as [in, out], as GPT-2's do
 
 
-def add_lora(model: PreTrainedModel | nn.Module, settings: LoRASettings, *, task: str) -> Any:
-    """The model with peft adapters; only they are trainable. B starts at zero, so the function is unchanged."""
+def add_lora(model: PreTrainedModel | nn.Module, settings: LoRASettings | None, *, task: str) -> Any:
+    """Put peft adapters on a model; only they are trainable. B starts at zero, so the function is unchanged.
+
+    Without settings, or with rank 0, the model stays as it is.
+    """
+    if settings is None or not settings.rank:
+        return model
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(

@@ -15,9 +15,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from coati.config import LoRASettings
 from coati.errors import CheckpointError, ConfigError
 from coati.models.deferred import build_deferred
-from coati.models.lora import LoRASettings, add_lora
+from coati.models.lora import add_lora
 from coati.models.own import own_config, own_memory
 from coati.models.packing import PackedRows, packed_hidden, packing_problem, say_padded_once
 from coati.models.positions import accepts, position_ids_from_mask
@@ -36,7 +37,7 @@ class ValueHeadModel(nn.Module):
     def __init__(self, model: PreTrainedModel, *, lora: LoRASettings | None = None) -> None:
         super().__init__()
         body, head = _take_apart(model)
-        self.body: nn.Module = add_lora(body, lora, task="FEATURE_EXTRACTION") if lora is not None else body
+        self.body: nn.Module = add_lora(body, lora, task="FEATURE_EXTRACTION")
         self.value_head = head
 
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ray
 
 from coati import assembly
-from coati.config import RunConfig
+from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import ConfigError, RunStopped
 from coati.ray import mps
@@ -33,7 +33,9 @@ class ClusterInfo(NamedTuple):
 
 
 @contextlib.contextmanager
-def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_driver: bool) -> Iterator[ClusterInfo]:
+def connected(
+    config: RunSettings, *, address: str | None, namespace: str, log_to_driver: bool
+) -> Iterator[ClusterInfo]:
     """Connect for the length of a run. A private Ray ends with it, and its folder too if all went well."""
     if address is not None:
         _check_address(address)
@@ -62,7 +64,7 @@ def connected(config: RunConfig, *, address: str | None, namespace: str, log_to_
 
 
 @contextlib.contextmanager
-def _private_ray(config: RunConfig, *, namespace: str, log_to_driver: bool) -> Iterator[ClusterInfo]:
+def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) -> Iterator[ClusterInfo]:
     num_actors = assembly.num_actors(config)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing leaves this machine
     # Ray tells of its token authentication on every start. It stays on; the hint is not for our users.
@@ -135,7 +137,7 @@ def _check_address(address: str) -> None:
         ) from error
 
 
-def _check_resources(config: RunConfig, *, num_cpus: int) -> None:
+def _check_resources(config: RunSettings, *, num_cpus: int) -> None:
     """An actor that does not fit would wait for ever, so say it now."""
     topology = config.topology
     have = ray.cluster_resources()

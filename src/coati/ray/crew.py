@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coati import assembly
-from coati.config import RunConfig
+from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import DeadlineExceeded, PeerDied, ScalingRefused
 from coati.ledger import Membership, PromptPart, WorkShare
@@ -43,10 +43,10 @@ _Meeting = tuple[str, str, int]
 class Crew:
     """Makers and trainers by name, who updates whom, and which makers have a part in what is to come."""
 
-    def __init__(self, config: RunConfig, *, checkpoints: Path) -> None:
+    def __init__(self, config: RunSettings, *, checkpoints: Path) -> None:
         self._config = config
         self._checkpoints = checkpoints
-        self._deadlines = assembly.deadlines_of(config)
+        self._deadlines = config.deadlines
         topology = config.topology
         names = [f"maker-{index}" for index in range(topology.makers)]
         self._next_maker = topology.makers
@@ -66,7 +66,7 @@ class Crew:
 
     def create(self, *, should_stop: Callable[[], bool]) -> None:
         """Reserve their places and make all actors; they load their models after this."""
-        self._placement.reserve(deadline_seconds=self._deadlines.start, should_stop=should_stop)
+        self._placement.reserve(deadline_seconds=self._deadlines.start_seconds, should_stop=should_stop)
         for rank, place in enumerate(self._places(self._trainer_names, self._config.topology.gpus_per_trainer)):
             self._create_trainer(rank, place)
         for index, name in enumerate(self._maker_names):
@@ -241,7 +241,7 @@ class Crew:
         if meeting is None:
             what = f"a node for {names[0]} and its group to meet at"
             asked = self._ask_for_meeting(names, num_gpus, together=together)
-            meeting = get(asked, what, seconds=self._deadlines.start)
+            meeting = get(asked, what, seconds=self._deadlines.start_seconds)
         node_id, address, port = meeting
         found: list[_Place] = []
         for rank, name in enumerate(names):

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
-from coati.deadlines import Deadlines
+from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied
 from coati.experience import BufferItem, ItemBundle
 from coati.ledger import UNBOUNDED, WorkShare
@@ -166,13 +166,13 @@ class ItemSender:
 
         wait_in_slices(
             is_acknowledged,
-            deadline_seconds=self._deadlines.batch,
+            deadline_seconds=self._deadlines.batch_seconds,
             what=lambda: (
                 f"trainer {flight.trainer} to take {len(flight.items)} items of maker {self._sender} "
                 "(its buffer is full: is fit running?)"
             ),
             slice_seconds=_SLICE_SECONDS,
-            message_every=self._deadlines.message_every,
+            message_every=self._deadlines.message_seconds,
             between=self._give_up_after_stop,
         )
 
@@ -180,13 +180,13 @@ class ItemSender:
         if self._should_stop():
             now = time.monotonic()
             self._stopped_at = now if self._stopped_at is None else self._stopped_at
-            if now - self._stopped_at >= self._deadlines.grace:
+            if now - self._stopped_at >= self._deadlines.grace_seconds:
                 raise _GivenUp
 
     def _retry(self, flight: _InFlight, error: ActorUnavailableError) -> None:
         """Send again: the call may or may not have been executed, and the same ids make that safe."""
         waited = time.monotonic() - flight.since
-        if waited >= self._deadlines.batch:
+        if waited >= self._deadlines.batch_seconds:
             raise DeadlineExceeded(
                 f"maker {self._sender} tried for {waited:.0f} s to reach trainer {flight.trainer}, which is "
                 f"there but does not answer: {death_reason(error)}"

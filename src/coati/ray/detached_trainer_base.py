@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from coati.deadlines import Deadlines
+from coati.config import Deadlines
 from coati.errors import DataError, DeadlineExceeded, PeerDied
 from coati.experience import BufferItem, Experience, split_experience_batch
 from coati.ledger import DeliveryLog, RoundOrder
@@ -169,7 +169,7 @@ class DetachedTrainer(ABC):
 
         `fit` waits in slices instead, and looks after makers, stop signals and the end of the data in between.
         """
-        return self._buffer.sample(timeout_seconds=self.deadlines.batch)
+        return self._buffer.sample(timeout_seconds=self.deadlines.batch_seconds)
 
     # What the outside may ask at any time.
 
@@ -202,7 +202,7 @@ class DetachedTrainer(ABC):
         with self._timeline.span("take_in", BUFFER):
             with self._delivery_lock:
                 ready = self._rounds.add(self._deliveries.fresh(items))
-            self._buffer.extend(ready, timeout_seconds=self.deadlines.batch)
+            self._buffer.extend(ready, timeout_seconds=self.deadlines.batch_seconds)
 
     def _notify(self, hook: str, *args: Any) -> None:
         dispatch(self.callbacks, hook, *args)
@@ -261,7 +261,7 @@ class DetachedTrainer(ABC):
                 # Finished makers have been acknowledged, so whatever they made is here by now.
                 return self._last_batch()
             waited = time.monotonic() - started
-            if waited >= self.deadlines.batch:
+            if waited >= self.deadlines.batch_seconds:
                 raise DeadlineExceeded(
                     f"fit waited {waited:.0f} s for a batch of {self._buffer.sample_batch_size} samples; "
                     f"{self._buffer.num_items_waiting + len(self._rounds)} are there. "
@@ -291,5 +291,5 @@ class DetachedTrainer(ABC):
         with self._delivery_lock:
             late = self._rounds.flush()
         if late:
-            self._buffer.extend(late, timeout_seconds=self.deadlines.batch)
+            self._buffer.extend(late, timeout_seconds=self.deadlines.batch_seconds)
         return self._buffer.try_sample(0.0) or self._buffer.flush()

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from coati.config import Deadlines
 from coati.cpu import set_up_cpu
-from coati.deadlines import Deadlines, TimedLock
-from coati.errors import CheckpointError, StalenessExceeded, WeightUpdateError
+from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
 from coati.experience import Experience
 from coati.ledger import SignalMeter, StalenessController, VersionSignals, age_metrics
 from coati.models.critic import as_critic
@@ -183,9 +183,9 @@ class DetachedPPOTrainer(DetachedTrainer):
             )
         wait_in_slices(
             lambda seconds: self._sync_whole_version(seconds, **kwargs),
-            deadline_seconds=self.deadlines.batch,
+            deadline_seconds=self.deadlines.batch_seconds,
             what=lambda: "the end of fit's episode, to sync whole versions to the makers",
-            message_every=self.deadlines.message_every,
+            message_every=self.deadlines.message_seconds,
         )
 
     @ray.method(concurrency_group="model_io")
@@ -361,8 +361,16 @@ class DetachedPPOTrainer(DetachedTrainer):
                 f"which would block them all. {remedy}"
             )
 
-    def _weights(self) -> TimedLock:
-        return TimedLock(self._weights_lock, self.deadlines.update, "the trainer's weights, which another call holds")
+    @contextlib.contextmanager
+    def _weights(self) -> Iterator[None]:
+        """Hold the weights: nothing else reads or changes them meanwhile."""
+        seconds = self.deadlines.update_seconds
+        if not self._weights_lock.acquire(timeout=seconds):
+            raise DeadlineExceeded(f"waited {seconds:g} s for the trainer's weights, which another call holds.")
+        try:
+            yield
+        finally:
+            self._weights_lock.release()
 
     def _over_all_ranks(self, signals: VersionSignals) -> VersionSignals:
         """The signals of the group, so that all ranks move their bounds alike."""

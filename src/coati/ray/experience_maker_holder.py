@@ -20,8 +20,8 @@ import ray
 from torch import nn
 
 from coati.algorithms import Algorithm
+from coati.config import Deadlines
 from coati.cpu import set_up_cpu
-from coati.deadlines import Deadlines
 from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience import split_experience_batch
 from coati.experience_maker.lock_step import LeadingMaker, LockStep, cut_maker
@@ -127,7 +127,9 @@ class ExperienceMakerHolder:
         self._stop = threading.Event()
         self._state = "idle"
         self._timeline = Timeline()
-        self._prompts = PromptSource(self._name, deadline_seconds=self._deadlines.batch, should_stop=self._stop.is_set)
+        self._prompts = PromptSource(
+            self._name, deadline_seconds=self._deadlines.batch_seconds, should_stop=self._stop.is_set
+        )
         self._records: RecordLog[dict[str, Any]] = RecordLog()
 
         maker = _make_maker(
@@ -188,7 +190,7 @@ class ExperienceMakerHolder:
                 deliver=self._deliver,
                 should_stop=self._stop.is_set,
                 notify=functools.partial(dispatch, self._callbacks),
-                prompts_seconds=self._deadlines.batch,
+                prompts_seconds=self._deadlines.batch_seconds,
             )
             loop.run(self._prompts.batches(dataloader_fn, num_epochs, num_steps))
             self._sender.flush()
@@ -302,11 +304,11 @@ class ExperienceMakerHolder:
             logger.info("maker %s waits for a full weight update from its trainers", self._name)
             wait_in_slices(
                 lambda seconds: self._stop.is_set() or self._has_full_update(seconds),
-                deadline_seconds=self._deadlines.start,
+                deadline_seconds=self._deadlines.start_seconds,
                 what=lambda: (
                     f"a full weight update of maker {self._name} (call sync_models_to_remote_makers on its trainer)"
                 ),
-                message_every=self._deadlines.message_every,
+                message_every=self._deadlines.message_seconds,
             )
 
     def _has_full_update(self, seconds: float) -> bool:
@@ -323,12 +325,12 @@ class ExperienceMakerHolder:
         with self._timeline.span("wait_weights"):
             wait_in_slices(
                 lambda seconds: self._pipeline.wait_for_admission(seconds) or self._stop.is_set(),
-                deadline_seconds=self._deadlines.batch,
+                deadline_seconds=self._deadlines.batch_seconds,
                 what=lambda: (
                     f"weights of version {self._pipeline.version_needed()} at maker {self._name} "
                     f"(it serves {self._served.version})"
                 ),
-                message_every=self._deadlines.message_every,
+                message_every=self._deadlines.message_seconds,
                 between=self._sender.check_trainers,
             )
         return 0 if self._stop.is_set() else self._pipeline.admit(wanted)

@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from coati import assembly
-from coati.config import RunConfig
+from coati.config import RunSettings
 from coati.counting import listed
 from coati.errors import CoatiError, DeadlineExceeded, PeerDied, RunStopped, ScalingRefused
 from coati.ledger import PromptPart
@@ -44,7 +44,7 @@ class DetachedRun:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: RunSettings,
         log: RunLog,
         *,
         address: str | None = None,
@@ -58,7 +58,7 @@ class DetachedRun:
         self._on_progress = on_progress
         self._should_stop = should_stop
         self._log_to_driver = log_to_driver
-        self._deadlines = assembly.deadlines_of(config)
+        self._deadlines = config.deadlines
         self._folder = self._config.output_folder.resolve()
         self._checkpoints = self._folder / "checkpoints"
         self._crew = Crew(self._config, checkpoints=self._checkpoints)
@@ -105,20 +105,22 @@ class DetachedRun:
         """Wait until every actor is made; one whose constructor raises ends the run with what it raised."""
         actors = [*self._actors(), *self._crew.followers.items()]
         waiting = {actor.progress.remote(): name for name, actor in actors}
-        deadline = time.monotonic() + self._deadlines.start
+        deadline = time.monotonic() + self._deadlines.start_seconds
         while waiting:
             if self._should_stop():
                 raise RunStopped("stopped before training began; there was nothing to save.")
             if time.monotonic() >= deadline:
                 late = listed(sorted(waiting.values()))
                 models = f"{'its' if len(waiting) == 1 else 'their'} models"
-                raise DeadlineExceeded(f"waited {self._deadlines.start:g} s for {late} to start and load {models}.")
+                raise DeadlineExceeded(
+                    f"waited {self._deadlines.start_seconds:g} s for {late} to start and load {models}."
+                )
             self._finish_some(waiting, timeout=_POLL_SECONDS)
 
     def _sync_first_weights(self) -> None:
         """Makers start from the trainers' weights, whatever each of them loaded."""
         syncs = [trainer.sync_models_to_remote_makers.remote() for trainer in self._crew.trainers.values()]
-        get(syncs, "trainers and makers to load their models", seconds=self._deadlines.start)
+        get(syncs, "trainers and makers to load their models", seconds=self._deadlines.start_seconds)
 
     def _train(self) -> None:
         crew, waiting, train = self._crew, self._waiting, self._config.train
@@ -241,7 +243,7 @@ class DetachedRun:
 
     def _save(self, path: str) -> None:
         saves = [trainer.strategy_save_actor.remote(path, only_rank0=True) for trainer in self._crew.trainers.values()]
-        get(saves, f"the model to be saved to {path}", seconds=self._deadlines.update)
+        get(saves, f"the model to be saved to {path}", seconds=self._deadlines.update_seconds)
         assembly.load_tokenizer(self._config).save_pretrained(path)
 
     def _rescue(self, path: str, error: Exception) -> None:

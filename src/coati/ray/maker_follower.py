@@ -8,8 +8,8 @@ import ray
 from torch import nn
 
 from coati.algorithms import Algorithm
+from coati.config import Deadlines
 from coati.cpu import set_up_cpu
-from coati.deadlines import Deadlines
 from coati.experience_maker.lock_step import LockStep, cut_maker, follow
 from coati.ray.environment import apply_env_info, set_up_log
 from coati.trainer.strategies import Strategy

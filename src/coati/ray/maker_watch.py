@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
-from coati.deadlines import Deadlines
+from coati.config import Deadlines
 from coati.errors import ActorNotFound, PeerDied
 from coati.ray.peers import is_alive
 
@@ -81,7 +81,7 @@ class MakerWatch:
     def begin_wait(self) -> None:
         """A new wait for a batch begins: time in which batches come counts against nobody."""
         self._incomplete_since: float | None = None
-        self._next_message = self._deadlines.message_every
+        self._next_message = self._deadlines.message_seconds
 
     def all_finished(self) -> bool:
         """Whether every maker has been finished for the time of grace.
@@ -93,7 +93,7 @@ class MakerWatch:
         if now - self._last_asked >= _ASK_EVERY_SECONDS:
             self._last_asked = now
             self._look(now)
-        if self._over_since is None or now - self._over_since < self._deadlines.grace:
+        if self._over_since is None or now - self._over_since < self._deadlines.grace_seconds:
             return False
         if "finished" not in self._states.values():
             raise PeerDied(f"no maker is left at work ({self.describe()}), so no experience will come. See their logs.")
@@ -111,7 +111,7 @@ class MakerWatch:
     def speak(self, waited: float) -> None:
         """Say what is waited for, now and then."""
         if waited >= self._next_message:
-            self._next_message += self._deadlines.message_every
+            self._next_message += self._deadlines.message_seconds
             logger.info("fit waits for experience, %.0f s so far; makers: %s", waited, self.describe())
 
     def _look(self, now: float) -> None:
@@ -129,11 +129,11 @@ class MakerWatch:
         self._over_since = _since(self._over_since, now) if is_over else None
         is_incomplete = "missing" in states and states <= _OVER | {"missing"}
         self._incomplete_since = _since(self._incomplete_since, now) if is_incomplete else None
-        if self._incomplete_since is not None and now - self._incomplete_since >= self._deadlines.start:
+        if self._incomplete_since is not None and now - self._incomplete_since >= self._deadlines.start_seconds:
             late = [name for name, state in self._states.items() if state == "missing"]
             raise ActorNotFound(
                 f"no maker actor named {' or '.join(map(repr, late))} appeared within "
-                f"{self._deadlines.start:g} s ({self.describe()}). Create it with .options(name=…) in the "
+                f"{self._deadlines.start_seconds:g} s ({self.describe()}). Create it with .options(name=…) in the "
                 "same Ray namespace, or correct experience_maker_holder_name_list."
             )
 

@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from ray.util import list_named_actors
 
-from coati.deadlines import Deadlines
+from coati.config import Deadlines
 from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class NamedPeers:
     def handle(self, name: str) -> Any:
         """The actor's handle; waits for it to appear, with a deadline."""
         if name not in self._handles:
-            self._handles[name] = find_actor(name, role=self.role, deadline_seconds=self._deadlines.start)
+            self._handles[name] = find_actor(name, role=self.role, deadline_seconds=self._deadlines.start_seconds)
         return self._handles[name]
 
     def handle_if_there(self, name: str) -> Any | None:

@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from coati.config import RunConfig
+from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import ConfigError, DeadlineExceeded, RunStopped
 
@@ -85,7 +85,7 @@ def rank_names(name: str, num_ranks: int) -> list[str]:
 class Placement:
     """The places of a run's actors, from `reserve` to `release`."""
 
-    def __init__(self, config: RunConfig, *, trainers: Sequence[str], makers: Sequence[str]) -> None:
+    def __init__(self, config: RunSettings, *, trainers: Sequence[str], makers: Sequence[str]) -> None:
         topology = config.topology
         self._kind = topology.placement
         pairs = itertools.zip_longest(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from coati.beside import beside
-from coati.deadlines import Deadlines
+from coati.config import Deadlines
 from coati.errors import DeadlineExceeded
 from coati.models.lora import LayerLoRA, LoRAConstructor
 from coati.monitor.timeline import WEIGHTS, Timeline
@@ -52,7 +52,7 @@ class WeightPublisher:
         self._chunk_mib = chunk_mib
         self.channel = WeightChannel(maker_names, deadlines=deadlines)
         self.path = WeightPath(self.channel, learner.device)
-        self._timeout_seconds = deadlines.update + deadlines.grace
+        self._timeout_seconds = deadlines.update_seconds + deadlines.grace_seconds
         self._lock = threading.Lock()  # of the three below
         self._open: Future[None] | None = None
         self._left: Future[None] | None = None  # the one that nobody waits for, if it is that

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import ray
 
+from coati.config import Deadlines
 from coati.counting import listed
-from coati.deadlines import Deadlines
 from coati.errors import CoatiError, DeadlineExceeded, ScalingRefused, WeightUpdateError
 from coati.ledger import WorkShare
 from coati.monitor.control import MAX_MAKERS
@@ -90,7 +90,7 @@ class Scaler:
 
     def _prepare(self, names: Sequence[str]) -> Iterator[str]:
         """Everything before the deal: newcomers that have their models, and the weights of a version."""
-        crew, start, newcomers = self._crew, self._deadlines.start, listed(names)
+        crew, start, newcomers = self._crew, self._deadlines.start_seconds, listed(names)
         meetings = yield from self._await_all(
             crew.ask_for_meetings(names), seconds=start, what=f"places where the ranks of {newcomers} can meet"
         )
@@ -157,7 +157,7 @@ class Scaler:
         Newcomers take their parts now, the others in `_end_deal`. If anything fails before that, nobody who works has
         heard of the deal, and all go on as before.
         """
-        crew, start = self._crew, self._deadlines.start
+        crew, start = self._crew, self._deadlines.start_seconds
         before = crew.membership.shares
         try:
             held = {name: crew.makers[name].hold_work.remote() for name in before}
@@ -177,7 +177,7 @@ class Scaler:
         """Let those who are held go on, with their new parts."""
         dealt = {name: self._crew.makers[name].deal_work.remote(*part) for name, part in parts.items()}
         try:
-            _answers(dealt, "work to be dealt anew", seconds=self._deadlines.start)
+            _answers(dealt, "work to be dealt anew", seconds=self._deadlines.start_seconds)
         except DeadlineExceeded as error:  # they were told, and go on when they come to it
             logger.warning("%s", error)
 
@@ -198,20 +198,22 @@ class Scaler:
 
     def _await_trainers(self, refs: Mapping[str, Any]) -> Generator[str, None, dict[str, Any]]:
         """Answers of trainers. One in the middle of a step answers after it."""
-        return (yield from self._await_all(refs, seconds=self._deadlines.update, what="the trainers to take note"))
+        return (
+            yield from self._await_all(refs, seconds=self._deadlines.update_seconds, what="the trainers to take note")
+        )
 
     def _await_weights(self, names: Sequence[str]) -> Iterator[str]:
         what = f"{listed(names)} to get the weights of the next version"
-        deadline = time.monotonic() + self._deadlines.batch
+        deadline = time.monotonic() + self._deadlines.batch_seconds
         while True:
             refs = {**self._ask_progress(names), **self._ask_faults()}
-            answers = yield from self._await_all(refs, seconds=self._deadlines.update, what=what)
+            answers = yield from self._await_all(refs, seconds=self._deadlines.update_seconds, what=what)
             if reason := _reason({trainer: answers[trainer] for trainer in self._crew.trainers}, names):
                 raise WeightUpdateError(reason)
             if all(answers[name].has_weights for name in names):
                 return
             if time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"waited {self._deadlines.batch:g} s for {what}.")
+                raise DeadlineExceeded(f"waited {self._deadlines.batch_seconds:g} s for {what}.")
             yield f"waiting for {what}"
 
     def _await_all(self, refs: Mapping[str, Any], *, seconds: float, what: str) -> Generator[str, None, dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
-from coati.deadlines import Deadlines
+from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied, WeightUpdateError
 from coati.ray.peers import NamedPeers, death_reason, original_error
 from coati.weights import LentChunk, ShareProbe, Snapshots, UpdateHeader, WeightChunk, WeightManifest
@@ -85,7 +85,7 @@ class WeightChannel:
         if ask is None:
             return "it takes plain updates only"
         is_newcomer = name in self._newcomers
-        seconds = self._deadlines.update * (NEWCOMER_TIME_SHARE if is_newcomer else 1.0)
+        seconds = self._deadlines.update_seconds * (NEWCOMER_TIME_SHARE if is_newcomer else 1.0)
         try:
             return str(ray.get(ask.remote(probe), timeout=seconds))
         except GetTimeoutError:
@@ -137,7 +137,7 @@ class WeightChannel:
         no more at what the first one overwrites, or has failed to.
         """
         targets = self._targets()
-        attempt = _Attempt(targets, newcomers=self._newcomers, seconds=self._deadlines.update)
+        attempt = _Attempt(targets, newcomers=self._newcomers, seconds=self._deadlines.update_seconds)
         attempt.call(update=header, fully_update=fully_update, chunk_start=True)
         if snapshots is not None:
             attempt.wait(until_in_flight=0)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from coati.config.reward_source import find_module
-from coati.config.sections import RewardSection, reward_label
+from coati.config.sections import RewardSettings, reward_label
 from coati.errors import ConfigError
 from coati.rewards.base import Reward, WeightedSum
 from coati.rewards.function import FunctionReward
@@ -21,7 +21,7 @@ from coati.rewards.model import ModelReward
 
 
 def build_reward(
-    settings: RewardSection, *, search_paths: Sequence[Path], load_model: Callable[[str], nn.Module]
+    settings: RewardSettings, *, search_paths: Sequence[Path], load_model: Callable[[str], nn.Module]
 ) -> Reward:
     """Make the reward that `[reward]` describes.
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from coati.config import RunConfig
+from coati.config import RunSettings
 from coati.monitor import METRICS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,7 +49,7 @@ def test_a_changed_page_is_noticed(maker):
 def test_every_setting_and_metric_is_described():
     configuration = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    keys = [key for field in RunConfig.model_fields.values() for key in field.annotation.model_fields]
+    keys = [key for field in RunSettings.model_fields.values() for key in field.annotation.model_fields]
 
     assert [key for key in keys if f"| `{key}` |" not in configuration] == []
     assert [name for name in METRICS if f"| `{name}` |" not in metrics] == []

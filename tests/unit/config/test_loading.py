@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from coati.config import RunConfig, build_config, dump_config, load_config
+from coati.config import RunSettings, build_config, dump_config, load_config
 from coati.errors import ConfigError
 
 MINIMAL = '[model]\npath = "m"\n[prompts]\npath = "p.jsonl"\n[reward]\nfunction = "rewards:praise"\n'
@@ -62,6 +62,7 @@ def test_overrides_are_toml_values_or_bare_texts():
             "train.total_steps=7",
             "train.actor_lr=3e-4",
             "prompts.shuffle=false",
+            "lora.rank=4",
             'lora.target_modules=["q", "v"]',
             "rollout.generate.min_new_tokens=2",
             "model.path=owner/name=x",
@@ -365,7 +366,7 @@ def test_dump_round_trips_any_text_and_value(tmp_path_factory, generate, output,
 
 
 def test_every_setting_says_what_it_is_and_what_it_may_be():
-    for section, field in RunConfig.model_fields.items():
+    for section, field in RunSettings.model_fields.items():
         for name, setting in field.annotation.model_fields.items():
             assert setting.description, f"{section}.{name}"
             assert setting.json_schema_extra["rule"] in setting.description, f"{section}.{name}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coati.config import load_config, preflight
-from coati.config.preflight import looks_local
+from coati.config.checks import looks_local
 from coati.models.value_head import HEAD_FILE
 
 ROOT = Path(__file__).parents[3]
@@ -197,7 +197,6 @@ def test_lora_targets_that_the_model_does_not_have(folder, is_sharded):
     if is_sharded:
         write_parts(folder / "model", names)
     targets = 'lora.target_modules=["q_proj", "self_attn.v_proj", "query_key_value"]'
-    assert problems(targets) == []  # no adapters, no targets
     (problem,) = problems("lora.rank=8", targets)
     assert "got 'query_key_value', which none is called. It has k_proj, o_proj, q_proj, v_proj." in problem
 

@@ -143,7 +143,11 @@ def test_plain_names():
 
 
 def test_settings_name_the_rule():
-    with pytest.raises(ConfigError, match=r"lora.rank must be 1 or more, got 0"):
-        LoRASettings(rank=0)
-    with pytest.raises(ConfigError, match=r"lora.dropout must be in \[0, 1\), got 1"):
+    with pytest.raises(ConfigError, match=r"lora\.target_modules .* lora\.rank"):
+        LoRASettings(target_modules=("q_proj",))
+    with pytest.raises(ConfigError, match=r"lora\.dropout must be"):
         LoRASettings(rank=1, dropout=1.0)
+
+
+def test_rank_zero_leaves_the_model_alone():
+    assert not has_adapters(Actor.from_config(LLAMA, lora=LoRASettings()).state_dict())

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from coati.config import RewardSection
+from coati.config import RewardSettings
 from coati.errors import ConfigError, RewardError
 from coati.rewards import (
     FunctionReward,
@@ -323,7 +323,7 @@ def test_rewards_from_settings(tmp_path):
         return LastToken()
 
     def built(settings):
-        return build_reward(RewardSection(**settings), search_paths=[tmp_path], load_model=load_model)
+        return build_reward(RewardSettings(**settings), search_paths=[tmp_path], load_model=load_model)
 
     request = request_of("a", "bb")
     assert built({"function": term["function"]}).score(request).tolist() == [1.0, 2.0]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coati.config.model_folder import context_length, divisible_counts, folder_problem, has_value_head, weight_names
 from coati.config.reward_source import find_reward_problem
-from coati.config.schema import RunConfig
+from coati.config.run_settings import RunSettings
 from coati.errors import DataError
 from coati.prompts.readers import FILE_SUFFIXES, PEEKING_READERS
 from coati.prompts.table import check_rows
@@ -21,7 +21,7 @@ from coati.prompts.table import check_rows
 _PEEKED_ROWS = 8
 
 
-def preflight(config: RunConfig) -> list[str]:
+def preflight(config: RunSettings) -> list[str]:
     """Return what would stop the run, each a full message; empty when nothing is known to."""
     return [
         *_model_problems(config),
@@ -49,7 +49,7 @@ def looks_local(path: str) -> bool:
     return "/" in path and Path(path).parent.is_dir()
 
 
-def _model_problems(config: RunConfig) -> list[str]:
+def _model_problems(config: RunSettings) -> list[str]:
     wanted = {
         "model.path": config.model.path,
         "model.reference": config.model.reference,
@@ -86,7 +86,7 @@ def _model_problems(config: RunConfig) -> list[str]:
     return problems
 
 
-def _parallel_problems(config: RunConfig) -> list[str]:
+def _parallel_problems(config: RunSettings) -> list[str]:
     """Heads and widths that cannot be dealt out evenly; the run says the same of models that only it can look into."""
     parts = config.topology.tensor_parallel
     return [
@@ -97,7 +97,7 @@ def _parallel_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def _length_problems(config: RunConfig) -> list[str]:
+def _length_problems(config: RunSettings) -> list[str]:
     context = context_length(Path(config.model.path))
     wanted = config.rollout.max_new_tokens
     if context is None or wanted < context:
@@ -108,7 +108,7 @@ def _length_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def _lora_problems(config: RunConfig) -> list[str]:
+def _lora_problems(config: RunSettings) -> list[str]:
     """Targets that no weight of the model is named after; only where its files can be looked into."""
     names = weight_names(Path(config.model.path))
     if not config.lora.rank or not names:
@@ -128,7 +128,7 @@ def _lora_problems(config: RunConfig) -> list[str]:
     ]
 
 
-def _prompt_problems(config: RunConfig) -> list[str]:
+def _prompt_problems(config: RunSettings) -> list[str]:
     path, column = Path(config.prompts.path), config.prompts.column
     if path.suffix in FILE_SUFFIXES:
         if not path.is_file():
@@ -164,7 +164,7 @@ def _extra_problems(path: str, package: str) -> list[str]:
     ]
 
 
-def _reward_problems(config: RunConfig) -> list[str]:
+def _reward_problems(config: RunSettings) -> list[str]:
     functions = {"reward.function": config.reward.function} | {
         f"reward.terms[{index}].function": term.function for index, term in enumerate(config.reward.terms)
     }
@@ -177,7 +177,7 @@ def _reward_problems(config: RunConfig) -> list[str]:
     return [problem for problem in found if problem]
 
 
-def _peeked_columns(config: RunConfig) -> list[str] | None:
+def _peeked_columns(config: RunSettings) -> list[str] | None:
     """The dataset's columns but the prompt's, where a look at its first rows tells them."""
     path = Path(config.prompts.path)
     if path.suffix not in PEEKING_READERS or not path.is_file():
@@ -190,7 +190,7 @@ def _peeked_columns(config: RunConfig) -> list[str] | None:
     return sorted({name for row in rows for name in row} - {config.prompts.column})
 
 
-def _output_problems(config: RunConfig) -> list[str]:
+def _output_problems(config: RunSettings) -> list[str]:
     folder = config.output_folder
     blocking = [parent for parent in (folder, *folder.parents) if parent.exists() and not parent.is_dir()]
     if blocking:

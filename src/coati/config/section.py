@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from coati.errors import ConfigError
 
 
 def setting(
@@ -36,10 +38,21 @@ def setting(
 class Section(BaseModel):
     """Base of all sections: frozen, no unknown keys, no silent conversion (`"5"` is not 5), no NaN.
 
-    A section's name in the file is the key of `RunConfig` that holds it.
+    A section's name in the file is the key of `RunSettings` that holds it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        """Take settings by keyword; ConfigError says what is wrong with them, one line per problem."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            from coati.config.problems import describe  # it needs all the sections, which need this
+
+            raise ConfigError("\n".join(describe(type(self), error))) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # validating a table does not go through it
 
     def problems(self) -> list[str]:
         """What is wrong between the keys of this section: one full message each."""

@@ -8,12 +8,12 @@ from typing import Any, Literal
 from pydantic import model_validator
 
 from coati.algorithms import ALGORITHMS, Algorithm
-from coati.config.setting import Section, setting
+from coati.config.section import Section, setting
 
 AlgorithmName = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "dapo", "gspo"]
 
 
-class AlgorithmSection(Section):
+class AlgorithmSettings(Section):
     """`[algorithm]`: the maths of the update.
 
     `algorithm = "grpo"` at the top of the file is short for `name` in this section. Settings that are left out have the

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coati.config.algorithm_section import AlgorithmSection
-from coati.config.sections import ModelSection, PromptsSection, RewardSection, RolloutSection, RunSection
-from coati.config.setting import Section
-from coati.config.training_sections import (
-    DeadlinesSection,
-    LoggingSection,
-    LoraSection,
-    TopologySection,
-    TrainSection,
+from coati.config.algorithm import AlgorithmSettings
+from coati.config.section import Section
+from coati.config.sections import (
+    GeneralSettings,
+    LoRASettings,
+    ModelSettings,
+    PromptSettings,
+    RewardSettings,
+    RolloutSettings,
+)
+from coati.config.training import (
+    Deadlines,
+    LoggingSettings,
+    TopologySettings,
+    TrainSettings,
 )
 
 
-class RunConfig(Section):
+class RunSettings(Section):
     """Every setting of a run, made by `load_config` or `build_config`.
 
     Example:
@@ -32,17 +38,17 @@ class RunConfig(Section):
         (16, 'runs/run')
     """
 
-    run: RunSection = RunSection()
-    model: ModelSection
-    prompts: PromptsSection
-    reward: RewardSection
-    rollout: RolloutSection = RolloutSection()
-    algorithm: AlgorithmSection = AlgorithmSection()
-    train: TrainSection = TrainSection()
-    topology: TopologySection = TopologySection()
-    lora: LoraSection = LoraSection()
-    deadlines: DeadlinesSection = DeadlinesSection()
-    logging: LoggingSection = LoggingSection()
+    run: GeneralSettings = GeneralSettings()
+    model: ModelSettings
+    prompts: PromptSettings
+    reward: RewardSettings
+    rollout: RolloutSettings = RolloutSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    train: TrainSettings = TrainSettings()
+    topology: TopologySettings = TopologySettings()
+    lora: LoRASettings = LoRASettings()
+    deadlines: Deadlines = Deadlines()
+    logging: LoggingSettings = LoggingSettings()
 
     @property
     def output_folder(self) -> Path:

@@ -1,16 +1,16 @@
 """The sections that say how it is trained: steps, topology, LoRA, deadlines and logging.
 
-Rules between keys of one section live in that section; rules between sections live in `coati.config.schema`.
+Rules between keys of one section live in that section; rules between sections live in `coati.config.run_settings`.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from coati.config.setting import Section, setting
+from coati.config.section import Section, setting
 
 
-class TrainSection(Section):
+class TrainSettings(Section):
     """`[train]`: how trainers learn. A step is one batch of fresh samples on every trainer."""
 
     total_steps: int = setting(
@@ -133,7 +133,7 @@ class TrainSection(Section):
         return found
 
 
-class TopologySection(Section):
+class TopologySettings(Section):
     """`[topology]`: how many makers and trainers, and how far apart they may run."""
 
     makers: int = setting(
@@ -305,31 +305,36 @@ class TopologySection(Section):
         return found
 
 
-class LoraSection(Section):
-    """`[lora]`: train small adapters instead of all weights."""
+class Deadlines(Section):
+    """`[deadlines]`: the longest waits. A wait that runs past its deadline is an error that says what it waited for."""
 
-    rank: int = setting(0, "Rank of the adapters; 0 = off.", rule="a whole number, 0 or more", ge=0)
-    alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", rule="a number above 0", gt=0)
-    dropout: float = setting(0.0, "Dropout on the adapters' input.", rule="a number from 0 to below 1", ge=0, lt=1)
-    target_modules: tuple[str, ...] = setting(
-        (),
-        "Names of the layers that get adapters; empty = all linear layers.",
-        rule='a list of names in quotes, for example ["q_proj", "v_proj"]',
-        strict=False,
+    start_seconds: float = setting(
+        300.0, "For all actors to start, and for a maker's first full weight update.", rule="a number above 0", gt=0
     )
-
-
-class DeadlinesSection(Section):
-    """`[deadlines]`: how long anything may be waited for."""
-
-    start_seconds: float = setting(300.0, "For all actors to come up.", rule="a number above 0", gt=0)
     batch_seconds: float = setting(
-        1800.0, "For the next batch, counted from the last sign of progress.", rule="a number above 0", gt=0
+        1800.0,
+        "For a batch, for room in a buffer, or for new weights, counted from the last sign of progress.",
+        rule="a number above 0",
+        gt=0,
     )
     update_seconds: float = setting(600.0, "For one weight update.", rule="a number above 0", gt=0)
+    grace_seconds: float = setting(
+        5.0,
+        "How long all makers must have finished before the last, partial batch is trained on.",
+        rule="a number above 0",
+        gt=0,
+    )
+    message_seconds: float = setting(
+        30.0, "Log what is waited for every so many seconds.", rule="a number above 0", gt=0
+    )
+
+    @property
+    def silence(self) -> float:
+        """How long the leader of a tensor-parallel maker may send nothing to its followers."""
+        return self.start_seconds + 3 * self.batch_seconds + self.update_seconds
 
 
-class LoggingSection(Section):
+class LoggingSettings(Section):
     """`[logging]`: what is written beside metrics.jsonl."""
 
     tensorboard: bool = setting(True, "Write TensorBoard files too.", rule="true or false")
