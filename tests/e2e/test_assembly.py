@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from coati import assembly
-from coati.config import Deadlines, build_config
+from coati.config import build_config
 from coati.errors import ConfigError
 from coati.experience_maker import NaiveExperienceMaker
 from coati.ledger import VersionSignals, WorkShare
