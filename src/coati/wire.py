@@ -5,15 +5,11 @@ our machine), and numpy has no bfloat16 or float8. So a tensor travels as an arr
 the name of its dtype; nothing is ever converted.
 """
 
-import warnings
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-
-# Arrays that come out of Ray's object store are read-only. Whoever mutates a decoded tensor copies it first.
-warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 # dtypes numpy does not know travel in a dtype of the same width.
 _CARRIER_BY_WIDTH = {1: torch.uint8, 2: torch.int16}
@@ -62,8 +58,22 @@ def shared_if_equal(wire: WireTensor, other: WireTensor) -> WireTensor:
 
 
 def decode(wire: WireTensor, *, copy: bool = False) -> Tensor:
-    """The tensor again. With `copy=False` it shares the array's memory, which may be read-only."""
+    """The tensor again. Without `copy` it shares the array's memory, which may be read-only: do not write to it."""
     array, dtype_name = wire
-    tensor = torch.from_numpy(np.array(array, copy=True) if copy else np.asarray(array))
+    tensor = torch.from_numpy(np.array(array, copy=True)) if copy else tensor_of(np.asarray(array))
     dtype: torch.dtype = getattr(torch, dtype_name)
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+def tensor_of(array: np.ndarray) -> Tensor:
+    """A tensor in the memory of an array. Nothing may write to it if that memory is read-only."""
+    # torch warns about every read-only array, and arrays out of Ray's object store are read-only.
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Unguarded(array)))
+
+
+class _Unguarded:
+    """A read-only array as numpy sees memory that may be written; keeps the array alive."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}

@@ -1,7 +1,11 @@
 """Tensors travel as they are: no dtype is converted, no bit changed."""
 
 import doctest
+import gc
 import pickle
+import subprocess
+import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -75,6 +79,24 @@ def test_a_read_only_array_can_be_copied_into_a_writable_tensor():
     tensor = decode(wire, copy=True)
     tensor.zero_()
     assert wire.array.tolist() == [1.0, 1.0]
+
+
+def test_a_read_only_array_is_decoded_without_a_warning_and_stays_alive():
+    for shape in ((2, 3), (), (0, 3)):
+        wire = encode(torch.ones(shape, dtype=torch.bfloat16))
+        wire.array.flags.writeable = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tensor = decode(wire)
+        assert tensor.data_ptr() == wire.array.ctypes.data or tensor.numel() == 0
+        del wire
+        gc.collect()
+        assert torch.equal(tensor, torch.ones(shape, dtype=torch.bfloat16))
+
+
+def test_importing_leaves_the_warning_filters_of_the_process_alone():
+    script = "import warnings, numpy, torch; before = list(warnings.filters); import coati.wire; "
+    subprocess.run([sys.executable, "-c", script + "assert warnings.filters == before"], check=True)
 
 
 def test_a_parameter_travels_without_its_graph():

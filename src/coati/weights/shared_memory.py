@@ -35,7 +35,7 @@ from torch import Tensor
 from coati.weights.checksum import bytes_checksum, checksum, hashed_ahead
 from coati.weights.lent import LentChunk, ShareProbe, Slot, Snapshots, TakenChunk, copy_all, layout, moved, view
 from coati.weights.manifest import UpdateHeader, WeightChunk
-from coati.wire import encode
+from coati.wire import encode, tensor_of
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ def open_memory(handle: MemoryHandle) -> Tensor:
         mapping = mmap.mmap(descriptor, handle.size, prot=mmap.PROT_READ)
     finally:
         os.close(descriptor)
-    return torch.from_numpy(np.frombuffer(mapping, dtype=np.uint8))
+    return tensor_of(np.frombuffer(mapping, dtype=np.uint8))
 
 
 def why_not_in_memory(probe: ShareProbe) -> str:
