@@ -113,6 +113,13 @@ def sometimes_nan(prompts, completions):
     return [float("nan") if len(text.split()) % 4 == 0 else 1.0 for text in completions]
 
 
+def raises_late(prompts, completions, calls=[]):
+    calls.append(1)
+    if len(calls) > 4:
+        raise KeyError("no such lexicon")
+    return [float(len(text)) for text in completions]
+
+
 def too_few(prompts, completions):
     return [1.0]
 """

@@ -1,6 +1,7 @@
 """`coati train`: asynchronous against synchronous, stopping, and every kind of bad input."""
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coati.cli.run import quiet_libraries
 from coati.config import load_config
 from coati.run_folder import MARKER
+from coati.synchronous import SynchronousRun
 
 
 @pytest.mark.slow
@@ -71,6 +73,37 @@ def test_a_run_leaves_config_metrics_samples_and_a_model(film_run, coati_here, t
     assert again.returncode == 2
     assert "holds an earlier run" in again.stderr
     assert "--overwrite" in again.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("can_save", [True, False])
+def test_a_synchronous_run_that_fails_says_what_was_saved(film_run, coati_here, tmp_path, monkeypatch, can_save):
+    if not can_save:
+
+        def full_disk(self, path):
+            raise OSError("no space left")
+
+        monkeypatch.setattr(SynchronousRun, "save", full_disk)
+    finished = coati_here("train", film_run, "--sync", "--set", "reward.function=film_rewards:raises_late")
+    assert finished.returncode == 2
+    assert "no such lexicon" in finished.stderr
+    assert ("was saved" in finished.stderr) == can_save
+    assert ("no space left" in finished.stderr) != can_save
+    if can_save:
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model-at-failure")
+        AutoTokenizer.from_pretrained(tmp_path / "out" / "model-at-failure")
+
+
+@pytest.mark.slow
+def test_a_run_without_tensorboard_says_so_and_trains(film_run, coati_here, tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else find_spec(name, *rest)
+    )
+    finished = coati_here("train", film_run, "--sync", "--set", "train.total_steps=2")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("pip install tensorboard") == 1
+    assert not (tmp_path / "out" / "tensorboard").exists()
 
 
 @pytest.mark.slow

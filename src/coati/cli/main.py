@@ -12,8 +12,8 @@ from coati.errors import CoatiError, RunStopped
 
 app = typer.Typer(
     name="coati",
-    help="Train language models with reinforcement learning from feedback, detached: makers and trainers in their "
-    "own Ray actors.",
+    help="Train language models with reinforcement learning. Experience makers and trainers run at the same time, in "
+    "separate Ray actors.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,19 +36,19 @@ def _options(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Options of the command itself."""
+    """Options of the command."""
 
 
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
-    output: Annotated[Path, typer.Option(help="Folder for the results; an earlier demo there is replaced.")] = Path(
+    output: Annotated[Path, typer.Option(help="Folder for the results. An earlier demo there is replaced.")] = Path(
         "runs/demo"
     ),
-    sync: Annotated[bool, typer.Option("--sync", help="In one process, without Ray.")] = False,
+    sync: Annotated[bool, typer.Option("--sync", help="Run in one process, without Ray.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Watch a small language model learn to write kind film reviews: the whole system, on this machine."""
+    """Watch a small language model learn to write kind film reviews, on this machine."""
     from coati.cli.demo import run_demo
 
     run_demo(seed=seed, output=output, sync=sync, verbose=verbose)
@@ -66,7 +66,7 @@ def train(
     ] = None,
     sync: Annotated[
         bool,
-        typer.Option("--sync", help="In one process, without Ray: the reference, and a debugger's friend."),
+        typer.Option("--sync", help="Run in one process, without Ray; useful for debugging."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, and stop.")] = False,
     overwrite: Annotated[
@@ -74,7 +74,7 @@ def train(
     ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train as a TOML file says."""
+    """Train from a TOML file."""
     from coati.cli.train import run_train
 
     run_train(
@@ -91,10 +91,10 @@ def train(
 @app.command()
 def scale(
     folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run that is training.")],
-    makers: Annotated[int, typer.Option(help="How many makers it shall have.")],
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for it; the run goes on trying after that.")] = 600.0,
+    makers: Annotated[int, typer.Option(help="Target number of makers.")],
+    timeout: Annotated[float, typer.Option(help="Seconds to wait; the run keeps trying after that.")] = 600.0,
 ) -> None:
-    """Give a running job more makers, or fewer."""
+    """Change the number of makers of a running job."""
     from coati.cli.scale import run_scale
 
     run_scale(folder, makers=makers, timeout=timeout)
@@ -103,16 +103,16 @@ def scale(
 @app.command()
 def report(
     folder: Annotated[
-        Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run, also one that goes on.")
+        Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run, finished or running.")
     ],
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to write the page; report.html in the folder by default.")
+        Path | None, typer.Option(metavar="FILE", help="Where to write the page. Default: report.html in the folder.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev or chrome://tracing too.")
+        Path | None, typer.Option(metavar="FILE", help="Also write a trace for ui.perfetto.dev or chrome://tracing.")
     ] = None,
 ) -> None:
-    """Show where the time of a run went: who worked, who waited for what; with curves and samples on a page."""
+    """Show where a run's time went, and write a page with its curves and samples."""
     from coati.cli.report import run_report
 
     run_report(folder, html=html, trace=trace)

@@ -42,10 +42,14 @@ def execute(
     `on_begin` is called when everything is loaded and training begins.
     """
     files = output_files(config)
+    if config.logging.tensorboard and files.tensorboard is None:
+        console.print(
+            "TensorBoard is not installed; metrics.jsonl has the metrics. To install it: pip install tensorboard"
+        )
     quiet_libraries(verbose)
     started = time.monotonic()
     log = RunLog(
-        _trackers(config, files),
+        _trackers(files),
         samples_path=files.samples,
         total_steps=config.train.total_steps * config.train.epochs,
         samples_every_versions=config.logging.samples_every_versions,
@@ -84,20 +88,30 @@ def _run_synchronously(config: RunSettings, log: RunLog, view: LiveView, should_
     from coati import assembly
     from coati.synchronous import SynchronousRun
 
+    def save(folder: str) -> None:
+        run.save(folder)
+        assembly.load_tokenizer(config).save_pretrained(folder)
+
     run = SynchronousRun(config, log, on_progress=view.show, should_stop=should_stop)
     log.message = ""
     try:
         run.run()
     except Exception as error:
-        if log.trainer_version:
-            path += "-at-failure"
-            error.add_note(f"the model as of version {log.trainer_version} was saved to {path}")
-            run.save(path)
+        if (step := log.snapshot().step) > 0:
+            _save_after_failure(error, save, path + "-at-failure", step)
         raise
     log.flush()
     view.show(log.snapshot())
-    run.save(path)
-    assembly.load_tokenizer(config).save_pretrained(path)
+    save(path)
+
+
+def _save_after_failure(error: Exception, save: Callable[[str], None], path: str, step: int) -> None:
+    try:
+        save(path)
+    except Exception as problem:  # the run's own error is the one to report
+        error.add_note(f"The model after step {step} could not be saved to {path}: {problem}")
+    else:
+        error.add_note(f"The model after step {step} was saved to {path}")
 
 
 def quiet_libraries(verbose: bool) -> None:
@@ -113,8 +127,8 @@ def quiet_libraries(verbose: bool) -> None:
     transformers_logging.disable_progress_bar()
 
 
-def _trackers(config: RunSettings, files: OutputFiles) -> TrackerGroup:
+def _trackers(files: OutputFiles) -> TrackerGroup:
     trackers: list[Tracker] = [JsonlTracker(files.metrics)]
-    if config.logging.tensorboard and files.tensorboard is not None:
+    if files.tensorboard is not None:
         trackers.append(TensorBoardTracker(files.tensorboard))
     return TrackerGroup(trackers)

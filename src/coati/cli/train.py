@@ -46,17 +46,17 @@ def run_train(
     )
     if outcome.log.num_dropped:
         console.print(
-            f"[yellow]{outcome.log.num_dropped:,} samples were dropped[/] (prompts that do not fit, or rewards "
-            "that are not finite numbers); run with --verbose to see why."
+            f"[yellow]{outcome.log.num_dropped:,} samples were dropped[/] because their prompt did not fit or their "
+            "reward was not a finite number. Run with --verbose for details."
         )
     if outcome.log.num_skipped_prompts:
-        console.print(f"[yellow]{outcome.log.num_skipped_prompts:,} times a prompt was skipped[/]: it does not fit.")
-    console.print(f"Model:   {outcome.files.model}", highlight=False)
-    console.print(f"Metrics: {outcome.files.metrics}", highlight=False)
-    console.print(f"Samples: {outcome.files.samples}", highlight=False)
-    console.print(f"Time:    coati report {config.output_folder}", highlight=False)
+        console.print(f"[yellow]Prompts were skipped {outcome.log.num_skipped_prompts:,} times[/]: they do not fit.")
+    console.print(f"Model:       {outcome.files.model}", highlight=False)
+    console.print(f"Metrics:     {outcome.files.metrics}", highlight=False)
+    console.print(f"Samples:     {outcome.files.samples}", highlight=False)
+    console.print(f"Report:      coati report {config.output_folder}", highlight=False)
     if outcome.files.tensorboard is not None:
-        console.print(f"Look:    tensorboard --logdir {outcome.files.tensorboard}", highlight=False)
+        console.print(f"TensorBoard: tensorboard --logdir {outcome.files.tensorboard}", highlight=False)
     if outcome.was_stopped:
         raise SystemExit(EXIT_STOPPED)
 

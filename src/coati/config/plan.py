@@ -8,6 +8,7 @@ episode.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class OutputFiles:
     spans: Path | None
     """What every actor did when; None when it is off."""
     tensorboard: Path | None
-    """A folder; None when it is off."""
+    """A folder; None when it is off, or the tensorboard package is not installed."""
     model: Path
     """The final policy: a folder that transformers loads."""
 
@@ -38,12 +39,13 @@ class OutputFiles:
 def output_files(config: RunSettings) -> OutputFiles:
     """Name every file that the run will write, all under `config.output_folder`."""
     folder = config.output_folder
+    has_tensorboard = config.logging.tensorboard and importlib.util.find_spec("tensorboard") is not None
     return OutputFiles(
         config=folder / "config.toml",
         metrics=folder / "metrics.jsonl",
         samples=folder / "samples.jsonl",
         spans=folder / "spans.jsonl" if config.logging.spans_kept else None,
-        tensorboard=folder / "tensorboard" if config.logging.tensorboard else None,
+        tensorboard=folder / "tensorboard" if has_tensorboard else None,
         model=folder / "model",
     )
 
