@@ -49,6 +49,16 @@ class PeerDied(CoatiError, RuntimeError):
     """An actor that this one depends on is gone."""
 
 
+class PeerUnavailable(CoatiError, RuntimeError):
+    """The connection to an actor broke during a call, which may or may not have been executed."""
+
+
+class RemoteError(CoatiError, RuntimeError):
+    """A method of another actor raised; `cause` is what it raised."""
+
+    cause: Exception
+
+
 class CheckpointError(CoatiError, RuntimeError):
     """A saved model or optimizer state is missing, torn or belongs to something else."""
 

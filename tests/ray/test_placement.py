@@ -122,7 +122,7 @@ from ray.cluster_utils import Cluster
 from threading import Event
 from types import SimpleNamespace
 from coati.ray.environment import has_part_of_a_gpu
-from coati.ray.peers import wait_in_slices
+from coati.peers import wait_in_slices
 from coati.ray.placement import Placement
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 2, "include_dashboard": False})

@@ -21,10 +21,10 @@ from coati.experience import Experience
 from coati.ledger import SignalMeter, StalenessController, VersionSignals, age_metrics
 from coati.models.critic import as_critic
 from coati.monitor.timeline import trainer_metrics
+from coati.peers import wait_in_slices
 from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator, num_parameters
 from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.environment import apply_env_info, processors_for, set_up_gpu, set_up_log
-from coati.ray.peers import wait_in_slices
 from coati.ray.publishing import WeightPublisher
 from coati.trainer.batch_mover import BatchMover
 from coati.trainer.ppo import PPOLearner, PPOSettings

@@ -24,6 +24,7 @@ from coati.config import Deadlines
 from coati.cpu import set_up_cpu
 from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience import split_experience_batch
+from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.lock_step import LeadingMaker, LockStep, cut_maker
 from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline, MadeBatch
@@ -32,10 +33,10 @@ from coati.ledger import Standing, WorkShare
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import WEIGHTS, Span, Timeline
 from coati.prompts.source import PromptSource
+from coati.peers import wait_in_slices
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, dispatch, num_parameters
-from coati.ray.delivery import ItemSender
 from coati.ray.environment import apply_env_info, leave_out_of_collections, set_up_gpu, set_up_log
-from coati.ray.peers import wait_in_slices
+from coati.ray.peers import RayPeers
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy
 from coati.weights import (
@@ -159,6 +160,7 @@ class ExperienceMakerHolder:
         )
         self._sender = ItemSender(
             detached_trainer_name_list,
+            peers=RayPeers(),
             sender=self._name,
             deadlines=self._deadlines,
             share=share,

@@ -1,22 +1,115 @@
-"""Finding other actors by name, and telling whether they are still there."""
+"""Peers that are Ray actors."""
 
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util import list_named_actors
 
 from coati.config import Deadlines
-from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied
+from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied, PeerUnavailable
+from coati.peers import Peer, Peers, PendingCall, remote_error
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
 _RAY_FIELD = re.compile(r"\t\w+: ")  # "\tpid: 4711", in the text of an ActorDiedError
+
+
+class RayCall(PendingCall):
+    """A call of a Ray actor's method."""
+
+    def __init__(self, name: str, method: str, ref: Any) -> None:
+        self._name = name
+        self._method = method
+        self._ref = ref
+
+    def done(self) -> bool:
+        """Whether `result` returns or raises at once."""
+        return bool(ray.wait([self._ref], timeout=0)[0])
+
+    def result(self, timeout: float) -> Any:
+        """Return what the method returned; see `PendingCall.result` for what it raises."""
+        try:
+            return ray.get(self._ref, timeout=timeout)
+        except GetTimeoutError:
+            raise DeadlineExceeded(f"{self._name} did not answer {self._method} within {timeout:g} s.") from None
+        except RayTaskError as error:
+            raise remote_error(self._name, original_error(error)) from None
+        except ActorUnavailableError as error:
+            raise PeerUnavailable(death_reason(error)) from None
+        except RayError as error:
+            raise PeerDied(death_reason(error)) from None
+
+    @classmethod
+    def wait(cls, calls: Sequence[PendingCall], num_done: int, timeout: float) -> None:
+        """Wait in Ray for all calls at once."""
+        ray.wait([call._ref for call in calls if isinstance(call, cls)], num_returns=num_done, timeout=timeout)
+
+
+class RayPeer(Peer):
+    """A Ray actor, by its handle."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        super().__init__(name)
+        self.handle = handle
+
+    def has(self, method: str) -> bool:
+        """Whether the actor's class defines the method."""
+        return hasattr(self.handle, method)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> RayCall:
+        """Start a call of an actor's method."""
+        return RayCall(self.name, method, getattr(self.handle, method).remote(*args, **kwargs))
+
+
+class RayPeers(Peers):
+    """Named actors of this process's Ray namespace."""
+
+    def _lookup(self, name: str) -> RayPeer | None:
+        try:
+            return RayPeer(name, ray.get_actor(name))
+        except ValueError:
+            return None
+
+    def _names(self) -> Iterable[str]:
+        return list_named_actors()
+
+    def share(self, value: Any) -> Any:
+        """Put a value into the object store; Ray resolves it in each actor that gets it."""
+        return ray.put(value)
+
+
+def original_error(error: RayTaskError) -> Exception:
+    """Return the exception as the other actor raised it; the text of Ray's wrapping is a whole traceback."""
+    cause: Exception = error.cause
+    while isinstance(cause, RayTaskError):
+        cause = cause.cause
+    return cause
+
+
+def death_reason(error: RayError) -> str:
+    """Say in one line why an actor died: what its constructor raised, or what Ray says of its process."""
+    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
+    # The message of an exception comes after its traceback, which is indented with spaces; what Ray says of a process
+    # comes after the fields of its actor, and may be indented with a tab itself.
+    outer = [index for index, line in enumerate(lines) if not line.startswith(" ") and not _RAY_FIELD.match(line)]
+    begin = next((index for index in reversed(outer) if index - 1 not in outer), len(lines))
+    reason = " ".join(line.strip() for line in lines[begin:] if not _RAY_FIELD.match(line))
+    if reason in ("", ActorDiedError.BASE_ERROR_MSG):
+        return f"its node is gone or its process was killed; Ray gives no reason ({type(error).__name__}). See the log."
+    return re.sub(r"^coati\.errors\.\w+: ", "", reason)
 
 
 def find_actor(name: str, *, role: str, deadline_seconds: float) -> Any:
@@ -87,49 +180,3 @@ class NamedPeers:
             raise PeerDied(
                 f"every {self.role} ({', '.join(seen)}) is gone while {doing}. See their logs for the cause."
             )
-
-
-def wait_in_slices(
-    attempt: Callable[[float], bool],
-    *,
-    deadline_seconds: float,
-    what: Callable[[], str],
-    slice_seconds: float = 1.0,
-    message_every: float = 30.0,
-    between: Callable[[], None] = lambda: None,
-) -> None:
-    """Repeat `attempt(seconds)` until it is True; between slices look around, and now and then say what for.
-
-    `between` may raise to end the wait early (a stop signal, a dead peer).
-    """
-    started = time.monotonic()
-    next_message = started + message_every
-    while not attempt(max(0.0, min(slice_seconds, started + deadline_seconds - time.monotonic()))):
-        between()
-        now = time.monotonic()
-        if now - started >= deadline_seconds:
-            raise DeadlineExceeded(f"waited {deadline_seconds:g} s for {what()}.")
-        if now >= next_message:
-            logger.info("waiting for %s (%.0f s so far)", what(), now - started)
-            next_message = now + message_every
-
-
-def original_error(error: RayTaskError) -> Exception:
-    """The exception as the other actor raised it; the text of Ray's wrapping is a whole traceback."""
-    cause: Exception = error.cause
-    while isinstance(cause, RayTaskError):
-        cause = cause.cause
-    return cause
-
-
-def death_reason(error: RayActorError) -> str:
-    """Why an actor died, in one line: what its constructor raised, or what Ray says of its process."""
-    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
-    # What an exception says comes after its traceback, which is indented with spaces; what Ray says of a process comes
-    # after the fields of its actor, and may be indented with a tab itself.
-    outer = [index for index, line in enumerate(lines) if not line.startswith(" ") and not _RAY_FIELD.match(line)]
-    begin = next((index for index in reversed(outer) if index - 1 not in outer), len(lines))
-    reason = " ".join(line.strip() for line in lines[begin:] if not _RAY_FIELD.match(line))
-    if reason in ("", ActorDiedError.BASE_ERROR_MSG):
-        return f"its node is gone or its process was killed; Ray gives no reason ({type(error).__name__}). See the log."
-    return re.sub(r"^coati\.errors\.\w+: ", "", reason)

@@ -1,0 +1,157 @@
+"""Calls between the actors of a run, without Ray: named peers, pending calls and the ways in which a call can fail.
+
+`coati.ray.peers` implements it over Ray actors; the tests implement it over threads. A call ends in one of four ways:
+a value, `RemoteError` (the method raised), `PeerDied` (the peer is gone and so is the call) or `PeerUnavailable` (the
+connection broke: the method may have run or not). `DeadlineExceeded` is the caller's own: the call is still pending.
+"""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from coati.errors import ActorNotFound, DeadlineExceeded, RemoteError
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1
+
+
+class PendingCall(ABC):
+    """A call whose result may not be there yet."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `result` returns or raises at once."""
+
+    @abstractmethod
+    def result(self, timeout: float) -> Any:
+        """Return what the method returned, within `timeout` seconds.
+
+        Raises RemoteError, PeerDied or PeerUnavailable; DeadlineExceeded if the call is still pending.
+        """
+
+    @classmethod
+    @abstractmethod
+    def wait(cls, calls: "Sequence[PendingCall]", num_done: int, timeout: float) -> None:
+        """Wait until `num_done` of the calls, all of this class, are done, or `timeout` seconds have passed."""
+
+
+class Peer(ABC):
+    """Another actor, called by method name. Calls of one method from one caller run in order."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def has(self, method: str) -> bool:
+        """Whether the peer has a method; peers that users write may lack optional ones."""
+
+    @abstractmethod
+    def call(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
+        """Start a call; arguments are copied. Never waits, never raises for a dead peer."""
+
+
+class Peers(ABC):
+    """Finds peers by name. A peer that was found is kept, so that its death is noticed instead of waited out."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Peer] = {}
+
+    @abstractmethod
+    def _lookup(self, name: str) -> Peer | None:
+        """Return the peer that has this name now. A dead peer loses its name."""
+
+    @abstractmethod
+    def _names(self) -> Iterable[str]:
+        """List all names, for error messages."""
+
+    @abstractmethod
+    def share(self, value: Any) -> Any:
+        """Store a value once, to be an argument of several calls; methods get the value itself."""
+
+    def exists(self, name: str) -> bool:
+        """Whether a living peer has this name now."""
+        return self._lookup(name) is not None
+
+    def find_now(self, name: str) -> Peer | None:
+        """Return the peer of this name, which may have died since it was found; None if there is none yet."""
+        if name not in self._known and (found := self._lookup(name)) is not None:
+            self._known[name] = found
+        return self._known.get(name)
+
+    def find(self, name: str, *, role: str, timeout: float) -> Peer:
+        """Return the peer of this name; wait for it to appear, because actors start in any order.
+
+        Raises ActorNotFound after `timeout` seconds.
+        """
+        started = time.monotonic()
+        next_message = started + 10.0
+        while (peer := self.find_now(name)) is None:
+            now = time.monotonic()
+            if now - started >= timeout:
+                raise ActorNotFound(
+                    f"no {role} actor named {name!r} appeared within {timeout:g} s. Existing actors: "
+                    f"{', '.join(sorted(self._names())) or 'none'}. Create it with .options(name={name!r}) in the "
+                    "same Ray namespace, or correct the name list."
+                )
+            if now >= next_message:
+                logger.info("waiting for the %s actor %r to appear (%.0f s so far)", role, name, now - started)
+                next_message = now + 10.0
+            time.sleep(min(_POLL_SECONDS, timeout))
+        return peer
+
+    def forget(self, name: str) -> None:
+        """Look the name up again next time: another peer may take it."""
+        self._known.pop(name, None)
+
+
+def wait_any(calls: Iterable[PendingCall], timeout: float) -> list[PendingCall]:
+    """Wait until at least one call is done, or `timeout` seconds have passed; return those that are done."""
+    return _wait(list(calls), 1, timeout)
+
+
+def wait_all(calls: Iterable[PendingCall], timeout: float) -> list[PendingCall]:
+    """Wait until all calls are done, or `timeout` seconds have passed; return those that are done."""
+    pending = list(calls)
+    return _wait(pending, len(pending), timeout)
+
+
+def _wait(calls: list[PendingCall], num_done: int, timeout: float) -> list[PendingCall]:
+    if not calls:
+        return []
+    type(calls[0]).wait(calls, num_done, max(0.0, timeout))
+    return [call for call in calls if call.done()]
+
+
+def remote_error(name: str, cause: Exception) -> RemoteError:
+    """Wrap what a method of the peer `name` raised."""
+    error = RemoteError(f"{name}: {cause}")
+    error.cause = cause
+    return error
+
+
+def wait_in_slices(
+    attempt: Callable[[float], bool],
+    *,
+    deadline_seconds: float,
+    what: Callable[[], str],
+    slice_seconds: float = 1.0,
+    message_every: float = 30.0,
+    between: Callable[[], None] = lambda: None,
+) -> None:
+    """Repeat `attempt(seconds)` until it is True; log every `message_every` seconds what is waited for.
+
+    `between` runs after each slice and may raise to end the wait early (a stop signal, a dead peer).
+    """
+    started = time.monotonic()
+    next_message = started + message_every
+    while not attempt(max(0.0, min(slice_seconds, started + deadline_seconds - time.monotonic()))):
+        between()
+        now = time.monotonic()
+        if now - started >= deadline_seconds:
+            raise DeadlineExceeded(f"waited {deadline_seconds:g} s for {what()}.")
+        if now >= next_message:
+            logger.info("waiting for %s (%.0f s so far)", what(), now - started)
+            next_message = now + message_every

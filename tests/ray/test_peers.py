@@ -1,0 +1,65 @@
+"""Ray actors as peers: every way in which a call can end."""
+
+import pytest
+import ray
+
+from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
+from coati.peers import wait_all, wait_any
+from coati.ray.peers import RayCall, RayPeers
+
+PATIENCE = 60.0
+
+
+@ray.remote(num_cpus=0)
+class Echo:
+    def hear(self, value):
+        return value
+
+    def fail(self):
+        raise KeyError("no such thing")
+
+    async def hang(self):
+        import asyncio
+
+        await asyncio.sleep(3600)
+
+
+def test_a_call_ends_in_a_value_an_error_a_deadline_or_the_death_of_the_peer(keep, unique):
+    name = unique("echo")
+    actor = keep(Echo.options(name=name).remote())
+    peers = RayPeers()
+    peer = peers.find(name, role="echo", timeout=PATIENCE)
+    assert peer.call("hear", peers.share([1, 2])).result(PATIENCE) == [1, 2]
+    assert peer.has("hear")
+    assert not peer.has("speak")
+    with pytest.raises(RemoteError) as caught:
+        peer.call("fail").result(PATIENCE)
+    assert type(caught.value.cause) is KeyError
+    hanging, quick = peer.call("hang"), peer.call("hear", 3)
+    assert wait_any([hanging, quick], PATIENCE) == [quick]
+    with pytest.raises(DeadlineExceeded, match="hang"):
+        hanging.result(0.01)
+    ray.kill(actor)
+    assert wait_all([hanging], PATIENCE) == [hanging]
+    for call in (hanging, peer.call("hear", 4)):
+        with pytest.raises(PeerDied):
+            call.result(PATIENCE)
+    assert not peers.exists(name)
+    assert peers.find_now(name) is peer
+
+
+
+
+def test_a_broken_connection_is_not_a_death(cluster, monkeypatch):
+    def broken(ref, timeout):
+        raise ray.exceptions.ActorUnavailableError("the connection broke", b"\1" * 16)
+
+    monkeypatch.setattr(ray, "get", broken)
+    with pytest.raises(PeerUnavailable, match="the connection broke"):
+        RayCall("a", "hear", None).result(1.0)
+
+
+def test_a_name_that_never_appears_is_an_error_that_says_who_is_there(keep, unique):
+    keep(Echo.options(name=unique("echo")).remote())
+    with pytest.raises(ActorNotFound, match=f"'nobody'.*{unique('echo')}"):
+        RayPeers().find("nobody", role="echo", timeout=0.1)

@@ -1,0 +1,219 @@
+"""Peers that are plain objects in this process, for tests of what happens between actors.
+
+    peers = ThreadPeers(trainer=Sink())
+    sender = ItemSender(["trainer"], peers=peers, …)
+
+Each call runs on a thread of its peer: one thread for each concurrency group (of `ray.method`), calls in order, as in a
+Ray actor. Arguments and results are pickled on the way. Tests decide what goes wrong, at named points of the n-th call
+of a method ("before" it runs, or "after" it ran and before its result is sent):
+
+    held = peers.hold("trainer", "buffer_extend", "before", nth=2)
+    held.reached()    # waits until the call is there
+    held.release()
+    peers.kill_at("trainer", "buffer_extend", "after")
+    peers.drop_reply("trainer", "buffer_extend")    # it ran; its caller gets PeerUnavailable
+    peers.drop_call("trainer", "buffer_extend")     # it never ran; the same for its caller
+    peers.kill("trainer")
+"""
+
+import pickle
+import queue
+import threading
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable
+from coati.peers import Peer, Peers, PendingCall, remote_error
+
+PATIENCE = 60.0  # seconds that a test waits for what should come at once, on however busy a machine
+
+
+class ThreadCall(PendingCall):
+    def __init__(self, name, method, args, kwargs):
+        self.name, self.method = name, method
+        self.args, self.kwargs = args, kwargs
+        self.future = Future()
+
+    def done(self):
+        return self.future.done()
+
+    def result(self, timeout):
+        wait([self.future], timeout)
+        if not self.future.done():
+            raise DeadlineExceeded(f"{self.name} did not answer {self.method} within {timeout:g} s.")
+        return self.future.result()
+
+    def settle(self, value=None, error=None):
+        """Only the first outcome counts: a killed peer's late result is dropped."""
+        try:
+            self.future.set_exception(error) if error is not None else self.future.set_result(value)
+        except Exception:
+            assert self.future.done()
+
+    @classmethod
+    def wait(cls, calls, num_done, timeout):
+        deadline = time.monotonic() + timeout
+        futures = [call.future for call in calls]
+        while sum(future.done() for future in futures) < num_done:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return
+            wait([future for future in futures if not future.done()], remaining, FIRST_COMPLETED)
+
+
+class Hold:
+    """A call that waits at a point until it is released."""
+
+    def __init__(self):
+        self._reached, self._released = threading.Event(), threading.Event()
+
+    def __call__(self, peer):
+        self._reached.set()
+        assert self._released.wait(PATIENCE), "a held call was never released"
+
+    def reached(self, timeout=PATIENCE):
+        assert self._reached.wait(timeout), "no call came to the point where it is to be held"
+
+    @property
+    def is_reached(self):
+        return self._reached.is_set()
+
+    def release(self):
+        self._released.set()
+
+
+class _Dropped(Exception):
+    pass
+
+
+def _drop(peer):
+    raise _Dropped
+
+
+class ThreadPeer(Peer):
+    def __init__(self, name, target):
+        super().__init__(name)
+        self.target = target
+        self.is_alive = True
+        self.calls = []  # (method, args, kwargs) of all calls, as they were sent
+        self._queues = {}
+        self._counts = {}
+        self._actions = {}  # (method, point) -> {nth: action}
+        self._lock = threading.Lock()
+        self._open = set()
+
+    def has(self, method):
+        return hasattr(self.target, method)
+
+    def call(self, method, *args, **kwargs):
+        function = getattr(self.target, method)  # AttributeError, as of a Ray handle
+        sent = pickle.dumps((args, kwargs))
+        call = ThreadCall(self.name, method, *pickle.loads(sent))
+        with self._lock:
+            self.calls.append((method, *pickle.loads(sent)))
+            if not self.is_alive:
+                call.settle(error=PeerDied(f"{self.name} was killed by the test"))
+                return call
+            self._open.add(call)
+            group = getattr(function, "__ray_concurrency_group__", "default")
+            if group not in self._queues:
+                self._queues[group] = queue.SimpleQueue()
+                threading.Thread(target=self._serve, args=(self._queues[group],), daemon=True).start()
+            self._queues[group].put(call)
+        return call
+
+    def kill(self):
+        with self._lock:
+            self.is_alive = False
+            lost, self._open = self._open, set()
+        for call in lost:
+            call.settle(error=PeerDied(f"{self.name} was killed by the test"))
+
+    def at(self, method, point, action, nth):
+        """Do `action(peer)` at a point of the nth call of a method from now on; `nth=None`: of every call."""
+        seen = self._counts.get(method, 0)
+        self._actions.setdefault((method, point), {})[None if nth is None else seen + nth] = action
+
+    def _serve(self, calls):
+        while self.is_alive:
+            self._run(calls.get())
+
+    def _run(self, call):
+        if not self.is_alive:
+            return
+        number = self._counts[call.method] = self._counts.get(call.method, 0) + 1
+        try:
+            self._pass(call.method, "before", number)
+            if not self.is_alive:
+                return
+            try:
+                kwargs = {key: _resolved(value) for key, value in call.kwargs.items()}
+                value = getattr(self.target, call.method)(*map(_resolved, call.args), **kwargs)
+                value, error = pickle.loads(pickle.dumps(value)), None
+            except Exception as raised:
+                value, error = None, remote_error(self.name, raised)
+            self._pass(call.method, "after", number)
+        except _Dropped:
+            value, error = None, PeerUnavailable(f"the connection to {self.name} broke")
+        with self._lock:
+            self._open.discard(call)
+        if self.is_alive:
+            call.settle(value, error)
+
+    def _pass(self, method, point, number):
+        actions = self._actions.get((method, point), {})
+        action = actions.get(number) or actions.get(None)
+        if action is not None:
+            action(self)
+
+
+class _Shared:
+    def __init__(self, value):
+        self.value = value
+
+
+def _resolved(value):
+    return value.value if isinstance(value, _Shared) else value
+
+
+class ThreadPeers(Peers):
+    def __init__(self, **targets):
+        super().__init__()
+        self._peers = {}
+        for name, target in targets.items():
+            self.add(name, target)
+
+    def add(self, name, target):
+        """Let `target` be the peer of this name from now on; returns the peer."""
+        self._peers[name] = ThreadPeer(name, target)
+        return self._peers[name]
+
+    def __getitem__(self, name):
+        return self._peers[name]
+
+    def _lookup(self, name):
+        peer = self._peers.get(name)
+        return peer if peer is not None and peer.is_alive else None
+
+    def _names(self):
+        return [name for name, peer in self._peers.items() if peer.is_alive]
+
+    def share(self, value):
+        return _Shared(value)
+
+    def kill(self, name):
+        self._peers[name].kill()
+
+    def hold(self, name, method, point="before", *, nth=1):
+        held = Hold()
+        self._peers[name].at(method, point, held, nth)
+        return held
+
+    def kill_at(self, name, method, point="before", *, nth=1):
+        self._peers[name].at(method, point, ThreadPeer.kill, nth)
+
+    def drop_reply(self, name, method, *, nth=1):
+        self._peers[name].at(method, "after", _drop, nth)
+
+    def drop_call(self, name, method, *, nth=1):
+        self._peers[name].at(method, "before", _drop, nth)

@@ -1,0 +1,230 @@
+"""Delivery from a maker to its trainers: round-robin, acknowledged, bounded, and safe when trainers die."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+from thread_peers import PATIENCE, ThreadPeers
+
+from coati.config import Deadlines
+from coati.errors import ActorNotFound, DataError, DeadlineExceeded, PeerDied
+from coati.experience_maker.delivery import ItemSender
+from coati.ledger import DeliveryLog, WorkShare
+from coati.monitor.timeline import Timeline
+
+QUICK = Deadlines(start_seconds=0.05, batch_seconds=PATIENCE, grace_seconds=0.05)
+
+
+class Sink:
+    """A trainer that implements only what makers call."""
+
+    def __init__(self):
+        self.calls = []
+        self.error = None
+
+    def buffer_extend(self, items):
+        if self.error is not None:
+            raise self.error
+        self.calls.append([(item.sample_ids, item.delivery_id) for item in items])
+
+    @property
+    def sample_ids(self):
+        return [sample_id for call in self.calls for sample_id, _ in call]
+
+
+@pytest.fixture
+def sinks():
+    return {name: Sink() for name in ("t0", "t1", "t2")}
+
+
+@pytest.fixture
+def peers(sinks):
+    return ThreadPeers(**sinks)
+
+
+def parcels(first, count):
+    """What delivery needs of items."""
+    return [SimpleNamespace(sample_ids=first + index, delivery_id=None) for index in range(count)]
+
+
+@pytest.fixture
+def make_sender(peers):
+    def make(*names, **options):
+        return ItemSender(names, **{"peers": peers, "sender": "m", "deadlines": QUICK, "retry_seconds": 0.0} | options)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def _plain_bundles(monkeypatch):
+    """Parcels travel as a list: how real items are packed has tests of its own."""
+    monkeypatch.setattr("coati.experience_maker.delivery.ItemBundle", list)
+
+
+def in_background(function, *args):
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_items_go_round_one_at_a_time_and_on_across_batches(make_sender, sinks):
+    sender = make_sender(*sinks)
+    for first in (0, 4, 8):  # batches of 4 to 3 trainers: item k goes to trainer k mod 3
+        sender.send(parcels(first, 4))
+    sender.flush()
+    assert [sink.sample_ids for sink in sinks.values()] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+    assert (sender.num_delivered, sender.num_redirected, sender.num_unacknowledged) == (12, 0, 0)
+
+
+def test_a_maker_may_start_at_another_trainer(make_sender, sinks):
+    share = WorkShare(rounds_per_version=4, total_rounds=8, maker_index=2, num_makers=3, num_trainers=3)
+    sender = make_sender(*sinks, share=share)
+    sender.send(parcels(0, 4))
+    sender.flush()
+    assert [sink.sample_ids for sink in sinks.values()] == [[1], [2], [0, 3]]
+
+
+def test_unacknowledged_items_of_a_dead_trainer_arrive_exactly_once_elsewhere(make_sender, peers, sinks):
+    sender = make_sender("t0", "t1")
+    sender.send(parcels(0, 4))
+    sender.flush()  # 0 and 2 are acknowledged by t0
+    held = peers.hold("t0", "buffer_extend")
+    sender.send(parcels(4, 4))  # 4 and 6 are held by it
+    held.reached()
+    peers.kill("t0")
+    held.release()
+    sender.flush()
+    sender.send(parcels(8, 3))
+    sender.flush()
+    assert sinks["t0"].sample_ids == [0, 2]
+    assert sorted(sinks["t1"].sample_ids) == [1, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert (sender.num_delivered, sender.num_redirected) == (11, 2)
+
+
+def test_a_trainer_that_dies_after_it_took_items_may_have_trained_on_them_and_they_go_elsewhere_too(
+    make_sender, peers, sinks
+):
+    peers.kill_at("t0", "buffer_extend", "after")
+    sender = make_sender("t0", "t1")
+    sender.send(parcels(0, 2))
+    sender.flush()
+    assert sinks["t0"].sample_ids == [0]  # died with it
+    assert sorted(sinks["t1"].sample_ids) == [0, 1]
+
+
+def test_with_every_trainer_dead_the_maker_is_told(make_sender, peers):
+    sender = make_sender("t0")
+    sender.send(parcels(0, 1))
+    sender.flush()
+    sender.check_trainers()
+    peers.kill("t0")
+    with pytest.raises(PeerDied, match="t0 died"):
+        sender.check_trainers()
+    sender.send(parcels(1, 1))
+    with pytest.raises(PeerDied, match="t0 died"):
+        sender.flush()
+
+
+def test_a_trainer_that_has_not_started_yet_is_not_gone(make_sender):
+    make_sender("late").check_trainers()
+
+
+def test_a_trainer_name_that_does_not_exist_is_named(make_sender):
+    with pytest.raises(ActorNotFound, match="no-such-trainer"):
+        make_sender("t0", "no-such-trainer").send(parcels(0, 2))
+
+
+def test_no_more_sends_are_open_than_allowed(make_sender, peers, sinks):
+    timeline = Timeline()
+    sender = make_sender("t0", max_in_flight=2, timeline=timeline)
+    held = peers.hold("t0", "buffer_extend")
+    sender.send(parcels(0, 1))
+    sender.send(parcels(1, 1))
+    third = in_background(sender.send, parcels(2, 1))
+    held.reached()
+    third.join(0.05)
+    assert third.is_alive()
+    assert len(peers["t0"].calls) == 2
+    held.release()
+    third.join(PATIENCE)
+    sender.flush()
+    assert sinks["t0"].sample_ids == [0, 1, 2]
+    assert [span.what for span in timeline.since(0).records] == ["wait_room"] * 3  # one by one, two of them at the end
+
+
+def test_after_a_stop_a_full_trainer_does_not_hold_the_maker(make_sender, peers):
+    held = peers.hold("t0", "buffer_extend")
+    sender = make_sender("t0", should_stop=lambda: True)
+    sender.send(parcels(0, 3))
+    sender.flush()
+    assert (sender.num_delivered, sender.num_unacknowledged) == (0, 3)
+    held.release()
+
+
+def test_a_full_trainer_is_waited_for_until_the_deadline(make_sender, peers):
+    held = peers.hold("t0", "buffer_extend")
+    sender = make_sender("t0", deadlines=Deadlines(batch_seconds=0.05, message_seconds=0.01))
+    sender.send(parcels(0, 2))
+    with pytest.raises(DeadlineExceeded, match="2 items"):
+        sender.flush()
+    held.release()
+
+
+def test_a_broken_connection_is_retried_with_the_same_delivery_ids(make_sender, peers, sinks):
+    peers.drop_reply("t0", "buffer_extend")
+    sender = make_sender("t0")
+    sender.send(parcels(0, 2))
+    sender.flush()
+    first, again = sinks["t0"].calls
+    assert first == again
+    assert sender.num_delivered == 2
+    # This is what makes the repetition harmless at a trainer.
+    log = DeliveryLog()
+    sent = [SimpleNamespace(delivery_id=delivery_id) for _, delivery_id in first]
+    assert [len(log.fresh(sent)), len(log.fresh(sent))] == [2, 0]
+
+
+def test_a_call_that_never_arrived_is_sent_again(make_sender, peers, sinks):
+    peers.drop_call("t0", "buffer_extend")
+    sender = make_sender("t0")
+    sender.send(parcels(0, 2))
+    sender.flush()
+    assert sinks["t0"].sample_ids == [0, 1]
+
+
+def test_a_trainer_that_dies_while_its_connection_is_broken_is_skipped(make_sender, peers, sinks):
+    peers.drop_reply("t0", "buffer_extend")
+    sender = make_sender("t0", "t1")
+    sender.send(parcels(0, 1))
+    peers.kill_at("t0", "buffer_extend", "before", nth=2)
+    sender.flush()
+    assert sinks["t1"].sample_ids == [0]
+
+
+def test_a_trainer_that_stays_unreachable_is_an_error_at_the_deadline(make_sender, peers):
+    peers.drop_reply("t0", "buffer_extend", nth=None)
+    sender = make_sender("t0", deadlines=Deadlines(batch_seconds=0.05))
+    sender.send(parcels(0, 1))
+    with pytest.raises(DeadlineExceeded, match="does not answer"):
+        sender.flush()
+
+
+def test_a_restarted_maker_is_another_sender(make_sender, sinks):
+    for _ in range(2):
+        sender = make_sender("t0")
+        sender.send(parcels(0, 1))
+        sender.flush()
+    (first,), (second,) = sinks["t0"].calls
+    sent = [SimpleNamespace(delivery_id=delivery_id) for _, delivery_id in (first, second)]
+    assert len(DeliveryLog().fresh(sent)) == 2
+
+
+@pytest.mark.parametrize("error", [DataError("not welcome"), PeerDied("its queue is gone"), DeadlineExceeded("full")])
+def test_what_a_trainer_raises_reaches_the_maker_as_it_is(make_sender, sinks, error):
+    sinks["t0"].error = error
+    sender = make_sender("t0", "t1")
+    sender.send(parcels(0, 1))
+    with pytest.raises(type(error), match=str(error)) as caught:
+        sender.flush()
+    assert "t0" in caught.value.__notes__[0]
+    assert sender.num_redirected == 0

@@ -1,0 +1,96 @@
+"""The peer protocol, over threads; `tests/ray/test_peers.py` checks the same of Ray actors."""
+
+import threading
+
+import pytest
+from thread_peers import ThreadPeers
+
+from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
+from coati.peers import wait_all, wait_any
+
+
+class Echo:
+    def __init__(self):
+        self.heard = []
+
+    def hear(self, value, *, twice=False):
+        self.heard.append(value)
+        return [value, value] if twice else value
+
+    def fail(self):
+        raise KeyError("no such thing")
+
+
+@pytest.fixture
+def peers():
+    return ThreadPeers(a=Echo(), b=Echo())
+
+
+def test_a_call_returns_what_the_method_returns_and_arguments_are_copied(peers):
+    peer = peers.find("a", role="echo", timeout=1.0)
+    sent = [1]
+    call = peer.call("hear", sent, twice=True)
+    sent.append(2)
+    assert call.result(5.0) == [[1], [1]]
+    assert call.done()
+    assert peer.has("hear")
+    assert not peer.has("speak")
+
+
+def test_what_a_method_raises_comes_as_the_cause_of_a_remote_error(peers):
+    with pytest.raises(RemoteError, match="a: 'no such thing'") as caught:
+        peers["a"].call("fail").result(5.0)
+    assert isinstance(caught.value.cause, KeyError)
+
+
+def test_calls_of_a_dead_peer_fail_and_its_name_is_free_but_whoever_found_it_keeps_it(peers):
+    found = peers.find_now("a")
+    held = peers.hold("a", "hear")
+    pending = found.call("hear", 1)
+    held.reached()
+    peers.kill("a")
+    held.release()
+    for call in (pending, found.call("hear", 2)):
+        with pytest.raises(PeerDied):
+            call.result(5.0)
+    assert not peers.exists("a")
+    assert peers.find_now("a") is found
+    peers.forget("a")
+    assert peers.find_now("a") is None
+    assert found.target.heard == []
+
+
+def test_a_held_call_is_pending_and_others_are_not(peers):
+    held = peers.hold("a", "hear")
+    slow, quick = peers["a"].call("hear", 1), peers["b"].call("hear", 2)
+    assert wait_any([slow, quick], 5.0) == [quick]
+    assert wait_all([slow, quick], 0.01) == [quick]
+    with pytest.raises(DeadlineExceeded, match="hear"):
+        slow.result(0.01)
+    held.release()
+    assert wait_all([slow, quick], 5.0) == [slow, quick]
+    assert wait_any([], 5.0) == []
+
+
+def test_a_dropped_reply_leaves_the_call_executed_and_a_dropped_call_does_not(peers):
+    peers.drop_reply("a", "hear")
+    peers.drop_call("a", "hear", nth=2)
+    for value in (1, 2):
+        with pytest.raises(PeerUnavailable):
+            peers["a"].call("hear", value).result(5.0)
+    assert peers["a"].call("hear", 3).result(5.0) == 3
+    assert peers["a"].target.heard == [1, 3]
+
+
+def test_a_shared_value_arrives_as_itself_in_every_call(peers):
+    shared = peers.share({"weights": [1, 2]})
+    calls = [peers[name].call("hear", shared) for name in ("a", "b")]
+    assert [call.result(5.0) for call in calls] == [{"weights": [1, 2]}] * 2
+    assert peers["a"].call("hear", value=shared).result(5.0) == {"weights": [1, 2]}
+
+
+def test_a_peer_that_appears_in_time_is_found_and_one_that_does_not_is_named(peers):
+    threading.Timer(0.05, peers.add, ["late", Echo()]).start()
+    assert peers.find("late", role="echo", timeout=5.0).name == "late"
+    with pytest.raises(ActorNotFound, match="'never'.*a, b, late"):
+        peers.find("never", role="echo", timeout=0.02)
