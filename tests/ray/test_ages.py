@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 import torch
+from coati.ray.delivery import ItemSender
 from ray_testing import (
     PATIENCE,
     Background,
@@ -38,7 +39,6 @@ from coati.experience_maker.work_loop import WorkLoop
 from coati.ledger import DeliveryLog, RoundOrder, WorkShare, ages_of
 from coati.ray import delivery
 from coati.ray.callbacks import MakerCallback, TrainerCallback
-from coati.ray.delivery import ItemSender
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.topology import makers_updated_by

@@ -48,8 +48,6 @@ def test_a_call_ends_in_a_value_an_error_a_deadline_or_the_death_of_the_peer(kee
     assert peers.find_now(name) is peer
 
 
-
-
 def test_a_broken_connection_is_not_a_death(cluster, monkeypatch):
     def broken(ref, timeout):
         raise ray.exceptions.ActorUnavailableError("the connection broke", b"\1" * 16)
@@ -61,5 +59,5 @@ def test_a_broken_connection_is_not_a_death(cluster, monkeypatch):
 
 def test_a_name_that_never_appears_is_an_error_that_says_who_is_there(keep, unique):
     keep(Echo.options(name=unique("echo")).remote())
-    with pytest.raises(ActorNotFound, match=f"'nobody'.*{unique('echo')}"):
+    with pytest.raises(ActorNotFound, match=rf"'nobody'.*{unique('echo')}"):
         RayPeers().find("nobody", role="echo", timeout=0.1)

@@ -92,5 +92,5 @@ def test_a_shared_value_arrives_as_itself_in_every_call(peers):
 def test_a_peer_that_appears_in_time_is_found_and_one_that_does_not_is_named(peers):
     threading.Timer(0.05, peers.add, ["late", Echo()]).start()
     assert peers.find("late", role="echo", timeout=5.0).name == "late"
-    with pytest.raises(ActorNotFound, match="'never'.*a, b, late"):
+    with pytest.raises(ActorNotFound, match=r"'never'.*a, b, late"):
         peers.find("never", role="echo", timeout=0.02)

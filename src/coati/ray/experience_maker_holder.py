@@ -32,8 +32,8 @@ from coati.experience_maker.work_loop import WorkLoop
 from coati.ledger import Standing, WorkShare
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import WEIGHTS, Span, Timeline
-from coati.prompts.source import PromptSource
 from coati.peers import wait_in_slices
+from coati.prompts.source import PromptSource
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, dispatch, num_parameters
 from coati.ray.environment import apply_env_info, leave_out_of_collections, set_up_gpu, set_up_log
 from coati.ray.peers import RayPeers

@@ -11,7 +11,6 @@ from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
     GetTimeoutError,
-    RayActorError,
     RayError,
     RayTaskError,
 )
@@ -84,7 +83,7 @@ class RayPeers(Peers):
             return None
 
     def _names(self) -> Iterable[str]:
-        return list_named_actors()
+        return [str(name) for name in list_named_actors()]
 
     def share(self, value: Any) -> Any:
         """Put a value into the object store; Ray resolves it in each actor that gets it."""
