@@ -1,13 +1,7 @@
 """Seeing what a run does: typed metrics, trackers, performance, progress. Imports neither torch nor rich."""
 
 from coati.monitor.metrics import METRICS, Last, Max, Mean, Metric, MetricBag, Min, Sum, undeclared
-from coati.monitor.performance import (
-    PerformanceSummary,
-    PhaseTimer,
-    WorkMeter,
-    generation_flops,
-    transformer_flops,
-)
+from coati.monitor.performance import WorkMeter
 from coati.monitor.progress import RunSnapshot, plain_line, render_progress, sparkline
 from coati.monitor.trackers import JsonlTracker, TensorBoardTracker, Tracker, TrackerGroup, read_jsonl
 
@@ -20,19 +14,15 @@ __all__ = [
     "Metric",
     "MetricBag",
     "Min",
-    "PerformanceSummary",
-    "PhaseTimer",
     "RunSnapshot",
     "Sum",
     "TensorBoardTracker",
     "Tracker",
     "TrackerGroup",
     "WorkMeter",
-    "generation_flops",
     "plain_line",
     "read_jsonl",
     "render_progress",
     "sparkline",
-    "transformer_flops",
     "undeclared",
 ]

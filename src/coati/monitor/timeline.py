@@ -1,16 +1,17 @@
-"""What an actor does and what it waits for, as spans with a start and an end, and as sums for its metrics.
+"""The one account of an actor's time: spans with a start and an end, and sums for its metrics.
 
-Each actor keeps one `Timeline`. Whatever it does is put around with `span`; the driver fetches the spans while the run
-goes on and writes them to `spans.jsonl`, which `coati report` draws. The same clock readings make the seconds and
-shares in the metrics, so picture and numbers agree.
+Each actor keeps one `Timeline` and puts `span` around whatever it does or waits for. Everything that speaks of time
+reads from it: metrics (`take`), performance summaries (`read`), and `coati report`, for which the driver fetches the
+spans while the run continues and writes them to `spans.jsonl`. So pictures and numbers agree.
 
-Times are seconds since the epoch, read once per process and carried on by a monotonic clock: actors of one host share
-that clock, and those of several hosts agree as well as the hosts' clocks do.
+Times are seconds since the epoch, read once per process and continued by a monotonic clock: actors of one host share
+that clock, and actors of several hosts agree as well as the hosts' clocks do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from coati.monitor.records import RecordLog, RecordPage
 Kind = Literal["work", "idle"]
 
 WORK: Final = "work"
-"""The lane of an actor's loop. The others hold what it does beside that, in other threads."""
+"""The lane of an actor's loop. Other lanes hold what its other threads do."""
 WEIGHTS: Final = "weights"
 BUFFER: Final = "buffer"
 
@@ -46,7 +47,7 @@ ACTIVITIES: Final[Mapping[str, Activity]] = {
     "commit": Activity("commit weights", "work"),
     "save": Activity("save", "work"),
     "receive": Activity("receive weights", "work"),
-    "take_in": Activity("take items in", "work"),
+    "take_in": Activity("receive samples", "work"),
     "wait_data": Activity("wait for data", "idle"),
     "wait_weights": Activity("wait for weights", "idle"),
     "wait_room": Activity("wait for room", "idle"),
@@ -69,20 +70,28 @@ class Span(NamedTuple):
     what: str
     start: float  # seconds since the epoch
     end: float
-    version: int  # of the weights that the actor had when it ended
+    version: int  # of the actor's weights when the span ended
 
 
 @dataclass(frozen=True)
 class TimeUse:
-    """What became of a stretch of time: seconds of each activity in the lane of work, none of them counted twice."""
+    """How a period was spent: seconds of each activity in the lane of work, without counting a moment twice."""
 
-    elapsed: float
-    seconds: Mapping[str, float]
+    elapsed: float = 0.0
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def after(self, earlier: TimeUse) -> TimeUse:
+        """Return the part of this period that came after `earlier`, which began at the same moment."""
+        seconds = {what: total - earlier.seconds.get(what, 0.0) for what, total in self.seconds.items()}
+        return TimeUse(self.elapsed - earlier.elapsed, seconds)
+
+    def spent(self, *activities: str) -> float:
+        """Return the seconds that went into these activities."""
+        return sum(self.seconds.get(what, 0.0) for what in activities)
 
     def share(self, *activities: str) -> float:
-        """The part of the time that went into these activities, 0 to 1."""
-        spent = sum(self.seconds.get(what, 0.0) for what in activities)
-        return min(1.0, spent / self.elapsed) if self.elapsed > 0 else 0.0
+        """Return the part of the period that went into these activities, 0 to 1."""
+        return min(1.0, self.spent(*activities) / self.elapsed) if self.elapsed > 0 else 0.0
 
 
 @dataclass
@@ -90,16 +99,13 @@ class _OpenSpan:
     what: str
     lane: str
     started: float
-    inner: float = 0.0
-    """Seconds of the spans inside of it that have ended."""
-    counted: float = 0.0
-    """Of its own seconds, those that `take` has counted already."""
+    inner: float = 0.0  # seconds of the spans inside it that have ended
 
 
 class Timeline:
-    """Records spans, from any thread, in bounded memory: the oldest go when nobody fetches them.
+    """Records spans, from any thread, in bounded memory: the oldest go if the driver does not fetch them.
 
-    A span inside another (of the same thread) counts for itself: the outer one's sum leaves it out.
+    A span inside another one of the same thread counts for itself: the outer one's sum leaves it out.
 
     >>> timeline = Timeline()
     >>> with timeline.span("send"):
@@ -117,19 +123,19 @@ class Timeline:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.version = 0
-        """What spans that end from now on say of the weights."""
+        """The version of the weights that spans carry from now on."""
         self._clock = clock
-        self._offset = wall_clock() - clock()
+        self._began = clock()
+        self._offset = wall_clock() - self._began
         self._log: RecordLog[Span] = RecordLog(capacity)
         self._lock = threading.Lock()
         self._totals: dict[str, float] = {}
-        self._taken: dict[str, float] = {}
-        self._taken_at = clock()
+        self._taken = TimeUse()
         self._thread = threading.local()
 
     @contextlib.contextmanager
     def span(self, what: str, lane: str = WORK, *, version: int | None = None) -> Iterator[None]:
-        """Time the body of a `with` statement; it counts even if the body raises. `version` if it is not the newest."""
+        """Time the body of a `with` statement, also if it raises. Pass `version` if it is not the newest."""
         open_spans = self._open_spans()
         this = _OpenSpan(what, lane, self._clock())
         open_spans.append(this)
@@ -143,40 +149,39 @@ class Timeline:
                 open_spans[-1].inner += elapsed
             newest = self.version if version is None else version
             span = Span(lane, what, this.started + self._offset, ended + self._offset, newest)
-            self._note(span, elapsed - this.inner - this.counted)
+            self._note(span, elapsed - this.inner)
 
     def add(self, what: str, started: float, ended: float, lane: str = WORK) -> None:
-        """Note a span that somebody else has timed, with this timeline's clock, in the thread that calls."""
+        """Record a span that the calling thread has timed with this timeline's clock."""
         if open_spans := self._open_spans():
             open_spans[-1].inner += ended - started
         self._note(Span(lane, what, started + self._offset, ended + self._offset, self.version), ended - started)
 
     def since(self, cursor: int) -> RecordPage[Span]:
-        """The spans that ended after `cursor`, as far as they are still there."""
+        """Return the spans that ended after `cursor`, as far as they are still kept."""
         return self._log.since(cursor)
 
     def total(self, what: str) -> float:
-        """Seconds of one activity so far."""
+        """Return the seconds of one activity so far, without spans that have not ended."""
         with self._lock:
             return self._totals.get(what, 0.0)
 
-    def take(self) -> TimeUse:
-        """What became of the time since the last call, with what this thread is in the middle of."""
+    def read(self) -> TimeUse:
+        """Return how the time since the beginning was spent, with the spans that the calling thread is in."""
         with self._lock:
-            now = self._clock()
-            inside = 0.0
+            now, seconds, inside = self._clock(), dict(self._totals), 0.0
             for span in reversed(self._open_spans()):
                 elapsed = now - span.started
-                own = elapsed - span.inner - inside
                 if span.lane == WORK:
-                    self._totals[span.what] = self._totals.get(span.what, 0.0) + own - span.counted
-                span.counted, inside = own, elapsed
-            use = TimeUse(
-                now - self._taken_at,
-                {what: total - self._taken.get(what, 0.0) for what, total in self._totals.items()},
-            )
-            self._taken, self._taken_at = dict(self._totals), now
-            return use
+                    seconds[span.what] = seconds.get(span.what, 0.0) + elapsed - span.inner - inside
+                inside = elapsed
+            return TimeUse(now - self._began, seconds)
+
+    def take(self) -> TimeUse:
+        """Return how the time since the last call was spent. Call it from one thread, that of the loop."""
+        now, earlier = self.read(), self._taken
+        self._taken = now
+        return now.after(earlier)
 
     def _open_spans(self) -> list[_OpenSpan]:
         """Of this thread, the innermost last."""
@@ -197,20 +202,20 @@ _MAKER_WAITS: Final = ("weights", "room", "prompts", "rewards")
 
 
 def maker_metrics(use: TimeUse) -> dict[str, Metric]:
-    """A maker's time as metrics; shares are weighted by time, so that those of several makers add up."""
+    """Return a maker's time as metrics; shares are weighted by time, so that those of several makers add up."""
     return {
-        **{f"wait/{what}_seconds": Sum(use.seconds.get(f"wait_{what}", 0.0)) for what in _MAKER_WAITS},
+        **{f"wait/{what}_seconds": Sum(use.spent(f"wait_{what}")) for what in _MAKER_WAITS},
         **{f"wait/{what}_share": Mean(use.share(f"wait_{what}"), use.elapsed) for what in _MAKER_WAITS},
-        **{f"maker/{what}_seconds": Sum(use.seconds.get(what, 0.0)) for what in _MAKER_WORK},
+        **{f"maker/{what}_seconds": Sum(use.spent(what)) for what in _MAKER_WORK},
         "maker/busy_share": Mean(use.share(*_MAKER_WORK), use.elapsed),
     }
 
 
 def trainer_metrics(use: TimeUse) -> dict[str, float]:
-    """A trainer's time of one version as metrics."""
+    """Return a trainer's time of one version as metrics."""
     return {
-        "trainer/train_seconds": use.seconds.get("train", 0.0),
+        "trainer/train_seconds": use.spent("train"),
         "trainer/busy_share": use.share("train"),
-        "wait/ranks_seconds": use.seconds.get("wait_ranks", 0.0),
-        "wait/delivery_seconds": use.seconds.get("wait_delivery", 0.0),
+        "wait/ranks_seconds": use.spent("wait_ranks"),
+        "wait/delivery_seconds": use.spent("wait_delivery"),
     }

@@ -24,7 +24,7 @@ from coati.experience import BufferItem, Experience, split_experience_batch
 from coati.ledger import DeliveryLog, RoundOrder
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import BUFFER, WEIGHTS, Span, Timeline
-from coati.ray.callbacks import TrainerCallback, dispatch
+from coati.ray.callbacks import TrainerCallback, connect, dispatch
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 from coati.ray.environment import leave_out_of_collections, set_up_log
 from coati.ray.maker_watch import MakerWatch
@@ -75,6 +75,7 @@ class DetachedTrainer(ABC):
         self._delivery_lock = threading.Lock()
         self._records: RecordLog[dict[str, Any]] = RecordLog()
         self._timeline = Timeline()
+        connect(self.callbacks, self._timeline)
         self._stop = threading.Event()
         self._state = "idle"
         self._is_exhausted = False  # whether this fit has seen the last of its data

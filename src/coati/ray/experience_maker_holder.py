@@ -34,7 +34,7 @@ from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import WEIGHTS, Span, Timeline
 from coati.peers import wait_in_slices
 from coati.prompts.source import PromptSource
-from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, dispatch, num_parameters
+from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, connect, dispatch, num_parameters
 from coati.ray.environment import apply_env_info, leave_out_of_collections, set_up_gpu, set_up_log
 from coati.ray.peers import RayPeers
 from coati.rollout import GenerateOptions
@@ -170,6 +170,7 @@ class ExperienceMakerHolder:
         if eval_performance:
             models = (maker.actor, maker.critic, maker.initial_model, maker.reward_model)
             self._callbacks.append(ExperienceMakerPerformanceEvaluator(*map(num_parameters, models)))
+        connect(self._callbacks, self._timeline)
 
     # Work.
 
