@@ -128,7 +128,7 @@ def test_makers_are_refused_come_and_go_and_every_sample_is_trained_once(run, pa
     assert len(ages) == 20
     assert max(ages) <= 1
     state = json.loads((tmp_path / "out" / "state.json").read_text())
-    assert (state["status"], state["makers"], state["message"]) == ("ended", 2, "all is trained")
+    assert (state["status"], state["makers"], state["message"]) == ("ended", 2, "completed")
     assert [row["actor"] for row in read_jsonl(tmp_path / "spans.jsonl") if row["what"] == "leave"] == ["maker-3"]
 
 

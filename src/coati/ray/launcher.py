@@ -82,7 +82,7 @@ class DetachedRun:
                 is_working=lambda name: name in self._waiting.values(),
                 before_end=self._take_leave,
             )
-            ending = "it failed"
+            ending = "failed"
             try:
                 self._crew.create(should_stop=self._should_stop)
                 self._say("loading models")
@@ -93,13 +93,13 @@ class DetachedRun:
                 self._train()
                 self._say("saving the model")
                 self._save(model_path)
-                ending = "it was stopped" if self._should_stop() else "all is trained"
+                ending = "stopped" if self._should_stop() else "completed"
             except Exception as error:
                 self._rescue(f"{model_path}-at-failure", error)
                 raise
             finally:
                 self._crew.end()
-                self._control.say(status="ended", message=ending)
+                self._control.report(status="ended", message=ending)
 
     def _await_actors(self) -> None:
         """Wait until every actor is made; one whose constructor raises ends the run with what it raised."""
@@ -128,7 +128,7 @@ class DetachedRun:
             self._start_maker(name, crew.prompts(PromptPart(index, len(crew.makers))))
         for name, trainer in crew.trainers.items():
             waiting[trainer.fit.remote(train.total_steps, train.update_steps, train.epochs)] = name
-        self._control.say(status="running")
+        self._control.report(status="running")
         while any(name in crew.trainers for name in waiting.values()):
             self._finish_some(waiting, timeout=_POLL_SECONDS)
             self._look()
@@ -156,7 +156,7 @@ class DetachedRun:
         elif self._scaling is None:
             request = self._control.new_request()
             if request is None:
-                self._control.say(makers=makers)
+                self._control.report(makers=makers)
                 return
             self._control.begin(request)
             self._scaling = self._scaler.scale_to(request.makers)
@@ -170,13 +170,13 @@ class DetachedRun:
             logger.warning("%s", error)
             self._end_scaling("refused", str(error))
         else:
-            self._control.say(message=message, makers=len(self._crew.membership.members))
+            self._control.report(message=message, makers=len(self._crew.membership.members))
             self._say(message)
 
     def _end_scaling(self, answer: str, message: str) -> None:
         self._scaling = None
         makers = len(self._crew.membership.members)
-        self._control.say(answer=answer, message=message, makers=makers, makers_wanted=makers)
+        self._control.report(answer=answer, message=message, makers=makers, makers_wanted=makers)
         self._say(message)
 
     def _finish_some(self, waiting: dict[Any, str], *, timeout: float) -> None:
