@@ -1,7 +1,7 @@
 """One local Ray for the whole test session, and a tidy end for every actor that a test makes."""
 
 import contextlib
-import importlib.util
+import importlib
 import json
 import os
 import shutil
@@ -25,17 +25,8 @@ from coati.monitor.run_log import RunLog
 from coati.ray import cluster as cluster_module
 from coati.ray import launcher
 
-
-def _load_helpers():
-    """Make tests/ray/ray_testing.py importable under one name, here and (by value) in Ray's workers."""
-    spec = importlib.util.spec_from_file_location("ray_testing", Path(__file__).with_name("ray_testing.py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ray_testing"] = module
-    spec.loader.exec_module(module)
-    ray.cloudpickle.register_pickle_by_value(module)
-
-
-_load_helpers()
+for name in ("ray_testing", "tiny", "thread_peers"):  # workers cannot import what only pytest finds
+    ray.cloudpickle.register_pickle_by_value(importlib.import_module(name))
 
 
 def pytest_collection_finish(session):

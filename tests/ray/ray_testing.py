@@ -5,20 +5,17 @@ import threading
 from types import SimpleNamespace
 
 import ray
+import tiny
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import EOS, PAD, VOCAB, TokenReward, actor_and_critic, llama, maker_models, prompts  # noqa: F401
 
 from coati.config import Deadlines
-from coati.experience_buffer.utils import BufferItem, make_experience_batch
-from coati.models import Actor, Critic
 from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.trainer.ppo import PPOSettings
 from coati.trainer.strategies import DDPStrategy
 
-EOS, PAD, VOCAB = 1, 0, 20
 PATIENCE = 180.0  # seconds that a test waits for what should come at once, on however busy a machine
 # Short enough that a test of a deadline is quick, long enough for a loaded machine.
 QUICK = Deadlines(start_seconds=1.5, batch_seconds=120.0, update_seconds=120.0, grace_seconds=0.2, message_seconds=5.0)
@@ -28,51 +25,14 @@ PlainMaker = ExperienceMakerHolder.__ray_metadata__.modified_class
 PlainPPOTrainer = DetachedPPOTrainer.__ray_metadata__.modified_class
 
 
-def tiny_llama(seed):
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-        bos_token_id=None,
-    )
-    return LlamaForCausalLM(config)
-
-
-class TokenReward(nn.Module):
-    """Scores the share of one token among the first tokens of the sequence."""
-
-    def forward(self, sequences, attention_mask=None):
-        return (sequences == 7).float().mean(dim=1)
+# Names from before tests/tiny.py; new tests import from there.
+trainer_models, tiny_llama = actor_and_critic, llama
+item, items, experience = tiny.item, tiny.items, tiny.experience
 
 
 def strategy():
+    torch.set_num_threads(1)
     return DDPStrategy(seed=0, device="cpu", timeout_seconds=60)
-
-
-def trainer_models(seed=0):
-    return Actor(tiny_llama(seed)), Critic(tiny_llama(seed + 1))
-
-
-def maker_models(seed=0, reward=None):
-    actor, critic = trainer_models(seed)
-    return actor, critic, reward or TokenReward(), Actor(tiny_llama(seed))
-
-
-def prompts(num_batches=1, batch_size=4, first=2):
-    """Batches of prompts of three tokens."""
-    return [
-        torch.arange(batch * batch_size, (batch + 1) * batch_size)[:, None].remainder(VOCAB - 4)
-        + torch.tensor([[first, first + 1, first]])
-        for batch in range(num_batches)
-    ]
 
 
 def numbered(first, count):
@@ -84,35 +44,9 @@ def numbered(first, count):
     }
 
 
-def item(sample_id, *, num_prompt=2, num_actions=3):
-    """A sample whose every value tells which sample it is."""
-    generator = torch.Generator().manual_seed(sample_id)
-    floats = [torch.randn(num_actions, generator=generator) for _ in range(4)]
-    length = num_prompt + num_actions
-    return BufferItem(
-        sequences=torch.randint(2, VOCAB, (length,), generator=generator),
-        action_log_probs=floats[0],
-        values=floats[1],
-        reward=torch.tensor(float(sample_id)),
-        kl=floats[2],
-        advantages=floats[3],
-        attention_mask=torch.ones(length, dtype=torch.long),
-        action_mask=torch.ones(num_actions, dtype=torch.bool),
-        sample_ids=torch.tensor(sample_id),
-    )
-
-
-def items(first, count):
-    return [item(first + index) for index in range(count)]
-
-
 def parcels(first, count):
     """What delivery needs of items, and no more: a process that takes them need not import torch."""
     return [SimpleNamespace(sample_ids=first + index, delivery_id=None, policy_versions=None) for index in range(count)]
-
-
-def experience(first, count):
-    return make_experience_batch(items(first, count))
 
 
 def make_maker(trainer_names, *, reward=None, seed=0, **kwargs):
@@ -129,7 +63,7 @@ def make_ppo_trainer(maker_names, *, seed=0, **kwargs):
         "train_batch_size": 4,
         "settings": PPOSettings(actor_lr=1e-2, critic_lr=1e-2),
     } | kwargs
-    return PlainPPOTrainer(maker_names, strategy, lambda: trainer_models(seed), **kwargs)
+    return PlainPPOTrainer(maker_names, strategy, lambda: actor_and_critic(seed), **kwargs)
 
 
 class Background:

@@ -1,6 +1,5 @@
 """The maker's working loop, in the test's process; its trainers are sinks in Ray."""
 
-import dataclasses
 import threading
 
 import pytest
@@ -184,7 +183,9 @@ def test_a_trainer_that_does_not_exist_is_named():
 
 
 def test_without_the_first_weights_the_loop_ends_at_its_deadline(sinks):
-    maker = make_maker(list(sinks), sync_models_from_trainers=True, deadlines=dataclasses.replace(QUICK, start=0.2))
+    maker = make_maker(
+        list(sinks), sync_models_from_trainers=True, deadlines=QUICK.model_copy(update={"start_seconds": 0.2})
+    )
     with pytest.raises(DeadlineExceeded, match=r"waited 0\.2 s for a full weight update of maker .*sync_models_to"):
         work(maker, prompts(1))
     assert maker.progress().num_made == 0
@@ -192,7 +193,7 @@ def test_without_the_first_weights_the_loop_ends_at_its_deadline(sinks):
 
 def test_the_loop_waits_for_the_first_weights_and_uses_them(sinks):
     maker = make_maker(
-        list(sinks), sync_models_from_trainers=True, deadlines=dataclasses.replace(QUICK, start=PATIENCE)
+        list(sinks), sync_models_from_trainers=True, deadlines=QUICK.model_copy(update={"start_seconds": PATIENCE})
     )
     loop = Background(work, maker, [numbered(0, 2)])
     actor, critic = trainer_models(seed=5)
@@ -206,7 +207,7 @@ def test_the_loop_waits_for_the_first_weights_and_uses_them(sinks):
 
 def test_stop_ends_the_wait_for_the_first_weights(sinks):
     maker = make_maker(
-        list(sinks), sync_models_from_trainers=True, deadlines=dataclasses.replace(QUICK, start=PATIENCE)
+        list(sinks), sync_models_from_trainers=True, deadlines=QUICK.model_copy(update={"start_seconds": PATIENCE})
     )
     loop = Background(work, maker, prompts(1))
     maker.stop()

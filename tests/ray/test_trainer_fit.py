@@ -1,6 +1,5 @@
 """The trainer's loop and buffer. The trainer runs in the test's process, its makers are fakes in Ray."""
 
-import dataclasses
 import threading
 
 import pytest
@@ -192,7 +191,7 @@ def test_a_trainer_fed_by_hand_needs_no_makers(make_trainer):
 
 def test_waiting_too_long_for_a_batch_says_what_is_there(make_trainer, fake_maker):
     name, _ = fake_maker
-    trainer = make_trainer([name], deadlines=dataclasses.replace(QUICK, batch=1.5))
+    trainer = make_trainer([name], deadlines=QUICK.model_copy(update={"batch_seconds": 1.5}))
     trainer.buffer_extend(items(0, 1))
     with pytest.raises(DeadlineExceeded, match=f"for a batch of 2 samples; 1 are there. Makers: {name} is working"):
         trainer.fit(1, 1)

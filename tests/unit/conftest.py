@@ -1,6 +1,7 @@
 """Models small enough to check by hand: 11 tokens, 16 dimensions, one or two layers, seeded."""
 
 import pytest
+import tiny
 import torch
 
 from coati.cpu import set_up_cpu
@@ -16,70 +17,23 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+# Far from uniform, so that wrong tokens have clearly wrong log-probs.
+SETTINGS = {"vocab_size": VOCABULARY, "eos_token_id": 2, "initializer_range": 0.5}
+
+
 @pytest.fixture
 def llama_config():
-    from transformers import LlamaConfig  # here, so that tests of pure maths start without it
-
-    def make(**changes):
-        settings = {
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "vocab_size": VOCABULARY,
-            "max_position_embeddings": 64,
-            "initializer_range": 0.5,  # far from uniform, so that wrong tokens have clearly wrong log-probs
-            "bos_token_id": None,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
-        }
-        return LlamaConfig(**{**settings, **changes})
-
-    return make
+    return lambda **changes: tiny.llama_config(**{**SETTINGS, **changes})
 
 
 @pytest.fixture
-def gpt2_config():
-    from transformers import GPT2Config
-
-    def make(**changes):
-        settings = {
-            "n_embd": 16,
-            "n_layer": 1,
-            "n_head": 2,
-            "vocab_size": VOCABULARY,
-            "n_positions": 64,
-            "initializer_range": 0.5,
-            "bos_token_id": None,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
-        }
-        return GPT2Config(**{**settings, **changes})
-
-    return make
+def llama():
+    return lambda seed=0, **changes: tiny.llama(seed, **{**SETTINGS, **changes})
 
 
 @pytest.fixture
-def llama(llama_config):
-    from transformers import LlamaForCausalLM
-
-    def make(seed=0, **changes):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(llama_config(**changes)).eval()
-
-    return make
-
-
-@pytest.fixture
-def gpt2(gpt2_config):
-    from transformers import GPT2LMHeadModel
-
-    def make(seed=0, **changes):
-        torch.manual_seed(seed)
-        return GPT2LMHeadModel(gpt2_config(**changes)).eval()
-
-    return make
+def gpt2():
+    return lambda seed=0, **changes: tiny.gpt2(seed, **{**SETTINGS, **changes})
 
 
 @pytest.fixture

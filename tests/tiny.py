@@ -1,0 +1,120 @@
+"""Models, samples and prompts small enough for any test, made in one place.
+
+    from tiny import llama, actor_and_critic, items, prompts
+    model = llama(seed=0, num_hidden_layers=2)
+
+Every model is seeded; keyword arguments change its configuration. Tests of Ray send these functions to their workers
+by value (tests/ray/conftest.py), so imports of transformers stay inside.
+"""
+
+import torch
+from torch import nn
+
+from coati.experience import BufferItem, make_experience_batch
+from coati.models import Actor, Critic
+
+PAD, EOS, VOCAB = 0, 1, 20
+
+
+def llama_config(**changes):
+    """One layer, 16 dimensions, 20 tokens."""
+    from transformers import LlamaConfig
+
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
+    return LlamaConfig(**{**settings, **changes})
+
+
+def gpt2_config(**changes):
+    from transformers import GPT2Config
+
+    settings = {
+        "vocab_size": VOCAB,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 64,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
+    return GPT2Config(**{**settings, **changes})
+
+
+def llama(seed=0, **changes):
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(llama_config(**changes)).eval()
+
+
+def gpt2(seed=0, **changes):
+    from transformers import GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(gpt2_config(**changes)).eval()
+
+
+def actor_and_critic(seed=0, **changes):
+    """What a trainer's `model_fn` returns."""
+    return Actor(llama(seed, **changes)), Critic(llama(seed + 1, **changes))
+
+
+class TokenReward(nn.Module):
+    """Scores the share of token 7 in a sequence."""
+
+    def forward(self, sequences, attention_mask=None):
+        return (sequences == 7).float().mean(dim=1)
+
+
+def maker_models(seed=0, reward=None, **changes):
+    """What a maker's `model_fn` returns: actor, critic, reward model, initial model."""
+    actor, critic = actor_and_critic(seed, **changes)
+    return actor, critic, reward or TokenReward(), Actor(llama(seed, **changes))
+
+
+def prompts(num_batches=1, batch_size=4, first=2):
+    """Batches of prompts of three tokens."""
+    return [
+        torch.arange(batch * batch_size, (batch + 1) * batch_size)[:, None].remainder(VOCAB - 4)
+        + torch.tensor([[first, first + 1, first]])
+        for batch in range(num_batches)
+    ]
+
+
+def item(sample_id, *, num_prompt=2, num_actions=3):
+    """A sample whose every value tells which sample it is."""
+    generator = torch.Generator().manual_seed(sample_id)
+    floats = [torch.randn(num_actions, generator=generator) for _ in range(4)]
+    length = num_prompt + num_actions
+    return BufferItem(
+        sequences=torch.randint(2, VOCAB, (length,), generator=generator),
+        action_log_probs=floats[0],
+        values=floats[1],
+        reward=torch.tensor(float(sample_id)),
+        kl=floats[2],
+        advantages=floats[3],
+        attention_mask=torch.ones(length, dtype=torch.long),
+        action_mask=torch.ones(num_actions, dtype=torch.bool),
+        sample_ids=torch.tensor(sample_id),
+    )
+
+
+def items(first, count):
+    """Samples with ids from `first` on."""
+    return [item(first + index) for index in range(count)]
+
+
+def experience(first, count):
+    """A batch of these samples."""
+    return make_experience_batch(items(first, count))
