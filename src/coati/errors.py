@@ -59,6 +59,14 @@ class RemoteError(CoatiError, RuntimeError):
     cause: Exception
 
 
+class TrainingDiverged(CoatiError, RuntimeError):
+    """Training cannot continue: batch after batch was skipped, or weights are no longer finite."""
+
+
+class OutOfMemory(CoatiError, MemoryError):
+    """A training pass did not fit into memory."""
+
+
 class CheckpointError(CoatiError, RuntimeError):
     """A saved model or optimizer state is missing, torn or belongs to something else."""
 

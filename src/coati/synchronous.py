@@ -67,6 +67,7 @@ class SynchronousRun:
             next_batch=self._next_batch,
             train=self._train,
             publish=self._publish_next_version,
+            finish=self._learner.check_progress,
             should_stop=self._should_stop,
             seed=self._config.run.seed,
         )

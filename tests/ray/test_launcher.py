@@ -385,3 +385,21 @@ def test_a_group_that_failed_says_what_is_saved(save_every, said):
     launcher.DetachedRun._rescue(failed, "/run/model-at-failure", error)
     (note,) = error.__notes__
     assert said in note
+
+
+def test_a_checkpoint_without_room_for_its_tokenizer_is_reported_once(tmp_path, monkeypatch, caplog):
+    tried = []
+
+    class Tokenizer:
+        def save_pretrained(self, folder):
+            tried.append(folder)
+            raise OSError(28, "No space left on device")
+
+    (tmp_path / "version-2").mkdir()
+    monkeypatch.setattr(launcher.assembly, "load_tokenizer", lambda _: Tokenizer())
+    run = SimpleNamespace(_checkpoints=tmp_path, _config=None, _incomplete=set())
+    for _ in range(2):
+        launcher.DetachedRun._complete_checkpoints(run)
+    assert len(tried) == 1
+    assert caplog.text.count("No space left") == 1
+    assert list((tmp_path / "version-2").iterdir()) == []

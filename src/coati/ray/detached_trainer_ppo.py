@@ -346,6 +346,7 @@ class DetachedPPOTrainer(DetachedTrainer):
     def _end_publishing(self) -> None:
         self._publisher.settle()
         self._publisher.check()
+        self._learner.check_progress()
 
     def _save(self, model: nn.Module, path: str, only_rank0: bool, sharded: bool | None) -> None:
         with self._weights():

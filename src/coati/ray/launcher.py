@@ -23,7 +23,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from coati import assembly
 from coati.config import RunSettings
 from coati.counting import listed
-from coati.errors import CoatiError, DeadlineExceeded, PeerDied, RunStopped, ScalingRefused
+from coati.errors import CheckpointError, CoatiError, DeadlineExceeded, PeerDied, RunStopped, ScalingRefused
 from coati.ledger import PromptPart
 from coati.monitor.control import RunControl
 from coati.monitor.progress import RunSnapshot
@@ -32,6 +32,7 @@ from coati.ray.cluster import connected
 from coati.ray.crew import Crew, get
 from coati.ray.peers import death_reason, original_error
 from coati.ray.scaling import Scaler
+from coati.trainer.strategies.folders import add_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class DetachedRun:
         self._checkpoints = self._folder / "checkpoints"
         self._crew = Crew(self._config, checkpoints=self._checkpoints)
         self._waiting: dict[Any, str] = {}  # the loops that go on, and whose they are
+        self._incomplete: set[Path] = set()  # checkpoints whose tokenizer could not be written
         self._cursors: dict[str, tuple[int, int]] = {}  # of records and of spans
         self._is_stopping = False
         self._scaling: Iterator[str] | None = None
@@ -238,8 +240,13 @@ class DetachedRun:
     def _complete_checkpoints(self) -> None:
         """Put the tokenizer beside weights that the trainers have saved, for transformers to find."""
         for folder in self._checkpoints.glob("version-*"):
-            if not (folder / "tokenizer_config.json").exists():
-                assembly.load_tokenizer(self._config).save_pretrained(folder)
+            if (folder / "tokenizer_config.json").exists() or folder in self._incomplete:
+                continue
+            try:
+                add_tokenizer(folder, assembly.load_tokenizer(self._config).save_pretrained)
+            except CheckpointError as error:
+                self._incomplete.add(folder)  # reported once; its weights are whole
+                logger.warning("%s", error)
 
     def _save(self, path: str) -> None:
         saves = [trainer.strategy_save_actor.remote(path, only_rank0=True) for trainer in self._crew.trainers.values()]

@@ -89,7 +89,7 @@ class FitLoop:
 
     def _episode(self, episode: int, num_batches: int, train_epochs: int) -> int:
         self._notify("on_episode_start", episode)
-        batches = self._first_epoch(num_batches)
+        num_fresh, batches = self._first_epoch(num_batches, keeps=train_epochs > 1)
         for epoch in range(1, train_epochs):
             if batches:
                 self._notify("on_epoch_start", epoch)
@@ -97,18 +97,18 @@ class FitLoop:
                 for index in order.permutation(len(batches)):
                     self._train_on(batches[index])
                 self._notify("on_epoch_end", epoch)
-        if batches:
+        if num_fresh:
             self._notify("on_update_start")
             self._publish()
             self._notify("on_update_end")
         self._notify("on_episode_end", episode)
         self.num_episodes += 1
-        return len(batches)
+        return num_fresh
 
-    def _first_epoch(self, num_batches: int) -> list[Experience]:
-        """Train on fresh batches as they come, and keep them for the epochs that follow."""
+    def _first_epoch(self, num_batches: int, *, keeps: bool) -> tuple[int, list[Experience]]:
+        """Train on fresh batches as they come; returns how many, and the batches if later epochs need them."""
         self._notify("on_epoch_start", 0)
-        batches: list[Experience] = []
+        num_fresh, batches = 0, []
         for _ in range(num_batches):
             batch = self._next_batch()
             if not self._agree(batch is not None, batch is None and self._should_stop()):
@@ -121,9 +121,11 @@ class FitLoop:
             if self._num_wanted > 0 and not self._should_stop():
                 self._look_ahead()
             self._train_on(batch)
-            batches.append(batch)
+            num_fresh += 1
+            if keeps:
+                batches.append(batch)
         self._notify("on_epoch_end", 0)
-        return batches
+        return num_fresh, batches
 
     def _train_on(self, batch: Experience) -> None:
         self._notify("on_batch_start")

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,19 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from coati.algos import clipped_value_loss, entropy_bonus, masked_moments, masked_whiten
-from coati.errors import ConfigError
+from coati.errors import CheckpointError, ConfigError, TrainingDiverged
 from coati.experience import Experience
 from coati.experience_maker.model_scores import action_values
 from coati.models import action_logprobs
 from coati.models.actor import packed_scoring_problem
 from coati.models.packing import joined_once, row_parts, row_tokens
 from coati.models.value_head import packs
+from coati.trainer.health import (
+    MAX_SKIPPED_IN_A_ROW,
+    explained_out_of_memory,
+    names_not_finite,
+    weights_are_finite,
+)
 from coati.trainer.joined import StepNumbers, explained_variance
 from coati.trainer.modes import (
     check_compiler,
@@ -64,6 +71,8 @@ class PPOLearner:
         self.strategy = strategy
         self.settings = settings
         self.num_skipped = 0
+        self._num_stepped = 0
+        self._num_skipped_in_a_row = 0
         rates = {"actor": (actor, settings.actor_lr), "critic": (critic, settings.critic_lr)}
         pairs = {
             label: (model, make_optimizer(optimizer_class, model, rate, device=strategy.device))
@@ -81,6 +90,7 @@ class PPOLearner:
             if settings.compile:
                 compile_blocks(model)
             set_learning_mode(model)
+        self._refuse_broken_weights()
         # The weights that a step starts from are those of its own pass, so nobody has to ask them twice; unless V-trace
         # wants advantages before the pass, or dropout makes every pass another policy.
         self._is_prepared_by_its_pass = settings.correction.estimator == "gae" and not is_random(self.models["actor"])
@@ -145,11 +155,13 @@ class PPOLearner:
             for index, rows in enumerate(parts):
                 with self._gradients_stay_local(is_last=index == len(parts) - 1), joined_once():
                     part = _part_of(experience, rows)
-                    logprobs = self._actor_pass(part, advantages[rows or _FIRST], counts, numbers)
+                    with self._explained_out_of_memory("actor", part):
+                        logprobs = self._actor_pass(part, advantages[rows or _FIRST], counts, numbers)
                     if rows is not None:
                         passes.append(logprobs)
                     if self.critic is not None:
-                        self._critic_pass(self.critic, part, counts, numbers)
+                        with self._explained_out_of_memory("critic", part):
+                            self._critic_pass(self.critic, part, counts, numbers)
             if is_new and self._is_prepared_by_its_pass:
                 prepare(
                     experience,
@@ -222,9 +234,11 @@ class PPOLearner:
             for rows in parts:
                 part = _part_of(experience, rows)
                 forward = (part.sequences, part.attention_mask, part.num_actions)
-                proximal, _ = action_logprobs(self.actor, *forward, temperatures=part.temperatures)
+                with self._explained_out_of_memory("actor", part):
+                    proximal, _ = action_logprobs(self.actor, *forward, temperatures=part.temperatures)
                 needs_values = self.settings.correction.estimator == "vtrace"
-                value = action_values(self.models["critic"], *forward) if needs_values else part.values
+                with self._explained_out_of_memory("critic", part):
+                    value = action_values(self.models["critic"], *forward) if needs_values else part.values
                 if rows is not None:
                     logprobs.append(proximal)
                     values.append(value)
@@ -282,20 +296,77 @@ class PPOLearner:
         max_norm = self.settings.max_grad_norm
         norms = {label: float(self.strategy.clip_grad_norm(model, max_norm)) for label, model in self.models.items()}
         if num_tokens > 0 and all(map(math.isfinite, norms.values())):
-            for optimizer in self.optimizers.values():
-                self.strategy.optimizer_step(optimizer)
-            for schedule in self._schedules:
-                schedule.step()
-        else:
-            self.num_skipped += 1
-            ids = experience.sample_ids.tolist() if experience.sample_ids is not None else "unknown"
-            logger.warning(
-                "batch skipped, optimizer untouched: %d response tokens, gradient norms are %s (sample ids %s)",
-                num_tokens,
-                ", ".join(f"{label} {norm}" for label, norm in norms.items()),
-                ids,
+            self._step_optimizers()
+            return norms
+        self.num_skipped += 1
+        self._num_skipped_in_a_row += 1
+        found = ", ".join(f"{label} {norm}" for label, norm in norms.items())
+        ids = experience.sample_ids.tolist() if experience.sample_ids is not None else "unknown"
+        logger.warning(
+            "batch skipped, optimizer untouched: %d response tokens, gradient norms are %s (sample ids %s)",
+            num_tokens,
+            found,
+            ids,
+        )
+        if self._num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise TrainingDiverged(
+                f"{self._num_skipped_in_a_row} batches in a row were skipped; the last had {num_tokens} response "
+                f"tokens and gradient norms {found}. {self._rates_remedy()}"
             )
         return norms
+
+    def _step_optimizers(self) -> None:
+        for label, optimizer in self.optimizers.items():
+            with explained_out_of_memory(
+                f"the optimizer step of the {label}",
+                'Set train.strategy to "zero2" or "gemini", or keep optimizer state in host memory '
+                "(train.cpu_offload, train.placement_policy).",
+            ):
+                self.strategy.optimizer_step(optimizer)
+        for schedule in self._schedules:
+            schedule.step()
+        self._num_stepped += 1
+        self._num_skipped_in_a_row = 0
+        broken = [label for label, model in self.models.items() if not weights_are_finite(model)]
+        if self.strategy.all_reduce_sum(torch.tensor(len(broken))) > 0:
+            raise TrainingDiverged(
+                f"weights of the {' and the '.join(broken) or 'model, on another rank,'} are NaN or infinite after "
+                f"optimizer step {self._num_stepped}. {self._rates_remedy()}"
+            )
+
+    def check_progress(self) -> None:
+        """Raise `TrainingDiverged` if every batch so far was skipped, so that nothing was learned."""
+        if self.num_skipped > 0 and self._num_stepped == 0:
+            raise TrainingDiverged(
+                f"all {self.num_skipped} batches were skipped, so nothing was learned. {self._rates_remedy()}"
+            )
+
+    def _rates_remedy(self) -> str:
+        rates = ", ".join(
+            f"train.{label}_lr is {optimizer.param_groups[0]['lr']:g}" for label, optimizer in self.optimizers.items()
+        )
+        return f"The learning rate may be too high ({rates}): lower it, or check rewards and advantages of the samples."
+
+    def _refuse_broken_weights(self) -> None:
+        """Refuse models that were loaded with a NaN or infinite weight, on all ranks or none."""
+        broken = [f"{label}: {name}" for label, model in self.models.items() for name in names_not_finite(model)]
+        if self.strategy.all_reduce_sum(torch.tensor(len(broken))) > 0:
+            found = f"{len(broken)}, the first {broken[0]!r}" if broken else "some on another rank"
+            raise CheckpointError(
+                f"models to train must have finite weights, got NaN or infinity in {found}. Use another "
+                "copy of the model."
+            )
+
+    def _explained_out_of_memory(self, label: str, part: Experience) -> AbstractContextManager[None]:
+        settings = self.settings
+        limits = f"train.micro_batch_tokens is {settings.micro_batch_tokens}"
+        if settings.micro_batch_size:
+            limits += f", train.micro_batch_size {settings.micro_batch_size}"
+        more = "" if settings.activation_checkpointing else ", or set train.activation_checkpointing"
+        return explained_out_of_memory(
+            f"the {label}'s pass over {part.num_samples} samples, {part.sequences.numel()} tokens with padding,",
+            f"Lower the limit of a pass ({limits}){more}.",
+        )
 
     def _micro_batches(self, experience: Experience) -> list[slice | None]:
         """The rows of each pass. All ranks make as many passes: None is one without any weight.

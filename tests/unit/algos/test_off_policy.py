@@ -190,10 +190,9 @@ def test_no_response_tokens_give_zero(shape):
     assert torch.equal(grad, torch.zeros(shape))
 
 
-@pytest.mark.parametrize("bad", [-0.5, INF, NAN])
-def test_weights_that_are_none_are_refused(bad):
+def test_negative_weights_are_refused():
     zero, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
-    with pytest.raises(DataError, match="weights must be finite and 0 or more on response tokens, got"):
-        decoupled(zero, zero, zero, zero, torch.tensor([[1.0, bad]]), mask, 2)
+    with pytest.raises(DataError, match="weights must be 0 or more"):
+        decoupled(zero, zero, zero, zero, torch.tensor([[1.0, -0.5]]), mask, 2)
     with pytest.raises(DataError, match="reduction must have the shape"):
         decoupled(zero, zero, zero, zero, zero, mask, 2, reduction=torch.zeros(1))

@@ -1,6 +1,7 @@
 """The order in which training happens, call by call."""
 
 import logging
+import weakref
 
 import pytest
 import torch
@@ -242,3 +243,20 @@ def test_after_a_stop_it_does_not_look_ahead():
     recorder.loop._look_ahead = lambda: looks.append(len(recorder.trained))
     recorder.loop.run(5, 5)
     assert looks == [0]
+
+
+@pytest.mark.parametrize(("epochs", "most_alive"), [(1, 1), (2, 4)])
+def test_batches_are_kept_only_for_later_epochs(epochs, most_alive):
+    made, counts = [], []
+
+    def next_batch():
+        fresh = batch(0)
+        made.append(weakref.ref(fresh))
+        return fresh
+
+    def train(_):
+        counts.append(sum(one() is not None for one in made))
+        return {}
+
+    FitLoop(next_batch=next_batch, train=train, publish=lambda: None).run(4, 4, epochs)
+    assert max(counts) == most_alive

@@ -1,5 +1,6 @@
 """Copies of a saved folder for nodes that do not see it; three ranks are three threads. Real ones: tests/ray."""
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -113,3 +114,21 @@ def test_rank_0_that_cannot_say_where_it_writes_lets_nobody_wait(copy, tmp_path,
     assert "no inodes left" in str(outcomes[0])
     assert outcomes[1:] == [None, None]  # they hear of it with the answer to the whole save
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_tokenizer_is_added_whole_or_not_at_all(tmp_path, fails, monkeypatch):
+    moved, replace = [], folders.os.replace
+    monkeypatch.setattr(folders.os, "replace", lambda old, new: moved.append(new.name) or replace(old, new))
+
+    def save(folder):
+        for name in ("vocab.json", "tokenizer_config.json", "tokenizer.json"):
+            (folder / name).write_text("{}")
+            if fails and name == "tokenizer_config.json":
+                raise Exception("No space left on device")  # as the tokenizers library does
+
+    with pytest.raises(CheckpointError, match="No space left") if fails else contextlib.nullcontext():
+        folders.add_tokenizer(tmp_path, save)
+    assert {file.name for file in tmp_path.iterdir()} == set(moved)
+    assert len(moved) == (0 if fails else 3)
+    assert moved[-1:] == ([] if fails else ["tokenizer_config.json"])

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
-from coati.errors import ConfigError
+from coati.errors import CheckpointError, ConfigError, OutOfMemory, TrainingDiverged
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic
 from coati.models.actor import action_logprobs
 from coati.monitor.metrics import undeclared
+from coati.trainer.health import MAX_SKIPPED_IN_A_ROW
+from coati.trainer.off_policy import CorrectionSettings
 from coati.trainer.ppo import PPOLearner, PPOSettings
 from coati.trainer.strategies import DDPStrategy
 
@@ -259,6 +261,74 @@ def test_a_poisoned_batch_changes_nothing_and_is_named(field, value, size, caplo
     twin.step(make_batch(2))
     assert same_bits(weights(learner), weights(twin))
     assert not same_bits(weights(learner), before)
+
+
+def test_too_many_skipped_batches_in_a_row_end_training():
+    learner, poisoned = make_learner(), make_batch(1)
+    poisoned.advantages[2, 0] = math.nan
+    for _ in range(MAX_SKIPPED_IN_A_ROW - 1):
+        learner.step(copied(poisoned))
+    learner.step(make_batch(0))  # one good batch, and the count begins again
+    for _ in range(MAX_SKIPPED_IN_A_ROW - 1):
+        learner.step(copied(poisoned))
+    with pytest.raises(TrainingDiverged, match=r"batches in a row were skipped.*train\.actor_lr is 0\.001"):
+        learner.step(copied(poisoned))
+
+
+def test_a_run_that_skipped_every_batch_has_failed():
+    learner, poisoned = make_learner(), make_batch(1)
+    poisoned.advantages[2, 0] = math.nan
+    learner.check_progress()  # nothing was skipped yet
+    learner.step(poisoned)
+    with pytest.raises(TrainingDiverged, match="all 1 batches were skipped"):
+        learner.check_progress()
+    learner.step(make_batch(0))
+    learner.check_progress()
+
+
+@pytest.mark.parametrize("policy", ["none", "decoupled"])
+def test_a_learning_rate_that_breaks_the_model_is_named(policy):
+    settings = PPOSettings(actor_lr=1e9, critic_lr=1e-3, correction=CorrectionSettings(policy=policy))
+    learner = make_learner(settings)
+    batches = (make_batch(seed) for seed in range(2 * MAX_SKIPPED_IN_A_ROW))
+    with pytest.raises(TrainingDiverged, match=r"train\.actor_lr is 1e\+09"):
+        list(map(learner.step, batches))
+
+
+def test_weights_that_a_step_made_infinite_end_training():
+    learner = make_learner(PPOSettings(actor_lr=math.inf))
+    with pytest.raises(TrainingDiverged, match=r"weights of the actor .* after optimizer step 1"):
+        learner.step(make_batch())
+
+
+@pytest.mark.parametrize("label", ["actor", "critic"])
+def test_a_model_with_a_broken_weight_is_neither_trained_nor_saved(label, tmp_path):
+    actor, critic = tiny_models()
+    broken = {"actor": actor, "critic": critic}[label]
+    name, weight = next(iter(broken.named_parameters()))
+    weight.requires_grad_(False).view(-1)[3] = math.nan  # frozen weights count too
+    with pytest.raises(CheckpointError, match=f"{label}: {name}"):
+        make_learner(models=(actor, critic))
+    with pytest.raises(CheckpointError, match=name):
+        DDPStrategy(device="cpu").save_model(broken, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("label", ["actor", "critic", "optimizer step of the critic"])
+def test_running_out_of_memory_names_the_work_and_the_setting(label, monkeypatch):
+    learner = make_learner(dataclasses.replace(SETTINGS, micro_batch_tokens=14))
+
+    def run_out(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    if label in learner.models:
+        monkeypatch.setattr(learner.models[label], "forward", run_out)
+        what, setting = rf"{label}'s pass over \d samples", r"train\.micro_batch_tokens is 14.*activation_checkpointing"
+    else:
+        monkeypatch.setattr(learner.critic_optimizer, "step", run_out)
+        what, setting = label, "train.strategy"
+    with pytest.raises(OutOfMemory, match=f"{what}.*{setting}.*2.00 GiB"):
+        learner.step(make_batch())
 
 
 class FragileCritic(nn.Module):

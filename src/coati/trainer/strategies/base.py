@@ -302,12 +302,19 @@ class Strategy(ABC):
     def _chunks_to_save(self, module: nn.Module) -> Iterator[dict[str, Tensor]]:
         """What has to be on disk, on the CPU; all ranks take part in the gathering, and rank 0 gets the tensors."""
         kept: set[str] | None = None
+        broken: list[str] = []
         if saves_adapters(module):
             kept = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         for chunk in iter_state_chunks(module, max_bytes=_DEFAULT_SHARD_MIB * 2**20, names=kept):
             chunk = {name: tensor.cpu() for name, tensor in chunk.items()} if self.rank == 0 else {}
+            broken += [name for name, t in chunk.items() if t.is_floating_point() and not bool(t.isfinite().all())]
             yield chunk
             chunk.clear()  # whoever took it has made use of it, and the next is about to be gathered
+        if broken:  # only now: the other ranks take part in the gathering to its end
+            raise CheckpointError(
+                f"a model must have finite weights to be saved, got NaN or infinity in {broken[0]!r}. Training has "
+                "diverged; use an earlier checkpoint."
+            )
 
     def load_model(self, model: nn.Module, path: _PathLike) -> None:
         """Load what any strategy saved; names and shapes must match on every rank, or nothing is loaded on any."""

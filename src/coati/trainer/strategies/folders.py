@@ -48,6 +48,23 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
         shutil.rmtree(replaced, ignore_errors=True)
 
 
+def add_tokenizer(folder: Path, save: Callable[[Path], object]) -> None:
+    """Put a tokenizer into a model folder: `save` writes it elsewhere, and its files are moved in whole.
+
+    `tokenizer_config.json` comes last, so a folder that has it has all of them.
+    """
+    temporary = folder / f".tokenizer.{uuid.uuid4().hex}.tmp"
+    try:
+        temporary.mkdir()
+        save(temporary)
+        for file in sorted(temporary.iterdir(), key=lambda file: file.name == "tokenizer_config.json"):
+            os.replace(file, folder / file.name)
+    except Exception as error:  # the tokenizers library has no class of its own for a full disk
+        raise CheckpointError(f"could not write the tokenizer to {folder}: {error}. Check free space there.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def _refuse_foreign(path: Path, markers: Collection[str]) -> None:
     if path.is_dir():
         present = {entry.name for entry in path.iterdir()}
