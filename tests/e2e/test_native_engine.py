@@ -21,7 +21,6 @@ from transformers import (
 from coati.models import Actor, LoRASettings, action_logprobs
 from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
 from coati.rollout.native import NativeEngine, unsupported_reason
-from coati.rollout.native.columns import ColumnDecoder, ColumnStep
 from coati.rollout.native.decoder import Decoder
 from coati.rollout.native.fused import FusedLinear
 from coati.rollout.native.loop import SlotLoop
@@ -110,8 +109,6 @@ def test_it_writes_what_the_reference_writes(name, options):
     assert 0 < int(expected.is_cut.sum()) < 9  # some end by themselves, some are cut
     for num_slots in (64, 2):  # all at once, and two at a time with the others waiting
         assert_same(NativeEngine(model, num_slots=num_slots).generate(make_request(**options)), expected)
-    slots = NativeEngine(model, num_slots=2, by_columns=False)  # as on a GPU, or with a large model
-    assert_same(slots.generate(make_request(**options)), expected)
 
 
 def test_rows_do_not_depend_on_slots_or_neighbours():
@@ -153,8 +150,7 @@ def test_weights_that_are_written_into_the_model_count_from_the_next_token():
 
     expected = generate(ReferenceEngine)
     assert expected.token_versions[0].tolist() == [4, 4, 4, 5, 5, 5, 5]
-    for by_columns in (True, False):
-        assert_same(generate(NativeEngine, by_columns=by_columns), expected)
+    assert_same(generate(NativeEngine), expected)
 
 
 def test_adapters_count_and_loading_a_model_anew_is_noticed():
@@ -182,7 +178,7 @@ def test_other_activations_are_the_models_own():
     assert_same(NativeEngine(model).generate(make_request()), ReferenceEngine(model).generate(make_request()))
 
 
-def test_what_columns_write_can_be_trained_on():
+def test_what_it_writes_can_be_trained_on():
     model = make_model("llama")
     rollout = NativeEngine(model).generate(make_request())
     assert not any(tensor.is_inference() for tensor in vars(rollout).values())
@@ -261,35 +257,24 @@ def test_what_broken_weights_left_behind_is_not_seen_by_the_next_request():
     assert found.rollout_log_probs.isfinite().all()
 
 
-def test_long_texts_are_for_slots():
-    decoder = ColumnDecoder(make_model("llama"))
-    assert decoder.suits_columns(256)
-    assert not decoder.suits_columns(257)
-
-
-@pytest.mark.parametrize("by_columns", [True, False])
-def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_once(by_columns, monkeypatch):
+def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_once(monkeypatch):
     calls = {"prompts": [], "steps": 0}
-    prefill, decode, step_columns = Decoder.prefill, Decoder.decode, ColumnStep.__call__
+    prefill, decode = Decoder.prefill, Decoder.decode
 
     def counted_prefill(self, tokens, *arguments):
         calls["prompts"].append(len(tokens))
         return prefill(self, tokens, *arguments)
 
-    def counted(step):
-        def count(*arguments, **kwargs):
-            calls["steps"] += 1
-            return step(*arguments, **kwargs)
-
-        return count
+    def counted_decode(*arguments, **kwargs):
+        calls["steps"] += 1
+        return decode(*arguments, **kwargs)
 
     monkeypatch.setattr(Decoder, "prefill", counted_prefill)
-    monkeypatch.setattr(Decoder, "decode", counted(decode))
-    monkeypatch.setattr(ColumnStep, "__call__", counted(step_columns))
+    monkeypatch.setattr(Decoder, "decode", counted_decode)
     model = make_model("llama")
 
     # Two at a time: while the first writes 7 tokens, the other slot has room for all the others.
-    rollout = NativeEngine(model, num_slots=2, by_columns=by_columns).generate(
+    rollout = NativeEngine(model, num_slots=2).generate(
         rows_of(make_request(rows=12), [4, 0, 2, 9])
     )
     assert rollout.action_mask.sum(dim=1).tolist() == [7, 3, 1, 3]
@@ -297,7 +282,7 @@ def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_
     calls["prompts"].clear()
 
     group = dataclasses.replace(rows_of(make_request(), [0] * 8), sample_ids=torch.arange(8))
-    NativeEngine(model, by_columns=by_columns).generate(group)
+    NativeEngine(model).generate(group)
     assert calls["prompts"] == [1]
 
 
@@ -325,14 +310,14 @@ def test_with_a_look_every_few_tokens_it_writes_the_same(replayed, looks_under_w
     model, request = make_model("llama"), make_request(rows=12)
     expected = ReferenceEngine(model).generate(request)
     for num_slots in (2, 4, 8):
-        assert_same(NativeEngine(model, num_slots=num_slots, by_columns=False).generate(request), expected)
+        assert_same(NativeEngine(model, num_slots=num_slots).generate(request), expected)
 
 
 def test_responses_of_one_token_need_no_step(monkeypatch):
     steps = []
     monkeypatch.setattr(SlotLoop, "_step", lambda *arguments: steps.append(arguments))
     request = make_request(rows=12, eos_token_id=list(range(make_model("llama").config.vocab_size)))
-    rollout = NativeEngine(make_model("llama"), num_slots=4, by_columns=False).generate(request)
+    rollout = NativeEngine(make_model("llama"), num_slots=4).generate(request)
     assert (rollout.action_mask.shape, bool(rollout.is_cut.any()), steps) == ((12, 1), False, [])
 
 
@@ -340,14 +325,14 @@ def test_weights_that_come_with_looks_under_way_count_from_the_steps_after(repla
     answers = iter([4, 5, 5, 5, 5])
     old, new = make_model("llama"), make_model("llama", seed=7).state_dict()
     request = dataclasses.replace(make_request(eos_token_id=[]), max_new_tokens=11, version=4)
-    before = NativeEngine(old, by_columns=False).generate(request)
+    before = NativeEngine(old).generate(request)
 
     def commit():
         if (version := next(answers)) == 5:
             old.load_state_dict(new)
         return version
 
-    rollout = NativeEngine(old, by_columns=False).generate(dataclasses.replace(request, commit_point=commit))
+    rollout = NativeEngine(old).generate(dataclasses.replace(request, commit_point=commit))
     assert rollout.token_versions.tolist() == [[4] * 7 + [5] * 4] * len(
         rollout.is_cut
     )  # one with the prompt, and two looks of three
@@ -361,7 +346,7 @@ def test_responses_of_full_length_waste_no_step_whenever_the_host_looks(replayed
     steps, step = [], SlotLoop._step
     monkeypatch.setattr(SlotLoop, "_step", lambda self, count, *rest: (steps.append(count), step(self, count, *rest)))
     request = dataclasses.replace(make_request(rows=12, eos_token_id=[]), max_new_tokens=8)
-    rollout = NativeEngine(make_model("llama"), num_slots=num_slots, by_columns=False).generate(request)
+    rollout = NativeEngine(make_model("llama"), num_slots=num_slots).generate(request)
     assert bool(rollout.action_mask.all())
     assert steps == [num_slots] * (12 // num_slots * 7)  # the first token comes with the prompt
 
@@ -369,7 +354,7 @@ def test_responses_of_full_length_waste_no_step_whenever_the_host_looks(replayed
 def test_there_are_few_graphs_whatever_the_sizes_of_requests(replayed, monkeypatch):
     monkeypatch.setattr("coati.rollout.native.loop.LOOKS_UNDER_WAY", 1)  # so that some end before the last look
     model = make_model("llama")
-    engine = NativeEngine(model, num_slots=11, by_columns=False)
+    engine = NativeEngine(model, num_slots=11)
     for count in (11, 7, 5):
         request = rows_of(make_request(rows=12), range(count))
         assert_same(engine.generate(request), ReferenceEngine(model).generate(request))
@@ -381,7 +366,7 @@ def test_there_are_few_graphs_whatever_the_sizes_of_requests(replayed, monkeypat
 def test_a_graph_of_kernels_does_for_all_lengths(replayed, monkeypatch):
     # Of kernels the loop needs to know only that they do without.
     monkeypatch.setattr("coati.rollout.native.loop.TritonOperations", TorchOperations)
-    engine = NativeEngine(make_model("llama"), num_slots=4, by_columns=False)
+    engine = NativeEngine(make_model("llama"), num_slots=4)
     engine.generate(make_request())
     assert {length for _, length, *_ in engine._loop._graphs} == {12}
 
@@ -396,15 +381,13 @@ def test_biases_of_every_product_count():
             if name.endswith("bias"):
                 parameter.normal_(std=0.5)
     expected = ReferenceEngine(model).generate(make_request())
-    for by_columns in (True, False):
-        assert_same(NativeEngine(model, by_columns=by_columns).generate(make_request()), expected)
+    assert_same(NativeEngine(model).generate(make_request()), expected)
 
 
 def test_a_request_larger_than_those_before_gets_more_room():
     model = make_model("llama")
     small, many_rows, long = (make_request(max_new_tokens=num_tokens) for num_tokens in (2, 2, 4))
     more_tokens = rows_of(make_request(max_new_tokens=3), [1, 2, 3])  # of shorter prompts, so in no more positions
-    for by_columns in (True, False):
-        engine = NativeEngine(model, num_slots=3, by_columns=by_columns)
-        for request in (rows_of(small, range(4)), many_rows, more_tokens, long):
-            assert_same(engine.generate(request), NativeEngine(model, by_columns=by_columns).generate(request))
+    engine = NativeEngine(model, num_slots=3)
+    for request in (rows_of(small, range(4)), many_rows, more_tokens, long):
+        assert_same(engine.generate(request), NativeEngine(model).generate(request))

@@ -7,9 +7,7 @@ from torch import nn
 
 from coati.models.actor import unwrap
 from coati.rollout.engine import Rollout, RolloutRequest
-from coati.rollout.native.column_loop import ColumnLoop
-from coati.rollout.native.columns import ColumnDecoder
-from coati.rollout.native.decoder import unsupported_reason
+from coati.rollout.native.decoder import Decoder, unsupported_reason
 from coati.rollout.native.loop import SlotLoop
 from coati.rollout.native.work import Work
 from coati.rollout.options import GenerateOptions
@@ -25,21 +23,17 @@ class NativeEngine:
 
     Options of `generate` beyond sampling and lengths (penalties, stop strings, processors of the user's) go to the
     reference engine, and so do models of another shape; the log says so once for each reason.
-
-    Small models on a CPU run by columns (see `columns`), unless `by_columns` is False.
     """
 
     calls_commit_point = True
 
-    def __init__(self, model: nn.Module, *, num_slots: int = DEFAULT_SLOTS, by_columns: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, num_slots: int = DEFAULT_SLOTS) -> None:
         self._model = model
         self._num_slots = num_slots
-        self._by_columns = by_columns
         self._reference = ReferenceEngine(model)
         self._model_reason = unsupported_reason(model)
-        self._decoder = None if self._model_reason else ColumnDecoder(model)
+        self._decoder = None if self._model_reason else Decoder(model)
         self._loop: SlotLoop | None = None
-        self._column_loop: ColumnLoop | None = None
         self._reasons_said: set[str] = set()
 
     @torch.no_grad()
@@ -51,17 +45,19 @@ class NativeEngine:
             return self._reference.generate(request)
         work = Work(request, unwrap(self._model))
         num_slots = min(self._num_slots, work.num_rows)
-        sizes = {"num_slots": num_slots, "num_positions": work.num_positions}
-        if self._by_columns and self._decoder.suits_columns(work.num_positions):
-            if self._column_loop is None or not self._column_loop.fits(**sizes):
-                self._column_loop = None
-                self._column_loop = ColumnLoop(self._decoder, **sizes)
-            return self._column_loop.generate(request, work, num_slots=num_slots)
-        sizes |= {"num_rows": work.num_rows, "max_new_tokens": request.max_new_tokens}
+        sizes = {
+            "num_slots": num_slots,
+            "num_positions": work.num_positions,
+            "num_rows": work.num_rows,
+            "max_new_tokens": request.max_new_tokens,
+        }
         if self._loop is None or not self._loop.fits(**sizes):
             self._loop = None  # its memory first
             self._loop = SlotLoop(self._decoder, **sizes)
-        return self._loop.generate(request, work, num_slots=num_slots)
+        rollout = self._loop.generate(request, work, num_slots=num_slots)
+        if not bool(rollout.rollout_log_probs.isfinite().all()):
+            self._loop = None  # attention multiplies masked places of the cache by 0, and 0 times NaN is NaN
+        return rollout
 
     def _say(self, reason: str) -> None:
         if reason not in self._reasons_said:

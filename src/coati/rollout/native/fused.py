@@ -34,14 +34,6 @@ class FusedLinear:
             return torch.cat([layer(inputs) for layer in self._layers], dim=-1)
         return F.linear(inputs, self._weight, self._bias)  # type: ignore[arg-type]
 
-    @property
-    def joined(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of all layers, where they lie now; None if these layers cannot be joined."""
-        if not self.join():
-            return None
-        assert self._weight is not None
-        return self._weight, self._bias
-
     def join(self) -> bool:
         """Join the weights, unless they are; False if these layers cannot be joined."""
         if not self._is_plain():

@@ -112,12 +112,15 @@ class SlotLoop:
     def _pack(self, known: "_Known") -> None:
         """Move the living slots to the front where that lets fewer be computed.
 
-        Graphs exist for few sizes: powers of two, and all slots. So there the living get company of slots without a
-        sample, which write where nobody reads.
+        Graphs exist for few sizes, powers of two and all slots, so some slots without a sample are computed as well;
+        what they write is never read. Without graphs slots move when a quarter have ended, because moving the cache
+        costs a good part of a step.
         """
         num_alive = size = known.num_alive
         if self._is_captured:
             size = min(1 << (num_alive - 1).bit_length(), self._num_slots)
+        elif 4 * num_alive > 3 * known.count:
+            size = known.count
         if size < known.count:
             living = [slot for slot, lives in enumerate(known.alive) if lives]
             order = torch.tensor(living, device=self._slots.rows.device)
