@@ -274,9 +274,7 @@ def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_
     model = make_model("llama")
 
     # Two at a time: while the first writes 7 tokens, the other slot has room for all the others.
-    rollout = NativeEngine(model, num_slots=2).generate(
-        rows_of(make_request(rows=12), [4, 0, 2, 9])
-    )
+    rollout = NativeEngine(model, num_slots=2).generate(rows_of(make_request(rows=12), [4, 0, 2, 9]))
     assert rollout.action_mask.sum(dim=1).tolist() == [7, 3, 1, 3]
     assert calls["steps"] == 6  # and one token of each by reading its prompt
     calls["prompts"].clear()
