@@ -23,7 +23,7 @@ demo: $(STAMP)
 # Two at a time: tests over Ray spend much of their time waiting for processes to start. The ones named here run with
 # the unit and end-to-end tests, so that both halves take about as long.
 BESIDE := $(addprefix tests/ray/test_,cluster.py learner_ranks.py placement.py strategies_one_rank.py \
-	strategies_ranks.py tensor_parallel.py weight_stress.py)
+	strategies_ranks.py weight_stress.py)
 
 test: $(STAMP)
 	@mkdir -p build

@@ -101,26 +101,19 @@ def _trained_models(config: RunSettings, dtype: torch.dtype) -> tuple[Actor, Cri
     return actor, critic
 
 
-def maker_models(
-    config: RunSettings, *, with_reward: bool = True
-) -> tuple[Actor, Critic | None, RewardScorer | None, Actor]:
+def maker_models(config: RunSettings) -> tuple[Actor, Critic | None, RewardScorer, Actor]:
     """What a maker works with: actor, critic, reward and the initial model.
 
-    With `train.compile` the blocks of those that only score are compiled. The actor is left to the rollout engine, and
-    so are models that are cut over ranks, which exchange parts of their numbers inside of the blocks. A reward model
-    whose body is the reference's to the bit takes that one; never the actor's or the critic's, which change.
+    With `train.compile` the blocks of those that only score are compiled; the actor is left to the rollout engine. A
+    reward model whose body is bit-equal to the reference's shares it.
     """
     actor, critic = _trained_models(config, _dtype(config))
     reference = _loaded("model.reference", config.reference_path, Actor, dtype=_dtype(config))
-    if config.train.compile and config.topology.tensor_parallel == 1:
+    if config.train.compile:
         for model in (reference, critic):
             if model is not None:
                 compile_blocks(model)
-    if not with_reward:
-        return actor, critic, None, reference
-    # A cut reference is one part of a body on each rank, and the reward is the leader's alone.
-    lenders = [reference] if config.topology.tensor_parallel == 1 else []
-    return actor, critic, make_scorer(config, compiled=config.train.compile, body_from=lenders), reference
+    return actor, critic, make_scorer(config, compiled=config.train.compile, body_from=[reference]), reference
 
 
 def make_scorer(config: RunSettings, *, compiled: bool = False, body_from: Sequence[nn.Module] = ()) -> RewardScorer:
@@ -300,9 +293,9 @@ def threads_per_actor(config: RunSettings) -> int:
 
 
 def num_actors(config: RunSettings) -> int:
-    """Actors of a run that take a CPU: trainers, and every rank of every maker."""
+    """Actors of a run that take a CPU: trainers and makers."""
     topology = config.topology
-    return topology.makers * topology.tensor_parallel + topology.trainers
+    return topology.makers + topology.trainers
 
 
 def _dtype(config: RunSettings) -> torch.dtype:

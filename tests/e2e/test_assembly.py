@@ -272,11 +272,11 @@ def test_threads_are_shared_out_unless_set(num_cores, topology, expected, monkey
     assert assembly.threads_per_actor(config_of(topology=topology)) == expected
 
 
-def test_every_rank_of_a_maker_is_an_actor(monkeypatch):
-    config = config_of(topology={"makers": 3, "tensor_parallel": 2, "trainers": 2})
-    assert assembly.num_actors(config) == 8
+def test_cores_are_divided_among_makers_and_trainers(monkeypatch):
+    config = config_of(topology={"makers": 3, "trainers": 2})
+    assert assembly.num_actors(config) == 5
     monkeypatch.setattr("os.cpu_count", lambda: 24)
-    assert assembly.threads_per_actor(config) == 3
+    assert assembly.threads_per_actor(config) == 4
 
 
 def test_models_are_the_same_in_every_process_that_builds_them(model_folder):
@@ -295,27 +295,24 @@ def test_a_maker_takes_updates_for_actor_and_critic_alone(model_folder):
     reward = {"function": "", "model": str(model_folder)}
     config = config_of(model={"path": str(model_folder), "device": "cpu"}, reward=reward)
     actor, critic, scorer, initial_model = assembly.maker_models(config)
-    assert assembly.maker_models(config, with_reward=False)[2] is None
     maker = NaiveExperienceMaker(actor, critic, scorer, initial_model)
     assert list(maker.trained_models.values()) == [actor, critic]
 
 
 @pytest.mark.parametrize(
-    ("train", "tensor_parallel", "expected"),
+    ("train", "expected"),
     [
-        ({}, 1, set()),
-        ({"compile": True}, 1, {"critic", "reference and reward"}),  # one body, which is compiled once
-        ({"compile": True}, 2, {"reward"}),  # the others are cut over the ranks
+        ({}, set()),
+        ({"compile": True}, {"critic", "reference and reward"}),  # one body, which is compiled once
     ],
 )
-def test_makers_compile_what_only_scores(model_folder, monkeypatch, train, tensor_parallel, expected):
+def test_makers_compile_what_only_scores(model_folder, monkeypatch, train, expected):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compiled.append(self))
     config = config_of(
         model={"path": str(model_folder), "device": "cpu"},
         reward={"function": "", "model": str(model_folder)},
         train=train,
-        topology={"tensor_parallel": tensor_parallel},
     )
     actor, critic, scorer, reference = assembly.maker_models(config)
     reward = scorer.reward._model
@@ -352,9 +349,6 @@ def test_reward_models_with_the_body_of_the_reference_or_of_each_other_share_it(
     messages = [record.getMessage() for record in caplog.records if record.name == "coati.assembly"]
     said = [message.partition(":")[0].partition(" has the body of ")[2] for message in messages]
     assert said == ["the reference", "another reward model"]
-    cut = assembly.maker_models(config_of(**settings, topology={"tensor_parallel": 2}))
-    assert cut[2].models[0].body is not cut[3].model.model
-    assert cut[2].models[1].body is cut[2].models[2].body
 
 
 def test_prompts_keep_to_the_sections(model_folder, tmp_path):

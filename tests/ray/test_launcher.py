@@ -25,29 +25,21 @@ from coati.ray.peers import death_reason
 from coati.ray.topology import first_updaters, makers_to_leave, trainer_for_newcomer
 
 
-def test_a_follower_that_dies_ends_the_run_and_is_named(run, make_config, monkeypatch):
-    logs = {}
+def test_one_maker_and_three_trainers_train_their_exact_shares(run, make_config, tmp_path, monkeypatch):
+    logs, poll = {}, launcher.DetachedRun._look
 
     def log_of(_):
         log = logging.getLogger("coati")
         return log.getEffectiveLevel(), log.hasHandlers()
 
-    def kill_follower(self):
-        if not logs:
-            actors = dict([*self._actors(), *self._crew.followers.items()])
-            asked = {name: actor.__ray_call__.remote(log_of) for name, actor in actors.items()}
-            logs.update({name: ray.get(ref, timeout=PATIENCE) for name, ref in asked.items()})
-        ray.kill(self._crew.followers["maker-0-rank-1"])
+    def poll_logs_too(self):
+        for name, actor in self._actors() if not logs else ():
+            logs[name] = ray.get(actor.__ray_call__.remote(log_of), timeout=PATIENCE)
+        poll(self)
 
-    monkeypatch.setattr(launcher.DetachedRun, "_look", kill_follower)
-    # Its death is seen by the driver, and by the leader in the middle of a sum; whichever comes first, it is named.
-    with pytest.raises(PeerDied, match="maker-0-rank-1 died"):
-        run(make_config(tensor_parallel=2, train={"total_steps": 100_000}))
-    assert logs == dict.fromkeys(["maker-0", "trainer-0", "maker-0-rank-1"], (logging.INFO, True))
-
-
-def test_one_maker_and_three_trainers_train_their_exact_shares(run, make_config, tmp_path):
+    monkeypatch.setattr(launcher.DetachedRun, "_look", poll_logs_too)
     progress = run(make_config(makers=1, trainers=3, max_staleness=0))
+    assert logs == dict.fromkeys(["maker-0", *(f"trainer-{rank}" for rank in range(3))], (logging.INFO, True))
     for trainer in (progress[f"trainer-{rank}"] for rank in range(3)):
         # 2 batches of 2 samples each, one weight version after each.
         assert (trainer.state, trainer.num_batches, trainer.num_samples, trainer.version) == (

@@ -18,8 +18,6 @@ from coati.ray import crew as crew_module
 from coati.ray.crew import Crew
 from coati.ray.scaling import Scaler
 
-MEETING = ("ab" * 28, "127.0.0.1", 4711)  # node, address, port
-
 
 class FakeMaker:
     def __init__(self, name, story):
@@ -36,12 +34,6 @@ class FakeMaker:
     def _deal(self, share, loader):
         self.is_held = False
         self.shares.append(share)
-
-
-class FakeFollower:
-    def __init__(self, name, story):
-        self.name = name
-        self.progress, self.follow = Method(lambda: 0), Method(lambda: None)
 
 
 class FakeTrainer:
@@ -65,10 +57,7 @@ class Stage:
         self.story, self.started, self.actors, self.options, self.working = [], [], {}, {}, set()
         self.on_create = lambda maker: None
         monkeypatch.setattr(crew_module, "_MAKER", self._actor_class(FakeMaker))
-        monkeypatch.setattr(crew_module, "_FOLLOWER", self._actor_class(FakeFollower))
         monkeypatch.setattr(crew_module, "_TRAINER", self._actor_class(FakeTrainer))
-        monkeypatch.setattr(crew_module, "rendezvous", SimpleNamespace(options=lambda **_: Method(self._meet)))
-        self.meet = lambda: MEETING
         monkeypatch.setattr(crew_module, "_kill", self._kill)
         config = build_config(
             {
@@ -101,9 +90,6 @@ class Stage:
             return self.actors[name]
 
         return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda **_: create(**options)))
-
-    def _meet(self):
-        return self.meet()
 
     def _kill(self, actor):
         self.story.append(("killed", actor.name))
@@ -316,32 +302,3 @@ def test_a_member_that_is_dead_when_work_is_dealt_anew_is_an_error_by_name(stage
     with pytest.raises(PeerDied, match="maker-1 died while waiting for work to be dealt anew"):
         stage.scale_to(1)
     assert not stage.maker.is_held
-
-
-def test_all_ranks_of_a_newcomer_join_and_leave_with_it(monkeypatch, cluster):
-    stage = Stage(monkeypatch, tensor_parallel=2)
-    stage.scale_to(2)
-    assert list(stage.crew.followers) == list(stage.crew.following.values()) == ["maker-0-rank-1", "maker-1-rank-1"]
-    stage.scale_to(1)
-    assert stage.killed == ["maker-1", "maker-1-rank-1"]
-    assert list(stage.crew.followers) == list(stage.crew.following.values()) == ["maker-0-rank-1"]
-
-
-def test_a_newcomer_whose_ranks_find_no_place_or_lose_one_does_not_join(monkeypatch, answers):
-    stage = Stage(monkeypatch, tensor_parallel=2)
-    stage.meet = answers.never
-    with pytest.raises(ScalingRefused, match=r"waited 0\.4 s for places where the ranks of maker-1 can meet"):
-        stage.scale_to(2)
-    stage.meet = lambda: MEETING
-
-    def lose_a_rank():
-        stage.actors["maker-2-rank-1"].progress = Method(answers.dead)
-
-    stage.trainer.on_change = lose_a_rank
-    with pytest.raises(ScalingRefused, match=r"maker-2 could not join, .* maker-2-rank-1 died while waiting"):
-        stage.scale_to(2)
-    assert stage.killed == ["maker-2", "maker-2-rank-1"]
-    stage.trainer.on_change = lambda: None
-    stage.scale_to(2)
-    following = list(stage.crew.following.values())
-    assert following == ["maker-0-rank-1", "maker-3-rank-1"], "the run does not watch ranks that it sent away"

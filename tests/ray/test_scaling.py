@@ -130,17 +130,3 @@ def test_makers_are_refused_come_and_go_and_every_sample_is_trained_once(run, pa
     state = json.loads((tmp_path / "out" / "state.json").read_text())
     assert (state["status"], state["makers"], state["message"]) == ("ended", 2, "completed")
     assert [row["actor"] for row in read_jsonl(tmp_path / "spans.jsonl") if row["what"] == "leave"] == ["maker-3"]
-
-
-def test_a_maker_of_two_ranks_is_joined_by_another(run, paced_config, tmp_path):
-    config, pace = paced_config(tensor_parallel=2, max_staleness=0, train={"total_steps": 8})
-    director = Director(tmp_path / "out", pace, [2])
-    progress = run(config, should_stop=director, makers=["maker-0", "maker-1"])
-    assert (director.answer(1)["answer"], director.answer(1)["makers"]) == ("done", 2)
-    makers = [progress[f"maker-{index}"] for index in range(2)]
-    assert all(maker.num_delivered > 0 for maker in makers)
-    assert sum(maker.num_delivered for maker in makers) == progress["trainer-0"].num_samples == 16
-    assert {maker.version for maker in makers} == {progress["trainer-0"].version} == {8}
-    for name in ("maker-0-rank-1", "maker-1-rank-1"):
-        with pytest.raises(ValueError, match="Failed to look up actor"):
-            ray.get_actor(name)  # ended with the rest

@@ -84,8 +84,3 @@ def _check_sync(config: RunSettings, *, sync: bool, address: str | None) -> None
             f"--sync needs topology.makers = 1 and topology.trainers = 1, got {config.topology.makers} and "
             f"{config.topology.trainers}. Leave --sync out, or add --set topology.makers=1 --set topology.trainers=1."
         )
-    if config.topology.tensor_parallel != 1:
-        raise ConfigError(
-            "--sync runs in one process, so topology.tensor_parallel must be 1, got "
-            f"{config.topology.tensor_parallel}. Leave --sync out, or add --set topology.tensor_parallel=1."
-        )

@@ -10,7 +10,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from coati.config.model_folder import context_length, divisible_counts, folder_problem, has_value_head, weight_names
+from coati.config.model_folder import context_length, folder_problem, has_value_head, weight_names
 from coati.config.reward_source import find_reward_problem
 from coati.config.run_settings import RunSettings
 from coati.errors import DataError
@@ -25,7 +25,6 @@ def preflight(config: RunSettings) -> list[str]:
     """Return what would stop the run, each a full message; empty when nothing is known to."""
     return [
         *_model_problems(config),
-        *_parallel_problems(config),
         *_length_problems(config),
         *_lora_problems(config),
         *_prompt_problems(config),
@@ -84,17 +83,6 @@ def _model_problems(config: RunSettings) -> list[str]:
                 "Use a sequence-classification model with one label, or a folder saved by coati.models.RewardModel."
             )
     return problems
-
-
-def _parallel_problems(config: RunSettings) -> list[str]:
-    """Heads and widths that cannot be dealt out evenly; the run says the same of models that only it can look into."""
-    parts = config.topology.tensor_parallel
-    return [
-        f"topology.tensor_parallel must divide the model's {name} ({count} in {config.model.path}), got {parts}. "
-        "Use a divisor of it."
-        for name, count in divisible_counts(Path(config.model.path)).items()
-        if count % parts
-    ]
 
 
 def _length_problems(config: RunSettings) -> list[str]:

@@ -40,13 +40,6 @@ def has_value_head(folder: Path) -> bool:
     return is_classifier or (folder / _VALUE_HEAD).is_file()
 
 
-def divisible_counts(folder: Path) -> dict[str, int]:
-    """What is dealt out where a model is cut over ranks, by the config's names; those that it has."""
-    config = _read_json(folder / "config.json")
-    counts = {name: config.get(name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
-    return {name: count for name, count in counts.items() if isinstance(count, int)}
-
-
 def folder_problem(folder: Path) -> str:
     """What is wrong with a model's folder, as far as its files tell without being read whole; empty if nothing is."""
     try:

@@ -191,9 +191,8 @@ class Plan:
 
 
 def _parts(topology: TopologySettings) -> str:
-    cut = f", each over {topology.tensor_parallel} actors" if topology.tensor_parallel > 1 else ""
     place = {"auto": "", "pack": ", on as few nodes as possible", "spread": ", spread over the nodes"}
-    return f"{cut}{place[topology.placement]}"
+    return place[topology.placement]
 
 
 def _sharing(topology: TopologySettings) -> str:

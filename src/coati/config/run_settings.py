@@ -90,21 +90,7 @@ class RunSettings(Section):
                     f'topology.{key} must be 0 while model.device is "cpu", got {share}. '
                     f'Set it to 0, or model.device to "auto".'
                 )
-        return found + self._tensor_parallel_problems() + self._group_problems()
-
-    def _tensor_parallel_problems(self) -> list[str]:
-        """What does not work yet with models in pieces."""
-        if self.topology.tensor_parallel == 1:
-            return []
-        wrong = {
-            "lora.rank must be 0": (self.lora.rank != 0, self.lora.rank),
-            "rollout.in_flight must be false": (self.rollout.in_flight, "true"),
-        }
-        return [
-            f"{rule} while topology.tensor_parallel is above 1, got {came}. Change it, or set tensor_parallel to 1."
-            for rule, (is_wrong, came) in wrong.items()
-            if is_wrong
-        ]
+        return found + self._group_problems()
 
     def _group_problems(self) -> list[str]:
         """Samples that are compared with each other are made together, and every version takes whole groups."""

@@ -204,12 +204,6 @@ class TopologySettings(Section):
     gpus_per_maker: float = setting(
         0.0, "GPUs (or a share of one) for each maker.", rule="0, a share below 1, or a whole number", ge=0
     )
-    tensor_parallel: int = setting(
-        1,
-        "Actors that hold one maker's models together, each a piece of every layer and its part of gpus_per_maker.",
-        rule="a whole number, 1 or more, that divides the model's heads; topology.gpus_per_maker is then 0 or the same",
-        ge=1,
-    )
     gpus_per_trainer: float = setting(
         0.0, "GPUs (or a share of one) for each trainer.", rule="0, a share below 1, or a whole number", ge=0
     )
@@ -243,7 +237,6 @@ class TopologySettings(Section):
         return [
             *self._staleness_problems(),
             *self._gpu_problems(),
-            *self._tensor_parallel_problems(),
         ]
 
     def _staleness_problems(self) -> list[str]:
@@ -267,14 +260,6 @@ class TopologySettings(Section):
                 f"{self.min_staleness}. Lower it, or raise topology.max_staleness."
             ]
         return []
-
-    def _tensor_parallel_problems(self) -> list[str]:
-        if self.tensor_parallel == 1 or self.gpus_per_maker in (0, self.tensor_parallel):
-            return []
-        return [
-            f"topology.gpus_per_maker must be 0 or {self.tensor_parallel} while topology.tensor_parallel is "
-            f"{self.tensor_parallel}, got {self.gpus_per_maker:g}: one GPU for each piece of the models."
-        ]
 
     def _gpu_problems(self) -> list[str]:
         return self._sharing_problems() + [
@@ -327,11 +312,6 @@ class Deadlines(Section):
     message_seconds: float = setting(
         30.0, "Log what is waited for every so many seconds.", rule="a number above 0", gt=0
     )
-
-    @property
-    def silence(self) -> float:
-        """How long the leader of a tensor-parallel maker may send nothing to its followers."""
-        return self.start_seconds + 3 * self.batch_seconds + self.update_seconds
 
 
 class LoggingSettings(Section):

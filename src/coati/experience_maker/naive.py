@@ -9,7 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -72,11 +72,6 @@ class NaiveExperienceMaker(ExperienceMaker):
     how advantages are made and where the KL penalty goes. `kl_coef` and `kl_estimator` are these arguments, and not the
     row's. Algorithms without a critic take None for it.
     """
-
-    may_pause: ClassVar[bool] = True
-    """Whether something else may be done between two of its tokens."""
-    may_overlap_passes: ClassVar[bool] = True
-    """Whether two of its models may be computing at a time."""
 
     def __init__(
         self,
@@ -284,7 +279,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             rollout.action_mask,
         )
         scores = self._begin_rewards(sequences, attention_mask, action_mask, prompts.columns)
-        aside = Aside(sequences.device, is_used=self.may_overlap_passes)
+        aside = Aside(sequences.device)
         logprobs = self._policy_logprobs(rollout, temperatures, options).masked_fill(~action_mask, 0.0)
         reward_models = self._reward_models_at_hand(scores)
         reference_logprobs, values, rewards = score_with_models(

@@ -174,7 +174,7 @@ class ExperiencePipeline:
         what it writes meanwhile would grow old.
         """
         is_bounded = self.gate is not None and self.gate.share.max_staleness != UNBOUNDED
-        if not (is_bounded and self._makes_in_parts and self.maker.may_pause):
+        if not (is_bounded and self._makes_in_parts):
             return False
         has_pauses = getattr(getattr(self.maker, "engine", None), "calls_commit_point", False)
         return has_pauses and next(self.maker.actor.parameters()).device.type == "cuda"
@@ -197,7 +197,7 @@ class ExperiencePipeline:
         with self.served.use() as version:
             self.maker.policy_version = version
             aside = _Timed(meanwhile)
-            self.maker.meanwhile = aside if meanwhile is not None and getattr(self.maker, "may_pause", False) else None
+            self.maker.meanwhile = aside if meanwhile is not None else None
             try:
                 begin = self.maker.begin_experience if self._makes_in_parts else self.maker.make_experience
                 made: Any = begin(

@@ -3,7 +3,7 @@
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ from coati.ledger import Membership, PromptPart, WorkShare
 from coati.ray.cluster import actor_options, rendezvous
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
-from coati.ray.maker_follower import MakerFollower
 from coati.ray.peers import death_reason, original_error
-from coati.ray.placement import Placement, rank_names
+from coati.ray.placement import Placement
 from coati.ray.topology import first_updaters, makers_updated_by
 
 logger = logging.getLogger(__name__)
@@ -29,15 +28,12 @@ logger = logging.getLogger(__name__)
 # ray.remote makes actor classes of these, which mypy cannot see.
 _MAKER: Any = ExperienceMakerHolder
 _TRAINER: Any = DetachedPPOTrainer
-_FOLLOWER: Any = MakerFollower
 
 # Beyond that, processes that start on one machine take minutes from those that work.
 _ACTORS_PER_CORE = 8
 
 # Name, actor options and env_info of one actor.
 _Place = tuple[str, dict[str, Any], dict[str, str] | None]
-# Node id, address and port.
-_Meeting = tuple[str, str, int]
 
 
 class Crew:
@@ -56,9 +52,6 @@ class Crew:
         self.makers: dict[str, Any] = {}
         self.joining: dict[str, Any] = {}
         self.trainers: dict[str, Any] = {}
-        self.followers: dict[str, Any] = {}  # the other ranks of tensor-parallel makers
-        self.following: dict[Any, str] = {}  # their loops, which end only when something is wrong
-        self._following_newcomers: dict[Any, str] = {}
         self.membership = Membership(
             {name: assembly.work_share(config, maker_index=index) for index, name in enumerate(names)}
         )
@@ -71,15 +64,14 @@ class Crew:
             self._create_trainer(rank, place)
         for index, name in enumerate(self._maker_names):
             share = assembly.work_share(self._config, maker_index=index)
-            self.makers[name], following = self._create_maker(self._maker_places(name), share)
-            self.following |= following
+            self.makers[name] = self._create_maker(self._maker_options(name), share)
 
     def name_newcomers(self, count: int, *, is_private: bool) -> list[str]:
         """Names for makers that are to join. ScalingRefused if there is no room for them."""
         topology = self._config.topology
         free = ray.available_resources()
         # A private Ray was given as many CPUs as the run began with. They are a number and no cores.
-        num_cpus = 0 if is_private else count * topology.tensor_parallel
+        num_cpus = 0 if is_private else count
         for kind, need in (("CPU", float(num_cpus)), ("GPU", count * topology.gpus_per_maker)):
             room = free.get(kind, 0.0)
             if need > room:
@@ -88,7 +80,7 @@ class Crew:
                     f"{room:g} {'is' if room == 1 else 'are'} free. Ask for fewer, or add nodes."
                 )
         cores = os.cpu_count() or 1
-        num_actors = topology.trainers + (len(self.membership.members) + count) * topology.tensor_parallel
+        num_actors = topology.trainers + len(self.membership.members) + count
         if is_private and num_actors > _ACTORS_PER_CORE * cores:
             raise ScalingRefused(
                 f"{counted(count, 'more maker')} would make it {num_actors} actors on {counted(cores, 'core')}, and a "
@@ -98,45 +90,24 @@ class Crew:
         self._next_maker += count
         return names
 
-    def ask_for_meetings(self, names: Sequence[str]) -> dict[str, Any]:
-        """References to where the ranks of each of these makers will meet; none if they have one rank each."""
-        if self._config.topology.tensor_parallel == 1:
-            return {}
-        return {name: self._ask_for_meeting(self._ranks(name), self._gpus_per_rank, together=True) for name in names}
-
-    def create_newcomers(self, names: Sequence[str], meetings: Mapping[str, _Meeting], *, is_private: bool) -> None:
+    def create_newcomers(self, names: Sequence[str], *, is_private: bool) -> None:
         """Make makers that will join; they are in `joining` until they do."""
         more: dict[str, Any] = {"num_cpus": 0} if is_private else {}
         for name in names:
-            places = [
-                (actor, {**self._placement.newcomer_options(), **options, **more}, env_info)
-                for actor, options, env_info in self._maker_places(name, meetings.get(name))
-            ]
-            self.joining[name], following = self._create_maker(places, self.membership.share_in_waiting())
-            self._following_newcomers |= following
-
-    def ranks_joining(self, names: Sequence[str]) -> dict[str, Any]:
-        """The actors of makers that join, all ranks of each."""
-        ranks = [rank for name in names for rank in self._ranks(name)]
-        return {rank: self.joining[rank] if rank in self.joining else self.followers[rank] for rank in ranks}
+            options = {**self._placement.newcomer_options(), **self._maker_options(name), **more}
+            self.joining[name] = self._create_maker(options, self.membership.share_in_waiting())
 
     def take_in(self, names: Sequence[str]) -> None:
         """Newcomers are makers from now on, and whatever ends one of them ends the run."""
         self.makers |= {name: self.joining.pop(name) for name in names}
-        self.following |= self._following_newcomers
-        self._following_newcomers = {}
 
     def dismiss(self, names: Sequence[str]) -> None:
         """End makers that nobody counts on."""
         for name in names:
             self.updaters.pop(name, None)
-            ranks = [rank for rank in self.followers if rank in self._ranks(name)]
-            self.following = {ref: rank for ref, rank in self.following.items() if rank not in ranks}
-            self._following_newcomers = {}  # one change at a time: whoever is dismissed was all that joined, or left
             actor = self.makers.pop(name, None) or self.joining.pop(name, None)
-            for one in (actor, *(self.followers.pop(rank) for rank in ranks)):
-                if one is not None:
-                    _kill(one)
+            if actor is not None:
+                _kill(actor)
 
     def prompts(self, part: PromptPart) -> Callable[[], Any]:
         """What makes the prompt stream of a maker, in the maker."""
@@ -144,7 +115,7 @@ class Crew:
 
     def end(self) -> None:
         """End everybody and give their places back."""
-        for actors in (self.trainers, self.makers, self.joining, self.followers):
+        for actors in (self.trainers, self.makers, self.joining):
             for actor in actors.values():
                 _kill(actor)
         try:
@@ -179,23 +150,9 @@ class Crew:
             gpu_sharing=topology.gpu_sharing,
         )
 
-    def _create_maker(self, places: list[_Place], share: WorkShare) -> tuple[Any, dict[Any, str]]:
-        """A maker, and the loops of its other ranks. Those follow from the start: the first weights need them."""
+    def _create_maker(self, options: dict[str, Any], share: WorkShare) -> Any:
         config = self._config
-        (_, options, env_info), *others = places
-        following = {}
-        for name, follower_options, follower_info in others:
-            self.followers[name] = _FOLLOWER.options(**follower_options).remote(
-                strategy_fn=functools.partial(assembly.make_strategy, config, "maker"),
-                model_fn=functools.partial(assembly.maker_models, config, with_reward=False),
-                env_info=follower_info,
-                algorithm=config.algorithm.resolved,
-                seed=config.run.seed,
-                deadlines=self._deadlines,
-                num_threads=assembly.threads_per_actor(config),
-            )
-            following[self.followers[name].follow.remote()] = name
-        maker = _MAKER.options(**options).remote(
+        return _MAKER.options(**options).remote(
             detached_trainer_name_list=self._trainer_names,
             strategy_fn=functools.partial(assembly.make_strategy, config, "maker"),
             model_fn=functools.partial(assembly.maker_models, config),
@@ -208,45 +165,24 @@ class Crew:
             num_threads=assembly.threads_per_actor(config),
             samples_kept=config.logging.samples_kept,
             in_flight=config.rollout.in_flight,
-            env_info=env_info,
-            tensor_parallel=config.topology.tensor_parallel > 1,
             **assembly.generate_options(config),
         )
-        return maker, following
 
-    def _ranks(self, name: str) -> list[str]:
-        """The actors of one maker: itself, and the other ranks of a tensor-parallel one."""
-        return rank_names(name, self._config.topology.tensor_parallel)
+    def _maker_options(self, name: str) -> dict[str, Any]:
+        return actor_options(name, self._config.topology.gpus_per_maker, **self._placement.options(name))
 
-    @property
-    def _gpus_per_rank(self) -> float:
-        return self._config.topology.gpus_per_maker / self._config.topology.tensor_parallel
-
-    def _maker_places(self, name: str, meeting: _Meeting | None = None) -> list[_Place]:
-        """The places of a maker's ranks: one, or the leader and its followers, together if there is room."""
-        return self._places(self._ranks(name), self._gpus_per_rank, together=True, meeting=meeting)
-
-    def _ask_for_meeting(self, names: list[str], num_gpus: float, *, together: bool) -> Any:
-        """A reference to where a group meets: where rank 0 has its reserved place, or where there is room for it."""
-        room = self._placement.options(names[0]) or {"num_gpus": num_gpus * (len(names) if together else 1)}
-        return rendezvous.options(**room).remote()
-
-    def _places(
-        self, names: list[str], num_gpus: float, *, together: bool = False, meeting: _Meeting | None = None
-    ) -> list[_Place]:
+    def _places(self, names: list[str], num_gpus: float) -> list[_Place]:
         """Name, actor options and env_info of each rank of a group; rank 0 is where the group meets."""
         places = {name: self._placement.options(name) for name in names}
         if len(names) == 1:
             return [(name, actor_options(name, num_gpus, **options), None) for name, options in places.items()]
-        if meeting is None:
-            what = f"a node for {names[0]} and its group to meet at"
-            asked = self._ask_for_meeting(names, num_gpus, together=together)
-            meeting = get(asked, what, seconds=self._deadlines.start_seconds)
-        node_id, address, port = meeting
+        meeting = rendezvous.options(**(places[names[0]] or {"num_gpus": num_gpus})).remote()
+        what = f"a node for {names[0]} and its group to meet at"
+        node_id, address, port = get(meeting, what, seconds=self._deadlines.start_seconds)
         found: list[_Place] = []
         for rank, name in enumerate(names):
-            near = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=rank > 0)}
-            options = places[name] or (near if rank == 0 or together else {})
+            near = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+            options = places[name] or (near if rank == 0 else {})
             env_info = {
                 "rank": str(rank),
                 "local_rank": "0",  # each actor sees only its own GPU

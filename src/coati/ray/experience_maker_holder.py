@@ -25,7 +25,6 @@ from coati.cpu import set_up_cpu
 from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience import split_experience_batch
 from coati.experience_maker.delivery import ItemSender
-from coati.experience_maker.lock_step import LeadingMaker, LockStep, cut_maker
 from coati.experience_maker.naive import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline, MadeBatch
 from coati.experience_maker.work_loop import WorkLoop
@@ -50,7 +49,6 @@ from coati.weights import (
     WeightStage,
     why_not_shared,
 )
-from coati.weights.mirrored import LeadingModels
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +75,7 @@ class ExperienceMakerHolder:
     `RewardScorer` over text. With `share`, prompts are admitted so that training data is never older than
     the share's bound. With `in_flight`, new weights are taken between two tokens of a generation. `algorithm` decides
     how advantages are made; those without a critic take None for it. `engine` writes the text: "reference" is
-    transformers' generate, "native" our own. With `tensor_parallel` this is the leader (rank 0 in `env_info`) of a
-    maker whose models are cut over several actors; the others are `coati.ray.maker_follower.MakerFollower`s.
+    transformers' generate, "native" our own.
     """
 
     def __init__(
@@ -106,15 +103,10 @@ class ExperienceMakerHolder:
         num_threads: int = 0,
         samples_kept: int = 4,
         in_flight: bool = False,
-        tensor_parallel: bool = False,
         **generate_kwargs: Any,
     ) -> None:
         if not detached_trainer_name_list:
             raise ConfigError("detached_trainer_name_list must name at least one trainer, got an empty list.")
-        if tensor_parallel and in_flight:
-            raise ConfigError(
-                "in_flight must be False with tensor_parallel, got True: all ranks take weights together."
-            )
         GenerateOptions.parse(**generate_kwargs)  # an unknown option is an error now, not in the first batch
         apply_env_info(env_info)
         set_up_cpu(num_threads)
@@ -143,10 +135,9 @@ class ExperienceMakerHolder:
             algorithm=algorithm,
             engine=engine,
             seed=seed,
-            lock_step_seconds=self._deadlines.silence if tensor_parallel else None,
         )
         updated = maker.trained_models
-        self._served = _served(maker, name=f"maker {self._name}")
+        self._served = ServedModels(maker.trained_models, name=f"maker {self._name}")
         self._stage = WeightStage(updated, newest_weight=self._served.newest_weight, let_go=self._served.let_go)
         self._plain_updates = PlainUpdates(self._stage, allow_partial=update_lora_weights)
         self._pipeline = ExperiencePipeline(
@@ -353,25 +344,14 @@ class ExperienceMakerHolder:
 def _make_maker(
     strategy_fn: Callable[[], Strategy],
     model_fn: Callable[[], tuple[nn.Module, nn.Module | None, Any, nn.Module]],
-    *,
-    lock_step_seconds: float | None,
     **settings: Any,
 ) -> NaiveExperienceMaker:
-    """The maker with its models on the strategy's device, whole, or cut over the ranks of the strategy's group."""
+    """The maker with its models on the strategy's device."""
     strategy = strategy_fn()
     set_up_gpu(strategy.device)
     with strategy.model_init_context():
         models = model_fn()
-    if lock_step_seconds is not None:
-        return cut_maker(models, strategy.device, LockStep(deadline_seconds=lock_step_seconds), **settings)
     return NaiveExperienceMaker(*(_placed(model, strategy) for model in models), **settings)
-
-
-def _served(maker: NaiveExperienceMaker, *, name: str) -> ServedModels:
-    if isinstance(maker, LeadingMaker):
-        group, announce = maker.lock_step.group, maker.lock_step.say
-        return LeadingModels(maker.trained_models, group=group, announce=announce, name=name)
-    return ServedModels(maker.trained_models, name=name)
 
 
 def _placed(model: Any, strategy: Strategy) -> Any:

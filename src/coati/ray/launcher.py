@@ -23,7 +23,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from coati import assembly
 from coati.config import RunSettings
 from coati.counting import listed
-from coati.errors import CheckpointError, CoatiError, DeadlineExceeded, PeerDied, RunStopped, ScalingRefused
+from coati.errors import CheckpointError, DeadlineExceeded, PeerDied, RunStopped, ScalingRefused
 from coati.ledger import PromptPart
 from coati.monitor.control import RunControl
 from coati.monitor.progress import RunSnapshot
@@ -105,8 +105,7 @@ class DetachedRun:
 
     def _await_actors(self) -> None:
         """Wait until every actor is made; one whose constructor raises ends the run with what it raised."""
-        actors = [*self._actors(), *self._crew.followers.items()]
-        waiting = {actor.progress.remote(): name for name, actor in actors}
+        waiting = {actor.progress.remote(): name for name, actor in self._actors()}
         deadline = time.monotonic() + self._deadlines.start_seconds
         while waiting:
             if self._should_stop():
@@ -183,32 +182,17 @@ class DetachedRun:
 
     def _finish_some(self, waiting: dict[Any, str], *, timeout: float) -> None:
         """Take note of loops that have ended; a failed one raises its error here."""
-        following = self._crew.following
-        done, _ = ray.wait([*waiting, *following], num_returns=1, timeout=timeout)
+        done, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout)
         for ref in done:
-            name = waiting.pop(ref) if ref in waiting else following.pop(ref)
+            name = waiting.pop(ref)
             try:
                 ray.get(ref)
             except RayTaskError as error:
                 cause = original_error(error)
-                if not isinstance(cause, CoatiError):
-                    self._blame_dead_follower()
                 cause.add_note(f"raised in {name}")
                 raise cause from None
             except RayActorError as error:
                 raise PeerDied(f"{name} died: {death_reason(error)}") from None
-
-    def _blame_dead_follower(self) -> None:
-        """A leader that loses a follower fails in the middle of a sum, with an error that names nobody."""
-        following = self._crew.following
-        done, _ = ray.wait(list(following), timeout=4 * _POLL_SECONDS) if following else ([], [])
-        for ref in done:
-            try:
-                ray.get(ref)
-            except RayActorError as error:
-                raise PeerDied(f"{following[ref]} died: {death_reason(error)}") from None
-            except RayTaskError as error:
-                logger.debug("%s failed too: %s", following[ref], original_error(error))
 
     def _look(self) -> None:
         """Fetch what the actors have recorded and show it. A busy actor is asked again next time."""

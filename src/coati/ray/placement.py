@@ -1,6 +1,6 @@
 """Where on the cluster makers and trainers run: reserved as one placement group, or left to Ray.
 
-A bundle is what must be on one node: one actor, all ranks of a tensor-parallel maker, or those that share a card.
+A bundle is what must be on one node: one actor, or those that share a card.
 Packed, a maker's and a trainer's shares of a GPU are put into one bundle, so that 0.5 and 0.5 are one card and not two
 halves; two trainers never share one, because NCCL does not allow it. All is reserved before any actor starts: a run
 that does not fit starts nothing.
@@ -28,12 +28,11 @@ _DIGITS = 4  # Ray counts resources in ten-thousandths
 
 
 class Seat(NamedTuple):
-    """An actor that needs a place, or all ranks of a tensor-parallel maker, which need theirs together."""
+    """An actor that needs a place."""
 
     name: str
     gpus: float
     is_trainer: bool
-    num_ranks: int = 1
 
 
 class Bundle(NamedTuple):
@@ -45,7 +44,7 @@ class Bundle(NamedTuple):
     def resources(self) -> dict[str, float]:
         """What the bundle reserves: one CPU for each actor, and their GPUs."""
         gpus = round(sum(seat.gpus for seat in self.seats), _DIGITS)
-        return {"CPU": float(sum(seat.num_ranks for seat in self.seats))} | ({"GPU": gpus} if gpus else {})
+        return {"CPU": float(len(self.seats))} | ({"GPU": gpus} if gpus else {})
 
     def has_room_for(self, seat: Seat) -> bool:
         """Whether the seat's share of a card fits beside those that are here."""
@@ -73,15 +72,6 @@ def plan_bundles(seats: Sequence[Seat], *, share_cards: bool) -> list[Bundle]:
     return bundles
 
 
-def rank_names(name: str, num_ranks: int) -> list[str]:
-    """The actors of a maker: itself, and the other ranks if its models are cut over several.
-
-    >>> rank_names("maker-0", 2)
-    ['maker-0', 'maker-0-rank-1']
-    """
-    return [name, *(f"{name}-rank-{rank}" for rank in range(1, num_ranks))]
-
-
 class Placement:
     """The places of a run's actors, from `reserve` to `release`."""
 
@@ -90,7 +80,7 @@ class Placement:
         self._kind = topology.placement
         pairs = itertools.zip_longest(
             (Seat(name, topology.gpus_per_trainer, True) for name in trainers),
-            (Seat(name, topology.gpus_per_maker, False, topology.tensor_parallel) for name in makers),
+            (Seat(name, topology.gpus_per_maker, False) for name in makers),
         )
         seats = [seat for pair in pairs for seat in pair if seat is not None]  # in turn: a trainer beside a maker
         self._bundles = plan_bundles(seats, share_cards=self._kind == "pack")
@@ -128,10 +118,7 @@ class Placement:
         """Actor or task options that put somebody where `name` has its place."""
         if self._group is None:
             return {}
-        seats = [
-            [rank for seat in bundle.seats for rank in rank_names(seat.name, seat.num_ranks)]
-            for bundle in self._bundles
-        ]
+        seats = [[seat.name for seat in bundle.seats] for bundle in self._bundles]
         index = next((n for n, names in enumerate(seats) if name in names), None)
         if index is None:  # it joined later
             return {}

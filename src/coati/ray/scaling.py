@@ -91,10 +91,7 @@ class Scaler:
     def _prepare(self, names: Sequence[str]) -> Iterator[str]:
         """Everything before the deal: newcomers that have their models, and the weights of a version."""
         crew, start, newcomers = self._crew, self._deadlines.start_seconds, listed(names)
-        meetings = yield from self._await_all(
-            crew.ask_for_meetings(names), seconds=start, what=f"places where the ranks of {newcomers} can meet"
-        )
-        crew.create_newcomers(names, meetings, is_private=self._is_private)
+        crew.create_newcomers(names, is_private=self._is_private)
         what = f"{newcomers} to start and load {'its' if len(names) == 1 else 'their'} models"
         yield from self._await_all(self._ask_progress(names), seconds=start, what=what)
         for name in names:
@@ -182,7 +179,7 @@ class Scaler:
             logger.warning("%s", error)
 
     def _ask_progress(self, names: Sequence[str]) -> dict[str, Any]:
-        return {rank: actor.progress.remote() for rank, actor in self._crew.ranks_joining(names).items()}
+        return {name: self._crew.joining[name].progress.remote() for name in names}
 
     def _ask_faults(self) -> dict[str, Any]:
         return {name: trainer.newcomer_faults.remote() for name, trainer in self._crew.trainers.items()}

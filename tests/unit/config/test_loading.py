@@ -281,21 +281,6 @@ def test_reward_is_given_in_exactly_one_way(reward, message):
         build_config(data)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["topology.gpus_per_maker=1"], "topology.gpus_per_maker must be 0 or 2 while topology.tensor_parallel is 2"),
-        (["lora.rank=4"], "lora.rank must be 0 while topology.tensor_parallel is above 1, got 4"),
-        (["rollout.in_flight=true"], "rollout.in_flight must be false while topology.tensor_parallel is above 1"),
-    ],
-)
-def test_what_does_not_go_with_models_in_pieces(overrides, message):
-    assert message in error_of("topology.tensor_parallel=2", *overrides)
-    assert load_config(None, [*MINIMAL_OVERRIDES, *overrides]).topology.tensor_parallel == 1
-    both = load_config(None, [*MINIMAL_OVERRIDES, "topology.tensor_parallel=2", "topology.gpus_per_maker=2"])
-    assert both.topology.gpus_per_maker == 2
-
-
 def test_bad_toml_names_file_and_line(tmp_path):
     path = write(tmp_path, "[model]\npath = unquoted\n")
     with pytest.raises(ConfigError, match=r"film-1\.toml must be valid TOML.*line 2"):

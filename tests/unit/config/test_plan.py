@@ -135,14 +135,13 @@ def test_what_is_not_as_usual_is_in_the_plan():
     text = words(
         plan_of(
             "train.save_every=5",
-            "topology.tensor_parallel=2",
             "topology.placement=spread",
             "reward.function=''",
             "reward.model=models/rm",
         )
     )
     assert "final model in model/, every 5 versions in checkpoints/version-N/)" in text
-    assert "on rollout batches, each over 2 actors, spread over the nodes;" in text
+    assert "on rollout batches, spread over the nodes;" in text
     assert "model models/rm" in text
     assert "every version in checkpoints/version-N/" in words(plan_of("train.save_every=1"))
     assert "on as few nodes as possible" in words(plan_of("topology.placement=pack"))

@@ -265,14 +265,6 @@ def test_a_config_that_is_none(folder):
     assert "whose config.json is no JSON object" in problems("rollout.max_new_tokens=100000")[0]
 
 
-def test_heads_that_cannot_be_dealt_out(folder):
-    (folder / "model/config.json").write_text('{"num_attention_heads": 4, "num_key_value_heads": 2}')
-    assert problems("topology.tensor_parallel=2") == []
-    (problem,) = problems("topology.tensor_parallel=4")
-    assert "topology.tensor_parallel must divide the model's num_key_value_heads (2 in ./model), got 4" in problem
-    assert len(problems("topology.tensor_parallel=3")) == 2
-
-
 def test_an_output_that_cannot_be_written(folder, monkeypatch):
     (folder / "theirs").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "theirs")  # root may write anywhere

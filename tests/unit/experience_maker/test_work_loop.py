@@ -11,7 +11,6 @@ from torch import nn
 
 from coati.errors import DeadlineExceeded, RewardError
 from coati.experience_maker import NaiveExperienceMaker, work_loop
-from coati.experience_maker.lock_step import LeadingMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.ledger import WorkShare
@@ -161,9 +160,9 @@ class Own(NaiveExperienceMaker):
         return super().make_experience(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", ["nothing", "a CPU", "no pauses", "its own maker", "its own engine", "no bound"])
+@pytest.mark.parametrize("kind", ["nothing", "a CPU", "its own maker", "its own engine", "no bound"])
 def test_there_is_time_between_tokens_only_where_the_host_waits_and_pauses(llama, kind, monkeypatch):
-    maker_class = {"no pauses": Steady, "its own maker": Own}.get(kind, NaiveExperienceMaker)
+    maker_class = Own if kind == "its own maker" else NaiveExperienceMaker
     bound = UNBOUNDED if kind == "no bound" else 1
     pipeline = Rig(llama, lambda _: None, maker_class=maker_class, share=share(6, max_staleness=bound)).pipeline
     if kind == "its own engine":
@@ -172,30 +171,6 @@ def test_there_is_time_between_tokens_only_where_the_host_waits_and_pauses(llama
         pipeline.maker.actor = nn.Module()
         pipeline.maker.actor.parameters = lambda: iter([SimpleNamespace(device=torch.device("cuda"))])
     assert pipeline.has_time_between_tokens == (kind == "nothing")
-
-
-class Steady(NaiveExperienceMaker):
-    may_pause = False
-
-
-def test_a_maker_that_may_not_pause_delivers_when_the_next_batch_is_generated(llama):
-    # As the leader of a tensor-parallel maker, whose followers wait for its next sum.
-    second_begun = threading.Event()
-
-    def before_token(first):
-        if first == SIZE:
-            second_begun.set()
-            rig.loop._pending.wait(SECONDS)
-
-    rig = Rig(
-        llama,
-        lambda first: None if first or second_begun.wait(SECONDS) else [-1.0, -1.0],
-        before_token=before_token,
-        maker_class=Steady,
-    )
-    assert rig.run(2)[2:] == ["generate 2", "generated 2", "deliver 0", "deliver 2"]
-    assert not LeadingMaker.may_pause
-    assert not LeadingMaker.may_overlap_passes
 
 
 @pytest.mark.parametrize(("max_staleness", "is_deferred"), [(0, False), (1, True), (-1, True), (None, True)])
