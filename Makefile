@@ -1,12 +1,12 @@
 # Two commands do everything on a fresh machine with Python >= 3.11 and make:
 #   make demo    install into .venv and watch a small language model learn, through the whole system
-#   make test    install into .venv and run every test
+#   make test    install into .venv and run the tests (make test-all: the long ones too)
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test unit coverage check format install clean
+.PHONY: demo test test-long test-all unit coverage check format install clean
 
 install: $(STAMP)
 
@@ -20,19 +20,18 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/coati demo
 
-# Two at a time: tests over Ray spend much of their time waiting for processes to start. The ones named here run with
-# the unit and end-to-end tests, so that both halves take about as long.
-BESIDE := $(addprefix tests/ray/test_,cluster.py learner_ranks.py placement.py strategies_one_rank.py \
-	strategies_ranks.py weight_stress.py)
+# Two workers, each with its own Ray: most of the time goes into processes that start. Whole files stay together, so
+# that a module's fixtures are made once.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
-	@mkdir -p build
-	@echo "coati: two halves of the tests run side by side; the output of the second follows that of the first"
-	@$(BIN)/python -m pytest tests/ray tests/gpu $(addprefix --ignore=,$(BESIDE)) > build/tests-ray.log 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest tests/unit tests/e2e $(BESIDE); first=$$?; \
-	wait $$beside; second=$$?; \
-	cat build/tests-ray.log; \
-	[ $$first -eq 0 ] && [ $$second -eq 0 ]
+	$(PYTEST) -m "not long" tests
+
+# Clusters of several nodes, many seeds, whole learning curves.
+test-long: $(STAMP)
+	$(PYTEST) -m long tests
+
+test-all: test test-long
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest tests/unit

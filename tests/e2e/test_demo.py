@@ -1,4 +1,4 @@
-"""`coati demo` for three seeds: one as a person runs it, and two with --sync, in this process."""
+"""`coati demo` as a person runs it; over three seeds among the long tests, two of them with --sync in this process."""
 
 import json
 
@@ -12,31 +12,37 @@ SEEDS = (0, 1, 2)
 
 
 @pytest.fixture(scope="module")
-def demos(coati_command, tmp_path_factory, base_model):
-    outputs = [tmp_path_factory.mktemp("demo") / "out" for _ in SEEDS]
-    finished = coati_command("demo", "--seed", SEEDS[0], "--output", outputs[0])
+def demo(coati_command, tmp_path_factory, base_model):
+    """The folder and the text of a demo that a person runs."""
+    output = tmp_path_factory.mktemp("demo") / "out"
+    finished = coati_command("demo", "--seed", SEEDS[0], "--output", output)
     assert finished.returncode == 0, finished.stderr + finished.stdout
-    for seed, output in zip(SEEDS[1:], outputs[1:], strict=True):
-        run_demo(seed=seed, output=output, sync=True, verbose=False)
-    return outputs, finished.stdout
+    return output, finished.stdout
 
 
-@pytest.mark.slow
+def summary_of(output):
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["before"]["reward"] <= 0.3
+    assert summary["after"]["kl"] < 8.0
+    assert summary["after"]["distinct"] >= 0.9
+    assert summary["after"]["reward"] >= summary["before"]["reward"] + 0.3
+    return summary
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
-def test_it_learns_over_three_seeds(demos):
-    summaries = [json.loads((output / "summary.json").read_text()) for output in demos[0]]
-    for summary in summaries:
-        assert summary["before"]["reward"] <= 0.3
-        assert summary["after"]["kl"] < 8.0
-        assert summary["after"]["distinct"] >= 0.9
-        assert summary["after"]["reward"] >= summary["before"]["reward"] + 0.3
+def test_it_learns_over_three_seeds(demo, tmp_path):
+    summaries = [summary_of(demo[0])]
+    for seed in SEEDS[1:]:
+        run_demo(seed=seed, output=tmp_path / str(seed), sync=True, verbose=False)
+        summaries.append(summary_of(tmp_path / str(seed)))
     assert sum(summary["after"]["reward"] for summary in summaries) / len(summaries) >= 0.7
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_demo_leaves_what_it_promises(demos):
-    (output, *_), text = demos
+def test_the_demo_learns_and_leaves_what_it_promises(demo):
+    output, text = demo
+    summary_of(output)
     for promised in ("Before", "After", "mean reward", "Try next", "version"):
         assert promised in text
     with Image.open(output / "reward.png") as picture:

@@ -21,7 +21,6 @@ from coati.run_folder import MARKER
 from coati.synchronous import SynchronousRun
 
 
-@pytest.mark.slow
 def test_async_at_staleness_zero_and_the_synchronous_loop_end_in_the_same_bits(film_run, coati_command, tmp_path):
     weights = {}
     for mode in ("--sync", "--overwrite"):  # --overwrite changes nothing here: it stands for "on Ray"
@@ -38,7 +37,6 @@ def test_async_at_staleness_zero_and_the_synchronous_loop_end_in_the_same_bits(f
     assert weights["--sync"] != (Path(base) / "model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
 def test_the_synchronous_loop_learns(film_run, coati_here, tmp_path):
     finished = coati_here(
         "train", film_run, "--sync", "--set", "train.total_steps=40", "--set", "train.update_steps=1",
@@ -51,7 +49,6 @@ def test_the_synchronous_loop_learns(film_run, coati_here, tmp_path):
     assert sum(rewards[-5:]) / 5 > 0.6
 
 
-@pytest.mark.slow
 def test_a_run_leaves_config_metrics_samples_and_a_model(film_run, coati_here, tmp_path):
     arguments = ("train", film_run, "--sync", "--set", "train.total_steps=2")
     finished = coati_here(*arguments)
@@ -75,7 +72,6 @@ def test_a_run_leaves_config_metrics_samples_and_a_model(film_run, coati_here, t
     assert "--overwrite" in again.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("can_save", [True, False])
 def test_a_synchronous_run_that_fails_says_what_was_saved(film_run, coati_here, tmp_path, monkeypatch, can_save):
     if not can_save:
@@ -94,7 +90,6 @@ def test_a_synchronous_run_that_fails_says_what_was_saved(film_run, coati_here, 
         AutoTokenizer.from_pretrained(tmp_path / "out" / "model-at-failure")
 
 
-@pytest.mark.slow
 def test_a_run_without_tensorboard_says_so_and_trains(film_run, coati_here, tmp_path, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -106,7 +101,6 @@ def test_a_run_without_tensorboard_says_so_and_trains(film_run, coati_here, tmp_
     assert not (tmp_path / "out" / "tensorboard").exists()
 
 
-@pytest.mark.slow
 def test_sigterm_saves_the_model_and_stops(film_run, tmp_path):
     """What schedulers and `timeout` send. Ray takes this signal for itself, unlike SIGINT, if one lets it."""
     process = subprocess.Popen(
@@ -145,7 +139,6 @@ BAD_INPUT = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "expected"), BAD_INPUT, ids=[" ".join(case[0]) for case in BAD_INPUT])
 def test_bad_input_is_one_clear_message(film_run, coati_here, overrides, expected):
     settings = [argument for override in overrides for argument in ("--set", override)]
@@ -157,7 +150,6 @@ def test_bad_input_is_one_clear_message(film_run, coati_here, overrides, expecte
         assert part in finished.stderr
 
 
-@pytest.mark.slow
 def test_an_empty_dataset_is_one_clear_message(film_run, coati_here, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("")
     finished = coati_here("train", film_run, "--sync")
@@ -176,7 +168,6 @@ def processes_that_mention(text):
     return found
 
 
-@pytest.mark.slow
 def test_rewards_that_are_sometimes_nan_are_dropped_counted_and_do_not_stall(film_run, coati_command, tmp_path):
     temporary = Path(tempfile.mkdtemp(prefix="ct-", dir="/tmp"))  # short: Ray's socket paths have a length limit
     settings = ("--set", "reward.function=film_rewards:sometimes_nan")

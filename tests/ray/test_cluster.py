@@ -142,7 +142,7 @@ def three_nodes(environ):
         process.wait(timeout=PATIENCE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_over_three_nodes_ends_with_a_named_error_when_one_of_them_dies(three_nodes, folder, environ):
     address, kill_one = three_nodes
     host, _, port = address.partition(":")
@@ -192,7 +192,7 @@ def machines(environ):
     _remove(spaces)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_walk_through_on_two_machines(machines, folder, environ):
     (head, head_address), (other, other_address) = machines.items()
     prelude = block("every-machine")

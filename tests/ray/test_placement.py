@@ -166,6 +166,7 @@ print("all placed")
 """
 
 
+@pytest.mark.long
 def test_halves_share_a_card_and_spread_means_nodes():
     # Three raylets with cards that are only numbers, in a process of its own: this one has a Ray already.
     done = subprocess.run(
