@@ -61,7 +61,6 @@ def make_items(count: int, prompt: int, response: int, seed: int) -> list[Buffer
             action_mask=torch.ones(response, dtype=torch.bool),
             sample_ids=torch.tensor(index),
             policy_versions=torch.zeros(response, dtype=torch.long),
-            rollout_log_probs=floats(),
             temperatures=torch.tensor(1.0),
         )
         for index in range(count)

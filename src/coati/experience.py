@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coati.errors import DataError
-from coati.wire import WireTensor, decode, encode, shared_if_equal
+from coati.wire import WireTensor, decode, encode
 
 logger = logging.getLogger(__name__)
 _logged_no_pinning = False
@@ -51,8 +51,6 @@ class _SampleFields:
     group_ids: Tensor | None = None
     # Version of the weights that wrote each token, [B, A] int64.
     policy_versions: Tensor | None = None
-    # log-probs as the rollout engine saw them while sampling, [B, A]; our makers' action_log_probs are these.
-    rollout_log_probs: Tensor | None = None
     # Sampling temperature; log-probs above and in training are those of softmax(logits / temperature), [B].
     temperatures: Tensor | None = None
     # log-probs under the weights with which the learner first saw the batch, [B, A]; written by the learner.
@@ -153,7 +151,6 @@ class Experience(_SampleFields):
             sample_ids=ids,
             group_ids=ids,
             policy_versions=floats.long(),
-            rollout_log_probs=floats,
             temperatures=scores,
             reference_log_probs=floats,
         )
@@ -246,8 +243,6 @@ def _pack(items: Sequence[BufferItem]) -> _Packed | None:
             wire, sizes = encode(torch.cat(parts)), [len(part) for part in parts]
         else:
             return None
-        if name == "rollout_log_probs" and "action_log_probs" in packed:  # the same, of our makers
-            wire = shared_if_equal(wire, packed["action_log_probs"][0])
         packed[name] = wire, sizes
     return packed, [(item.delivery_id, item.round_index) for item in items]
 
@@ -356,7 +351,7 @@ def _default(item: BufferItem, name: str) -> Tensor:
         return torch.ones_like(item.sequences, dtype=torch.long)
     if name == "action_mask":
         return torch.ones_like(item.action_log_probs, dtype=torch.bool)
-    if name in ("rollout_log_probs", "proximal_log_probs", "reference_log_probs"):
+    if name in ("proximal_log_probs", "reference_log_probs"):
         return item.action_log_probs
     if name == "returns":
         return item.advantages + item.values

@@ -69,7 +69,7 @@ def test_values_arrive_bit_for_bit_in_their_dtypes(make_buffer):
     sent = [item(1), item(2, num_prompt=5, num_actions=1), item(2**40, num_actions=6)]
     sent[1].values = torch.tensor([float("nan")])
     for one in sent:
-        one.rollout_log_probs = one.action_log_probs.to(torch.bfloat16)
+        one.reference_log_probs = one.action_log_probs.to(torch.bfloat16)
     buffer.extend(sent)
     got, expected = buffer.sample(), make_experience_batch(sent)
     for name in EXPERIENCE_FIELDS:

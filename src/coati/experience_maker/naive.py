@@ -310,7 +310,6 @@ class NaiveExperienceMaker(ExperienceMaker):
             sample_ids=prompts.sample_ids,
             group_ids=prompts.group_ids,
             policy_versions=rollout.token_versions.clone(),
-            rollout_log_probs=rollout.rollout_log_probs,
             temperatures=temperatures,
             reference_log_probs=(
                 reference_logprobs.masked_fill(~action_mask, 0.0) if self.algorithm.kl_in == "loss" else None

@@ -20,7 +20,7 @@ from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience import BufferItem, Experience, make_experience_batch, split_experience_batch
 from coati.experience_buffer.collector import BatchCollector
 from coati.ray.batch_queue import BatchQueue
-from coati.wire import WireTensor, decode, encode, shared_if_equal
+from coati.wire import WireTensor, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -213,10 +213,7 @@ class DetachedReplayBuffer:
 
 def _pack(experience: Experience) -> _Packed:
     """Arrays and strings only: the queue's process unpickles them, and does not import torch for that."""
-    wires = {name: encode(tensor) for name, tensor in experience.tensors()}
-    if "rollout_log_probs" in wires:  # of our makers these are the action_log_probs
-        wires["rollout_log_probs"] = shared_if_equal(wires["rollout_log_probs"], wires["action_log_probs"])
-    return {name: tuple(wire) for name, wire in wires.items()}  # type: ignore[misc]
+    return {name: tuple(encode(tensor)) for name, tensor in experience.tensors()}  # type: ignore[misc]
 
 
 def _unpack(packed: _Packed) -> Experience:

@@ -83,23 +83,8 @@ def test_a_bundle_pickles_into_fewer_bytes_than_its_items():
     assert len(pickle.dumps(ItemBundle(items))) < 0.8 * len(pickle.dumps(items))
 
 
-def test_log_probs_that_are_the_engines_travel_once_and_arrive_twice():
-    items = items_of(lengths=(100, 90))
-    for item in items:
-        item.rollout_log_probs = item.action_log_probs.clone()
-    once = pickle.dumps(ItemBundle(items))
-    found = pickle.loads(once)
-    assert_same(found, items)
-    found[0].rollout_log_probs += 1.0  # memory of its own
-    assert found[0].action_log_probs.equal(items[0].action_log_probs)
-    items[1].rollout_log_probs[0] += 1.0  # one number of another engine
-    twice = pickle.dumps(ItemBundle(items))
-    assert_same(pickle.loads(twice), items)
-    assert len(twice) - len(once) >= 4 * 190
-
-
-def test_items_without_log_probs_travel_and_whoever_takes_them_says_what_is_wrong():
-    items = [dataclasses.replace(item, action_log_probs=None, rollout_log_probs=item.values) for item in items_of()]
+def test_items_without_log_probs_arrive_as_they_are_and_are_refused_there():
+    items = [dataclasses.replace(item, action_log_probs=None) for item in items_of()]
     (found, *_) = sent(items)
     with pytest.raises(DataError, match="action_log_probs must be a tensor"):
         found.validate()

@@ -15,7 +15,7 @@ from coati.errors import DataError
 from coati.experience import BufferItem, Experience, make_experience_batch, split_experience_batch
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Experience))
-PER_ACTION = ("action_log_probs", "values", "kl", "advantages", "policy_versions", "rollout_log_probs")
+PER_ACTION = ("action_log_probs", "values", "kl", "advantages", "policy_versions")
 PER_SAMPLE = ("reward", "sample_ids", "group_ids", "temperatures")
 NAN = float("nan")
 
@@ -161,7 +161,7 @@ def test_what_a_sample_does_not_say_is_filled_in_as_unknown(item):
         1,
         group_ids=torch.tensor(4),
         policy_versions=torch.tensor([3, 3]),
-        rollout_log_probs=torch.tensor([-0.5, -0.25]),
+        reference_log_probs=torch.tensor([-0.5, -0.25]),
         temperatures=torch.tensor(0.5),
     )
     bare = item(2, sample_ids=None)
@@ -169,7 +169,7 @@ def test_what_a_sample_does_not_say_is_filled_in_as_unknown(item):
     assert batch.sample_ids.tolist() == [1, experience_module.UNKNOWN_ID]
     assert batch.group_ids.tolist() == [4, experience_module.UNKNOWN_ID]
     assert batch.policy_versions.tolist() == [[3, 3], [experience_module.UNKNOWN_ID] * 2]
-    assert batch.rollout_log_probs.tolist() == [[-0.5, -0.25], bare.action_log_probs.tolist()]
+    assert batch.reference_log_probs.tolist() == [[-0.5, -0.25], bare.action_log_probs.tolist()]
     assert batch.temperatures.tolist() == [0.5, 1.0]
     assert make_experience_batch([bare]).sample_ids is None
 

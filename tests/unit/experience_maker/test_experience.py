@@ -26,7 +26,6 @@ EXTRA_FIELDS = (
     "sample_ids",
     "group_ids",
     "policy_versions",
-    "rollout_log_probs",
     "temperatures",
     "proximal_log_probs",
     "returns",
@@ -54,7 +53,6 @@ def extras(batch=2, actions=2):
         "sample_ids": torch.arange(batch),
         "group_ids": torch.zeros(batch, dtype=torch.long),
         "policy_versions": torch.zeros(batch, actions, dtype=torch.long),
-        "rollout_log_probs": torch.zeros(batch, actions),
         "temperatures": torch.ones(batch),
     }
 
@@ -115,7 +113,6 @@ def test_to_device_moves_every_tensor_in_place_and_leaves_none_alone():
         *CONTRACT_FIELDS[:6],
         "sample_ids",
         "policy_versions",
-        "rollout_log_probs",
         "temperatures",
     ]
     assert experience.attention_mask is None

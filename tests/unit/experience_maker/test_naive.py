@@ -119,7 +119,6 @@ def test_every_field_is_what_its_definition_says(make_maker, estimator, temperat
         advantages = [sum((gamma * lam) ** (later - t) * deltas[later] for later in steps if later >= t) for t in steps]
         expected = {
             "action_log_probs": policy,
-            "rollout_log_probs": policy,
             "values": values,
             "kl": kl,
             "advantages": advantages,
@@ -160,7 +159,7 @@ def test_defaults_are_those_of_the_contract():
 def test_extra_left_padding_changes_nothing(make_maker):
     narrow, wide = make_experience(make_maker()), make_experience(make_maker(), extra=5)
     assert texts(narrow) == texts(wide)
-    for name in ("action_log_probs", "values", "reward", "kl", "advantages", "rollout_log_probs"):
+    for name in ("action_log_probs", "values", "reward", "kl", "advantages"):
         torch.testing.assert_close(getattr(narrow, name), getattr(wide, name), atol=1e-5, rtol=0)
 
 
@@ -183,10 +182,19 @@ def test_kl_is_zero_while_the_actor_is_the_initial_model(make_maker, llama):
 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.5}, {"min_new_tokens": 5}], ids=str)
 def test_options_that_bend_what_is_sampled_do_not_bend_the_policys_log_probs(make_maker, llama, options):
-    maker = make_maker(actor=llama(seed=1), initial_model=llama(seed=1))
+    drawn_by = []
+
+    class Watched(ReferenceEngine):
+        def generate(self, request):
+            rollout = super().generate(request)
+            drawn_by.append(rollout.rollout_log_probs)
+            return rollout
+
+    actor = llama(seed=1)
+    maker = make_maker(actor=actor, initial_model=llama(seed=1), engine=Watched(actor))
     experience = make_experience(maker, **options)
     assert experience.kl.abs().max() < 1e-5
-    assert (experience.rollout_log_probs - experience.action_log_probs)[experience.action_mask].abs().max() > 1e-3
+    assert (drawn_by[0] - experience.action_log_probs)[experience.action_mask].abs().max() > 1e-3
 
 
 def test_the_engine_is_watched_and_found_exact(make_maker):
@@ -427,7 +435,7 @@ def test_text_and_numbers_do_not_depend_on_neighbours_with_another_room(request,
         alone = make_experience(make_maker(actor=actor), [prompt], sample_ids=ids[row : row + 1], **options)
         assert texts(alone) == [texts(together)[row]]
         count = alone.num_actions
-        for name in ("action_log_probs", "rollout_log_probs", "values", "kl", "advantages"):
+        for name in ("action_log_probs", "values", "kl", "advantages"):
             torch.testing.assert_close(getattr(alone, name)[0], getattr(together, name)[row, :count], atol=1e-5, rtol=0)
 
 
