@@ -21,7 +21,8 @@ from coati.ledger import StalenessController, WorkShare
 from coati.models import Actor, Critic, RewardModel
 from coati.models.positions import context_length_of
 from coati.models.shared_body import take_body_of
-from coati.prompts import PromptStream, load_prompts
+from coati.prompts.stream import PromptStream
+from coati.prompts.table import load_prompts
 from coati.rewards import RewardScorer, build_reward, load_reward_function
 from coati.rollout import GenerateOptions
 from coati.trainer.modes import compile_blocks
@@ -153,19 +154,19 @@ def load_tokenizer(config: RunSettings) -> Any:
 
 def make_prompts(config: RunSettings, *, shard: int = 0, num_shards: int = 1, first_position: int = 0) -> PromptStream:
     """The endless stream of prompt batches of one maker."""
-    table = load_prompts(config.prompts.path, split=config.prompts.split, column=config.prompts.column)
+    prompts = config.prompts
+    table = load_prompts(prompts.path, split=prompts.split, subset=prompts.subset, column=prompts.column)
     holder = torch.nn.Module()
     holder.config = _loaded("model.path", config.model.path, AutoConfig)
     return PromptStream(
         table,
         load_tokenizer(config),
-        column=config.prompts.column,
-        batch_size=config.rollout.prompts_per_batch * config.rollout.samples_per_prompt,
+        prompts_per_batch=config.rollout.prompts_per_batch,
         samples_per_prompt=config.rollout.samples_per_prompt,
         seed=config.run.seed,
-        shuffle=config.prompts.shuffle,
+        shuffle=prompts.shuffle,
         context_length=context_length_of(holder),
-        max_prompt_tokens=config.prompts.max_tokens,
+        max_prompt_tokens=prompts.max_tokens,
         max_new_tokens=config.rollout.max_new_tokens,
         shard=shard,
         num_shards=num_shards,

@@ -121,6 +121,7 @@ def quiet_libraries(verbose: bool) -> None:
         if os.environ.get("NO_COLOR") or not (sys.stdout.isatty() and sys.stderr.isatty()):
             os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours what it relays, even into files
         return
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

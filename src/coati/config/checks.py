@@ -14,8 +14,7 @@ from coati.config.model_folder import context_length, folder_problem, has_value_
 from coati.config.reward_source import find_reward_problem
 from coati.config.run_settings import RunSettings
 from coati.errors import DataError
-from coati.prompts.readers import FILE_SUFFIXES, PEEKING_READERS
-from coati.prompts.table import check_rows
+from coati.prompts.table import FILE_SUFFIXES, load_prompts
 
 # Enough rows to meet a wrong column or a wrong kind of prompt, few enough to be instant on any file.
 _PEEKED_ROWS = 8
@@ -117,22 +116,20 @@ def _lora_problems(config: RunSettings) -> list[str]:
 
 
 def _prompt_problems(config: RunSettings) -> list[str]:
-    path, column = Path(config.prompts.path), config.prompts.column
+    path = Path(config.prompts.path)
     if path.suffix in FILE_SUFFIXES:
         if not path.is_file():
             return [
                 f"prompts.path must be a file that exists, got {str(path)!r}. "
                 f"Check the path; relative ones count from {Path.cwd()}."
             ]
-        if path.suffix in PEEKING_READERS:
-            options = {"split": config.prompts.split} if path.suffix == ".json" else {}
-            try:
-                rows = PEEKING_READERS[path.suffix](path, limit=_PEEKED_ROWS, **options)
-                check_rows(rows, column=column, source=str(path))
-            except DataError as error:
-                return [f"prompts.path: {error}"]
-            return []
-        return _extra_problems(str(path), "pyarrow")
+        if path.suffix != ".jsonl":
+            return _extra_problems(str(path))
+        try:
+            load_prompts(path, column=config.prompts.column, limit=_PEEKED_ROWS)
+        except DataError as error:
+            return [f"prompts.path: {error}"]
+        return []
     if looks_local(config.prompts.path) and not path.is_dir():
         kinds = ", ".join(FILE_SUFFIXES)
         return [
@@ -140,15 +137,15 @@ def _prompt_problems(config: RunSettings) -> list[str]:
             f"{str(path)!r}, "
             f"which is none of them. Check the path; relative ones count from {Path.cwd()}."
         ]
-    return _extra_problems(str(path), "datasets")
+    return _extra_problems(str(path))
 
 
-def _extra_problems(path: str, package: str) -> list[str]:
-    if importlib.util.find_spec(package) is not None:
+def _extra_problems(path: str) -> list[str]:
+    if importlib.util.find_spec("datasets") is not None:
         return []
     return [
-        f"prompts.path must be readable with what is installed, got {path!r}, which needs {package}. "
-        "Run pip install 'coati[data]', or write the prompts as JSONL."
+        f"prompts.path {path!r} needs the datasets package. Run pip install 'coati[data]', or write the prompts as "
+        "JSONL."
     ]
 
 
@@ -168,14 +165,12 @@ def _reward_problems(config: RunSettings) -> list[str]:
 def _peeked_columns(config: RunSettings) -> list[str] | None:
     """The dataset's columns but the prompt's, where a look at its first rows tells them."""
     path = Path(config.prompts.path)
-    if path.suffix not in PEEKING_READERS or not path.is_file():
+    if path.suffix != ".jsonl" or not path.is_file():
         return None
-    options = {"split": config.prompts.split} if path.suffix == ".json" else {}
     try:
-        rows = PEEKING_READERS[path.suffix](path, limit=_PEEKED_ROWS, **options)
+        return sorted(load_prompts(path, column=config.prompts.column, limit=_PEEKED_ROWS).other_columns)
     except DataError:
-        return None  # told already
-    return sorted({name for row in rows for name in row} - {config.prompts.column})
+        return None  # reported with the prompts
 
 
 def _output_problems(config: RunSettings) -> list[str]:

@@ -116,6 +116,7 @@ class PromptSettings(Section):
     split: str = setting(
         "train", "Split of a `datasets` folder or name; a single file has one.", rule="a name", min_length=1
     )
+    subset: str = setting("", "Subset (configuration) of a `datasets` name that has several.", rule="a name")
     column: str = setting(
         "prompt",
         "Column with the prompt: a text, or a list of chat messages. Other columns reach the reward.",

@@ -1,99 +1,176 @@
-"""A table of prompts, checked row by row when it is loaded: nothing odd turns up in the middle of a run."""
+"""A table of prompts, read from a file or a dataset and checked row by row.
+
+JSONL is read here and needs no further package; everything else is read by `datasets`, which comes with `coati[data]`.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from coati.errors import DataError
-from coati.prompts.readers import Row, read_csv, read_dataset, read_json, read_jsonl, read_parquet
+
+Row = dict[str, Any]
+
+FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""What a single prompt file may be called."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTable:
-    """Rows of a dataset, one of whose columns holds the prompts.
+    """Rows of a dataset, one of whose columns holds the prompts. Raises DataError if a row has no usable one.
 
     Example:
         >>> table = PromptTable(rows=[{"prompt": "the film", "topic": "film"}], source="here")
-        >>> len(table), table.columns, table.other_columns
-        (1, ['prompt', 'topic'], ['topic'])
+        >>> len(table), table.other_columns, table.where(0)
+        (1, ['topic'], 'here, row 0')
     """
 
     rows: Sequence[Row]
     column: str = "prompt"
     """The column with the prompts: a non-empty text, or a list of chat messages."""
     source: str = "the table"
-    """What errors call the table: its path or name."""
+    """The path or name of the table, for errors."""
+    lines: Sequence[int] = ()
+    """The line of each row in its file, for errors; empty where rows are not lines."""
 
     def __post_init__(self) -> None:
-        check_rows(self.rows, column=self.column, source=self.source)
+        if not self.rows:
+            raise DataError(f"{self.source} has no rows. Add prompts, or check prompts.split.")
+        for index, row in enumerate(self.rows):
+            if self.column not in row:
+                raise DataError(
+                    f"{self.where(index)} has no column {self.column!r}; its columns are "
+                    f"{', '.join(map(str, row)) or '(none)'}. Set prompts.column to the one that holds the prompts."
+                )
+            if problem := _prompt_problem(row[self.column]):
+                raise DataError(
+                    f"{self.where(index)}: {self.column!r} must be a non-empty text or a list of chat messages, each "
+                    f"with role and content, got {problem}. Correct the row, or set prompts.column."
+                )
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
-    def columns(self) -> list[str]:
-        """All columns, in order of first appearance; a row that lacks one has None there."""
-        return list(dict.fromkeys(name for row in self.rows for name in row))
-
-    @property
     def other_columns(self) -> list[str]:
-        """All columns but the prompts."""
-        return [name for name in self.columns if name != self.column]
+        """All columns but the prompts, in order of first appearance; a row that lacks one has None there."""
+        return list(dict.fromkeys(name for row in self.rows for name in row if name != self.column))
+
+    def where(self, row: int) -> str:
+        """Name a row in an error."""
+        return f"{self.source}:{self.lines[row]}" if self.lines else f"{self.source}, row {row}"
 
 
-def load_prompts(path: str | Path, *, split: str = "train", column: str = "prompt") -> PromptTable:
+def load_prompts(
+    path: str | Path, *, split: str = "train", subset: str = "", column: str = "prompt", limit: int | None = None
+) -> PromptTable:
     """Load prompts from a .jsonl, .json, .csv or .parquet file, a `datasets` folder, or a `datasets` name.
 
-    A single file is one split, whatever `split` says, except for a .json file that holds several by name.
+    A single file is one split, whatever `split` says, except for a .json file that holds several by name. `subset` is
+    the configuration of a hub dataset. `limit` reads only the first rows of a JSONL file.
 
     Raises:
-        DataError: when there is nothing to read, or a row has no proper prompt.
+        DataError: when there is nothing to read, or a row has no usable prompt.
     """
     file = Path(path)
+    if file.suffix in FILE_SUFFIXES and not file.is_file():
+        raise DataError(f"prompts.path {str(path)!r} is not a file. Relative paths count from {Path.cwd()}.")
     if file.suffix == ".jsonl":
-        rows = read_jsonl(file)
-    elif file.suffix == ".json":
-        rows = read_json(file, split=split)
-    elif file.suffix == ".csv":
-        rows = read_csv(file)
-    elif file.suffix == ".parquet":
-        rows = read_parquet(file)
-    else:
-        rows = read_dataset(str(path), split=split)
-    return PromptTable(rows=rows, column=column, source=str(path))
+        numbered = _read_jsonl(file, limit)
+        lines, rows = list(numbered), list(numbered.values())
+        return PromptTable(rows=rows, column=column, source=str(path), lines=lines)
+    return PromptTable(rows=_read_dataset(str(path), split, subset), column=column, source=str(path))
 
 
-def check_rows(rows: Sequence[Row], *, column: str, source: str) -> None:
-    """Check that there are rows and that each has a proper prompt.
-
-    Raises:
-        DataError: naming the first row that is wrong.
-    """
-    if not rows:
-        raise DataError(f"{source} must have at least one row, got none. Add prompts, or check prompts.split.")
-    for index, row in enumerate(rows):
-        if column not in row:
-            raise DataError(
-                f"{source} must have the column {column!r} in every row, got row {index} with the columns "
-                f"{', '.join(map(str, row)) or '(none)'}. Set prompts.column to the one that holds the "
-                "prompts."
-            )
-        problem = _prompt_problem(row[column])
-        if problem:
-            raise DataError(
-                f"{source}, row {index}: {column!r} must be a non-empty text or a list of chat messages, "
-                "each with "
-                f"role and content, got {problem}. Correct the row, or set prompts.column to another column."
-            )
+def _read_jsonl(path: Path, limit: int | None) -> dict[int, Row]:
+    """Rows by line number; blank lines are left out."""
+    rows: dict[int, Row] = {}
+    try:
+        with path.open("rb") as file:
+            filled = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+            for number, line in islice(filled, limit):
+                rows[number] = _parse_line(line, f"{path}:{number}")
+    except OSError as error:
+        raise DataError(f"prompts.path {str(path)!r} cannot be read: {error.strerror}.") from None
+    return rows
 
 
-def _prompt_problem(prompt: Any) -> str:
-    """Say what came instead of a prompt; empty when it is one."""
+def _parse_line(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))  # -sig: some editors put a mark at the start of a file
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where} is not UTF-8 ({error.reason} at byte {error.start} of the line). Save the file as UTF-8."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f'{where} is not JSON: {error}. Write one object per line, like {{"prompt": "the film"}}.'
+        ) from None
+    if not isinstance(row, dict):
+        raise DataError(f'{where} is not a JSON object. Write it with its column names, like {{"prompt": "the film"}}.')
+    return row
+
+
+def _read_dataset(name: str, split: str, subset: str) -> list[Row]:
+    """Read a split with `datasets`: a file, a `save_to_disk` folder, a folder of data files, or a hub name."""
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise DataError(
+            f"Reading {name} needs the datasets package ({error}). Run pip install 'coati[data]', or write the prompts "
+            "as JSONL, which needs nothing."
+        ) from None
+    path = Path(name)
+    try:
+        if path.suffix in FILE_SUFFIXES:
+            return _check_file_rows(_read_file(datasets, path), name, split)
+        is_saved = any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
+        data = datasets.load_from_disk(name) if is_saved else datasets.load_dataset(name, subset or None)
+        if isinstance(data, dict) and split in data:
+            data = data[split]
+    except DataError:
+        raise
+    except Exception as error:  # the library raises dozens of kinds; each means that there are no prompts
+        cause = error.__cause__ or error
+        raise DataError(
+            f"prompts.path {name!r} cannot be loaded by `datasets`: {type(cause).__name__}: {str(cause)[:300]}. Check "
+            "the path or name, prompts.subset, and the network."
+        ) from error
+    if isinstance(data, dict):
+        raise DataError(f"{name!r} has no split {split!r}. Set prompts.split to one of {', '.join(data)}.")
+    rows: list[Row] = data.to_list()
+    return rows
+
+
+def _read_file(datasets: Any, path: Path) -> list[Row]:
+    kind = path.suffix.removeprefix(".")
+    options = {"keep_default_na": False} if kind == "csv" else {}  # the words "NA" and "null" are texts
+    # A cache of our own: the rows are read once, and the file may change before the next run.
+    with tempfile.TemporaryDirectory(prefix="coati-prompts-") as cache:
+        loaded = datasets.load_dataset(kind, data_files=str(path), cache_dir=cache, **options)
+        rows: list[Row] = loaded["train"].to_list()
+    return rows
+
+
+def _check_file_rows(rows: list[Row], name: str, split: str) -> list[Row]:
+    if rows and "__index_level_0__" in rows[0]:
+        raise DataError(f"{name} has more values in a row than columns. Put values that contain commas in quotes.")
+    if len(rows) == 1 and isinstance(named := rows[0].get(split), list):  # a JSON object of splits
+        return [row if isinstance(row, dict) else {} for row in named]
+    return rows
+
+
+def _prompt_problem(prompt: Any) -> str | None:
+    """Say what came instead of a prompt."""
     if isinstance(prompt, str):
-        return "" if prompt else "an empty text"
+        return _text_problem(prompt)
     if not isinstance(prompt, list):
         return f"{str(prompt)[:60]!r} ({type(prompt).__name__})"
     if not prompt:
@@ -103,4 +180,14 @@ def _prompt_problem(prompt: Any) -> str:
             return f"a list whose element {number} is a {type(message).__name__}"
         if not isinstance(message.get("role"), str) or message.get("content") is None:
             return f"a list whose message {number} has the keys {', '.join(map(str, message)) or '(none)'}"
-    return ""
+        if isinstance(content := message["content"], str) and content and (problem := _text_problem(content)):
+            return f"{problem} in message {number}"
+    return None
+
+
+def _text_problem(text: str) -> str | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a character, which no tokenizer takes
+        return f"a lone surrogate ({text[error.start]!a} at character {error.start})"
+    return None if text else "an empty text"
