@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from transformers import get_scheduler
 
 from coati.algos import clipped_value_loss, entropy_bonus, masked_moments, masked_whiten
 from coati.errors import CheckpointError, ConfigError, TrainingDiverged
@@ -37,7 +38,6 @@ from coati.trainer.modes import (
 )
 from coati.trainer.objective import StepCounts, policy_objective
 from coati.trainer.off_policy import PREPARED_FIELDS, measure_off_policy, off_policy_metrics, prepare
-from coati.trainer.schedule import make_schedule
 from coati.trainer.settings import PPOSettings
 from coati.trainer.strategies import Strategy
 
@@ -95,12 +95,11 @@ class PPOLearner:
         # wants advantages before the pass, or dropout makes every pass another policy.
         self._is_prepared_by_its_pass = settings.correction.estimator == "gae" and not is_random(self.models["actor"])
         self._schedules = [
-            make_schedule(
+            get_scheduler(
+                "constant_with_warmup" if settings.lr_schedule == "constant" else settings.lr_schedule,
                 optimizer,
-                kind=settings.lr_schedule,
-                warmup_steps=settings.warmup_steps,
-                # A constant rate needs no end; a decaying one has total_steps, which the settings insist on.
-                total_steps=settings.total_steps or max(1, settings.warmup_steps),
+                num_warmup_steps=settings.warmup_steps,
+                num_training_steps=settings.total_steps,
             )
             for optimizer in self.optimizers.values()
         ]

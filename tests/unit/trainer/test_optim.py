@@ -1,5 +1,4 @@
 import copy
-import logging
 
 import pytest
 import torch
@@ -7,7 +6,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coati.errors import ConfigError
-from coati.trainer import optim
 from coati.trainer.optim import HybridAdam
 
 
@@ -76,16 +74,6 @@ def test_loading_adam_state_does_not_change_the_decay_mode():
     assert target.param_groups[0]["decoupled_weight_decay"] is True
 
 
-def test_without_bias_correction_by_hand():
-    # g = 2, m = 0.1 * 2 = 0.2, v = 0.001 * 4 = 0.004: step = lr * 0.2 / sqrt(0.004)
-    weight = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
-    optimizer = HybridAdam([weight], lr=0.1, bias_correction=False, eps=0.0)
-    weight.grad = torch.tensor([2.0], dtype=torch.float64)
-    optimizer.step()
-    assert weight.item() == pytest.approx(1.0 - 0.1 * 0.2 / 0.004**0.5, abs=1e-9)
-    assert optimizer.state[weight]["step"].item() == 1
-
-
 class Kernels(TorchDispatchMode):
     """Notes the optimizer kernels that run in here, each with the format of the parameters it got."""
 
@@ -101,37 +89,16 @@ class Kernels(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("adamw_mode", "kernel"), [(True, "_fused_adamw_"), (False, "_fused_adam_")])
-def test_what_can_be_fused_is(adamw_mode, kernel):
-    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.complex64)]
+def test_steps_are_fused_for_every_dtype_also_after_loading_a_state_that_was_not(adamw_mode, kernel):
+    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
     optimizer = HybridAdam(params, adamw_mode=adamw_mode)
     for param in params:
         param.grad = torch.ones_like(param)
-    with Kernels() as kernels:
-        optimizer.step()
-    assert set(kernels.ran[:-1]) == {(kernel, torch.float32), (kernel, torch.bfloat16)}
-    assert len(kernels.ran) == 3
-    assert kernels.ran[-1][0] == "_foreach_addcdiv_"
-    optimizer.load_state_dict(torch.optim.AdamW(params, foreach=True).state_dict())
-    with Kernels() as kernels:
-        optimizer.step()
-    assert [name for name, _ in kernels.ran].count(kernel) == 2, "also after loading the state of one that was not"
-
-
-def test_one_group_may_hold_several_dtypes_and_an_unfusable_one_says_so_once(caplog):
-    optim._unfused_said.clear()
-    params = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.float32, torch.float64, torch.complex64)]
-    optimizer = HybridAdam(params, lr=0.1)
-    with caplog.at_level(logging.DEBUG, logger=optim.__name__):
-        for _ in range(3):
-            for param in params:
-                param.grad = torch.ones_like(param)
+    for _ in range(2):
+        with Kernels() as kernels:
             optimizer.step()
-    # a constant gradient moves every weight by lr per step
-    for param in params:
-        torch.testing.assert_close(param.real, torch.full_like(param.real, 0.7), rtol=0, atol=1e-5)
-    assert [record.getMessage() for record in caplog.records] == [
-        "no fused Adam for torch.complex64 parameters on cpu: using foreach"
-    ]
+        assert set(kernels.ran) == {(kernel, torch.float32), (kernel, torch.bfloat16)}
+        optimizer.load_state_dict(torch.optim.AdamW(params, foreach=True).state_dict())
 
 
 def test_parameters_without_gradient_are_left_alone():
@@ -167,23 +134,6 @@ def test_closure_is_evaluated_with_gradients():
     assert weight.item() < 3.0
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lr": -1.0}, "lr must be 0 or more, got -1.0"),
-        ({"lr": float("nan")}, "lr must be 0 or more, got nan"),
-        ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
-        ({"weight_decay": -0.1}, "weight_decay must be 0 or more"),
-    ],
-)
-def test_bad_settings(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        HybridAdam([nn.Parameter(torch.ones(1))], **settings)
-
-
-def test_sparse_gradient_names_the_remedy():
-    embedding = nn.Embedding(4, 2, sparse=True)
-    optimizer = HybridAdam(embedding.parameters())
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ConfigError, match="sparse=False"):
-        optimizer.step()
+def test_a_step_without_bias_correction_is_refused():
+    with pytest.raises(ConfigError, match="bias_correction"):
+        HybridAdam([nn.Parameter(torch.ones(1))], bias_correction=False)

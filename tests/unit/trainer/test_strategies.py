@@ -182,10 +182,14 @@ def test_a_bad_norm_is_returned_and_scales_nothing(make_strategy, bad):
     assert net.weight.grad[0, 1].item() == 4.0
 
 
-def test_half_precision_gradients_are_measured_in_float32(make_strategy):
-    net = nn.Linear(1, 1000, bias=False, dtype=torch.bfloat16)
-    net.weight.grad = torch.ones_like(net.weight)
-    assert make_strategy().clip_grad_norm(net, 0).item() == pytest.approx(1000**0.5, rel=1e-6)
+def test_gradients_of_two_dtypes_have_one_norm_and_are_scaled_alike(make_strategy):
+    grads = [torch.tensor([3.0]), torch.tensor([4.0, 0.0]).bfloat16(), torch.tensor([12.0]).double()]
+    net = nn.ParameterList(torch.zeros_like(grad) for grad in grads)
+    for parameter, grad in zip(net, grads, strict=True):
+        parameter.grad = grad
+    net.append(nn.Parameter(torch.zeros(1)))  # without a gradient
+    assert make_strategy().clip_grad_norm(net, 6.5).item() == pytest.approx(13.0)
+    assert [grad.tolist() for grad in grads] == [[pytest.approx(1.5)], [2.0, 0.0], [pytest.approx(6.0)]]
 
 
 @pytest.mark.parametrize("name", ["ddp", "gemini"])

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from coati.errors import CheckpointError, ConfigError, DeadlineExceeded
 from coati.models.deferred import weights_come_later, with_weights
 from coati.trainer.strategies.folders import copy_to_other_nodes, replace_folder
-from coati.trainer.strategies.gradient_norm import clip_grads
 from coati.trainer.strategies.model_files import (
     MODEL_MARKERS,
     check_model_files,
@@ -204,7 +204,17 @@ class Strategy(ABC):
 
         `max_norm` 0 or infinity only measures. A norm that is not finite scales nothing: check what is returned.
         """
-        return clip_grads(list(model.parameters()), max_norm, device=self.device, all_reduce_sum=self.all_reduce_sum)
+        if not max_norm >= 0:
+            raise ConfigError(f"max_grad_norm must be 0 or more, got {max_norm}. Use 0 to measure without clipping.")
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        norm = norm.to(self.device)
+        # Scaling by NaN would destroy the evidence: whether to skip the step is the caller's decision.
+        if max_norm > 0 and bool(norm.isfinite()):
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
     def optimizer_step(self, optimizer: Optimizer) -> None:
         """Step the optimizer. Gradients stay; call `optimizer.zero_grad()` before the next `backward`."""
