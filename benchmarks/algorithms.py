@@ -62,17 +62,14 @@ def run(name: str, seed: int, options: dict) -> dict:
     from coati.demo.grammar import PROMPTS
     from coati.demo.report import distinct_fraction
     from coati.evaluation import evaluate
-    from coati.monitor import TrackerGroup
-    from coati.monitor.run_log import RunLog
+    from coati.monitor import RunLog
     from coati.synchronous import SynchronousRun
 
     quiet_libraries(verbose=False)
     with tempfile.TemporaryDirectory() as folder:
         config = settings(name, seed, folder=folder, **options)
         Path(config.prompts.path).write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
-        log = RunLog(
-            TrackerGroup([]), samples_path=Path(folder) / "samples.jsonl", total_steps=config.train.total_steps
-        )
+        log = RunLog(None, total_steps=config.train.total_steps)
         training = SynchronousRun(config, log)
         before = evaluate(config, config.model.path, num_samples=256)
         training.run()

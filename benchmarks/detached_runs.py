@@ -10,10 +10,9 @@ from pathlib import Path
 
 from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
-from coati.monitor import JsonlTracker
+from coati.monitor import RunLog
 from coati.monitor.report.folder import read_run
 from coati.monitor.report.time_use import pieces_of
-from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import WORK, Span
 
 # Programs that say when they are ready, wait for a line, and then say how many rounds they did in so many seconds.
@@ -205,10 +204,8 @@ def run(workload: Workload, folder: Path, *, makers: int = 1, staleness: int = 1
     here = folder / f"run-{makers}-{staleness}-{len(list(folder.iterdir()))}"
     here.mkdir()
     log = RunLog(
-        JsonlTracker(here / "metrics.jsonl"),
-        samples_path=here / "samples.jsonl",
+        here,
         total_steps=workload.steps,
-        spans_path=here / "spans.jsonl",
         max_spans=1_000_000,
     )
     DetachedRun(workload.config(folder, makers=makers, staleness=staleness), log).run(str(here / "model"))

@@ -257,7 +257,7 @@ def run_coati(arguments: argparse.Namespace) -> tuple[float, float]:
     # When the trainer was done with each step, by its own clock.
     ends = [span["end"] for span in read_jsonl(output / "spans.jsonl") if span["what"] == "train"]
     assert len(ends) == arguments.steps, f"{len(ends)} training steps were recorded, not {arguments.steps}"
-    rows = [row for row in read_jsonl(output / "metrics.jsonl") if "train/tokens" in row]
+    rows = read_jsonl(output / "metrics.jsonl")
     tokens = [row["train/tokens"] / arguments.batch for row in rows[arguments.warmup :]]
     return ends[-1] - ends[arguments.warmup - 1], statistics.mean(tokens)
 

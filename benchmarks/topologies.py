@@ -51,8 +51,7 @@ def run(makers: int, trainers: int, options: dict) -> dict:
     from coati.cli.run import quiet_libraries
     from coati.demo.grammar import PROMPTS
     from coati.evaluation import evaluate
-    from coati.monitor import JsonlTracker, read_jsonl
-    from coati.monitor.run_log import RunLog
+    from coati.monitor import RunLog, read_jsonl
     from coati.ray.launcher import DetachedRun
 
     quiet_libraries(verbose=False)
@@ -60,17 +59,14 @@ def run(makers: int, trainers: int, options: dict) -> dict:
         config = settings(makers, trainers, folder=folder, **options)
         Path(config.prompts.path).write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
         before = evaluate(config, config.model.path, num_samples=256)
-        metrics = Path(folder) / "metrics.jsonl"
-        log = RunLog(
-            JsonlTracker(metrics), samples_path=Path(folder) / "samples.jsonl", total_steps=config.train.total_steps
-        )
+        log = RunLog(Path(folder), total_steps=config.train.total_steps)
         started = time.monotonic()
         DetachedRun(config, log).run(f"{folder}/model")
         whole = time.monotonic() - started
         training = log.snapshot().elapsed
         log.close()
         after = evaluate(config, f"{folder}/model", num_samples=256)
-        rows = [row for row in read_jsonl(metrics) if "train/samples" in row]
+        rows = read_jsonl(Path(folder) / "metrics.jsonl")
     return {
         "shape": f"{makers}×{trainers}",
         "before": before.reward,

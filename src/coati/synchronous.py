@@ -138,7 +138,7 @@ class SynchronousRun:
             metrics = self._learner.step(experience)
         self._num_batches += 1
         metrics |= {
-            "train/version": float(self._version),
+            "version": float(self._version),
             "train/samples": float(experience.num_samples),
             **age_metrics(experience, self._version, max_staleness=0),
         }

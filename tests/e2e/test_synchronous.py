@@ -119,7 +119,7 @@ class Outcome:
             settings[section] = {**settings.get(section, {}), **values}
         self.tracker = FakeTracker()
         clock_setting = {} if clock is None else {"clock": clock}
-        self.log = RunLog(self.tracker, samples_path=output / "samples.jsonl", total_steps=0, **clock_setting)
+        self.log = RunLog(output, total_steps=0, trackers=[self.tracker], **clock_setting)
         self.snapshots = []
         self._should_stop = should_stop or (lambda outcome: False)
         run = SynchronousRun(
@@ -200,11 +200,10 @@ def test_one_nan_among_the_samples_of_a_prompt_costs_the_group_and_does_not_stal
 def test_versions_ages_and_batches_of_a_run_with_a_remainder(run):
     # 5 batches in episodes of 2, 2, 1, each trained twice: 4, 4 and 2 optimizer steps on versions 0, 1, 2.
     outcome = run(train={"total_steps": 5, "update_steps": 2, "epochs": 2, "batch_size": 4})
-    assert outcome.column("train/version") == [0.0] * 4 + [1.0] * 4 + [2.0] * 2
+    assert outcome.column("version") == [0.0] * 4 + [1.0] * 4 + [2.0] * 2
     assert outcome.column("train/age_max") == [0.0] * 10  # the newest weights wrote everything
     assert outcome.column("train/samples") == [4.0] * 10
     assert [step for step, metrics in outcome.tracker.logged if "policy/loss" in metrics] == list(range(1, 11))
-    assert outcome.column("maker/version") == [0.0, 1.0, 2.0]
     assert outcome.column("maker/samples") == [8.0, 8.0, 4.0]
     assert outcome.log.num_samples == 20
     assert [snapshot.step for snapshot in outcome.snapshots] == list(range(1, 11))

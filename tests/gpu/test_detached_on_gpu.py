@@ -12,8 +12,7 @@ from coati.config import build_config
 from coati.config.plan import output_files
 from coati.demo.cache import ensure_base_model
 from coati.demo.grammar import PROMPTS
-from coati.monitor import JsonlTracker, read_jsonl
-from coati.monitor.run_log import RunLog
+from coati.monitor import RunLog, read_jsonl
 
 
 @pytest.mark.timeout(500)
@@ -42,7 +41,7 @@ def test_the_detached_pipeline_learns_on_half_a_card_each(tmp_path, gpu_sharing)
     )
     files = output_files(config)
     config.output_folder.mkdir()
-    log = RunLog(JsonlTracker(files.metrics), samples_path=files.samples, total_steps=50)
+    log = RunLog(config.output_folder, total_steps=50)
     DetachedRun(config, log).run(str(files.model))
     log.close()
     assert not ray.is_initialized()

@@ -20,8 +20,7 @@ import torch
 
 from coati.config import build_config
 from coati.demo.cache import ensure_base_model
-from coati.monitor import JsonlTracker
-from coati.monitor.run_log import RunLog
+from coati.monitor import RunLog
 from coati.ray import cluster as cluster_module
 from coati.ray import launcher
 
@@ -189,10 +188,8 @@ def run(cluster, tmp_path, monkeypatch):
 
     def go(config, *, should_stop=lambda: False, log_class=RunLog, makers=None):
         log = log_class(
-            JsonlTracker(tmp_path / "metrics.jsonl"),
-            samples_path=tmp_path / "s.jsonl",
+            tmp_path,
             total_steps=1,
-            spans_path=tmp_path / "spans.jsonl",
             max_spans=10_000,
         )
         names = makers or [f"maker-{n}" for n in range(config.topology.makers)]

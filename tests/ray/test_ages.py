@@ -495,7 +495,7 @@ class SlowTrainer(TrainerCallback):
         self._held.at("update")
 
     def on_batch_end(self, metrics, experience):
-        ages = int(metrics["train/version"]) - experience.policy_versions[experience.action_mask]
+        ages = int(metrics["version"]) - experience.policy_versions[experience.action_mask]
         step = (experience.sample_ids.tolist(), ages.tolist(), metrics["train/age_max"])
         ray.get(self._brake.note.remote(step), timeout=PATIENCE)
 

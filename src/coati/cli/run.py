@@ -12,8 +12,7 @@ from rich.console import Console
 from coati.cli.live import LiveView, StopSignal
 from coati.config import RunSettings
 from coati.config.plan import OutputFiles, output_files
-from coati.monitor import JsonlTracker, TensorBoardTracker, Tracker, TrackerGroup
-from coati.monitor.run_log import RunLog
+from coati.monitor import RunLog, TensorBoardTracker
 
 EXIT_STOPPED = 130  # what shells use for "ended by SIGINT"
 
@@ -49,12 +48,10 @@ def execute(
     quiet_libraries(verbose)
     started = time.monotonic()
     log = RunLog(
-        _trackers(files),
-        samples_path=files.samples,
+        config.output_folder,
         total_steps=config.train.total_steps * config.train.epochs,
+        trackers=[] if files.tensorboard is None else [TensorBoardTracker(files.tensorboard)],
         samples_every_versions=config.logging.samples_every_versions,
-        steps_per_version=config.train.update_steps * config.train.epochs,
-        spans_path=files.spans,
         max_spans=config.logging.spans_kept,
         on_begin=on_begin,
     )
@@ -126,10 +123,3 @@ def quiet_libraries(verbose: bool) -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-
-
-def _trackers(files: OutputFiles) -> TrackerGroup:
-    trackers: list[Tracker] = [JsonlTracker(files.metrics)]
-    if files.tensorboard is not None:
-        trackers.append(TensorBoardTracker(files.tensorboard))
-    return TrackerGroup(trackers)

@@ -1,28 +1,28 @@
 """Seeing what a run does: typed metrics, trackers, performance, progress. Imports neither torch nor rich."""
 
-from coati.monitor.metrics import METRICS, Last, Max, Mean, Metric, MetricBag, Min, Sum, undeclared
+from coati.monitor.metrics import METRICS, Max, Mean, Metric, MetricBag, Min, Sum
 from coati.monitor.performance import WorkMeter
-from coati.monitor.progress import RunSnapshot, plain_line, render_progress, sparkline
-from coati.monitor.trackers import JsonlTracker, TensorBoardTracker, Tracker, TrackerGroup, read_jsonl
+from coati.monitor.progress import RunSnapshot, plain_line, render_progress
+from coati.monitor.run_log import RunLog
+from coati.monitor.timeline import Timeline
+from coati.monitor.trackers import TensorBoardTracker, Tracker, load_metrics, read_jsonl
 
 __all__ = [
     "METRICS",
-    "JsonlTracker",
-    "Last",
     "Max",
     "Mean",
     "Metric",
     "MetricBag",
     "Min",
+    "RunLog",
     "RunSnapshot",
     "Sum",
     "TensorBoardTracker",
+    "Timeline",
     "Tracker",
-    "TrackerGroup",
     "WorkMeter",
+    "load_metrics",
     "plain_line",
     "read_jsonl",
     "render_progress",
-    "sparkline",
-    "undeclared",
 ]

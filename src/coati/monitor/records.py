@@ -1,8 +1,10 @@
-"""Records that an actor keeps until somebody fetches them."""
+"""Records that an actor keeps until the driver fetches them."""
 
+import logging
+import re
 import threading
 from collections import deque
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -35,10 +37,44 @@ class RecordLog(Generic[T]):
             self._num_ever += 1
 
     def since(self, cursor: int) -> RecordPage[T]:
-        """Everything appended after `cursor` that is still there; all of it if the log began anew."""
+        """Return everything appended after `cursor` that is still kept; all of it if the log was restarted."""
         with self._lock:
-            if cursor > self._num_ever:  # whoever kept the log was restarted
+            if cursor > self._num_ever:
                 cursor = 0
             first_kept = self._num_ever - len(self._records)
             skip = max(0, cursor - first_kept)
             return RecordPage(list(self._records)[skip:], self._num_ever)
+
+
+class WarningRecorder(logging.Handler):
+    """Adds each distinct warning of this process to its records, as `{"warning": text}`, for the driver to show."""
+
+    def __init__(self, records: RecordLog[dict[str, Any]]) -> None:
+        super().__init__(logging.WARNING)
+        self._records = records
+        self._seen = DistinctTexts()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message if it is new."""
+        text = record.getMessage()
+        if self._seen.add(text):
+            self._records.append({"warning": text})
+
+
+class DistinctTexts:
+    """Tells new texts from those seen before; texts that differ only in numbers count as one.
+
+    >>> seen = DistinctTexts()
+    >>> seen.add("waited 10 s"), seen.add("waited 20 s"), seen.add("gave up")
+    (True, False, True)
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def add(self, text: str) -> bool:
+        """Remember a text; return whether it is new."""
+        key = re.sub(r"(?<![\w-])\d[\d.,]*", "0", text)  # not the number of maker-1
+        is_new = key not in self._seen
+        self._seen.add(key)
+        return is_new

@@ -82,7 +82,7 @@ class DetachedTrainer(ABC):
         self._watch = MakerWatch((), self.deadlines)
         self._num_batches = 0
         self._num_samples = 0
-        set_up_log(debug=debug)
+        set_up_log(debug=debug, records=self._records)
 
     # What a subclass defines.
 

@@ -163,7 +163,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         return {
             **metrics,
             "trainer/samples_per_second": experience.num_samples / (time.perf_counter() - started),
-            "train/version": float(self.version),
+            "version": float(self.version),
             "train/samples": float(experience.num_samples),
             **ages,
             "wait/data_seconds": self._timeline.total("wait_data"),

@@ -9,12 +9,14 @@ import gc
 import logging
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import ray
 import torch
 
 from coati.errors import ConfigError
 from coati.gpu import ProcessorShare, share_gpu
+from coati.monitor.records import RecordLog, WarningRecorder
 from coati.ray import mps
 
 ENV_INFO_KEYS = ("local_rank", "rank", "world_size", "master_addr", "master_port")
@@ -32,10 +34,10 @@ def apply_env_info(env_info: Mapping[str, str | int] | None) -> None:
         os.environ[key.upper()] = str(value)
 
 
-def set_up_log(*, debug: bool = False) -> None:
-    """Have an actor's log tell what it does, and not only what is wrong. Other processes are left as they are.
+def set_up_log(*, debug: bool = False, records: RecordLog[dict[str, Any]] | None = None) -> None:
+    """Have an actor log what it does, and keep its warnings among `records` for the driver. Only in an actor.
 
-    Ray keeps the log of each actor; `--verbose` shows it. A level or handler that somebody has set stays.
+    Ray keeps the log of each actor; `--verbose` shows it. A level or handler that is set already stays.
     """
     logger = logging.getLogger("coati")
     if debug:
@@ -48,6 +50,8 @@ def set_up_log(*, debug: bool = False) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         logger.addHandler(handler)
+    if records is not None:
+        logger.addHandler(WarningRecorder(records))
 
 
 def set_up_gpu(device: torch.device) -> None:

@@ -110,7 +110,6 @@ class ExperienceMakerHolder:
         GenerateOptions.parse(**generate_kwargs)  # an unknown option is an error now, not in the first batch
         apply_env_info(env_info)
         set_up_cpu(num_threads)
-        set_up_log(debug=debug)
         self._deadlines = deadlines or Deadlines()
         self._sync_models_from_trainers = sync_models_from_trainers
         self._buffer_cpu_offload = buffer_cpu_offload
@@ -124,6 +123,7 @@ class ExperienceMakerHolder:
             self._name, deadline_seconds=self._deadlines.batch_seconds, should_stop=self._stop.is_set
         )
         self._records: RecordLog[dict[str, Any]] = RecordLog()
+        set_up_log(debug=debug, records=self._records)
 
         maker = _make_maker(
             strategy_fn,

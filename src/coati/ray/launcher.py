@@ -203,6 +203,8 @@ class DetachedRun:
                 page, spans = ray.get(asked, timeout=_POLL_SECONDS * 10)
                 self._cursors[name] = page.cursor, spans.cursor
                 self._log.spans(name, spans.records)
+                if not self._log_to_driver:  # else Ray shows them with the rest of the actor's log
+                    self._log.warnings(name, page.records)
                 if name in self._crew.makers:
                     self._log.maker_records(page.records)
                 elif name == next(iter(self._crew.trainers)):

@@ -1,6 +1,10 @@
-"""Records wait for whoever fetches them; fetching twice is harmless."""
+"""Records wait until they are fetched; fetching twice is harmless. Warnings are kept once."""
 
-from coati.monitor.records import RecordLog
+import logging
+
+import pytest
+
+from coati.monitor.records import RecordLog, WarningRecorder
 
 
 def log_of(count, **kwargs):
@@ -47,3 +51,26 @@ def test_a_page_is_not_changed_by_what_comes_later():
     page = log.since(0)
     log.append({"n": 1})
     assert numbers(page) == [0]
+
+
+@pytest.fixture
+def logger_of_an_actor():
+    logger = logging.getLogger("coati.a_test_of_warnings")
+    logger.propagate = False
+    yield logger
+    logger.handlers.clear()
+
+
+def test_each_distinct_warning_is_kept_once(logger_of_an_actor):
+    records = RecordLog()
+    logger_of_an_actor.addHandler(WarningRecorder(records))
+    for seconds in (10, 20.5):
+        logger_of_an_actor.warning("waited %s s for %s", seconds, "weights")
+    logger_of_an_actor.warning("waited %s s for %s", 30, "room")
+    logger_of_an_actor.error("lost a batch")
+    logger_of_an_actor.info("all is well")
+    assert [record["warning"] for record in records.since(0).records] == [
+        "waited 10 s for weights",
+        "waited 30 s for room",
+        "lost a batch",
+    ]

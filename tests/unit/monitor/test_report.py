@@ -56,10 +56,9 @@ def folder(tmp_path):
     rows = [{"actor": actor, **span._asdict()} for actor, span in SPANS]
     (tmp_path / "spans.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     metrics = [
-        {"step": 0, "time": 101.0, "tag": "samples/first", "text": "a sample"},
-        {"step": 0, "time": 101.0, "reward/mean": 0.25, "maker/version": 0.0, "maker/samples": 8.0},
-        {"step": 1, "time": 108.0, "train/version": 0.0, "policy/entropy": None},
-        {"step": 1, "time": 109.0, "reward/mean": 0.75, "maker/version": 1.0, "maker/samples": 12.0},
+        {"step": 1, "version": 0, "time": 104.0, "policy/entropy": None},
+        {"step": 2, "version": 0, "time": 108.0, "reward/mean": 0.25, "maker/samples": 8.0},
+        {"step": 3, "version": 1, "time": 109.0, "reward/mean": 0.75, "maker/samples": 12.0},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     samples = [

@@ -4,24 +4,33 @@ import json
 
 import pytest
 
-from coati.monitor.metrics import Mean, Sum
-from coati.monitor.run_log import RunLog
+from coati.monitor import Mean, RunLog, Sum, read_jsonl
 from coati.monitor.timeline import Span
 
 
 class FakeTracker:
-    def __init__(self):
+    """Remembers what it was given; fails from the call named in `breaks` on."""
+
+    def __init__(self, breaks=""):
+        self.breaks = breaks
         self.logged = []
         self.texts = []
         self.num_closed = 0
 
+    def _may_fail(self, what):
+        if what == self.breaks:
+            raise OSError(28, "No space left on device")
+
     def log(self, step, metrics):
+        self._may_fail("log")
         self.logged.append((step, dict(metrics)))
 
     def text(self, step, tag, text):
+        self._may_fail("text")
         self.texts.append((step, tag, text))
 
     def close(self):
+        self._may_fail("close")
         self.num_closed += 1
 
 
@@ -67,63 +76,137 @@ def clock():
 @pytest.fixture
 def make_log(tracker, clock, tmp_path):
     def make(**kwargs):
-        return RunLog(tracker, samples_path=tmp_path / "samples.jsonl", total_steps=10, clock=clock, **kwargs)
+        settings = {"total_steps": 10, "trackers": [tracker], "clock": clock} | kwargs
+        return RunLog(tmp_path, **settings)
 
     return make
 
 
-def written(tmp_path):
-    path = tmp_path / "samples.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def written(tmp_path, name="samples"):
+    path = tmp_path / f"{name}.jsonl"
+    return read_jsonl(path) if path.exists() else []
 
 
-def test_makers_are_gathered_by_version(make_log, tracker):
+def columns(tmp_path, *names):
+    return [tuple(row.get(name) for name in names) for row in written(tmp_path, "metrics")]
+
+
+def test_makers_of_a_version_stand_in_the_row_of_its_last_step(make_log, tmp_path):
     log = make_log()
     # Version 0: 4 samples of mean 0.2 and 12 of mean 0.6: (4 · 0.2 + 12 · 0.6) / 16 = 0.5
     log.maker_records([made(0, 0.2), made(0, 0.6, samples=12, kl=3.0)])
-    assert tracker.logged == []
+    log.trainer_records([trained(1, 0, **{"policy/loss": 1.0}), trained(2, 0, **{"policy/loss": 2.0})])
+    assert columns(tmp_path, "step") == [(1,)]  # step 2 may be the last of version 0
+    log.trainer_records([trained(2, 1, **{"weights/bytes": 64.0})])  # of the update to version 1
+    log.trainer_records([trained(3, 1, **{"policy/loss": 3.0})])
+    assert columns(tmp_path, "step") == [(1,)]  # makers may still send samples of version 0
     log.maker_records([made(1, 0.9)])
-    step, values = tracker.logged[0]
-    assert step == 0
-    assert values["reward/mean"] == pytest.approx(0.5)
-    assert values["kl/per_sample"] == pytest.approx(2.5)  # (4 · 1 + 12 · 3) / 16
-    assert (values["maker/samples"], values["maker/version"]) == (16.0, 0.0)
+    assert columns(tmp_path, "step", "version", "policy/loss", "weights/bytes", "maker/samples") == [
+        (1, 0, 1.0, None, None),
+        (2, 0, 2.0, 64.0, 16.0),
+    ]
     log.close()
-    assert tracker.logged[1][1]["reward/mean"] == pytest.approx(0.9)
-    assert tracker.num_closed == 1
+    last = written(tmp_path, "metrics")[-1]
+    assert (last["step"], last["version"], last["reward/mean"]) == (3, 1, pytest.approx(0.9))
+    assert written(tmp_path, "metrics")[1]["reward/mean"] == pytest.approx(0.5)
+    assert written(tmp_path, "metrics")[1]["kl/per_sample"] == pytest.approx(2.5)  # (4 · 1 + 12 · 3) / 16
     assert log.rewards == [(0.0, pytest.approx(0.5)), (1.0, pytest.approx(0.9))]
     assert log.kls == [(0.0, pytest.approx(2.5)), (1.0, 1.0)]
 
 
-def test_a_late_record_of_an_older_version_is_counted_with_the_current_one(make_log, tracker):
+def test_trackers_get_the_same_rows(make_log, tracker, tmp_path):
     log = make_log()
-    log.maker_records([made(2, 0.5), made(1, 0.7)])
+    log.maker_records([made(0, 0.25)])
+    log.trainer_records([trained(1, 0, **{"policy/loss": 0.5}), trained(2, 1, **{"policy/loss": 0.25})])
     log.close()
-    assert [values["maker/version"] for _, values in tracker.logged] == [2.0]
-    assert tracker.logged[0][1]["reward/mean"] == pytest.approx(0.6)
-
-
-def test_closing_without_records_logs_nothing(make_log, tracker):
-    make_log().close()
-    assert tracker.logged == []
+    rows = written(tmp_path, "metrics")
+    assert tracker.logged == [
+        (row["step"], {name: value for name, value in row.items() if name not in ("step", "time")}) for row in rows
+    ]
     assert tracker.num_closed == 1
 
 
-def test_trainer_records_are_logged_one_by_one_under_their_batch(make_log, tracker):
+def test_a_late_record_of_an_older_version_is_counted_with_the_current_one(make_log, tmp_path):
     log = make_log()
-    log.trainer_records([trained(1, 0, **{"policy/loss": 0.25}), trained(2, 1, **{"policy/loss": 0.5})])
-    assert tracker.logged == [(1, {"policy/loss": 0.25}), (2, {"policy/loss": 0.5})]  # area/name only
-    log.trainer_records([trained(1, 0, **{"policy/loss": 0.125})])  # of another rank, late
-    snapshot = log.snapshot()
-    assert (snapshot.step, snapshot.version, snapshot.total_steps) == (2, 1, 10)
-
-
-def test_makers_are_logged_at_the_step_where_their_version_began(make_log, tracker):
-    log = make_log(steps_per_version=4)
-    log.trainer_records([trained(9, 2, **{"policy/loss": 0.25})])  # training may be anywhere
-    log.maker_records([made(0, 0.5), made(1, 0.5), made(3, 0.5)])
+    log.maker_records([made(2, 0.5), made(1, 0.7)])
+    log.trainer_records([trained(batch, batch - 1) for batch in (1, 2, 3)])
     log.close()
-    assert [step for step, values in tracker.logged if "reward/mean" in values] == [0, 4, 12]
+    assert columns(tmp_path, "version", "reward/mean") == [(0, None), (1, None), (2, pytest.approx(0.6))]
+
+
+def test_every_sample_is_counted_once_though_makers_skip_versions(make_log, tmp_path):
+    log = make_log()
+    log.maker_records([made(0, 0.5), made(3, 0.5), made(4, 0.5)])
+    log.trainer_records([trained(batch, batch - 1) for batch in range(1, 7)])
+    log.close()
+    assert columns(tmp_path, "version", "maker/samples") == [(0, 4), (1, None), (2, None), (3, 4), (4, 4), (5, None)]
+
+
+def test_an_update_that_arrives_after_its_row_is_in_the_next(make_log, tmp_path):
+    log = make_log()
+    log.trainer_records([trained(1, 0), trained(2, 1)])
+    log.maker_records([made(1, 0.5)])
+    log.trainer_records([trained(1, 1, **{"weights/bytes": 64.0})])
+    log.close()
+    assert columns(tmp_path, "step", "weights/bytes") == [(1, None), (2, 64.0)]
+
+
+def test_rows_do_not_wait_for_makers_for_ever(make_log, tmp_path):
+    log = make_log()
+    log.trainer_records([trained(batch, batch - 1) for batch in range(1, 101)])  # makers have ended, say
+    assert 30 < len(written(tmp_path, "metrics")) < 100
+    log.close()
+    assert columns(tmp_path, "step") == [(step,) for step in range(1, 101)]
+
+
+def test_metrics_load_in_pandas_as_one_numeric_row_per_step(make_log, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    log = make_log()
+    log.buffer_batches = 2
+    log.trainer_records([trained(0, 0, **{"weights/bytes": 1.0})])  # the first weights: before any step
+    for version in range(3):
+        log.maker_records([made(version, 0.5, texts=[sample()]), {"warning": "slow"}])
+        for epoch in range(2):
+            step = 2 * version + epoch + 1
+            numbers = {"policy/loss": float("nan"), "policy/entropy": 1.5, "a/text": "no number"}
+            log.trainer_records([trained(step, version, **numbers), {"warning": "slow"}])
+        log.trainer_records([trained(2 * version + 2, version + 1, **{"weights/bytes": 1.0})])
+    log.close()
+    table = pandas.read_json(tmp_path / "metrics.jsonl", lines=True)
+    assert list(table["step"]) == [1, 2, 3, 4, 5, 6]
+    assert list(table["version"]) == [0, 0, 1, 1, 2, 2]
+    assert all(pandas.api.types.is_numeric_dtype(table[name]) for name in table.columns)
+    assert table["time"].is_monotonic_increasing
+    by_version = table.groupby("version").first()  # the first that is not NaN
+    assert by_version[["reward/mean", "weights/bytes", "buffer/batches"]].notna().all(axis=None)
+    assert "a/text" not in table.columns
+
+
+def test_closing_without_records_writes_nothing(make_log, tracker, tmp_path):
+    make_log().close()
+    assert list(tmp_path.iterdir()) == []
+    assert tracker.num_closed == 1
+
+
+@pytest.mark.parametrize("breaks", ["log", "text", "close"])
+def test_a_tracker_that_fails_is_reported_once_and_dropped(breaks, make_log, tracker, caplog):
+    bad = FakeTracker(breaks=breaks)
+    log = make_log(trackers=[bad, tracker])
+    for step in range(1, 4):
+        log.maker_records([made(step - 1, 0.5, texts=[sample()])])
+        log.trainer_records([trained(step, step - 1)])
+    log.close()
+    assert [message for message in caplog.messages if "No space left on device" in message] == caplog.messages
+    assert len(caplog.messages) == 1
+    assert f"FakeTracker.{breaks}" in caplog.text
+    assert (len(tracker.logged), len(tracker.texts), tracker.num_closed) == (3, 3, 1)
+
+
+def test_each_warning_of_an_actor_is_shown_once(make_log, caplog):
+    log = make_log()
+    log.warnings("maker-0", [{"warning": "waited 10 s"}, made(0, 0.5)])
+    log.warnings("maker-1", [{"warning": "waited 20 s"}, {"warning": "out of room"}])
+    assert caplog.messages == ["maker-0: waited 10 s", "maker-1: out of room"]
 
 
 def test_snapshot_by_hand(make_log, clock):
@@ -219,7 +302,7 @@ def test_a_batch_without_samples_leaves_the_turn_to_the_next(make_log, tmp_path)
 
 def test_spans_are_written_as_long_as_there_is_room(make_log, tmp_path, caplog):
     path = tmp_path / "spans.jsonl"
-    log = make_log(spans_path=path, max_spans=3)
+    log = make_log(max_spans=3)
     log.spans("maker-0", [])
     assert not path.exists()
     log.spans("maker-0", [Span("work", "generate", 1.0, 2.5, 4), Span("work", "score", 2.5, 2.75, 4)])
@@ -228,41 +311,43 @@ def test_spans_are_written_as_long_as_there_is_room(make_log, tmp_path, caplog):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[0] == {"actor": "maker-0", "lane": "work", "what": "generate", "start": 1.0, "end": 2.5, "version": 4}
     assert [(row["actor"], row["what"]) for row in rows[1:]] == [("maker-0", "score"), ("trainer-0", "train")]
-    assert [record.getMessage() for record in caplog.records] == [
-        "spans.jsonl is full; the run goes on without. Raise logging.spans_kept."
-    ]
+    assert len(caplog.messages) == 1
+    assert "logging.spans_kept" in caplog.text
 
 
 def test_that_a_maker_left_is_a_span_without_length(make_log, tmp_path):
-    log = make_log(spans_path=tmp_path / "spans.jsonl", max_spans=3)
+    log = make_log(max_spans=3)
     log.left("maker-1")
     row = json.loads((tmp_path / "spans.jsonl").read_text())
     assert (row["actor"], row["what"], row["end"] - row["start"]) == ("maker-1", "leave", 0.0)
 
 
-def test_a_log_without_a_place_for_spans_writes_none(make_log, tmp_path):
-    make_log().spans("maker-0", [Span("work", "generate", 1.0, 2.5, 4)])
+@pytest.mark.parametrize("folder", [True, False])
+def test_without_room_or_a_folder_no_spans_are_written(folder, tmp_path):
+    log = RunLog(tmp_path if folder else None, total_steps=1, max_spans=0 if folder else 10)
+    log.spans("maker-0", [Span("work", "generate", 1.0, 2.5, 4)])
+    log.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_cannot_be_written_is_said_once_and_the_run_goes_on(make_log, tracker, tmp_path, caplog):
-    log = make_log(spans_path=tmp_path / "spans.jsonl", max_spans=100)
-    log.maker_records([made(0, 0.5, texts=[sample()])])
-    (tmp_path / "samples.jsonl").unlink()
-    (tmp_path / "samples.jsonl").mkdir()  # as good as a full disk
-    (tmp_path / "spans.jsonl").mkdir()
-    for version in (1, 2):
+def test_a_file_that_cannot_be_written_is_reported_once_and_the_run_continues(make_log, tracker, tmp_path, caplog):
+    log = make_log(max_spans=100)
+    for name in ("samples", "spans", "metrics"):
+        (tmp_path / f"{name}.jsonl").mkdir()  # as good as a full disk
+    for version in range(3):
         log.maker_records([made(version, 0.5, texts=[sample()])])
+        log.trainer_records([trained(version + 1, version)])
         log.spans("maker-0", [Span("work", "generate", 1.0, 2.0, version)])
-    assert [record.getMessage().split(",")[0].rsplit("/", 1)[1] for record in caplog.records] == [
-        "samples.jsonl cannot be written",
-        "spans.jsonl cannot be written",
-    ]
     log.close()
-    assert len(tracker.logged) == 3  # the metrics of all versions
+    assert sorted(message.split(" ")[0].rsplit("/", 1)[1] for message in caplog.messages) == [
+        "metrics.jsonl",
+        "samples.jsonl",
+        "spans.jsonl",
+    ]
+    assert len(tracker.logged) == 3
 
 
-def test_who_wants_to_know_is_told_when_training_begins(make_log):
+def test_on_begin_is_called_when_training_begins(make_log):
     told = []
     log = make_log(on_begin=lambda: told.append("begun"))
     assert told == []

@@ -34,7 +34,7 @@ class RunFolder:
     settings: Mapping[str, Any]
     """The resolved settings, by section; empty if the folder holds none."""
     metrics: list[dict[str, Any]]
-    """Lines of numbers, in the order in which they were written."""
+    """One row of numbers per training step."""
     samples: list[dict[str, Any]]
     spans: list[ActorSpan]
 
@@ -62,7 +62,7 @@ def read_run(path: Path) -> RunFolder:
     run = RunFolder(
         path=path,
         settings=_read_settings(path / _CONFIG),
-        metrics=[row for row in _read_lines(path / _METRICS) if "tag" not in row],
+        metrics=_read_lines(path / _METRICS),
         samples=_read_lines(path / _SAMPLES),
         spans=[_parse_span(path / _SPANS, row, number) for number, row in enumerate(_read_lines(path / _SPANS), 1)],
     )

@@ -17,15 +17,15 @@ from coati.monitor.report.time_use import TOTALS, RunTimes, is_idle, label_of
 NUM_SAMPLES: Final = 4
 
 _CURVES: Final = (
-    ("reward/mean", "mean reward", "maker/version", "version"),
-    ("kl/per_sample", "KL to the initial model, nats per sample", "maker/version", "version"),
-    ("response/length", "response tokens", "maker/version", "version"),
+    ("reward/mean", "mean reward", "step", "step"),
+    ("kl/per_sample", "KL to the initial model, nats per sample", "step", "step"),
+    ("response/length", "response tokens", "step", "step"),
     ("policy/entropy", "entropy, nats per token", "step", "step"),
     ("value/explained_variance", "explained variance of the critic", "step", "step"),
     ("policy/clip_fraction", "clipped tokens", "step", "step"),
     ("train/age_mean", "age of the data, versions", "step", "step"),
     ("trainer/busy_share", "trainer: share of time training", "step", "step"),
-    ("maker/busy_share", "makers: share of time working", "maker/version", "version"),
+    ("maker/busy_share", "makers: share of time working", "step", "step"),
 )
 
 _STYLE: Final = """

@@ -20,7 +20,7 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
         ends = max(1, min(_ENDS, len(rewards) // 4))
         first, last = sum(rewards[:ends]) / ends, sum(rewards[-ends:]) / ends
         facts.append((f"mean reward, first and last {_versions(ends)}", f"{first:.3f} → {last:.3f}"))
-    steps = [step for step, _ in run.series("train/version")]
+    steps = [step for step, _ in run.series("version")]
     if steps:
         facts.append(("training steps", f"{max(steps):,.0f}"))
     samples = sum(value for _, value in run.series("maker/samples"))
