@@ -24,11 +24,10 @@ SAMPLES_PER_PROMPT = 8
 
 def settings(name: str, seed: int, *, base: str, folder: str, steps: int, kl: float, kl_for_all: bool):
     """The demo's settings with another algorithm."""
-    from coati.algorithms import ALGORITHMS
-    from coati.config import build_config
+    from coati.config import AlgorithmSettings, build_config
 
     algorithm = {"name": name}
-    if kl_for_all or ALGORITHMS[name].kl_coef:
+    if kl_for_all or AlgorithmSettings(name=name).kl_coef:
         algorithm["kl_coef"] = kl
     prompts = Path(folder) / "prompts.jsonl"
     return build_config(
@@ -90,7 +89,7 @@ def run(name: str, seed: int, options: dict) -> dict:
 
 
 def main() -> None:
-    from coati.algorithms import ALGORITHMS
+    from coati.config.algorithm import ALGORITHMS
     from coati.demo.cache import ensure_base_model
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -101,7 +101,13 @@ class StaleRun:
         self._config = config
         self._version = 0
         strategy = assembly.make_strategy(config)
-        self.learner = PPOLearner(*assembly.trainer_models(config), strategy, assembly.ppo_settings(config))
+        self.learner = PPOLearner(
+            *assembly.trainer_models(config),
+            strategy,
+            config.train,
+            config.algorithm,
+            max_staleness=config.topology.max_staleness,
+        )
         self._pipeline = self._make_pipeline()
         self._stage = WeightStage(self._pipeline.maker.trained_models)
         self._collector = BatchCollector(config.train.batch_size)
@@ -129,14 +135,15 @@ class StaleRun:
             critic,
             scorer,
             reference,
-            **assembly.maker_settings(config),
+            algorithm=config.algorithm,
+            engine=config.rollout.engine,
             seed=config.run.seed,
         )
         return ExperiencePipeline(
             maker,
             ServedModels(maker.trained_models),
             share=assembly.work_share(config),
-            generate_kwargs=assembly.generate_options(config),
+            generate_kwargs=config.rollout.generate_options,
         )
 
     def _next_batch(self) -> Experience:

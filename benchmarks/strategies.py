@@ -40,10 +40,11 @@ from largest_model import find_deepest
 from torch import Tensor, nn
 from transformers import Qwen2Config
 
+from coati.config import TrainSettings
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic
 from coati.models.deferred import DeferredWeights, deferred_weights
-from coati.trainer.ppo import PPOLearner, PPOSettings
+from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
 
 CASES = {
@@ -176,7 +177,7 @@ def make_learner(case: str, shape: Shape, device: str) -> PPOLearner:
     for model in (actor, critic):
         if deferred_weights(model) is not None:
             model.deferred_weights = DeviceDraws(device)
-    settings = PPOSettings(actor_lr=1e-6, critic_lr=1e-5, micro_batch_size=shape.micro_batch)
+    settings = TrainSettings(actor_lr=1e-6, critic_lr=1e-5, micro_batch_size=shape.micro_batch)
     return PPOLearner(actor, critic, strategy, settings, optimizer_class=strategy.optimizer_class)
 
 

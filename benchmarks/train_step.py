@@ -39,10 +39,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from coati.config import TrainSettings
 from coati.cpu import set_up_cpu
 from coati.experience_maker import Experience
 from coati.models import Actor
-from coati.trainer.ppo import PPOLearner, PPOSettings
+from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy
 
 
@@ -197,7 +198,7 @@ def make_learner(case: Case, shape: Shape, device: str) -> PPOLearner:
     with torch.device(device):  # drawing weights on a CPU takes minutes
         model = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype)
     strategy = DDPStrategy(seed=0, device=device, compute_dtype=torch.bfloat16 if case.is_mixed else None)
-    settings = PPOSettings(
+    settings = TrainSettings(
         actor_lr=1e-6,
         micro_batch_tokens=shape.micro_batch_tokens,
         compile=case.compile,

@@ -14,10 +14,9 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
-from coati.algorithms import algorithm_of
 from coati.config import RunSettings
 from coati.errors import ConfigError
-from coati.ledger import StalenessController, WorkShare
+from coati.ledger import WorkShare
 from coati.models import Actor, Critic, RewardModel
 from coati.models.positions import context_length_of
 from coati.models.shared_body import take_body_of
@@ -26,8 +25,6 @@ from coati.prompts.table import load_prompts
 from coati.rewards import RewardScorer, build_reward, load_reward_function
 from coati.rollout import GenerateOptions
 from coati.trainer.modes import compile_blocks
-from coati.trainer.off_policy import CorrectionSettings
-from coati.trainer.ppo import PPOSettings
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
 
 logger = logging.getLogger(__name__)
@@ -95,7 +92,7 @@ def trainer_models(config: RunSettings) -> tuple[Actor, Critic | None]:
 def _trained_models(config: RunSettings, dtype: torch.dtype) -> tuple[Actor, Critic | None]:
     torch.manual_seed(config.run.seed)
     actor = _loaded("model.path", config.model.path, Actor, lora=config.lora, dtype=dtype)
-    if not config.algorithm.resolved.uses_critic:
+    if not config.algorithm.uses_critic:
         return actor, None
     critic_path = config.model.path if config.model.critic == "actor" else config.model.critic
     critic = _loaded("model.critic", critic_path, Critic, lora=config.lora, dtype=dtype)
@@ -177,85 +174,11 @@ def make_prompts(config: RunSettings, *, shard: int = 0, num_shards: int = 1, fi
 def check_inputs(config: RunSettings) -> None:
     """Load what can be wrong and is cheap (prompts, tokenizer, reward functions, generate options) before anything
     starts, so that a mistake is told at once and not by an actor."""
-    GenerateOptions.parse(**generate_options(config))
+    GenerateOptions.parse(**config.rollout.generate_options)
     next(iter(make_prompts(config)))
     for function in (config.reward.function, *(term.function for term in config.reward.terms)):
         if function:
             load_reward_function(function, config.reward_search_paths)
-
-
-def generate_options(config: RunSettings) -> dict[str, Any]:
-    """The generate options of `[rollout]`."""
-    rollout = config.rollout
-    return {
-        "max_new_tokens": rollout.max_new_tokens,
-        "do_sample": rollout.do_sample,
-        "temperature": rollout.temperature,
-        "top_k": rollout.top_k,
-        "top_p": rollout.top_p,
-        **rollout.generate,
-    }
-
-
-def maker_settings(config: RunSettings) -> dict[str, Any]:
-    """How a maker writes and what it makes of the scores."""
-    algorithm = config.algorithm
-    return {
-        "kl_coef": algorithm.kl_coef,
-        "gamma": algorithm.gamma,
-        "lam": algorithm.lam,
-        "kl_estimator": algorithm.kl_estimator,
-        "algorithm": algorithm.resolved,
-        "engine": config.rollout.engine,
-    }
-
-
-def ppo_settings(config: RunSettings) -> PPOSettings:
-    """The learner's settings."""
-    train, algorithm = config.train, config.algorithm
-    return PPOSettings(
-        eps_clip=algorithm.eps_clip,
-        eps_clip_high=algorithm.eps_clip_high,
-        ratio=algorithm.resolved.ratio,
-        normalization=algorithm.normalization,
-        max_response_tokens=config.rollout.max_new_tokens,
-        kl_loss_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
-        kl_estimator=algorithm.kl_estimator,
-        value_clip=algorithm.value_clip,
-        entropy_coef=algorithm.entropy_coef,
-        whiten_advantages=algorithm.whiten_advantages,
-        actor_lr=train.actor_lr,
-        critic_lr=train.critic_lr,
-        lr_schedule=train.lr_schedule,
-        warmup_steps=train.warmup_steps,
-        total_steps=train.total_steps * train.epochs,
-        max_grad_norm=train.max_grad_norm,
-        micro_batch_size=train.micro_batch_size,
-        micro_batch_tokens=train.micro_batch_tokens,
-        activation_checkpointing=train.activation_checkpointing,
-        compile=train.compile,
-        correction=correction_settings(config),
-    )
-
-
-def correction_settings(config: RunSettings) -> CorrectionSettings:
-    """What the learner does about old data; on-policy runs need no correction.
-
-    But where the ratio is that of whole responses, its clip is so narrow that the engine's rounding would reach it.
-    """
-    algorithm = config.algorithm
-    is_off_policy = config.topology.max_staleness != 0 or algorithm_of(algorithm.name).ratio == "sequence"
-    automatic: Literal["none", "decoupled"] = "decoupled" if is_off_policy else "none"
-    return CorrectionSettings(
-        policy=automatic if algorithm.correction == "auto" else algorithm.correction,
-        importance=algorithm.importance,
-        level=algorithm.importance_level,
-        cap=algorithm.importance_cap,
-        estimator=algorithm.estimator,
-        kl_coef=algorithm.kl_coef if algorithm.kl_in == "reward" else 0.0,
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-    )
 
 
 def work_share(config: RunSettings, *, maker_index: int = 0, max_staleness: int | None = None) -> WorkShare:
@@ -268,21 +191,7 @@ def work_share(config: RunSettings, *, maker_index: int = 0, max_staleness: int 
         maker_index=maker_index,
         num_makers=topology.makers,
         num_trainers=topology.trainers,
-        group_size=config.rollout.samples_per_prompt if config.algorithm.resolved.uses_groups else 1,
-    )
-
-
-def staleness_controller(config: RunSettings) -> StalenessController | None:
-    """What moves the staleness bound; None where it stays."""
-    topology = config.topology
-    if topology.staleness_control == "fixed":
-        return None
-    return StalenessController(
-        max_staleness=topology.max_staleness,
-        min_staleness=topology.min_staleness,
-        target_kl=topology.target_kl,
-        target_effective_samples=topology.target_effective_samples,
-        target_idle=topology.target_idle,
+        group_size=config.rollout.samples_per_prompt if config.algorithm.uses_groups else 1,
     )
 
 

@@ -49,7 +49,12 @@ class SynchronousRun:
         with strategy.model_init_context():
             models = assembly.trainer_models(config)
         self._learner = PPOLearner(
-            *models, strategy, assembly.ppo_settings(config), optimizer_class=strategy.optimizer_class
+            *models,
+            strategy,
+            config.train,
+            config.algorithm,
+            max_response_tokens=config.rollout.max_new_tokens,
+            optimizer_class=strategy.optimizer_class,
         )
         self._pipeline = self._make_pipeline()
         self._stage = WeightStage(self._pipeline.maker.trained_models)
@@ -90,7 +95,8 @@ class SynchronousRun:
             critic,
             scorer,
             reference,
-            **assembly.maker_settings(config),
+            algorithm=config.algorithm,
+            engine=config.rollout.engine,
             seed=config.run.seed,
         )
         return ExperiencePipeline(
@@ -98,7 +104,7 @@ class SynchronousRun:
             ServedModels(maker.trained_models),
             # Whatever the topology says: here one maker does all the work, for one trainer.
             share=dataclasses.replace(assembly.work_share(config, max_staleness=0), num_makers=1, num_trainers=1),
-            generate_kwargs=assembly.generate_options(config),
+            generate_kwargs=config.rollout.generate_options,
             timeline=self._timeline,
         )
 

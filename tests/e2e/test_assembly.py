@@ -12,10 +12,8 @@ from coati import assembly
 from coati.config import build_config
 from coati.errors import ConfigError
 from coati.experience_maker import NaiveExperienceMaker
-from coati.ledger import VersionSignals, WorkShare
+from coati.ledger import WorkShare
 from coati.models import RewardModel
-from coati.trainer.off_policy import CorrectionSettings
-from coati.trainer.ppo import PPOSettings
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
 
 
@@ -85,47 +83,6 @@ def test_local_paths_become_absolute_and_hub_names_stay(tmp_path, monkeypatch):
     assert single.reward.model == str(tmp_path / "reward-model")
 
 
-def test_every_learner_setting_arrives():
-    config = config_of(
-        algorithm={"eps_clip": 0.3, "value_clip": 0.5, "entropy_coef": 0.02, "whiten_advantages": False},
-        train={
-            "actor_lr": 1e-4,
-            "critic_lr": 2e-4,
-            "lr_schedule": "cosine",
-            "warmup_steps": 3,
-            "total_steps": 10,
-            "epochs": 2,
-            "batch_size": 8,
-            "micro_batch_size": 4,
-            "micro_batch_tokens": 999,
-            "activation_checkpointing": True,
-            "compile": True,
-            "max_grad_norm": 0.5,
-        },
-    )
-    assert assembly.ppo_settings(config) == PPOSettings(
-        eps_clip=0.3,
-        eps_clip_high=0.3,  # symmetric unless told otherwise
-        max_response_tokens=128,
-        kl_estimator="k1",  # of the penalty in the reward: the loss has no KL term
-        value_clip=0.5,
-        entropy_coef=0.02,
-        whiten_advantages=False,
-        actor_lr=1e-4,
-        critic_lr=2e-4,
-        lr_schedule="cosine",
-        warmup_steps=3,
-        total_steps=20,  # 10 fresh batches, each trained on twice
-        max_grad_norm=0.5,
-        micro_batch_size=4,
-        micro_batch_tokens=999,
-        activation_checkpointing=True,
-        compile=True,
-        # max_staleness is 1 unless told otherwise, and old data is corrected for unless told otherwise.
-        correction=CorrectionSettings(policy="decoupled"),
-    )
-
-
 @pytest.mark.parametrize(
     ("train", "expected", "private"),
     [
@@ -175,35 +132,12 @@ def test_mixed_precision_trains_in_float32_and_makes_in_bfloat16(model_folder):
     assert {parameter.dtype for model in (*made[:2], made[3]) for parameter in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "max_staleness", "expected"),
-    [
-        ({}, 0, CorrectionSettings()),
-        ({}, -1, CorrectionSettings(policy="decoupled")),
-        ({"name": "gspo"}, 0, CorrectionSettings(policy="decoupled", kl_coef=0.0)),
-        ({"correction": "none"}, 4, CorrectionSettings()),
-        ({"correction": "decoupled", "kl_coef": 0.3, "lam": 0.9, "gamma": 0.8}, 0,
-         CorrectionSettings(policy="decoupled", kl_coef=0.3, lam=0.9, gamma=0.8)),
-        ({"estimator": "vtrace", "importance": "mask", "importance_level": "sequence", "importance_cap": 5.0}, 2,
-         CorrectionSettings(policy="decoupled", importance="mask", level="sequence", cap=5.0, estimator="vtrace")),
-    ],
-)  # fmt: skip
-def test_old_data_is_corrected_for_as_the_settings_say(algorithm, max_staleness, expected):
-    config = config_of(
-        algorithm=algorithm, rollout={"samples_per_prompt": 4}, topology={"max_staleness": max_staleness}
-    )
-    assert assembly.correction_settings(config) == expected
-
-
 def test_an_algorithm_without_a_critic_and_with_a_kl_term():
     config = config_of(
         algorithm={"name": "grpo", "kl_coef": 0.02}, rollout={"samples_per_prompt": 4, "max_new_tokens": 7}
     )
-    settings = assembly.ppo_settings(config)
-    assert (settings.kl_loss_coef, settings.kl_estimator, settings.normalization) == (0.02, "k3", "sequence")
-    assert (settings.whiten_advantages, settings.max_response_tokens) == (False, 7)
-    assert settings.correction.kl_coef == 0.0  # nothing of it is in the reward
-    assert assembly.maker_settings(config)["algorithm"].advantages == "group_normalized"
+    algorithm = config.algorithm
+    assert (algorithm.kl_loss_coef, algorithm.kl_reward_coef) == (0.02, 0.0)
     assert assembly.work_share(config).group_size == 4
     assert assembly.work_share(config_of(rollout={"samples_per_prompt": 4})).group_size == 1  # PPO's stand alone
 
@@ -225,18 +159,6 @@ def test_the_work_of_a_maker():
     assert assembly.work_share(config, max_staleness=0).max_staleness == 0
 
 
-def test_what_moves_the_staleness_bound():
-    assert assembly.staleness_controller(config_of(topology={"max_staleness": 3})) is None
-    targets = {"target_kl": 1.0, "target_effective_samples": 0.2, "target_idle": 0.5}
-    topology = {"max_staleness": 3, "min_staleness": 1, "staleness_control": "adaptive", **targets}
-    controller = assembly.staleness_controller(config_of(topology=topology))
-    assert controller.max_staleness == 1
-    # KL 1, ESS half way from 0.2 to 1 and half of the time idle are just enough to go up,
-    assert controller.decide(VersionSignals(kl=1.0, idle=0.5, effective_samples=0.6)) == 2
-    # and when that has settled, KL just above 2 is enough to go down.
-    assert [controller.decide(VersionSignals(kl=2.1, idle=0.5)) for _ in range(3)] == [2, 2, 1]
-
-
 def test_deadlines_and_generate_options_arrive():
     config = config_of(
         deadlines={"start_seconds": 1.0, "batch_seconds": 2.0, "update_seconds": 3.0},
@@ -248,7 +170,7 @@ def test_deadlines_and_generate_options_arrive():
             "generate": {"min_new_tokens": 2},
         },
     )
-    assert assembly.generate_options(config) == {
+    assert config.rollout.generate_options == {
         "max_new_tokens": 5,
         "do_sample": True,
         "temperature": 0.7,

@@ -9,8 +9,8 @@ from peft import PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from coati.algorithms import ALGORITHMS
 from coati.config import build_config
+from coati.config.algorithm import ALGORITHMS
 from coati.errors import DataError, RewardError
 from coati.monitor.run_log import RunLog
 from coati.synchronous import SynchronousRun

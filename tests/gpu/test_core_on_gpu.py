@@ -5,10 +5,11 @@ import copy
 import torch
 from transformers import LlamaConfig
 
+from coati.config import TrainSettings
 from coati.experience_buffer import make_experience_batch, split_experience_batch
 from coati.experience_maker import NaiveExperienceMaker
 from coati.models import Actor, Critic, RewardModel
-from coati.trainer.ppo import PPOLearner, PPOSettings
+from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy
 from coati.weights import ServedModels, WeightStage, new_header, weight_messages
 
@@ -56,7 +57,7 @@ def test_a_step_on_the_gpu_equals_the_cpus():
     weights = {}
     for device in ("cpu", "cuda"):
         actor, critic, _, _ = make_models("cpu")
-        settings = PPOSettings(actor_lr=1e-3, critic_lr=1e-3, micro_batch_size=5)
+        settings = TrainSettings(actor_lr=1e-3, critic_lr=1e-3, micro_batch_size=5)
         learner = PPOLearner(actor, critic, DDPStrategy(device=device), settings)
         batch = make_experience_batch(split_experience_batch(experience)).pin_memory()
         for _ in range(3):

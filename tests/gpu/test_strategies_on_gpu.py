@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
+from coati.config import TrainSettings
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic
-from coati.trainer.ppo import PPOLearner, PPOSettings
+from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
 from coati.trainer.strategies.state_chunks import whole_tensor
 
@@ -22,7 +23,7 @@ STRATEGIES = {
     "gemini-cpu": lambda **options: GeminiStrategy("cpu", **options),
 }
 OFFLOADED = {"zero2-offload", "gemini-cpu"}
-SETTINGS = PPOSettings(actor_lr=1e-3, critic_lr=1e-3, micro_batch_size=3)
+SETTINGS = TrainSettings(actor_lr=1e-3, critic_lr=1e-3, micro_batch_size=3)
 
 
 @pytest.fixture(autouse=True)

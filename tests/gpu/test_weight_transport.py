@@ -54,12 +54,15 @@ def cluster():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("verify_updates", ["checksum", "canary", "off"])
 def test_weights_move_on_the_card_and_arrive_to_the_bit(cluster, verify_updates):
+    from coati.config import TopologySettings
     from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
     from coati.ray.experience_maker_holder import ExperienceMakerHolder
+    from coati.ray.options import TrainerOptions
 
     ray = cluster
+    topology = TopologySettings(max_staleness=-1, verify_updates=verify_updates)
     trainer = DetachedPPOTrainer.options(name="gpu-trainer", num_gpus=0.5).remote(
-        ["gpu-maker"], DDPStrategy, lambda: trainer_models(7), verify_updates=verify_updates
+        ["gpu-maker"], DDPStrategy, lambda: trainer_models(7), options=TrainerOptions(topology=topology)
     )
     maker = ExperienceMakerHolder.options(name="gpu-maker", num_gpus=0.5).remote(
         ["gpu-trainer"], DDPStrategy, maker_models, max_new_tokens=4

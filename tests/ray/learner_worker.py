@@ -16,13 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from coati.config import AlgorithmSettings, TrainSettings
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic
 from coati.models.actor import packed_scoring_problem
 from coati.models.deferred import DeferredWeights
 from coati.models.value_head import packs
-from coati.trainer.off_policy import CorrectionSettings
-from coati.trainer.ppo import PPOLearner, PPOSettings
+from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import (
     DDPStrategy,
     GeminiStrategy,
@@ -45,8 +45,9 @@ STRATEGIES = {
 }
 SAVERS = ("ddp", "zero1", "zero2", "gemini")  # on CPUs the policies of Gemini are one
 LAYOUTS = ("whole", "sharded")
-SETTINGS = PPOSettings(actor_lr=1e-3, critic_lr=2e-3, entropy_coef=0.01, micro_batch_size=2, max_grad_norm=0.5)
-OFF_POLICY = dataclasses.replace(SETTINGS, correction=CorrectionSettings(policy="decoupled", estimator="vtrace"))
+TRAIN = TrainSettings(actor_lr=1e-3, critic_lr=2e-3, micro_batch_size=2, max_grad_norm=0.5)
+ALGORITHM = AlgorithmSettings(entropy_coef=0.01, correction="none")
+OFF_POLICY = AlgorithmSettings(entropy_coef=0.01, correction="decoupled", estimator="vtrace")
 
 
 def write_models(folder):
@@ -75,10 +76,10 @@ def load_models(folder, dtype=torch.float64):
     )
 
 
-def make_learner(folder, strategy, settings=SETTINGS, dtype=torch.float64):
+def make_learner(folder, strategy, algorithm=ALGORITHM, dtype=torch.float64, train=TRAIN):
     with strategy.model_init_context():
         models = load_models(folder, dtype)
-    return PPOLearner(*models, strategy, settings, optimizer_class=strategy.optimizer_class)
+    return PPOLearner(*models, strategy, train, algorithm, optimizer_class=strategy.optimizer_class)
 
 
 def batch(step, num_samples=4):
@@ -124,8 +125,8 @@ def passes_of(world_size, step, num_samples=4):
     """The rows of every micro-batch of a step, on whichever rank."""
     for rank in range(world_size):
         start, stop, _ = rows_of(rank, world_size, step).indices(num_samples)
-        for first in range(start, stop, SETTINGS.micro_batch_size):
-            yield slice(first, min(first + SETTINGS.micro_batch_size, stop))
+        for first in range(start, stop, TRAIN.micro_batch_size):
+            yield slice(first, min(first + TRAIN.micro_batch_size, stop))
 
 
 def in_float32(experience):
@@ -164,12 +165,12 @@ def held(learner, grad_bytes):
     }
 
 
-def train(folder, name, settings=SETTINGS, num_steps=NUM_STEPS):
+def train(folder, name, algorithm=ALGORITHM, num_steps=NUM_STEPS):
     """The run of one rank: where the weights ended, each step's metrics, and what was held meanwhile."""
     strategy = STRATEGIES[name]()
     seen = {"fill_bytes": [], "metrics": []}
     with watched_fill(seen["fill_bytes"]):
-        learner = make_learner(folder, strategy, settings)
+        learner = make_learner(folder, strategy, algorithm)
     plain_step, grad_bytes = strategy.optimizer_step, []
 
     def optimizer_step(optimizer):
@@ -313,7 +314,7 @@ def resume_from_all(folder, expected):
     """
     resumed = {}
     for loader in SAVERS:
-        learner = make_learner(folder, STRATEGIES[loader](), dataclasses.replace(SETTINGS, micro_batch_size=0))
+        learner = make_learner(folder, STRATEGIES[loader](), train=TRAIN.model_copy(update={"micro_batch_size": 0}))
         for saver in SAVERS:
             for ranks in (1, 2):
                 for layout in LAYOUTS:

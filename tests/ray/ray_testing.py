@@ -1,6 +1,7 @@
 """Small models, samples and actors that the tests of coati.ray share."""
 
 import asyncio
+import dataclasses
 import threading
 from types import SimpleNamespace
 
@@ -9,20 +10,16 @@ import tiny
 import torch
 from tiny import EOS, PAD, VOCAB, TokenReward, actor_and_critic, llama, maker_models, prompts  # noqa: F401
 
-from coati.config import Deadlines
+from coati.config import Deadlines, TopologySettings, TrainSettings
 from coati.ray.detached_trainer_base import DetachedTrainer
-from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
-from coati.ray.experience_maker_holder import ExperienceMakerHolder
-from coati.trainer.ppo import PPOSettings
+from coati.ray.detached_trainer_ppo import PPOTrainer
+from coati.ray.experience_maker_holder import MakerHolder
+from coati.ray.options import MakerOptions, TrainerOptions
 from coati.trainer.strategies import DDPStrategy
 
 PATIENCE = 180.0  # seconds that a test waits for what should come at once, on however busy a machine
 # Short enough that a test of a deadline is quick, long enough for a loaded machine.
 QUICK = Deadlines(start_seconds=1.5, batch_seconds=120.0, update_seconds=120.0, grace_seconds=0.2, message_seconds=5.0)
-
-# The classes inside Ray's actor classes, to run in the test's own process.
-PlainMaker = ExperienceMakerHolder.__ray_metadata__.modified_class
-PlainPPOTrainer = DetachedPPOTrainer.__ray_metadata__.modified_class
 
 
 # Names from before tests/tiny.py; new tests import from there.
@@ -51,19 +48,24 @@ def parcels(first, count):
 
 def make_maker(trainer_names, *, reward=None, seed=0, **kwargs):
     """A maker in this process."""
-    kwargs = {"deadlines": QUICK, "max_new_tokens": 4, "num_threads": 1} | kwargs
-    return PlainMaker(trainer_names, strategy, lambda: maker_models(seed, reward), **kwargs)
+    names = {field.name for field in dataclasses.fields(MakerOptions)}
+    options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+    options = MakerOptions(**{"deadlines": QUICK, "num_threads": 1} | options)
+    kwargs = {"max_new_tokens": 4} | kwargs
+    return MakerHolder(trainer_names, strategy, lambda: maker_models(seed, reward), options=options, **kwargs)
 
 
 def make_ppo_trainer(maker_names, *, seed=0, **kwargs):
     """A PPO trainer in this process."""
-    kwargs = {
-        "deadlines": QUICK,
-        "num_threads": 1,
-        "train_batch_size": 4,
-        "settings": PPOSettings(actor_lr=1e-2, critic_lr=1e-2),
-    } | kwargs
-    return PlainPPOTrainer(maker_names, strategy, lambda: actor_and_critic(seed), **kwargs)
+    topology = {name: kwargs.pop(name) for name in TopologySettings.model_fields.keys() & kwargs.keys()}
+    options = TrainerOptions(
+        train=TrainSettings(actor_lr=1e-2, critic_lr=1e-2),
+        topology=TopologySettings(**{"max_staleness": -1} | topology),
+        deadlines=QUICK,
+        num_threads=1,
+    )
+    kwargs = {"train_batch_size": 4} | kwargs
+    return PPOTrainer(maker_names, strategy, lambda: actor_and_critic(seed), options=options, **kwargs)
 
 
 class Background:

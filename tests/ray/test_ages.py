@@ -30,7 +30,7 @@ from ray_testing import (
 from torch import nn
 from transformers import LogitsProcessor
 
-from coati.config import Deadlines
+from coati.config import Deadlines, RolloutSettings, TopologySettings
 from coati.experience_buffer.collector import BatchCollector
 from coati.experience_buffer.utils import make_experience_batch, split_experience_batch
 from coati.experience_maker.naive import AllSamplesDropped, NaiveExperienceMaker, UnfinishedExperience
@@ -41,6 +41,7 @@ from coati.ray import delivery
 from coati.ray.callbacks import MakerCallback, TrainerCallback
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
+from coati.ray.options import MakerOptions, TrainerOptions
 from coati.ray.topology import makers_updated_by
 from coati.trainer.fit_loop import FitLoop
 from coati.weights import ServedModels, VerifiedUpdate
@@ -548,10 +549,12 @@ def test_real_actors_held_at_random_keep_the_bound(cluster, keep, unique):
                 train_batch_size=BATCH,
                 buffer_limit=BUFFER_LIMIT,
                 callbacks=[SlowTrainer(brake, name)],
-                deadlines=DEADLINES,
-                num_threads=1,
-                max_staleness=max_staleness,
-                updated_makers=makers_updated_by(rank, maker_names, num_trainers),
+                options=TrainerOptions(
+                    topology=TopologySettings(max_staleness=max_staleness),
+                    deadlines=DEADLINES,
+                    num_threads=1,
+                    updated_makers=makers_updated_by(rank, maker_names, num_trainers),
+                ),
             )
         )
         for rank, name in enumerate(trainer_names)
@@ -563,11 +566,12 @@ def test_real_actors_held_at_random_keep_the_bound(cluster, keep, unique):
                 strategy,
                 maker_models,
                 callbacks=[SlowMaker(Held(brake, name))],
-                share=share_of(index, num_makers, num_trainers, max_staleness),
-                deadlines=DEADLINES,
-                num_threads=1,
-                in_flight=True,
-                max_new_tokens=NUM_TOKENS,
+                options=MakerOptions(
+                    rollout=RolloutSettings(engine="reference", max_new_tokens=NUM_TOKENS, in_flight=True),
+                    share=share_of(index, num_makers, num_trainers, max_staleness),
+                    deadlines=DEADLINES,
+                    num_threads=1,
+                ),
                 logits_processor=[SlowTokens(Held(brake, name))],
             )
         )

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorDiedErrorContext, RayActorError, RayError
-from ray_testing import PATIENCE, PlainMaker, PlainPPOTrainer
+from ray_testing import PATIENCE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coati.errors import ConfigError, PeerDied, RewardError, RunStopped
@@ -20,7 +20,9 @@ from coati.monitor import read_jsonl
 from coati.monitor.report import read_run, run_times
 from coati.ray import cluster as cluster_module
 from coati.ray import crew, launcher
+from coati.ray.detached_trainer_ppo import PPOTrainer
 from coati.ray.environment import apply_env_info
+from coati.ray.experience_maker_holder import MakerHolder
 from coati.ray.peers import death_reason
 from coati.ray.topology import first_updaters, makers_to_leave, trainer_for_newcomer
 
@@ -91,7 +93,7 @@ class Witness:
 
 
 @ray.remote(concurrency_groups={"experience_io": 1, "model_io": 1, "compute": 1})
-class WitnessMaker(Witness, PlainMaker):
+class WitnessMaker(Witness, MakerHolder):
     @ray.method(concurrency_group="model_io")
     def update_experience_maker(self, *args, update=None, **kwargs):
         if update is not None:
@@ -103,7 +105,7 @@ TRAINER_GROUPS = ("buffer_length", "buffer_append", "buffer_sample", "model_io",
 
 
 @ray.remote(concurrency_groups=dict.fromkeys(TRAINER_GROUPS, 1))
-class WitnessTrainer(Witness, PlainPPOTrainer):
+class WitnessTrainer(Witness, PPOTrainer):
     pass
 
 

@@ -39,29 +39,29 @@ def one_process():
 
 def backward_of(actor, critic, joined, rows):
     """Add the gradients of some rows of a step's batch to both models', as a loop without ranks would."""
-    settings = worker.SETTINGS
+    algorithm = worker.ALGORITHM
     mask = joined.full_action_mask()
     counts = StepCounts(mask.sum(), mask.any(-1).sum())
     advantages = masked_whiten(joined.advantages, mask)[rows]
     part = joined.select(rows)
     inputs = (part.sequences, part.attention_mask, part.num_actions)
     logprobs, entropy = action_logprobs(actor, *inputs, with_entropy=True)
-    policy = policy_objective(logprobs, part, advantages, counts, settings)
+    policy = policy_objective(logprobs, part, advantages, counts, algorithm)
     bonus = entropy_bonus(entropy, part.action_mask, num_tokens=counts.tokens)
-    (policy.loss - settings.entropy_coef * bonus).backward()
+    (policy.loss - algorithm.entropy_coef * bonus).backward()
     value = clipped_value_loss(
         action_values(critic, *inputs),
         part.values,
         part.advantages + part.values,
         part.action_mask,
-        clip=settings.value_clip,
+        clip=algorithm.value_clip,
         num_tokens=counts.tokens,
     )
     value.loss.backward()
 
 
 def optimizers_of(actor, critic):
-    rates = worker.SETTINGS.actor_lr, worker.SETTINGS.critic_lr
+    rates = worker.TRAIN.actor_lr, worker.TRAIN.critic_lr
     return [
         torch.optim.Adam(model.parameters(), lr=lr, fused=True)
         for model, lr in zip((actor, critic), rates, strict=True)
@@ -70,7 +70,7 @@ def optimizers_of(actor, critic):
 
 def clip_and_step(models, optimizers):
     for model, optimizer in zip(models, optimizers, strict=True):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), worker.SETTINGS.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), worker.TRAIN.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
 

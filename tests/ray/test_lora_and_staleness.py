@@ -24,6 +24,7 @@ from coati.models import Actor, Critic, LoRASettings
 from coati.ray.cluster import connected
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
+from coati.ray.options import MakerOptions, TrainerOptions
 
 pytestmark = pytest.mark.usefixtures("cluster")
 LORA = LoRASettings(rank=2, alpha=4.0)
@@ -51,17 +52,20 @@ def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets
             list(sinks),
             strategy,
             functools.partial(maker_models, seed),
-            deadlines=QUICK,
-            num_threads=1,
             update_lora_weights=True,
             max_new_tokens=4,
+            options=MakerOptions(deadlines=QUICK, num_threads=1),
         )
         return keep(actor)
 
     maker, newcomer = make(maker_name, 0), make(newcomer_name, 7)  # the newcomer has another base, and no adapters
     trainer = keep(
         DetachedPPOTrainer.options(name=unique("trainer"), num_cpus=0).remote(
-            [maker_name], strategy, lora_models, deadlines=QUICK, num_threads=1, update_lora_weights=True
+            [maker_name],
+            strategy,
+            lora_models,
+            update_lora_weights=True,
+            options=TrainerOptions(deadlines=QUICK, num_threads=1),
         )
     )
     ray.get(trainer.sync_models_to_remote_makers.remote())

@@ -7,7 +7,7 @@ import ray
 import torch
 from ray_testing import PATIENCE, Background, experience, make_maker, make_ppo_trainer, numbered, trainer_models
 
-from coati.ledger import StalenessController, VersionSignals, WorkShare
+from coati.ledger import VersionSignals, WorkShare
 from coati.ray.callbacks import MakerCallback
 from coati.weights import WeightChunk, new_header, weight_messages
 
@@ -49,8 +49,8 @@ def make_trainer(keep):
 
 def test_a_bound_goes_out_with_every_version(make_trainer):
     # Whatever is measured the bound rises, as soon as the one before shows in the data: 0, 1 (one version more), 2.
-    eager = StalenessController(max_staleness=2, target_kl=1e9, target_effective_samples=0.0, target_idle=0.0)
-    trainer, sent = make_trainer(staleness=eager, max_staleness=2)
+    eager = {"target_kl": 1e9, "target_effective_samples": 0.0, "target_idle": 0.0}
+    trainer, sent = make_trainer(staleness_control="adaptive", max_staleness=2, **eager)
     trainer.sync_models_to_remote_makers()
     for index in range(4):
         trainer.buffer_append(experience(4 * index, 4))
@@ -74,7 +74,8 @@ def test_a_fixed_bound_stays_out_of_the_updates(make_trainer):
 
 def test_data_is_judged_when_it_is_first_seen(make_trainer):
     recorder = Recorder()
-    trainer, _ = make_trainer(staleness=recorder)
+    trainer, _ = make_trainer()
+    trainer._staleness = recorder
     trainer.training_step(experience(90, 4))  # by hand: not part of any version
     for index in range(2):
         trainer.buffer_append(experience(4 * index, 4))
@@ -92,7 +93,8 @@ def test_data_is_judged_when_it_is_first_seen(make_trainer):
 
 
 def test_a_group_of_ranks_decides_on_the_signals_of_all(make_trainer):
-    trainer, _ = make_trainer(staleness=Recorder())
+    trainer, _ = make_trainer()
+    trainer._staleness = Recorder()
 
     class Group:
         """Two ranks; the other has seen KL 0.3 and ESS 0.4, and did not wait."""

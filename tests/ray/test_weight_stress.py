@@ -18,12 +18,13 @@ import torch
 from ray_testing import PATIENCE, VOCAB, maker_models, strategy, trainer_models
 from transformers import DynamicCache
 
-from coati.config import Deadlines
+from coati.config import Deadlines, RolloutSettings
 from coati.errors import WeightUpdateError
 from coati.experience_buffer.utils import make_experience_batch
 from coati.experience_maker.naive import action_values
 from coati.models import action_logprobs
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
+from coati.ray.options import MakerOptions
 from coati.weights import UpdateHeader, WeightChunk, WeightManifest, weight_messages
 from coati.wire import WireTensor
 
@@ -360,19 +361,20 @@ def recorder(cluster):
 @pytest.fixture(scope="module")
 def makers(recorder):
     """Two makers at work: one takes new weights between batches, the other between tokens."""
-    settings = {"stress-between-batches": {}, "stress-in-flight": {"in_flight": True}}
+    settings = {"stress-between-batches": False, "stress-in-flight": True}
     actors = {
         name: ExperienceMakerHolder.options(name=name, num_cpus=0).remote(
             ["stress-recorder"],
             strategy,
             maker_models,
-            deadlines=DEADLINES,
-            num_threads=1,
-            seed=seed,
-            max_new_tokens=6,
-            **extra,
+            options=MakerOptions(
+                rollout=RolloutSettings(engine="reference", max_new_tokens=6, in_flight=in_flight),
+                deadlines=DEADLINES,
+                num_threads=1,
+                seed=seed,
+            ),
         )
-        for seed, (name, extra) in enumerate(settings.items())
+        for seed, (name, in_flight) in enumerate(settings.items())
     }
     yield actors
     for actor in actors.values():

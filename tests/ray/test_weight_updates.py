@@ -32,6 +32,7 @@ from coati.ray import weight_channel, weight_path
 from coati.ray.callbacks import MakerCallback
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
+from coati.ray.options import MakerOptions, TrainerOptions
 from coati.ray.weight_channel import WeightChannel
 from coati.ray.weight_path import WeightPath
 from coati.weights import (
@@ -53,7 +54,11 @@ pytestmark = pytest.mark.usefixtures("cluster")
 def shared_maker(cluster, _shared_sinks):
     """A maker actor that lives for this module. Its version only counts up, so tests look at differences."""
     maker = ExperienceMakerHolder.options(name="weights-maker", num_cpus=0).remote(
-        list(_shared_sinks), strategy, maker_models, deadlines=QUICK, num_threads=1, max_new_tokens=4
+        list(_shared_sinks),
+        strategy,
+        maker_models,
+        options=MakerOptions(deadlines=QUICK, num_threads=1),
+        max_new_tokens=4,
     )
     yield "weights-maker", maker
     ray.kill(maker)
@@ -569,7 +574,7 @@ def test_a_killed_trainers_weights_are_committed_and_its_memory_goes_with_the_ne
         self.version = version
 
     doomed = DetachedPPOTrainer.options(name=unique("doomed"), num_cpus=0).remote(
-        [name], strategy, lambda: trainer_models(31), deadlines=QUICK, num_threads=1
+        [name], strategy, lambda: trainer_models(31), options=TrainerOptions(deadlines=QUICK, num_threads=1)
     )
     process = os.pidfd_open(ask(doomed, lambda _: os.getpid()))  # readable when the process has ended
     ask(doomed, start_at)

@@ -1,23 +1,76 @@
-"""The section that says what is optimised: algorithm, KL penalty, clipping and the correction for old data."""
+"""What is optimised: the table of algorithms, and the section with their settings.
+
+All algorithms share one pipeline. A maker turns scores into advantages (and may leave out groups that teach nothing); a
+learner clips a ratio, adds up tokens, and may keep the policy near the reference by a term of the loss. An algorithm is
+a choice for each of these.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import model_validator
 
-from coati.algorithms import ALGORITHMS, Algorithm
 from coati.config.section import Section, setting
 
 AlgorithmName = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "dapo", "gspo"]
+AdvantageKind = Literal["gae", "group_normalized", "group_centered", "leave_one_out", "returns", "returns_above_group"]
+RatioKind = Literal["token", "sequence"]
+
+
+class AlgorithmRow(NamedTuple):
+    """One algorithm: how scores become advantages, what is clipped, and where its defaults differ from PPO's.
+
+    Advantages:
+
+    - "gae": rewards per token, a critic, generalised advantage estimation.
+    - "group_normalized": score less the mean of its group, over the group's standard deviation.
+    - "group_centered": the same undivided.
+    - "leave_one_out": score less the mean of the *others* of its group.
+    - "returns": discounted rewards from each token on.
+    - "returns_above_group": the same less the group's mean.
+    """
+
+    advantages: AdvantageKind
+    defaults: Mapping[str, Any]
+    ratio: RatioKind = "token"
+    """Clip the ratio of each token, or of a response as a whole (GSPO)."""
+
+
+_IN_LOSS = {"kl_in": "loss", "kl_coef": 0.0, "kl_estimator": "k3", "whiten_advantages": False}
+
+ALGORITHMS: Mapping[AlgorithmName, AlgorithmRow] = MappingProxyType(
+    {
+        "ppo": AlgorithmRow("gae", {}),
+        "grpo": AlgorithmRow("group_normalized", {**_IN_LOSS, "kl_coef": 0.04, "normalization": "sequence"}),
+        # Neither division by the group's deviation nor by a response's own length, which favour easy and hard prompts
+        # and long wrong answers.
+        "dr_grpo": AlgorithmRow("group_centered", {**_IN_LOSS, "normalization": "constant"}),
+        "rloo": AlgorithmRow("leave_one_out", {"kl_coef": 0.05, "whiten_advantages": False}),
+        "reinforce++": AlgorithmRow("returns", {"kl_coef": 0.01}),
+        "reinforce++_baseline": AlgorithmRow("returns_above_group", {"kl_coef": 0.01}),
+        "dapo": AlgorithmRow("group_normalized", {**_IN_LOSS, "eps_clip_high": 0.28, "dynamic_sampling": True}),
+        "gspo": AlgorithmRow(
+            "group_normalized",
+            {**_IN_LOSS, "eps_clip": 3e-4, "eps_clip_high": 4e-4, "normalization": "sequence"},
+            ratio="sequence",
+        ),
+    }
+)
+"""Every algorithm by the name that `algorithm.name` calls it."""
 
 
 class AlgorithmSettings(Section):
     """`[algorithm]`: the maths of the update.
 
-    `algorithm = "grpo"` at the top of the file is short for `name` in this section. Settings that are left out have the
-    algorithm's own defaults (docs/algorithms.md); those shown here are PPO's.
+    Settings that are left out have the algorithm's own defaults (docs/algorithms.md); those shown here are PPO's.
+    `algorithm = "grpo"` at the top of a file, before any section, is short for `name`.
+
+    Example:
+        >>> AlgorithmSettings(name="grpo").kl_coef, AlgorithmSettings(name="grpo", kl_coef=0.0).uses_critic
+        (0.04, False)
     """
 
     name: AlgorithmName = setting(
@@ -91,40 +144,74 @@ class AlgorithmSettings(Section):
     @classmethod
     def _with_defaults_of_algorithm(cls, data: Any) -> Any:
         """Write the algorithm's own defaults out, so that a saved config says what it means."""
-        algorithm = ALGORITHMS.get(str(data.get("name", "ppo"))) if isinstance(data, dict) else None
-        if algorithm is None:
-            return data  # what is wrong with it is said elsewhere
-        filled = {**algorithm.defaults, **data}
-        if algorithm.eps_clip == algorithm.eps_clip_high and "eps_clip" in data:
-            filled["eps_clip_high"] = data.get("eps_clip_high", data["eps_clip"])
+        row = ALGORITHMS.get(data.get("name", "ppo")) if isinstance(data, dict) else None
+        if row is None:
+            return data  # the field's own rule says what is wrong with it
+        filled = {**row.defaults, **data}
+        if "eps_clip" in data and row.defaults.get("eps_clip") == row.defaults.get("eps_clip_high"):
+            filled.setdefault("eps_clip_high", data["eps_clip"])  # a symmetric range stays symmetric
         return filled
 
     @property
-    def resolved(self) -> Algorithm:
-        """The algorithm with these settings."""
-        own = ALGORITHMS[self.name]
-        return dataclasses.replace(own, **{name: getattr(self, name) for name in own.defaults})
+    def advantages(self) -> AdvantageKind:
+        """How scores become advantages."""
+        return ALGORITHMS[self.name].advantages
+
+    @property
+    def ratio(self) -> RatioKind:
+        """Whether tokens are clipped one by one, or a response as a whole."""
+        return ALGORITHMS[self.name].ratio
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether there is a critic to train."""
+        return self.advantages == "gae"
+
+    @property
+    def uses_groups(self) -> bool:
+        """Whether the samples of one prompt are compared with each other."""
+        return self.advantages not in ("gae", "returns")
+
+    @property
+    def kl_reward_coef(self) -> float:
+        """Weight of the KL penalty in the rewards of tokens; 0 where it is in the loss."""
+        return self.kl_coef if self.kl_in == "reward" else 0.0
+
+    @property
+    def kl_loss_coef(self) -> float:
+        """Weight of the KL term of the loss; 0 where the penalty is in the reward."""
+        return self.kl_coef if self.kl_in == "loss" else 0.0
+
+    def resolved(self, max_staleness: int) -> Self:
+        """Return the same settings with `correction` "auto" replaced by what it means at this bound.
+
+        On-policy data needs no correction; but where the ratio is that of whole responses, the clip is so narrow that
+        the rounding of another engine would reach it.
+        """
+        if self.correction != "auto":
+            return self
+        is_off_policy = max_staleness != 0 or self.ratio == "sequence"
+        return self.model_copy(update={"correction": "decoupled" if is_off_policy else "none"})
 
     def problems(self) -> list[str]:
-        """Settings that the algorithm has no use for, or that cancel each other."""
-        algorithm = ALGORITHMS[self.name]
+        """Find settings that the algorithm has no use for, or that cancel each other."""
         found = []
         if self.kl_in == "loss" and self.kl_coef > 0 and self.kl_estimator == "k1":
             found.append(
                 'algorithm.kl_estimator must be "k2" or "k3" while algorithm.kl_in is "loss", got "k1", whose gradient '
                 "averages to zero. Use k3."
             )
-        if self.estimator == "vtrace" and not algorithm.uses_critic:
+        if self.estimator == "vtrace" and not self.uses_critic:
             found.append(
                 f'algorithm.estimator must be "gae" with algorithm.name = "{self.name}", which has no critic, got '
                 '"vtrace". Leave it out, or use ppo.'
             )
-        if self.dynamic_sampling and not algorithm.uses_groups:
+        if self.dynamic_sampling and not self.uses_groups:
             found.append(
                 f'algorithm.dynamic_sampling must be false with algorithm.name = "{self.name}", which does not compare '
                 "the samples of a prompt, got true. Use dapo or grpo."
             )
-        if algorithm.ratio == "sequence" and self.normalization != "sequence":
+        if self.ratio == "sequence" and self.normalization != "sequence":
             found.append(
                 f'algorithm.normalization must be "sequence" with algorithm.name = "{self.name}", whose ratios are of '
                 f'whole responses, got "{self.normalization}". Leave it out.'

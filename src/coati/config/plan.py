@@ -106,7 +106,7 @@ class Plan:
     def _algorithm_line(self) -> str:
         algorithm = self.config.algorithm
         groups = ""
-        if algorithm.resolved.uses_groups:
+        if algorithm.uses_groups:
             groups = f", in groups of {counted(self.config.rollout.samples_per_prompt, 'sample')}"
         penalty = f"KL penalty {algorithm.kl_coef:g} in the {algorithm.kl_in}" if algorithm.kl_coef else "no KL penalty"
         sampling = ", dynamic sampling" if algorithm.dynamic_sampling else ""
@@ -130,7 +130,7 @@ class Plan:
         train = self.config.train
         samples = counted(train.micro_batch_size or train.batch_size, "sample")
         if not train.micro_batch_tokens:
-            return f"{counted(self.micro_batches_per_step, 'pass', 'passes')} of {samples}"
+            return f"{counted(self.micro_batches_per_step, 'pass', 'passes')} of at most {samples}"
         tokens = counted(train.micro_batch_tokens, "token")
         return f"passes of at most {tokens}" + (f" and {samples}" if train.micro_batch_size else "")
 
@@ -167,7 +167,7 @@ class Plan:
         ]
         adapters = f" with LoRA adapters of rank {config.lora.rank}" if config.lora.rank else ""
         source = "the actor's body" if config.model.critic == "actor" else config.model.critic
-        critic = f"critic from {source}" if config.algorithm.resolved.uses_critic else "no critic"
+        critic = f"critic from {source}" if config.algorithm.uses_critic else "no critic"
         return [
             f"Model: {config.model.path}{adapters}, in {config.model.dtype}"
             f"{', trained with float32 weights,' if config.train.mixed_precision else ''} on {config.model.device}; "
@@ -241,7 +241,7 @@ def make_plan(config: RunSettings) -> Plan:
         config=config,
         samples_per_rollout_batch=samples_per_rollout_batch,
         samples_per_optimizer_step=samples_per_optimizer_step,
-        micro_batches_per_step=train.batch_size // (train.micro_batch_size or train.batch_size),
+        micro_batches_per_step=-(-train.batch_size // (train.micro_batch_size or train.batch_size)),
         samples_per_version=train.update_steps * samples_per_optimizer_step,
         optimizer_steps_per_version=train.update_steps * train.epochs,
         full_episodes=full_episodes,

@@ -94,7 +94,7 @@ class RunSettings(Section):
 
     def _group_problems(self) -> list[str]:
         """Samples that are compared with each other are made together, and every version takes whole groups."""
-        if not self.algorithm.resolved.uses_groups:
+        if not self.algorithm.uses_groups:
             return []
         size, train, trainers = self.rollout.samples_per_prompt, self.train, self.topology.trainers
         if size < 2:

@@ -54,8 +54,25 @@ class Section(BaseModel):
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # validating a table does not go through it
 
+    def with_arguments(self, where: str, **arguments: tuple[str, Any, Any]) -> Self:
+        """Put arguments of a signature into these settings: each a field, the value that came and its default.
+
+        An argument at its default does not change a field that was set here. Any other that differs from such a field
+        is a ConfigError, which calls the settings `where`.
+        """
+        changes = {}
+        for argument, (field, value, default) in arguments.items():
+            mine = getattr(self, field)
+            if field not in self.model_fields_set:
+                changes[field] = value
+            elif value not in (default, mine):
+                raise ConfigError(
+                    f"{argument} = {value!r} contradicts {where}.{field} = {mine!r}. Pass one of the two."
+                )
+        return type(self)(**{**self.model_dump(exclude_unset=True), **changes})
+
     def problems(self) -> list[str]:
-        """What is wrong between the keys of this section: one full message each."""
+        """Find what is wrong between the keys of this section: one full message each."""
         return []
 
     @model_validator(mode="after")

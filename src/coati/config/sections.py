@@ -6,7 +6,7 @@ Rules between keys of one section live in that section; rules between sections l
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import JsonValue
 
@@ -260,8 +260,20 @@ class RolloutSettings(Section):
         factory=dict,
     )
 
+    @property
+    def generate_options(self) -> dict[str, Any]:
+        """All options of `generate`: those with a setting of their own, and the table."""
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": self.do_sample,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            **self.generate,
+        }
+
     def problems(self) -> list[str]:
-        """Sampling at temperature 0, and generate options that repeat a setting."""
+        """Find sampling at temperature 0, and generate options that repeat a setting."""
         found = []
         if self.do_sample and self.temperature == 0:
             found.append(

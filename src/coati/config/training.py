@@ -27,7 +27,7 @@ class TrainSettings(Section):
     micro_batch_size: int = setting(
         0,
         "Samples per forward and backward pass; 0 = the whole batch. Smaller needs less memory, same result.",
-        rule="0, or a whole number that divides train.batch_size",
+        rule="a whole number, 0 or more",
         ge=0,
     )
     micro_batch_tokens: int = setting(
@@ -48,7 +48,9 @@ class TrainSettings(Section):
         rule="a whole number, 0 or more, and at most the optimizer steps of the run",
         ge=0,
     )
-    max_grad_norm: float = setting(1.0, "Gradients are clipped to this norm.", rule="a number above 0", gt=0)
+    max_grad_norm: float = setting(
+        1.0, "Gradients are scaled down to this norm; 0 = measured only.", rule="a number, 0 or more", ge=0
+    )
     strategy: Literal["ddp", "zero1", "zero2", "gemini"] = setting(
         "ddp",
         "What each trainer holds. ddp: everything. zero1: its share of the optimizer state. zero2: its share of "
@@ -91,26 +93,23 @@ class TrainSettings(Section):
         ge=0,
     )
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.total_steps * self.epochs
+
     def problems(self) -> list[str]:
-        """Sizes that do not go into each other."""
+        """Find counts that are larger than what they are part of."""
         found = []
-        if self.micro_batch_size and self.batch_size % self.micro_batch_size:
-            divisors = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
-            nearest = max(n for n in divisors if n <= max(self.micro_batch_size, 1))
-            found.append(
-                f"train.micro_batch_size must divide train.batch_size ({self.batch_size}), "
-                f"got {self.micro_batch_size}. Use {nearest}, or 0 for the whole batch."
-            )
         if self.update_steps > self.total_steps:
             found.append(
                 f"train.update_steps must be at most train.total_steps ({self.total_steps}), "
                 f"got {self.update_steps}. Lower it, or raise train.total_steps."
             )
-        optimizer_steps = self.total_steps * self.epochs
-        if self.warmup_steps > optimizer_steps:
+        if self.warmup_steps > self.optimizer_steps:
             found.append(
                 f"train.warmup_steps must be at most the optimizer steps of the run (train.total_steps times "
-                f"train.epochs = {optimizer_steps}), got {self.warmup_steps}. Lower it."
+                f"train.epochs = {self.optimizer_steps}), got {self.warmup_steps}. Lower it."
             )
         return found + self._strategy_problems()
 
@@ -224,12 +223,12 @@ class TopologySettings(Section):
         "serve; canary = that, and afterwards the log-probs of a fixed prompt against the trainer's; off = not at all.",
         rule='"checksum", "canary" or "off"',
     )
-    chunk_mib: int = setting(
-        64,
+    chunk_mib: float = setting(
+        64.0,
         "Weights travel in chunks of at most so many MiB; a single tensor that is larger is its own chunk. Between "
         "actors on one GPU, where they do not travel, chunks have a GiB or more.",
-        rule="a whole number, 1 or more",
-        ge=1,
+        rule="a number above 0",
+        gt=0,
     )
 
     def problems(self) -> list[str]:

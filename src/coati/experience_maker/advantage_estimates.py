@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from coati.algorithms import AdvantageKind
 from coati.algos import (
     gae,
     grpo_advantages,
@@ -12,6 +11,7 @@ from coati.algos import (
     spread,
 )
 from coati.algos.masked import zero_padding
+from coati.config.algorithm import AdvantageKind
 from coati.errors import DataError
 
 

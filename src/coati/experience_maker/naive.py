@@ -9,14 +9,14 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coati.algorithms import Algorithm, algorithm_of
 from coati.algos import kl_estimate
+from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, RewardError
 from coati.experience import Experience
 from coati.experience_maker.advantage_estimates import estimate_advantages
@@ -68,9 +68,8 @@ class NaiveExperienceMaker(ExperienceMaker):
     finite number) are dropped and counted in `dropped`; the experience then has fewer rows than the batch.
     Where the algorithm compares the samples of a prompt, a group that lost one is dropped whole.
 
-    `algorithm` is a name ("ppo", "grpo", ...; see `coati.algorithms`) or a row of that table, perhaps changed: it says
-    how advantages are made and where the KL penalty goes. `kl_coef` and `kl_estimator` are these arguments, and not the
-    row's. Algorithms without a critic take None for it.
+    `algorithm` says how advantages are made and where the KL penalty goes; `kl_coef`, `gamma` and `lam` are short for
+    its settings of the same name. Algorithms without a critic take None for it.
     """
 
     def __init__(
@@ -83,12 +82,13 @@ class NaiveExperienceMaker(ExperienceMaker):
         gamma: float = 1.0,
         lam: float = 0.95,
         *,
-        kl_estimator: Literal["k1", "k2", "k3"] = "k1",
-        algorithm: str | Algorithm = "ppo",
+        algorithm: AlgorithmSettings | None = None,
         seed: int = 0,
         engine: RolloutEngine | str = "reference",
     ) -> None:
-        self.algorithm = algorithm_of(algorithm)
+        self.algorithm = (algorithm or AlgorithmSettings()).with_arguments(
+            "algorithm", kl_coef=("kl_coef", kl_coef, 0.1), gamma=("gamma", gamma, 1.0), lam=("lam", lam, 0.95)
+        )
         if not self.algorithm.uses_critic:
             critic = None  # one that was passed all the same would only cost time
         elif critic is None:
@@ -98,10 +98,6 @@ class NaiveExperienceMaker(ExperienceMaker):
         if isinstance(reward_model, PreTrainedModel):
             reward_model = RewardModel(reward_model)
         super().__init__(actor, critic, reward_model, initial_model)
-        self.kl_coef = kl_coef
-        self.gamma = gamma
-        self.lam = lam
-        self.kl_estimator = kl_estimator
         self.seed = seed
         self.engine: RolloutEngine = make_engine(engine, actor) if isinstance(engine, str) else engine
         self.policy_version = 0
@@ -197,9 +193,9 @@ class NaiveExperienceMaker(ExperienceMaker):
             values=experience.values,
             mask=experience.full_action_mask(),
             group_ids=experience.group_ids,
-            kl_coef=self.kl_coef if self.algorithm.kl_in == "reward" else 0.0,
-            gamma=self.gamma,
-            lam=self.lam,
+            kl_coef=self.algorithm.kl_reward_coef,
+            gamma=self.algorithm.gamma,
+            lam=self.algorithm.lam,
         )
         return experience
 
@@ -297,7 +293,7 @@ class NaiveExperienceMaker(ExperienceMaker):
                 self.last_logprob_gap = self._gap_watch.look(
                     self.actor, rollout, temperatures, version=self.policy_version
                 )
-        kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.kl_estimator)
+        kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.algorithm.kl_estimator)
         experience = Experience(
             sequences=sequences,
             action_log_probs=logprobs,

@@ -23,7 +23,7 @@ import dataclasses
 import math
 import threading
 
-from coati.errors import ConfigError
+from coati.config import TopologySettings
 
 # KL may reach this multiple of its target before η is lowered.
 _KL_SLACK = 2.0
@@ -50,7 +50,7 @@ class StalenessController:
     which a token teaches nothing. Below `target_effective_samples` 0.5 more than half of a batch is made for nothing.
     `target_idle` 0.1: waiting less than a tenth of the time is not worth older data.
 
-    >>> controller = StalenessController(max_staleness=4)
+    >>> controller = StalenessController(TopologySettings(staleness_control="adaptive", max_staleness=4))
     >>> controller.max_staleness
     0
     >>> controller.decide(VersionSignals(kl=0.001, idle=0.6, effective_samples=0.99))
@@ -59,28 +59,10 @@ class StalenessController:
 
     def __init__(
         self,
-        *,
-        max_staleness: int,
-        min_staleness: int = 0,
-        target_kl: float = 0.02,
-        target_effective_samples: float = 0.5,
-        target_idle: float = 0.1,
+        topology: TopologySettings,
     ) -> None:
-        if not 0 <= min_staleness <= max_staleness:
-            raise ConfigError(
-                "min_staleness must be 0 or more and at most max_staleness, got "
-                f"{min_staleness} and {max_staleness}. An unbounded run has nothing to control."
-            )
-        if not (target_kl > 0 and 0 <= target_effective_samples < 1 and 0 <= target_idle <= 1):
-            raise ConfigError(
-                "target_kl must be above 0, target_effective_samples from 0 to below 1 and target_idle from 0 to 1, "
-                f"got {target_kl}, {target_effective_samples} and {target_idle}. Leave them out for the defaults."
-            )
-        self._lowest, self._highest = min_staleness, max_staleness
-        self._target_kl = target_kl
-        self._target_effective_samples = target_effective_samples
-        self._target_idle = target_idle
-        self._bound = min_staleness
+        self._topology = topology
+        self._bound = topology.min_staleness
         self._num_unsettled = 0  # versions to come whose data was still issued under the η before
 
     @property
@@ -95,23 +77,25 @@ class StalenessController:
             return self._bound
         before = self._bound
         if self._is_too_old(signals):
-            self._bound = max(self._lowest, before - 1)
+            self._bound = max(self._topology.min_staleness, before - 1)
         elif self._is_worth_more(signals):
-            self._bound = min(self._highest, before + 1)
+            self._bound = min(self._topology.max_staleness, before + 1)
         if self._bound != before:
             self._num_unsettled = max(self._bound, before)
         return self._bound
 
     def _is_too_old(self, signals: VersionSignals) -> bool:
         """Written so that NaN counts as too old: what cannot be measured cannot be trusted."""
-        is_close = signals.kl <= _KL_SLACK * self._target_kl
+        is_close = signals.kl <= _KL_SLACK * self._topology.target_kl
         ess = signals.effective_samples
-        return not (is_close and (ess is None or ess >= self._target_effective_samples))
+        return not (is_close and (ess is None or ess >= self._topology.target_effective_samples))
 
     def _is_worth_more(self, signals: VersionSignals) -> bool:
         ess = signals.effective_samples
-        is_healthy = signals.kl <= self._target_kl and (ess is None or ess >= (1 + self._target_effective_samples) / 2)
-        return is_healthy and signals.idle >= self._target_idle
+        is_healthy = signals.kl <= self._topology.target_kl and (
+            ess is None or ess >= (1 + self._topology.target_effective_samples) / 2
+        )
+        return is_healthy and signals.idle >= self._topology.target_idle
 
 
 class SignalMeter:

@@ -19,6 +19,7 @@ from coati.ledger import Membership, PromptPart, WorkShare
 from coati.ray.cluster import actor_options, rendezvous
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
+from coati.ray.options import MakerOptions, TrainerOptions
 from coati.ray.peers import death_reason, original_error
 from coati.ray.placement import Placement
 from coati.ray.topology import first_updaters, makers_updated_by
@@ -133,21 +134,17 @@ class Crew:
             env_info=env_info,
             train_batch_size=config.train.batch_size,
             buffer_limit=topology.buffer_limit,
-            eps_clip=config.algorithm.eps_clip,
-            value_clip=config.algorithm.value_clip,
-            update_lora_weights=topology.update_lora_weights,
-            settings=assembly.ppo_settings(config),
-            deadlines=self._deadlines,
-            seed=config.run.seed,
-            num_threads=assembly.threads_per_actor(config),
-            max_staleness=topology.max_staleness if topology.max_staleness >= 0 else None,
-            staleness=assembly.staleness_controller(config),
-            updated_makers=makers_updated_by(rank, self._maker_names, topology.trainers),
-            save_every=config.train.save_every,
-            save_folder=self._checkpoints,
-            verify_updates=topology.verify_updates,
-            chunk_mib=topology.chunk_mib,
-            gpu_sharing=topology.gpu_sharing,
+            options=TrainerOptions(
+                train=config.train,
+                algorithm=config.algorithm,
+                topology=topology,
+                deadlines=self._deadlines,
+                seed=config.run.seed,
+                num_threads=assembly.threads_per_actor(config),
+                max_response_tokens=config.rollout.max_new_tokens,
+                updated_makers=makers_updated_by(rank, self._maker_names, topology.trainers),
+                save_folder=self._checkpoints,
+            ),
         )
 
     def _create_maker(self, options: dict[str, Any], share: WorkShare) -> Any:
@@ -158,14 +155,15 @@ class Crew:
             model_fn=functools.partial(assembly.maker_models, config),
             sync_models_from_trainers=True,
             update_lora_weights=config.topology.update_lora_weights,
-            **assembly.maker_settings(config),
-            seed=config.run.seed,
-            share=share,
-            deadlines=self._deadlines,
-            num_threads=assembly.threads_per_actor(config),
-            samples_kept=config.logging.samples_kept,
-            in_flight=config.rollout.in_flight,
-            **assembly.generate_options(config),
+            options=MakerOptions(
+                algorithm=config.algorithm,
+                rollout=config.rollout,
+                deadlines=self._deadlines,
+                logging=config.logging,
+                seed=config.run.seed,
+                num_threads=assembly.threads_per_actor(config),
+                share=share,
+            ),
         )
 
     def _maker_options(self, name: str) -> dict[str, Any]:

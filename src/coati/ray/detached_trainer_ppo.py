@@ -1,7 +1,6 @@
 """PPO and its relatives in a Ray actor: a learner, the buffer it feeds on, and the weight channel to its makers."""
 
 import contextlib
-import dataclasses
 import logging
 import threading
 import time
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from coati.config import Deadlines
 from coati.cpu import set_up_cpu
 from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
 from coati.experience import Experience
@@ -24,43 +22,26 @@ from coati.monitor.timeline import trainer_metrics
 from coati.peers import wait_in_slices
 from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator, num_parameters
 from coati.ray.detached_trainer_base import DetachedTrainer
-from coati.ray.environment import apply_env_info, processors_for, set_up_gpu, set_up_log
+from coati.ray.environment import apply_env_info, processors_for, remote, set_up_gpu, set_up_log
+from coati.ray.options import TrainerOptions
 from coati.ray.publishing import WeightPublisher
 from coati.trainer.batch_mover import BatchMover
-from coati.trainer.ppo import PPOLearner, PPOSettings
+from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import Strategy
-from coati.weights import (
-    DEFAULT_CHUNK_MIB,
-    VerifyUpdates,
-    check_verify_updates,
-)
 
 logger = logging.getLogger(__name__)
 
 
-@ray.remote(
-    concurrency_groups={
-        "buffer_length": 1,
-        "buffer_append": 1,
-        "buffer_sample": 1,
-        "model_io": 1,
-        "compute": 1,
-    }
-)
-class DetachedPPOTrainer(DetachedTrainer):
-    """Trains actor and critic with PPO and sends their weights to the makers after each episode.
+class PPOTrainer(DetachedTrainer):
+    """Trains actor and critic with PPO or a relative, and sends their weights to the makers after each episode.
 
-    `model_fn()` returns (actor, critic), the critic None for algorithms without one; `strategy_fn()` returns a
-    `Strategy`. Learning rates, schedule, micro-batches and the rest are in `settings`; `eps_clip` and `value_clip` win
-    over those of `settings`.
+    The plain class, to subclass and to use without Ray; `DetachedPPOTrainer` is the Ray actor of it. `model_fn()`
+    returns (actor, critic), the critic None for algorithms without one; `strategy_fn()` returns a `Strategy`. The rest
+    is in `options`. An argument that contradicts a setting of `options` is an error.
 
-    The ranks of a group hold the same weights, so each may send them to some of the makers only:
-    `updated_makers`. With `max_staleness`, a batch older than that many versions is refused. With
-    `staleness`, the bound that makers keep to moves below that, as the controller decides after each version; it
-    travels with the weights. With `save_every`, all ranks save the actor together after every so many versions, to
-    `save_folder`.
-    `verify_updates` says what makers check ("checksum", "canary" or "off"), `chunk_mib` how large the pieces are in
-    which weights travel. With `gpu_sharing` "mps" its steps keep to the trainer's share of the card's processors.
+    With `options.topology.max_staleness` of 0 or more, older batches are refused; an adaptive bound travels to makers
+    with the weights. With `options.train.save_every` all ranks save the actor together, to `options.save_folder`.
+    To change the loss, pass a subclass of `PPOLearner` as `options.learner`, or override `make_learner`.
     """
 
     def __init__(
@@ -79,26 +60,22 @@ class DetachedPPOTrainer(DetachedTrainer):
         debug: bool = False,
         update_lora_weights: bool = False,
         *,
-        settings: PPOSettings | None = None,
-        deadlines: Deadlines | None = None,
-        seed: int = 0,
-        num_threads: int = 0,
-        max_staleness: int | None = None,
-        staleness: StalenessController | None = None,
-        updated_makers: Sequence[str] | None = None,
-        save_every: int = 0,
-        save_folder: str | Path = "checkpoints",
-        verify_updates: VerifyUpdates = "checksum",
-        chunk_mib: float = DEFAULT_CHUNK_MIB,
-        gpu_sharing: str = "slices",
+        options: TrainerOptions | None = None,
     ) -> None:
-        check_verify_updates(verify_updates)
+        self.options = options = (options or TrainerOptions()).with_arguments(
+            train_batch_size=train_batch_size,
+            buffer_limit=buffer_limit,
+            eps_clip=eps_clip,
+            value_clip=value_clip,
+            update_lora_weights=update_lora_weights,
+        )
+        topology = options.topology
         apply_env_info(env_info)
-        set_up_cpu(num_threads)
+        set_up_cpu(options.num_threads)
         set_up_log(debug=debug)
         self.strategy = strategy_fn()
         set_up_gpu(self.strategy.device)
-        self._processors = processors_for(self.strategy.device, gpu_sharing)
+        self._processors = processors_for(self.strategy.device, topology.gpu_sharing)
         with self.strategy.model_init_context():
             actor, critic = model_fn()
         critic = None if critic is None else as_critic(critic)
@@ -107,42 +84,47 @@ class DetachedPPOTrainer(DetachedTrainer):
             callbacks.append(TrainerPerformanceEvaluator(num_parameters(actor), num_parameters(critic)))
         super().__init__(
             experience_maker_holder_name_list,
-            train_batch_size=train_batch_size,
-            buffer_limit=buffer_limit,
+            train_batch_size=options.train.batch_size,
+            buffer_limit=topology.buffer_limit,
             dataloader_pin_memory=dataloader_pin_memory,
             callbacks=callbacks,
             debug=debug,
-            deadlines=deadlines,
-            seed=seed,
+            deadlines=options.deadlines,
+            seed=options.seed,
         )
-        self._learner = PPOLearner(
-            actor,
-            critic,
-            self.strategy,
-            dataclasses.replace(settings or PPOSettings(), eps_clip=eps_clip, value_clip=value_clip),
-            optimizer_class=self.strategy.optimizer_class,
-        )
-        self._max_staleness = max_staleness
-        self._staleness = staleness
+        self._learner = self.make_learner(actor, critic)
+        self._max_staleness = None if topology.max_staleness < 0 else topology.max_staleness
+        self._staleness = StalenessController(topology) if topology.staleness_control == "adaptive" else None
         self._signals = SignalMeter()
         self._version_metrics: dict[str, float] = {}  # of the version made last
         self._is_fresh = False  # whether the batch in hand is trained on for the first time
         self._num_steps_unpublished = 0
-        self._save_every = save_every
-        self._save_folder = Path(save_folder)
         self._publisher = WeightPublisher(
             self._learner,
-            self.maker_names if updated_makers is None else updated_makers,
+            self.maker_names if options.updated_makers is None else options.updated_makers,
             deadlines=self.deadlines,
             timeline=self._timeline,
-            sends_adapters_only=update_lora_weights,
-            verify_updates=verify_updates,
-            chunk_mib=chunk_mib,
+            sends_adapters_only=topology.update_lora_weights,
+            verify_updates=topology.verify_updates,
+            chunk_mib=topology.chunk_mib,
         )
         self._move = BatchMover(self.strategy.device, self._processors.stream if self._processors else None)
         # Held while weights change and while they are read for publishing, so that no update is torn at its
         # source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
+
+    def make_learner(self, actor: nn.Module, critic: nn.Module | None) -> PPOLearner:
+        """Make the learner; override it, or pass `options.learner`, to learn in another way."""
+        return self.options.learner(
+            actor,
+            critic,
+            self.strategy,
+            self.options.train,
+            self.options.algorithm,
+            max_staleness=self.options.topology.max_staleness,
+            max_response_tokens=self.options.max_response_tokens,
+            optimizer_class=self.strategy.optimizer_class,
+        )
 
     @ray.method(concurrency_group="compute")
     def training_step(self, experience: Experience) -> dict[str, float]:
@@ -322,7 +304,7 @@ class DetachedPPOTrainer(DetachedTrainer):
         """Later epochs are left out: their distance from the data is what was learnt from it, and not its age."""
         if self._is_fresh:
             self._is_fresh = False
-            share = "samples" if self._learner.settings.correction.level == "sequence" else "tokens"
+            share = "samples" if self._learner.algorithm.importance_level == "sequence" else "tokens"
             ess = metrics.get(f"off_policy/effective_{share}")
             self._signals.add(kl=metrics["policy/approx_kl"], effective_samples=ess)
 
@@ -332,9 +314,11 @@ class DetachedPPOTrainer(DetachedTrainer):
         if self._staleness is not None:
             self._staleness.decide(self._over_all_ranks(signals))
         super()._publish_next_version()
-        if self._save_every and self.version % self._save_every == 0:
+        save_every = self.options.train.save_every
+        if save_every and self.version % save_every == 0:
             with self._timeline.span("save"):
-                self._save(self._learner.actor, str(self._save_folder / f"version-{self.version}"), True, None)
+                path = Path(self.options.save_folder) / f"version-{self.version}"
+                self._save(self._learner.actor, str(path), True, None)
 
     def _publish(self) -> None:
         self._publisher.check()
@@ -395,3 +379,8 @@ class DetachedPPOTrainer(DetachedTrainer):
             mine = torch.tensor([int(has_data), int(is_stopped)], device=self.strategy.device)
             num_with_data, num_stopped = self.strategy.all_reduce_sum(mine).tolist()
             return bool(num_with_data > 0 and num_stopped == 0)
+
+
+DetachedPPOTrainer = remote(
+    PPOTrainer, groups=("buffer_length", "buffer_append", "buffer_sample", "model_io", "compute")
+)

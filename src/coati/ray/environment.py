@@ -8,7 +8,7 @@ the driver had at that moment; what is set later stays in the driver.
 import gc
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -103,3 +103,10 @@ def assigned_gpus() -> float:
     if not is_actor():
         return 0.0
     return float(ray.get_runtime_context().get_assigned_resources().get("GPU", 0))
+
+
+def remote(plain_class: type, *, groups: Sequence[str]) -> Any:
+    """Make a Ray actor class of a plain one, with one thread for each concurrency group and its docstring in place."""
+    actor_class = ray.remote(concurrency_groups=dict.fromkeys(groups, 1))(plain_class)
+    type(actor_class).__doc__ = plain_class.__doc__  # what help() shows
+    return actor_class

@@ -19,8 +19,6 @@ from typing import Any
 import ray
 from torch import nn
 
-from coati.algorithms import Algorithm
-from coati.config import Deadlines
 from coati.cpu import set_up_cpu
 from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience import split_experience_batch
@@ -34,7 +32,8 @@ from coati.monitor.timeline import WEIGHTS, Span, Timeline
 from coati.peers import wait_in_slices
 from coati.prompts.source import PromptSource
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, connect, dispatch, num_parameters
-from coati.ray.environment import apply_env_info, leave_out_of_collections, set_up_gpu, set_up_log
+from coati.ray.environment import apply_env_info, leave_out_of_collections, remote, set_up_gpu, set_up_log
+from coati.ray.options import MakerOptions
 from coati.ray.peers import RayPeers
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy
@@ -67,15 +66,14 @@ class MakerProgress:
     has_weights: bool = True  # whether all its weights came from a trainer
 
 
-@ray.remote(concurrency_groups={"experience_io": 1, "model_io": 1, "compute": 1})
-class ExperienceMakerHolder:
+class MakerHolder:
     """Holds four models, makes experience with them, and hands it to trainers one item at a time in turn.
 
-    `model_fn()` returns (actor, critic, reward_model, initial_model); the reward model may be a
-    `RewardScorer` over text. With `share`, prompts are admitted so that training data is never older than
-    the share's bound. With `in_flight`, new weights are taken between two tokens of a generation. `algorithm` decides
-    how advantages are made; those without a critic take None for it. `engine` writes the text: "reference" is
-    transformers' generate, "native" our own.
+    The plain class, to subclass and to use without Ray; `ExperienceMakerHolder` is the Ray actor of it. `model_fn()`
+    returns (actor, critic, reward_model, initial_model); the critic is None for algorithms without one, and the reward
+    model may be a `RewardScorer` over text. Everything else is in `options`: with `options.share`, prompts are admitted
+    so that training data is never older than the share's bound; `options.maker` makes the experience, a class of your
+    own if you like. Generate options come as keywords or in `options.rollout`.
     """
 
     def __init__(
@@ -92,28 +90,21 @@ class ExperienceMakerHolder:
         debug: bool = False,
         update_lora_weights: bool = False,
         *,
-        gamma: float = 1.0,
-        lam: float = 0.95,
-        kl_estimator: Any = "k1",
-        algorithm: str | Algorithm = "ppo",
-        engine: str = "reference",
-        seed: int = 0,
-        share: WorkShare | None = None,
-        deadlines: Deadlines | None = None,
-        num_threads: int = 0,
-        samples_kept: int = 4,
-        in_flight: bool = False,
+        options: MakerOptions | None = None,
         **generate_kwargs: Any,
     ) -> None:
         if not detached_trainer_name_list:
             raise ConfigError("detached_trainer_name_list must name at least one trainer, got an empty list.")
+        options = options or MakerOptions()
+        in_flight = options.rollout is not None and options.rollout.in_flight
+        generate_kwargs = options.generate_options(generate_kwargs)
         GenerateOptions.parse(**generate_kwargs)  # an unknown option is an error now, not in the first batch
         apply_env_info(env_info)
-        set_up_cpu(num_threads)
-        self._deadlines = deadlines or Deadlines()
+        set_up_cpu(options.num_threads)
+        self._deadlines = options.deadlines
         self._sync_models_from_trainers = sync_models_from_trainers
         self._buffer_cpu_offload = buffer_cpu_offload
-        self._samples_kept = samples_kept
+        self._samples_kept = options.logging.samples_kept
         self._callbacks = list(callbacks)
         self._name = _own_name()
         self._stop = threading.Event()
@@ -128,13 +119,10 @@ class ExperienceMakerHolder:
         maker = _make_maker(
             strategy_fn,
             model_fn,
-            kl_coef=kl_coef,
-            gamma=gamma,
-            lam=lam,
-            kl_estimator=kl_estimator,
-            algorithm=algorithm,
-            engine=engine,
-            seed=seed,
+            options.maker,
+            algorithm=options.algorithm.with_arguments("options.algorithm", kl_coef=("kl_coef", kl_coef, 0.1)),
+            engine="reference" if options.rollout is None else options.rollout.engine,
+            seed=options.seed,
         )
         updated = maker.trained_models
         self._served = ServedModels(maker.trained_models, name=f"maker {self._name}")
@@ -143,7 +131,7 @@ class ExperienceMakerHolder:
         self._pipeline = ExperiencePipeline(
             maker,
             self._served,
-            share=share,
+            share=options.share,
             generate_kwargs=generate_kwargs,
             first_sample_id=_first_sample_id(self._name),
             in_flight=in_flight,
@@ -154,7 +142,7 @@ class ExperienceMakerHolder:
             peers=RayPeers(),
             sender=self._name,
             deadlines=self._deadlines,
-            share=share,
+            share=options.share,
             should_stop=self._stop.is_set,
             timeline=self._timeline,
         )
@@ -344,6 +332,7 @@ class ExperienceMakerHolder:
 def _make_maker(
     strategy_fn: Callable[[], Strategy],
     model_fn: Callable[[], tuple[nn.Module, nn.Module | None, Any, nn.Module]],
+    make: Callable[..., Any],
     **settings: Any,
 ) -> NaiveExperienceMaker:
     """The maker with its models on the strategy's device."""
@@ -351,7 +340,8 @@ def _make_maker(
     set_up_gpu(strategy.device)
     with strategy.model_init_context():
         models = model_fn()
-    return NaiveExperienceMaker(*(_placed(model, strategy) for model in models), **settings)
+    maker: NaiveExperienceMaker = make(*(_placed(model, strategy) for model in models), **settings)
+    return maker
 
 
 def _placed(model: Any, strategy: Strategy) -> Any:
@@ -368,3 +358,6 @@ def _own_name() -> str:
 def _first_sample_id(name: str) -> int:
     """Prompts that come without ids are numbered apart for each maker, by its name."""
     return (zlib.crc32(name.encode()) & 0x7FFFFF) << 40
+
+
+ExperienceMakerHolder = remote(MakerHolder, groups=("experience_io", "model_io", "compute"))

@@ -14,10 +14,10 @@ from coati.algos import (
     sequence_policy_loss,
     weighted_policy_loss,
 )
+from coati.config import AlgorithmSettings
 from coati.errors import DataError
 from coati.experience import Experience
 from coati.trainer.off_policy import token_weights
-from coati.trainer.settings import PPOSettings
 
 
 class StepCounts(NamedTuple):
@@ -25,6 +25,8 @@ class StepCounts(NamedTuple):
 
     tokens: Tensor
     sequences: Tensor
+    max_response_tokens: int = 0
+    """What the normalisation "constant" divides by."""
 
 
 class PolicyObjective(NamedTuple):
@@ -45,23 +47,23 @@ def policy_objective(
     part: Experience,
     advantages: Tensor,  # [B, A]
     counts: StepCounts,
-    settings: PPOSettings,
+    algorithm: AlgorithmSettings,
 ) -> PolicyObjective:
-    """What `settings` make of a micro-batch. A correction for the data's age needs a prepared batch."""
+    """Apply the algorithm, its `correction` resolved, to a micro-batch; a decoupled one needs a prepared batch."""
     mask = part.full_action_mask()
     shares = loss_weights(
         mask,
-        mode=settings.normalization,
+        mode=algorithm.normalization,
         num_tokens=counts.tokens,
         num_sequences=counts.sequences,
-        max_length=settings.max_response_tokens,
+        max_length=counts.max_response_tokens,
         dtype=logprobs.dtype,
     )
-    policy = _clipped(logprobs, part, advantages, counts, shares, settings)
+    policy = _clipped(logprobs, part, advantages, counts, shares, algorithm)
     kl_term = logprobs.new_zeros(())
-    if settings.kl_loss_coef:
-        reference = _reference_of(part, settings)
-        kl_term = kl_penalty(logprobs, reference, mask, kind=settings.kl_estimator, weights=shares)
+    if algorithm.kl_loss_coef:
+        reference = _reference_of(part, algorithm)
+        kl_term = kl_penalty(logprobs, reference, mask, kind=algorithm.kl_estimator, weights=shares)
     return PolicyObjective(policy.loss, kl_term, policy.clip_fraction, policy.approx_kl, policy.ratio_max)
 
 
@@ -71,23 +73,23 @@ def _clipped(
     advantages: Tensor,
     counts: StepCounts,
     shares: Tensor,  # [B, A] from `loss_weights`
-    settings: PPOSettings,
+    algorithm: AlgorithmSettings,
 ) -> PolicyLossOutput:
     """The clipped surrogate around the policy that sampled the tokens, or around the proximal one."""
     mask, behavior = part.full_action_mask(), part.action_log_probs
-    clip = {"clip_low": settings.eps_clip, "clip_high": settings.clip_high}
-    proximal = part.proximal_log_probs if settings.correction.policy != "none" else None
-    if settings.ratio == "sequence":
+    clip = {"clip_low": algorithm.eps_clip, "clip_high": algorithm.eps_clip_high}
+    proximal = part.proximal_log_probs if algorithm.correction == "decoupled" else None
+    if algorithm.ratio == "sequence":
         if proximal is None:
             return sequence_policy_loss(logprobs, behavior, advantages, mask, **clip, num_sequences=counts.sequences)
         # A token's weight moves its advantage, as in the decoupled loss; the ratio stays that of the response.
-        weighted = advantages * token_weights(part, settings.correction)
+        weighted = advantages * token_weights(part, algorithm)
         out = sequence_policy_loss(logprobs, proximal, weighted, mask, **clip, num_sequences=counts.sequences)
         # The KL to watch is the whole way from the policy that wrote the tokens, as there.
         whole_way = kl_estimate(behavior, logprobs.detach(), mask, kind="k3")
         per_response = loss_weights(mask, mode="sequence", num_sequences=counts.sequences, dtype=whole_way.dtype)
         return out._replace(approx_kl=(per_response * whole_way).sum())
-    is_plain = settings.normalization == "token"
+    is_plain = algorithm.normalization == "token"
     if proximal is not None:
         return decoupled_policy_loss(
             logprobs,
@@ -96,7 +98,7 @@ def _clipped(
             advantages,
             mask,
             **clip,
-            weights=token_weights(part, settings.correction),
+            weights=token_weights(part, algorithm),
             num_tokens=counts.tokens,
             reduction=None if is_plain else shares,
         )
@@ -105,10 +107,10 @@ def _clipped(
     return weighted_policy_loss(logprobs, behavior, advantages, mask, **clip, weights=shares, num_tokens=counts.tokens)
 
 
-def _reference_of(part: Experience, settings: PPOSettings) -> Tensor:
+def _reference_of(part: Experience, algorithm: AlgorithmSettings) -> Tensor:
     if part.reference_log_probs is None:
         raise DataError(
-            f"kl_loss_coef is {settings.kl_loss_coef:g}, but the batch has no reference_log_probs to measure the KL "
+            f"kl_loss_coef is {algorithm.kl_loss_coef:g}, but the batch has no reference_log_probs to measure the KL "
             "against. Use a maker with an algorithm whose KL is in the loss, such as 'grpo'."
         )
     return part.reference_log_probs

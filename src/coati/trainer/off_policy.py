@@ -5,21 +5,16 @@ A batch is prepared once, when the learner first sees it: the log-probs of the w
 The prepared fields stay on the batch, so that later epochs are held to the same proximal policy.
 """
 
-import dataclasses
-from typing import Literal
-
 from torch import Tensor
 
 from coati.algos import (
-    ImportanceKind,
-    ImportanceLevel,
     importance_weights,
     ratio_tails,
     shaped_rewards,
     vtrace,
     weight_sums,
 )
-from coati.errors import ConfigError
+from coati.config import AlgorithmSettings
 from coati.experience import Experience
 from coati.trainer.joined import StepNumbers
 
@@ -27,43 +22,9 @@ from coati.trainer.joined import StepNumbers
 PREPARED_FIELDS = ("proximal_log_probs", "values", "advantages", "returns")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CorrectionSettings:
-    """What to correct, and how strongly. The defaults correct nothing: plain PPO with GAE."""
-
-    policy: Literal["none", "decoupled"] = "none"
-    """"none": the ratio of current to behavior policy is clipped. "decoupled": the clip is around the proximal policy,
-    and importance weights correct from behavior to proximal."""
-
-    importance: ImportanceKind = "truncate"
-    """Weights above the cap are cut down to it ("truncate"), drop their tokens ("mask"), or there are none ("none")."""
-
-    level: ImportanceLevel = "token"
-    cap: float = 2.0
-
-    estimator: Literal["gae", "vtrace"] = "gae"
-    """"gae": the maker's advantages as they are. "vtrace": targets and advantages anew, corrected for the ratio."""
-
-    rho_bar: float = 1.0
-    c_bar: float = 1.0
-    kl_coef: float = 0.1
-    gamma: float = 1.0
-    lam: float = 0.95
-    """The last three are the maker's own: V-trace rebuilds the rewards that the maker's GAE saw."""
-
-    def __post_init__(self) -> None:
-        if self.cap < 1:
-            raise ConfigError(f"importance_cap must be 1 or more, got {self.cap}: on-policy data has weight 1.")
-
-    @property
-    def is_active(self) -> bool:
-        """Whether batches have to be prepared."""
-        return self.policy != "none" or self.estimator != "gae"
-
-
 def prepare(
     experience: Experience,
-    settings: CorrectionSettings,
+    algorithm: AlgorithmSettings,
     *,
     proximal_log_probs: Tensor,  # [B, A] under the weights that the step starts from
     values: Tensor,  # [B, A] by the critic that the step starts from
@@ -72,45 +33,45 @@ def prepare(
     mask = experience.full_action_mask()
     proximal = proximal_log_probs.masked_fill(~mask, 0.0)
     experience.proximal_log_probs = proximal
-    if settings.estimator == "vtrace":
-        rewards = shaped_rewards(experience.reward, experience.kl, mask, kl_coef=settings.kl_coef)
+    if algorithm.estimator == "vtrace":
+        rewards = shaped_rewards(experience.reward, experience.kl, mask, kl_coef=algorithm.kl_reward_coef)
         corrected = vtrace(
             rewards,
             values,
             proximal - experience.action_log_probs,
             mask,
-            gamma=settings.gamma,
-            lam=settings.lam,
-            rho_bar=settings.rho_bar,
-            c_bar=settings.c_bar,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            rho_bar=1.0,
+            c_bar=1.0,
         )
         experience.values = values.masked_fill(~mask, 0.0)
         experience.advantages = corrected.advantages
         experience.returns = corrected.targets
 
 
-def token_weights(part: Experience, settings: CorrectionSettings) -> Tensor:
+def token_weights(part: Experience, algorithm: AlgorithmSettings) -> Tensor:
     """Importance weight of each response token of a prepared batch, [B, A]."""
     assert part.proximal_log_probs is not None
     return importance_weights(
         part.proximal_log_probs,
         part.action_log_probs,
         part.full_action_mask(),
-        level=settings.level,
-        kind=settings.importance,
-        cap=settings.cap,
+        level=algorithm.importance_level,
+        kind=algorithm.importance,
+        cap=algorithm.importance_cap,
     )
 
 
 def measure_off_policy(
-    numbers: StepNumbers, experience: Experience, settings: CorrectionSettings, *, num_tokens: Tensor
+    numbers: StepNumbers, experience: Experience, algorithm: AlgorithmSettings, *, num_tokens: Tensor
 ) -> None:
     """Add this rank's part of how far the data is from the policy that learns from it, if the batch was prepared."""
     if experience.proximal_log_probs is None:
         return
     mask = experience.full_action_mask()
     log_ratios = experience.proximal_log_probs - experience.action_log_probs
-    tails = ratio_tails(log_ratios, mask, level="token", cap=settings.cap, num_samples=num_tokens)
+    tails = ratio_tails(log_ratios, mask, level="token", cap=algorithm.importance_cap, num_samples=num_tokens)
     numbers.weights["off_policy/effective_samples"] = weight_sums(log_ratios, mask, level="sequence")
     numbers.weights["off_policy/effective_tokens"] = weight_sums(log_ratios, mask, level="token")
     numbers.largest("off_policy/ratio_max", tails.ratio_max)

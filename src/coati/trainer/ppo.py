@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from transformers import get_scheduler
 
 from coati.algos import clipped_value_loss, entropy_bonus, masked_moments, masked_whiten
+from coati.config import AlgorithmSettings, TrainSettings
 from coati.errors import CheckpointError, ConfigError, TrainingDiverged
 from coati.experience import Experience
 from coati.experience_maker.model_scores import action_values
@@ -36,12 +37,9 @@ from coati.trainer.modes import (
     make_optimizer,
     set_learning_mode,
 )
-from coati.trainer.objective import StepCounts, policy_objective
+from coati.trainer.objective import PolicyObjective, StepCounts, policy_objective
 from coati.trainer.off_policy import PREPARED_FIELDS, measure_off_policy, off_policy_metrics, prepare
-from coati.trainer.settings import PPOSettings
 from coati.trainer.strategies import Strategy
-
-__all__ = ["PPOLearner", "PPOSettings"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,20 +58,31 @@ class PPOLearner:
         actor: nn.Module,
         critic: nn.Module | None,
         strategy: Strategy,
-        settings: PPOSettings,
+        train: TrainSettings | None = None,
+        algorithm: AlgorithmSettings | None = None,
         *,
+        max_staleness: int = 0,
+        max_response_tokens: int = 0,
         optimizer_class: type[Optimizer] = torch.optim.Adam,
     ) -> None:
-        if critic is None and settings.correction.estimator == "vtrace":
-            raise ConfigError("estimator='vtrace' needs a critic, got none. Use 'gae', or pass a critic.")
-        if settings.compile:
+        train, algorithm = train or TrainSettings(), algorithm or AlgorithmSettings()
+        if critic is None and algorithm.estimator == "vtrace":
+            raise ConfigError("algorithm.estimator = 'vtrace' needs a critic, got none. Use 'gae', or pass a critic.")
+        if algorithm.normalization == "constant" and max_response_tokens < 1:
+            raise ConfigError(
+                "max_response_tokens must be 1 or more with algorithm.normalization = 'constant', which divides by it, "
+                f"got {max_response_tokens}. Use the longest response that is generated."
+            )
+        if train.compile:
             check_compiler(strategy.device)
         self.strategy = strategy
-        self.settings = settings
+        self.train_settings = train
+        self.algorithm = algorithm.resolved(max_staleness)
+        self._max_response_tokens = max_response_tokens
         self.num_skipped = 0
         self._num_stepped = 0
         self._num_skipped_in_a_row = 0
-        rates = {"actor": (actor, settings.actor_lr), "critic": (critic, settings.critic_lr)}
+        rates = {"actor": (actor, train.actor_lr), "critic": (critic, train.critic_lr)}
         pairs = {
             label: (model, make_optimizer(optimizer_class, model, rate, device=strategy.device))
             for label, (model, rate) in rates.items()
@@ -85,21 +94,21 @@ class PPOLearner:
         """What is trained, and published: "actor" and, if there is one, "critic"."""
         self.optimizers: dict[str, Optimizer] = {label: optimizer for label, (_, optimizer) in parts.items()}
         for model in self.models.values():
-            if settings.activation_checkpointing:
+            if train.activation_checkpointing:
                 checkpoint_activations(model)
-            if settings.compile:
+            if train.compile:
                 compile_blocks(model)
             set_learning_mode(model)
         self._refuse_broken_weights()
         # The weights that a step starts from are those of its own pass, so nobody has to ask them twice; unless V-trace
         # wants advantages before the pass, or dropout makes every pass another policy.
-        self._is_prepared_by_its_pass = settings.correction.estimator == "gae" and not is_random(self.models["actor"])
+        self._is_prepared_by_its_pass = algorithm.estimator == "gae" and not is_random(self.models["actor"])
         self._schedules = [
             get_scheduler(
-                "constant_with_warmup" if settings.lr_schedule == "constant" else settings.lr_schedule,
+                "constant_with_warmup" if train.lr_schedule == "constant" else train.lr_schedule,
                 optimizer,
-                num_warmup_steps=settings.warmup_steps,
-                num_training_steps=settings.total_steps,
+                num_warmup_steps=train.warmup_steps,
+                num_training_steps=train.optimizer_steps,
             )
             for optimizer in self.optimizers.values()
         ]
@@ -140,7 +149,8 @@ class PPOLearner:
         given.to_device(self.device)
         experience = _with_some_row(_with_some_column(given))
         parts = self._micro_batches(experience)
-        is_new = self.settings.correction.is_active and experience.proximal_log_probs is None
+        needs_proximal = self.algorithm.correction == "decoupled" or self.algorithm.estimator == "vtrace"
+        is_new = needs_proximal and experience.proximal_log_probs is None
         if is_new and not self._is_prepared_by_its_pass:
             self._prepare(experience, parts)
         mask = experience.full_action_mask()
@@ -164,7 +174,7 @@ class PPOLearner:
             if is_new and self._is_prepared_by_its_pass:
                 prepare(
                     experience,
-                    self.settings.correction,
+                    self.algorithm,
                     proximal_log_probs=torch.cat(passes),
                     values=experience.values,
                 )
@@ -181,13 +191,13 @@ class PPOLearner:
         numbers = StepNumbers()
         numbers.add("tokens", mask.sum())
         numbers.add("sequences", mask.any(-1).sum())
-        if self.settings.whiten_advantages:
+        if self.algorithm.whiten_advantages:
             numbers.moments["advantages"] = masked_moments(experience.advantages, mask)
         numbers = numbers.joined(self.strategy.all_gather)
         advantages = experience.advantages
-        if self.settings.whiten_advantages:
+        if self.algorithm.whiten_advantages:
             advantages = masked_whiten(advantages, mask, moments=numbers.moments["advantages"])
-        return StepCounts(numbers.shares["tokens"], numbers.shares["sequences"]), advantages
+        return StepCounts(numbers.shares["tokens"], numbers.shares["sequences"], self._max_response_tokens), advantages
 
     def _metrics(
         self,
@@ -198,7 +208,7 @@ class PPOLearner:
         norms: dict[str, float],
     ) -> dict[str, float]:
         """What the step did to the joined batch, the same on every rank."""
-        measure_off_policy(numbers, experience, self.settings.correction, num_tokens=counts.tokens)
+        measure_off_policy(numbers, experience, self.algorithm, num_tokens=counts.tokens)
         if self.critic is not None:
             returns = _targets(experience)
             numbers.moments["returns"] = masked_moments(returns, mask)
@@ -235,7 +245,7 @@ class PPOLearner:
                 forward = (part.sequences, part.attention_mask, part.num_actions)
                 with self._explained_out_of_memory("actor", part):
                     proximal, _ = action_logprobs(self.actor, *forward, temperatures=part.temperatures)
-                needs_values = self.settings.correction.estimator == "vtrace"
+                needs_values = self.algorithm.estimator == "vtrace"
                 with self._explained_out_of_memory("critic", part):
                     value = action_values(self.models["critic"], *forward) if needs_values else part.values
                 if rows is not None:
@@ -244,13 +254,26 @@ class PPOLearner:
         finally:
             for model in self.models.values():
                 set_learning_mode(model)
-        prepare(experience, self.settings.correction, proximal_log_probs=torch.cat(logprobs), values=torch.cat(values))
+        prepare(experience, self.algorithm, proximal_log_probs=torch.cat(logprobs), values=torch.cat(values))
+
+    def policy_objective(
+        self,
+        logprobs: Tensor,  # [B, A] current policy
+        part: Experience,
+        advantages: Tensor,  # [B, A]
+        counts: StepCounts,
+    ) -> PolicyObjective:
+        """Return the loss of the policy on one micro-batch. Override it to train with another loss.
+
+        Divide by the numbers of `counts`, which are those of the whole step, so that micro-batches add up.
+        """
+        return policy_objective(logprobs, part, advantages, counts, self.algorithm)
 
     def _actor_pass(self, part: Experience, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> Tensor:
         """Add a part's gradient; its log-probs, [B, A]."""
-        settings = self.settings
+        algorithm = self.algorithm
         mask = part.full_action_mask()
-        needs_entropy_gradient = settings.entropy_coef != 0.0
+        needs_entropy_gradient = algorithm.entropy_coef != 0.0
         logprobs, entropy = action_logprobs(
             self.actor,
             part.sequences,
@@ -260,18 +283,18 @@ class PPOLearner:
             with_entropy=True,
         )
         assert entropy is not None
-        if settings.correction.policy != "none" and part.proximal_log_probs is None:
+        if algorithm.correction == "decoupled" and part.proximal_log_probs is None:
             part = dataclasses.replace(part, proximal_log_probs=logprobs.detach().masked_fill(~mask, 0.0))
-        policy = policy_objective(logprobs, part, advantages, counts, settings)
+        policy = self.policy_objective(logprobs, part, advantages, counts)
         entropy = entropy if needs_entropy_gradient else entropy.detach()
         bonus = entropy_bonus(entropy, mask, num_tokens=counts.tokens)
-        loss = policy.loss + settings.kl_loss_coef * policy.kl_term - settings.entropy_coef * bonus
+        loss = policy.loss + algorithm.kl_loss_coef * policy.kl_term - algorithm.entropy_coef * bonus
         self.strategy.backward(loss, self.actor, self.actor_optimizer)
         numbers.add("policy/loss", policy.loss)
         numbers.add("policy/clip_fraction", policy.clip_fraction)
         numbers.add("policy/approx_kl", policy.approx_kl)
         numbers.add("policy/entropy", bonus)
-        if settings.kl_loss_coef:
+        if algorithm.kl_loss_coef:
             numbers.add("policy/kl_loss", policy.kl_term)
         numbers.largest("policy/ratio_max", policy.ratio_max)
         return logprobs.detach()
@@ -283,7 +306,7 @@ class PPOLearner:
             part.values,
             _targets(part),
             part.full_action_mask(),
-            clip=self.settings.value_clip,
+            clip=self.algorithm.value_clip,
             num_tokens=counts.tokens,
         )
         self.strategy.backward(value.loss, critic, self.critic_optimizer)
@@ -292,7 +315,7 @@ class PPOLearner:
 
     def _apply_gradients(self, experience: Experience, num_tokens: int) -> dict[str, float]:
         """Clip and step all optimizers, or none. The norms are global, so all ranks decide alike."""
-        max_norm = self.settings.max_grad_norm
+        max_norm = self.train_settings.max_grad_norm
         norms = {label: float(self.strategy.clip_grad_norm(model, max_norm)) for label, model in self.models.items()}
         if num_tokens > 0 and all(map(math.isfinite, norms.values())):
             self._step_optimizers()
@@ -357,7 +380,7 @@ class PPOLearner:
             )
 
     def _explained_out_of_memory(self, label: str, part: Experience) -> AbstractContextManager[None]:
-        settings = self.settings
+        settings = self.train_settings
         limits = f"train.micro_batch_tokens is {settings.micro_batch_tokens}"
         if settings.micro_batch_size:
             limits += f", train.micro_batch_size {settings.micro_batch_size}"
@@ -373,11 +396,12 @@ class PPOLearner:
         Sharded parameters are gathered by all ranks together, so a rank that finished early would leave the others
         waiting in their next forward pass.
         """
-        settings = self.settings
         is_packed = not packed_scoring_problem(self.actor) and (self.critic is None or packs(self.critic))
         costs = row_tokens(experience.sequences, experience.attention_mask, is_packed=is_packed)
         parts: list[slice | None] = [
-            *row_parts(costs, max_tokens=settings.micro_batch_tokens, max_rows=settings.micro_batch_size)
+            *row_parts(
+                costs, max_tokens=self.train_settings.micro_batch_tokens, max_rows=self.train_settings.micro_batch_size
+            )
         ]
         passes = StepNumbers()
         passes.largest("passes", torch.tensor(len(parts)))

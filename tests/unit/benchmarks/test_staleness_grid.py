@@ -38,14 +38,18 @@ def test_only_whole_lines_of_the_same_settings_are_finished_runs(benchmark, tmp_
 def test_methods_differ_in_the_correction_and_in_nothing_else(benchmark):
     from staleness_run import make_config
 
-    from coati import assembly
-
     def settings(method):
-        return assembly.correction_settings(make_config(benchmark.Cell("harsh", method, 4, 1), "base", "prompts.jsonl"))
+        config = make_config(benchmark.Cell("harsh", method, 4, 1), "base", "prompts.jsonl")
+        return config.algorithm.resolved(config.topology.max_staleness)
 
     naive, decoupled, truncated, vtrace = (settings(method) for method in benchmark.METHODS)
-    assert (naive.policy, naive.estimator, naive.is_active) == ("none", "gae", False)
-    assert (decoupled.policy, decoupled.importance, decoupled.cap) == ("decoupled", "truncate", 1e9)
-    assert (truncated.policy, truncated.importance, truncated.cap) == ("decoupled", "truncate", 2.0)
-    assert (truncated.estimator, vtrace.estimator, vtrace.policy, vtrace.cap) == ("gae", "vtrace", "decoupled", 2.0)
-    assert {settings.level for settings in (decoupled, truncated, vtrace)} == {"token"}
+    assert (naive.correction, naive.estimator) == ("none", "gae")
+    assert (decoupled.correction, decoupled.importance, decoupled.importance_cap) == ("decoupled", "truncate", 1e9)
+    assert (truncated.correction, truncated.importance, truncated.importance_cap) == ("decoupled", "truncate", 2.0)
+    assert (truncated.estimator, vtrace.estimator, vtrace.correction, vtrace.importance_cap) == (
+        "gae",
+        "vtrace",
+        "decoupled",
+        2.0,
+    )
+    assert {settings.importance_level for settings in (decoupled, truncated, vtrace)} == {"token"}

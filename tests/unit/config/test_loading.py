@@ -128,8 +128,6 @@ BROKEN = [
     ("train.batch_size=0", "1 or more", "0", "default, 16"),
     ("train.actor_lr=0.0", "above 0", "0.0", "default, 1e-06"),
     ("train.lr_schedule=step", '"constant", "linear" or "cosine"', '"step"', 'default, "constant"'),
-    ("train.micro_batch_size=5", "divide train.batch_size (16)", "5", "Use 4"),
-    ("train.micro_batch_size=32", "divide train.batch_size (16)", "32", "Use 16"),
     ("train.strategy=fsdp", '"ddp", "zero1", "zero2" or "gemini"', '"fsdp"', 'default, "ddp"'),
     ("train.placement_policy=cpu", 'while train.strategy is "ddp"', '"cpu"', 'train.strategy to "gemini"'),
     ("train.cpu_offload=true", 'while train.strategy is "ddp"', "true", 'train.strategy to "zero2"'),
@@ -245,7 +243,6 @@ def test_a_section_that_is_no_table(tmp_path):
 def test_all_problems_come_at_once_and_none_is_invented():
     message = error_of(
         "train.batch_size=true",  # unsound by itself ...
-        "train.micro_batch_size=5",  # ... so nobody can say whether 5 divides it
         "train.warmup_steps=500",  # broken between keys of the same section
         "topology.update_lora_weights=true",  # broken between sections
         "rollout.top_k=-1",

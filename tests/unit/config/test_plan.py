@@ -35,7 +35,7 @@ def test_the_defaults_by_hand():
 
 def test_what_makes_a_run_quick_is_said():
     plain = words(plan_of("rollout.engine=reference", "train.micro_batch_tokens=0", "train.micro_batch_size=4"))
-    assert "in 4 passes of 4 samples." in plain
+    assert "in 4 passes of at most 4 samples." in plain
     assert "by the reference engine." in plain
     quick = ("train.compile", "train.activation_checkpointing", "rollout.in_flight")
     text = words(plan_of(*(f"{key}=true" for key in quick)))

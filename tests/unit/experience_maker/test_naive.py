@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaForSequenceClassification
 
+from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, DataError, GenerateOptionError, RewardError
 from coati.experience_maker import AllSamplesDropped, NaiveExperienceMaker
 from coati.experience_maker.dropping import (
@@ -95,7 +96,7 @@ def log_prob(model, prefix, token, temperature):
 @torch.no_grad()
 def test_every_field_is_what_its_definition_says(make_maker, estimator, temperature):
     kl_coef, gamma, lam = 0.3, 0.9, 0.8
-    maker = make_maker(kl_coef=kl_coef, gamma=gamma, lam=lam, kl_estimator=estimator)
+    maker = make_maker(kl_coef=kl_coef, gamma=gamma, lam=lam, algorithm=AlgorithmSettings(kl_estimator=estimator))
     maker.policy_version = 7
     experience = make_experience(maker, temperature=temperature, eos_token_id=[2, 5, 8])
     experience.validate()
@@ -519,7 +520,9 @@ def grouped(maker, **kwargs):
 
 
 def scored_maker(make_maker, scores, algorithm="grpo"):
-    return make_maker(critic=None, reward_model=Scores(torch.tensor(scores)), algorithm=algorithm)
+    return make_maker(
+        critic=None, reward_model=Scores(torch.tensor(scores)), algorithm=AlgorithmSettings(name=algorithm)
+    )
 
 
 def test_grpo_needs_no_critic_and_keeps_the_reference_for_the_loss(make_maker):
@@ -529,10 +532,10 @@ def test_grpo_needs_no_critic_and_keeps_the_reference_for_the_loss(make_maker):
     mask = experience.action_mask
     expected = torch.tensor([-1.0, 1.0, 0.0, 0.0])[:, None] * mask
     torch.testing.assert_close(experience.advantages, expected, atol=1e-5, rtol=0)
-    # The KL estimate is the difference to what is kept.
-    torch.testing.assert_close(
-        (experience.action_log_probs - experience.reference_log_probs)[mask], experience.kl[mask], atol=1e-5, rtol=0
-    )
+    # The KL estimate (k3) is of the difference to what is kept.
+    difference = (experience.action_log_probs - experience.reference_log_probs)[mask]
+    expected = (-difference).exp() - 1 + difference
+    torch.testing.assert_close(expected, experience.kl[mask], atol=1e-5, rtol=1e-5)
     assert set(maker.trained_models) == {"actor"}
     assert make_experience(make_maker()).reference_log_probs is None  # PPO's penalty is in the reward
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from coati.config import AlgorithmSettings
 from coati.errors import RewardError
 from coati.experience_maker import NaiveExperienceMaker
 from coati.models import Actor
@@ -43,7 +44,7 @@ def make(llama):
             None,
             scorer(reward, Numbers()),
             Watched(llama(seed=2), on_reference),
-            algorithm="grpo",
+            algorithm=AlgorithmSettings(name="grpo"),
         )
         group_ids = torch.zeros(2, dtype=torch.long)
         return maker.make_experience(PROMPTS, torch.ones_like(PROMPTS), group_ids=group_ids, max_new_tokens=3)

@@ -1,24 +1,24 @@
 """The policy's objective and the learner without a critic: against slow sums over single tokens, in float64."""
 
 import copy
-import dataclasses
 import math
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from coati.config import AlgorithmSettings, TrainSettings
 from coati.errors import ConfigError, DataError
 from coati.experience_maker import Experience
 from coati.models import Actor
 from coati.trainer.objective import StepCounts, policy_objective
-from coati.trainer.off_policy import CorrectionSettings
-from coati.trainer.ppo import PPOLearner, PPOSettings
+from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy
 
 LENGTHS = [3, 1, 2]
 MASK = torch.tensor([[position < length for position in range(3)] for length in LENGTHS])
-DECOUPLED = CorrectionSettings(policy="decoupled", cap=1.5)
+IN_LOSS = {"kl_in": "loss", "kl_coef": 1.0, "kl_estimator": "k3", "correction": "none"}
+DECOUPLED = {"correction": "decoupled", "importance_cap": 1.5}
 
 
 def numbers(seed, low=-1.0, high=1.0):
@@ -44,7 +44,7 @@ def slow_objective(current, part, advantages, settings):
     num_tokens, num_sequences = sum(LENGTHS), len(LENGTHS)
     loss = kl_term = 0.0
     for row, length in enumerate(LENGTHS):
-        base = part.action_log_probs if settings.correction.policy == "none" else part.proximal_log_probs
+        base = part.action_log_probs if settings.correction == "none" else part.proximal_log_probs
         mean_log_ratio = sum(float(current[row, t] - base[row, t]) for t in range(length)) / length
         for t in range(length):
             share = {
@@ -54,10 +54,10 @@ def slow_objective(current, part, advantages, settings):
             }[settings.normalization]
             log_ratio = float(current[row, t] - base[row, t]) if settings.ratio == "token" else mean_log_ratio
             ratio, gain = math.exp(log_ratio), float(advantages[row, t])
-            if settings.correction.policy != "none":
+            if settings.correction != "none":
                 age = math.exp(float(part.proximal_log_probs[row, t] - part.action_log_probs[row, t]))
-                gain *= min(age, settings.correction.cap)
-            clipped = min(max(ratio, 1 - settings.eps_clip), 1 + settings.clip_high)
+                gain *= min(age, settings.importance_cap)
+            clipped = min(max(ratio, 1 - settings.eps_clip), 1 + settings.eps_clip_high)
             loss -= share * min(ratio * gain, clipped * gain)
             difference = float(current[row, t] - part.reference_log_probs[row, t])
             kl_term += share * (math.exp(-difference) - 1 + difference)
@@ -65,20 +65,20 @@ def slow_objective(current, part, advantages, settings):
 
 
 OBJECTIVES = [
-    PPOSettings(kl_loss_coef=1.0),
-    PPOSettings(kl_loss_coef=1.0, eps_clip_high=0.5),
-    PPOSettings(kl_loss_coef=1.0, normalization="sequence"),
-    PPOSettings(kl_loss_coef=1.0, normalization="constant", max_response_tokens=8, eps_clip_high=0.28),
-    PPOSettings(kl_loss_coef=1.0, normalization="sequence", ratio="sequence", eps_clip=0.05, eps_clip_high=0.1),
+    AlgorithmSettings(**IN_LOSS),
+    AlgorithmSettings(**IN_LOSS, eps_clip_high=0.5),
+    AlgorithmSettings(**IN_LOSS, normalization="sequence"),
+    AlgorithmSettings(**IN_LOSS, normalization="constant", eps_clip_high=0.28),
+    AlgorithmSettings(**IN_LOSS, name="gspo", eps_clip=0.05, eps_clip_high=0.1),
 ]
-OBJECTIVES += [dataclasses.replace(settings, correction=DECOUPLED) for settings in OBJECTIVES]
+OBJECTIVES += [settings.model_copy(update=DECOUPLED) for settings in OBJECTIVES]
+COUNTS = StepCounts(torch.tensor(sum(LENGTHS)), torch.tensor(len(LENGTHS)), max_response_tokens=8)
 
 
 @pytest.mark.parametrize("settings", OBJECTIVES)
 def test_loss_and_kl_term_are_what_their_definitions_say(settings):
     part, advantages, current = make_part(), numbers(7, -2, 2), numbers(9)
-    counts = StepCounts(torch.tensor(sum(LENGTHS)), torch.tensor(len(LENGTHS)))
-    found = policy_objective(current, part, advantages, counts, settings)
+    found = policy_objective(current, part, advantages, COUNTS, settings)
     loss, kl_term = slow_objective(current, part, advantages, settings)
     assert float(found.loss) == pytest.approx(loss, abs=1e-12)
     assert float(found.kl_term) == pytest.approx(kl_term, abs=1e-12)
@@ -87,12 +87,11 @@ def test_loss_and_kl_term_are_what_their_definitions_say(settings):
 
 @pytest.mark.parametrize("settings", OBJECTIVES)
 def test_micro_batches_add_up_and_padding_cannot_matter(settings):
-    counts = StepCounts(torch.tensor(sum(LENGTHS)), torch.tensor(len(LENGTHS)))
 
     def gradient(rows_of_parts, part):
         current = numbers(9).requires_grad_()
         for rows in rows_of_parts:
-            out = policy_objective(current[rows], part.select(rows), numbers(7, -2, 2)[rows], counts, settings)
+            out = policy_objective(current[rows], part.select(rows), numbers(7, -2, 2)[rows], COUNTS, settings)
             (out.loss + out.kl_term).backward()
         return current.grad
 
@@ -107,14 +106,13 @@ def test_micro_batches_add_up_and_padding_cannot_matter(settings):
 
 def test_the_kl_to_watch_is_from_the_policy_that_wrote_the_tokens_whatever_the_ratio():
     part, current = make_part(), numbers(9)
-    counts = StepCounts(torch.tensor(sum(LENGTHS)), torch.tensor(len(LENGTHS)))
     for settings in (OBJECTIVES[4], OBJECTIVES[9]):  # GSPO, plain and decoupled
         expected = 0.0
         for row, length in enumerate(LENGTHS):
             for t in range(length):
                 log_ratio = float(current[row, t] - part.action_log_probs[row, t])
                 expected += (math.exp(log_ratio) - 1 - log_ratio) / (length * len(LENGTHS))
-        found = policy_objective(current, part, numbers(7, -2, 2), counts, settings)
+        found = policy_objective(current, part, numbers(7, -2, 2), COUNTS, settings)
         assert float(found.approx_kl) == pytest.approx(expected, abs=1e-12)
 
 
@@ -122,9 +120,7 @@ def test_a_kl_term_needs_the_reference():
     part = make_part()
     part.reference_log_probs = None
     with pytest.raises(DataError, match="no reference_log_probs"):
-        policy_objective(
-            numbers(8), part, numbers(7), StepCounts(torch.tensor(6), torch.tensor(3)), PPOSettings(kl_loss_coef=0.1)
-        )
+        policy_objective(numbers(8), part, numbers(7), COUNTS, AlgorithmSettings(**IN_LOSS))
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +134,8 @@ def actor():
 
 
 def learner_of(actor, **settings):
-    settings = PPOSettings(actor_lr=1e-2, whiten_advantages=False, **settings)
-    return PPOLearner(copy.deepcopy(actor), None, DDPStrategy(seed=0, device="cpu"), settings)
+    train, algorithm = TrainSettings(actor_lr=1e-2), AlgorithmSettings(whiten_advantages=False, **settings)
+    return PPOLearner(copy.deepcopy(actor), None, DDPStrategy(seed=0, device="cpu"), train, algorithm)
 
 
 def weights(learner):
@@ -147,7 +143,7 @@ def weights(learner):
 
 
 def test_without_a_critic_the_actor_learns_and_nothing_is_said_of_values(actor):
-    learner = learner_of(actor, normalization="sequence", kl_loss_coef=0.1)
+    learner = learner_of(actor, normalization="sequence", **IN_LOSS)
     before = weights(learner)
     metrics = learner.step(make_part())
     assert not torch.equal(weights(learner), before)
@@ -164,7 +160,9 @@ def test_steps_in_micro_batches_are_the_same_steps(actor, settings):
             copy.deepcopy(actor),
             None,
             DDPStrategy(seed=0, device="cpu"),
-            dataclasses.replace(settings, actor_lr=1e-2, micro_batch_size=size, whiten_advantages=False),
+            TrainSettings(actor_lr=1e-2, micro_batch_size=size),
+            settings.model_copy(update={"whiten_advantages": False}),
+            max_response_tokens=8,
         )
         for size in (0, 1, 2)
     ]
@@ -175,7 +173,7 @@ def test_steps_in_micro_batches_are_the_same_steps(actor, settings):
 
 
 def test_a_kl_term_alone_pulls_the_policy_to_the_reference(actor):
-    learner = learner_of(actor, kl_loss_coef=1.0)
+    learner = learner_of(actor, **IN_LOSS)
     part = make_part()
     part.advantages.zero_()
     part.reference_log_probs.fill_(math.log(1 / 13) - 0.5)
@@ -185,10 +183,6 @@ def test_a_kl_term_alone_pulls_the_policy_to_the_reference(actor):
 
 def test_settings_that_cannot_be_are_refused(actor):
     with pytest.raises(ConfigError, match="max_response_tokens must be 1 or more"):
-        PPOSettings(normalization="constant")
-    with pytest.raises(ConfigError, match="kl_estimator must be 'k2' or 'k3'"):
-        PPOSettings(kl_loss_coef=0.1, kl_estimator="k1")
-    with pytest.raises(ConfigError, match="clip_high must be above 0"):
-        PPOSettings(eps_clip_high=0.0)
+        learner_of(actor, normalization="constant")
     with pytest.raises(ConfigError, match="needs a critic"):
-        learner_of(actor, correction=CorrectionSettings(estimator="vtrace"))
+        learner_of(actor, estimator="vtrace")

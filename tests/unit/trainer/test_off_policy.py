@@ -9,12 +9,11 @@ from torch import nn
 from transformers import LlamaConfig
 
 from coati.algos import gae, masked_whiten, shaped_rewards
-from coati.errors import ConfigError
+from coati.config import AlgorithmSettings, TrainSettings
 from coati.experience_maker import Experience
 from coati.experience_maker.naive import action_values
 from coati.models import Actor, Critic, action_logprobs
-from coati.trainer.off_policy import CorrectionSettings
-from coati.trainer.ppo import PPOLearner, PPOSettings
+from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy
 
 GAMMA, LAM, KL_COEF = 0.9, 0.8, 0.2
@@ -68,14 +67,10 @@ def make_batch(models, *, shift=0.0):
     )
 
 
-def learner_of(models, micro_batch_size=0, **correction):
-    settings = PPOSettings(
-        actor_lr=1e-3,
-        critic_lr=1e-3,
-        micro_batch_size=micro_batch_size,
-        correction=CorrectionSettings(**MAKER, **correction),
-    )
-    return PPOLearner(*copy.deepcopy(models), DDPStrategy(seed=0, device="cpu"), settings)
+def learner_of(models, micro_batch_size=0, **settings):
+    train = TrainSettings(actor_lr=1e-3, critic_lr=1e-3, micro_batch_size=micro_batch_size)
+    algorithm = AlgorithmSettings(**MAKER, **{"correction": "none"} | settings)
+    return PPOLearner(*copy.deepcopy(models), DDPStrategy(seed=0, device="cpu"), train, algorithm)
 
 
 def trained(models, batch, *, steps=2, **kwargs):
@@ -86,11 +81,11 @@ def trained(models, batch, *, steps=2, **kwargs):
 
 
 CORRECTIONS = [
-    {"policy": "decoupled"},
-    {"policy": "decoupled", "importance": "mask", "level": "sequence"},
-    {"policy": "decoupled", "importance": "none"},
+    {"correction": "decoupled"},
+    {"correction": "decoupled", "importance": "mask", "importance_level": "sequence"},
+    {"correction": "decoupled", "importance": "none"},
     {"estimator": "vtrace"},
-    {"policy": "decoupled", "estimator": "vtrace"},
+    {"correction": "decoupled", "estimator": "vtrace"},
 ]
 
 
@@ -132,7 +127,7 @@ def test_the_first_decoupled_step_is_the_weighted_policy_gradient(models):
         advantages = masked_whiten(batch.advantages, mask)
     loss = -(w * advantages * logprobs).sum() / mask.sum()
     expected = torch.autograd.grad(loss, actor.model.lm_head.weight)[0]
-    learner = learner_of(models, policy="decoupled")
+    learner = learner_of(models, correction="decoupled")
     seen = []
     learner.strategy.clip_grad_norm = lambda model, _: (
         seen.append(  # the gradients as they are before the step
@@ -146,7 +141,7 @@ def test_the_first_decoupled_step_is_the_weighted_policy_gradient(models):
 
 def test_later_epochs_are_held_to_the_proximal_policy_of_the_first(models):
     batch = make_batch(models, shift=0.5)
-    learner = learner_of(models, policy="decoupled")
+    learner = learner_of(models, correction="decoupled")
     learner.step(batch)
     first = batch.proximal_log_probs.clone()
     metrics = learner.step(batch)
@@ -157,9 +152,9 @@ def test_later_epochs_are_held_to_the_proximal_policy_of_the_first(models):
 @pytest.mark.parametrize(
     ("correction", "has_dropout", "passes"),
     [
-        ({"policy": "decoupled"}, False, [2, 2]),  # two micro-batches, each asked once
-        ({"policy": "decoupled"}, True, [4, 2]),  # LoRA's dropout: the proximal policy is asked without it
-        ({"policy": "decoupled", "estimator": "vtrace"}, False, [4, 2]),  # advantages are wanted before the pass
+        ({"correction": "decoupled"}, False, [2, 2]),  # two micro-batches, each asked once
+        ({"correction": "decoupled"}, True, [4, 2]),  # LoRA's dropout: the proximal policy is asked without it
+        ({"correction": "decoupled", "estimator": "vtrace"}, False, [4, 2]),  # advantages are wanted before the pass
     ],
     ids=["decoupled", "dropout", "vtrace"],
 )
@@ -185,7 +180,7 @@ def test_the_proximal_policy_is_asked_in_the_pass_itself_where_that_is_the_same(
 
 def test_an_empty_batch_is_prepared_once_like_those_of_other_ranks(models):
     # Ranks make the passes of a preparation together: in a second epoch none of them may want any.
-    learner = learner_of(models, policy="decoupled", estimator="vtrace")
+    learner = learner_of(models, correction="decoupled", estimator="vtrace")
     batch = Experience.empty()
     learner.step(batch)
     assert batch.num_samples == 0
@@ -205,11 +200,6 @@ def test_vtrace_targets_are_the_critics_and_whitening_leaves_them_alone(models):
 
 def test_a_batch_that_was_prepared_travels_through_dataclass_copies(models):
     batch = make_batch(models, shift=0.5)
-    learner_of(models, policy="decoupled").step(batch)
+    learner_of(models, correction="decoupled").step(batch)
     assert dataclasses.replace(batch).proximal_log_probs is not None
     assert batch.select(slice(0, 2)).proximal_log_probs.shape == (2, 4)
-
-
-def test_a_cap_below_one_is_refused():
-    with pytest.raises(ConfigError, match=r"importance_cap must be 1 or more, got 0\.5"):
-        CorrectionSettings(cap=0.5)

@@ -2,11 +2,11 @@
 
 import contextlib
 import copy
-import dataclasses
 import shutil
 
 import pytest
 import torch
+from learner_settings import sections
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
@@ -16,7 +16,7 @@ from coati.errors import ConfigError
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic, LoRASettings
 from coati.trainer.modes import check_compiler, checkpoint_activations, compile_blocks, make_optimizer
-from coati.trainer.ppo import PPOLearner, PPOSettings
+from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy
 
 VOCAB = 61
@@ -30,7 +30,7 @@ CONFIG = Qwen2Config(
     max_position_embeddings=32,
     initializer_range=0.3,
 )
-SETTINGS = PPOSettings(actor_lr=1e-3, critic_lr=2e-3, entropy_coef=0.01)
+SETTINGS = {"actor_lr": 1e-3, "critic_lr": 2e-3, "entropy_coef": 0.01}
 PROMPTS, RESPONSES = (3, 1, 2, 3, 1, 2), (4, 2, 3, 1, 6, 5)
 LENGTHS = [7, 3, 5, 4, 7, 7]
 
@@ -76,7 +76,7 @@ def make_batch():
 
 def learner_of(models, **changes):
     actor, critic = copy.deepcopy(models)
-    return PPOLearner(actor, critic, DDPStrategy(device="cpu"), dataclasses.replace(SETTINGS, **changes))
+    return PPOLearner(actor, critic, DDPStrategy(device="cpu"), *sections(**SETTINGS | changes))
 
 
 def calls_of(module):

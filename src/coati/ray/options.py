@@ -1,0 +1,96 @@
+"""What the actors take besides the contract's arguments: sections of the settings, and their part in a run."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from coati.config import (
+    AlgorithmSettings,
+    Deadlines,
+    LoggingSettings,
+    RolloutSettings,
+    TopologySettings,
+    TrainSettings,
+)
+from coati.errors import ConfigError
+from coati.experience_maker import NaiveExperienceMaker
+from coati.ledger import WorkShare
+from coati.trainer.ppo import PPOLearner
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """How a trainer learns and publishes. By default plain PPO on data of any age.
+
+    >>> TrainerOptions(train=TrainSettings(actor_lr=3e-3)).train.actor_lr
+    0.003
+    """
+
+    train: TrainSettings = dataclasses.field(default_factory=TrainSettings)
+    algorithm: AlgorithmSettings = dataclasses.field(default_factory=lambda: AlgorithmSettings(correction="none"))
+    topology: TopologySettings = dataclasses.field(default_factory=lambda: TopologySettings(max_staleness=-1))
+    """Staleness bound, checks of weight updates, chunk size and sharing of a GPU; the rest is not the trainer's."""
+    deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
+    seed: int = 0
+    num_threads: int = 0
+    """CPU threads of torch; 0 leaves them alone."""
+    max_response_tokens: int = 0
+    """Longest response, which `algorithm.normalization = "constant"` divides by."""
+    updated_makers: Sequence[str] | None = None
+    """The makers that this rank sends weights to; None for all. Ranks hold the same weights, so they can split them."""
+    save_folder: str | Path = "checkpoints"
+    """Where `train.save_every` saves the actor."""
+    learner: Callable[..., PPOLearner] = PPOLearner
+    """What makes the learner: a subclass with another loss, for example."""
+
+    def with_arguments(
+        self,
+        *,
+        train_batch_size: int,
+        buffer_limit: int,
+        eps_clip: float,
+        value_clip: float,
+        update_lora_weights: bool,
+    ) -> Self:
+        """Put the contract's arguments into the sections that have them as settings."""
+        train = self.train.with_arguments("options.train", train_batch_size=("batch_size", train_batch_size, 8))
+        algorithm = self.algorithm.with_arguments(
+            "options.algorithm", eps_clip=("eps_clip", eps_clip, 0.2), value_clip=("value_clip", value_clip, 0.4)
+        )
+        topology = self.topology.with_arguments(
+            "options.topology",
+            buffer_limit=("buffer_limit", buffer_limit, 0),
+            update_lora_weights=("update_lora_weights", update_lora_weights, False),
+        )
+        return dataclasses.replace(self, train=train, algorithm=algorithm, topology=topology)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MakerOptions:
+    """How a maker writes and scores, and which part of a run is its own."""
+
+    algorithm: AlgorithmSettings = dataclasses.field(default_factory=AlgorithmSettings)
+    rollout: RolloutSettings | None = None
+    """Engine and generate options; None takes the generate options from keywords, and the reference engine."""
+    deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
+    logging: LoggingSettings = dataclasses.field(default_factory=LoggingSettings)
+    seed: int = 0
+    num_threads: int = 0
+    """CPU threads of torch; 0 leaves them alone."""
+    share: WorkShare | None = None
+    """The maker's part of a run; it bounds how old training data gets. None makes all that comes."""
+    maker: Callable[..., Any] = NaiveExperienceMaker
+    """What makes the maker: called with the four models and the keywords algorithm, seed and
+    engine."""
+
+    def generate_options(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """All options of `generate`: those of `rollout`, and keywords that it does not decide."""
+        if self.rollout is None:
+            return dict(keywords)
+        decided = self.rollout.generate_options
+        if both := sorted({"max_length", *decided} & keywords.keys()):
+            raise ConfigError(
+                f"options.rollout decides {', '.join(both)}, which came as a keyword too. Pass one of them."
+            )
+        return {**decided, **keywords}

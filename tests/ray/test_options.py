@@ -1,0 +1,60 @@
+"""The options of the actors, and the contract's arguments beside them."""
+
+import pydoc
+
+import pytest
+from ray_testing import QUICK, experience, maker_models, strategy, trainer_models
+
+from coati.config import AlgorithmSettings, RolloutSettings, TrainSettings
+from coati.errors import ConfigError
+from coati.ray.detached_trainer_ppo import DetachedPPOTrainer, PPOTrainer
+from coati.ray.experience_maker_holder import ExperienceMakerHolder, MakerHolder
+from coati.ray.options import MakerOptions, TrainerOptions
+from coati.trainer.ppo import PPOLearner
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def trainer(*, algorithm=None, train=None, learner=PPOLearner, **arguments):
+    sections = {"algorithm": algorithm, "train": train}
+    given = {name: section for name, section in sections.items() if section is not None}
+    options = TrainerOptions(deadlines=QUICK, num_threads=1, learner=learner, **given)
+    return PPOTrainer([], strategy, trainer_models, options=options, **arguments)
+
+
+def test_settings_in_the_options_win_over_defaults_of_arguments():
+    made = trainer(algorithm=AlgorithmSettings(eps_clip=0.05), train=TrainSettings(batch_size=2))
+    assert made._learner.algorithm.eps_clip == 0.05  # it was 0.2: the argument's default
+    assert made.options.train.batch_size == 2
+
+
+def test_arguments_count_where_the_options_say_nothing():
+    made = trainer(eps_clip=0.3, value_clip=0.5, train_batch_size=3, train=TrainSettings(actor_lr=1e-3))
+    assert (made._learner.algorithm.eps_clip, made._learner.algorithm.value_clip) == (0.3, 0.5)
+    assert (made.options.train.batch_size, made.options.train.actor_lr) == (3, 1e-3)
+
+
+def test_an_argument_that_contradicts_the_options_is_refused():
+    with pytest.raises(ConfigError, match=r"eps_clip = 0\.1 contradicts options\.algorithm\.eps_clip = 0\.05"):
+        trainer(algorithm=AlgorithmSettings(eps_clip=0.05), eps_clip=0.1)
+    with pytest.raises(ConfigError, match=r"max_new_tokens"):
+        MakerHolder(["t"], strategy, maker_models, options=MakerOptions(rollout=RolloutSettings()), max_new_tokens=3)
+
+
+def test_a_changed_loss_is_one_method():
+    class Doubled(PPOLearner):
+        def policy_objective(self, logprobs, part, advantages, counts):
+            objective = super().policy_objective(logprobs, part, advantages, counts)
+            return objective._replace(loss=2 * objective.loss)
+
+    plain, doubled = trainer(), trainer(learner=Doubled)
+    losses = [made.training_step(experience(0, 4))["actor_loss"] for made in (plain, doubled)]
+    assert losses[1] == pytest.approx(2 * losses[0])
+
+
+@pytest.mark.parametrize(
+    ("actor_class", "plain"), [(DetachedPPOTrainer, PPOTrainer), (ExperienceMakerHolder, MakerHolder)]
+)
+def test_help_shows_what_an_actor_class_does(actor_class, plain):
+    assert actor_class.__doc__ == plain.__doc__
+    assert "options" in pydoc.render_doc(actor_class)

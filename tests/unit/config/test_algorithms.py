@@ -1,0 +1,70 @@
+"""The table of algorithms: what the papers say, and what settings make of it."""
+
+import doctest
+from typing import get_args
+
+import pytest
+
+from coati.config import AlgorithmSettings, algorithm
+from coati.config.algorithm import ALGORITHMS, AlgorithmName
+from coati.errors import ConfigError
+
+EACH = {name: AlgorithmSettings(name=name) for name in ALGORITHMS}
+
+
+def test_examples():
+    assert doctest.testmod(algorithm).failed == 0
+
+
+def test_settings_know_every_algorithm_and_ppo_is_the_default():
+    assert get_args(AlgorithmName) == tuple(ALGORITHMS)
+    assert AlgorithmSettings() == AlgorithmSettings(name="ppo")
+    assert not ALGORITHMS["ppo"].defaults  # its defaults are the fields' own, which the docs show
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_default_of_an_algorithm_is_a_setting(name):
+    for field, value in ALGORITHMS[name].defaults.items():
+        assert getattr(EACH[name], field) == value
+
+
+def test_which_needs_what():
+    assert [name for name, each in EACH.items() if each.uses_critic] == ["ppo"]
+    assert [name for name, each in EACH.items() if not each.uses_groups] == ["ppo", "reinforce++"]
+    assert [name for name, each in EACH.items() if each.dynamic_sampling] == ["dapo"]
+    assert [name for name, each in EACH.items() if each.ratio == "sequence"] == ["gspo"]
+    assert [name for name, each in EACH.items() if each.normalization == "constant"] == ["dr_grpo"]
+    whitening = ["ppo", "reinforce++", "reinforce++_baseline"]
+    assert [name for name, each in EACH.items() if each.whiten_advantages] == whitening
+    assert (EACH["dapo"].eps_clip, EACH["dapo"].eps_clip_high) == (0.2, 0.28)
+
+
+def test_the_clip_range_stays_symmetric_where_it_was():
+    assert AlgorithmSettings(eps_clip=0.3).eps_clip_high == 0.3
+    assert AlgorithmSettings(eps_clip=0.3, eps_clip_high=0.4).eps_clip_high == 0.4
+    assert AlgorithmSettings(name="dapo", eps_clip=0.1).eps_clip_high == 0.28
+
+
+def test_the_kl_penalty_is_in_one_place():
+    assert (EACH["grpo"].kl_loss_coef, EACH["grpo"].kl_reward_coef) == (0.04, 0.0)
+    assert (EACH["ppo"].kl_loss_coef, EACH["ppo"].kl_reward_coef) == (0.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_staleness", "correction"),
+    [
+        ({}, 0, "none"),
+        ({}, 1, "decoupled"),
+        ({}, -1, "decoupled"),
+        ({"name": "gspo"}, 0, "decoupled"),  # its clip is narrower than the rounding of an engine
+        ({"correction": "none"}, 4, "none"),
+        ({"correction": "decoupled"}, 0, "decoupled"),
+    ],
+)
+def test_what_auto_corrects(settings, max_staleness, correction):
+    assert AlgorithmSettings(**settings).resolved(max_staleness).correction == correction
+
+
+def test_an_unknown_name_is_told_the_known_ones():
+    with pytest.raises(ConfigError, match=r"algorithm\.name .*grpo"):
+        AlgorithmSettings(name="gpro")
