@@ -12,6 +12,7 @@ from coati.config import RunSettings
 from coati.cpu import set_up_cpu
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.models import Actor, action_logprobs
+from coati.rewards.texts import decode_completions, decode_prompts
 from coati.rollout import GenerateOptions, RolloutRequest, make_engine
 
 # Far from the ids of any training run, so that the draws are fresh.
@@ -87,8 +88,9 @@ def evaluate(config: RunSettings, model_path: str, *, num_samples: int = 64) -> 
         reference_logprobs, _ = action_logprobs(reference, *forward, temperatures=temperatures)
         kl = kl_estimate(logprobs, reference_logprobs, mask, kind="k1").sum(dim=1)
         rewards = scorer(rollout.sequences, rollout.attention_mask, mask, batch.columns)
-        responses = scorer.decode(rollout.sequences[:, -mask.shape[1] :], mask)
-        prompts = scorer.decode(batch.input_ids, batch.attention_mask.bool())
+        tokens = (rollout.sequences, rollout.attention_mask, mask)
+        prompts = decode_prompts(scorer.tokenizer, *tokens)
+        responses = decode_completions(scorer.tokenizer, *tokens)
         for row in zip(prompts, responses, rewards.tolist(), kl.tolist(), strict=True):
             samples.append(EvaluatedSample(prompt=row[0], response=row[1], reward=row[2], kl=row[3]))
     return Evaluation(samples=tuple(samples[:num_samples]))

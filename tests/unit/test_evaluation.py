@@ -25,14 +25,20 @@ def test_means_by_hand():
     assert math.isnan(Evaluation(samples=samples[2:]).reward)
 
 
+class Numbers:
+    """A tokenizer that writes numbers."""
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
 class FakeScorer:
-    """Pays by length; text is token ids."""
+    """Pays by length."""
+
+    tokenizer = Numbers()
 
     def __call__(self, sequences, attention_mask, action_mask, columns):
         return action_mask.sum(dim=1).float()
-
-    def decode(self, ids, mask):
-        return [" ".join(map(str, row[keep].tolist())) for row, keep in zip(ids, mask, strict=True)]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import torch
 
 from coati.experience import Experience
 from coati.monitor.metrics import Max, Mean, Metric, Min, Sum
+from coati.rewards.texts import decode_completions, decode_prompts
 
 
 def describe(experience: Experience, eos_token_ids: tuple[int, ...] = ()) -> dict[str, Metric]:
@@ -80,21 +81,21 @@ def maker_record(
 
 def sample_texts(experience: Experience, tokenizer: Any, count: int) -> list[dict[str, Any]]:
     """`count` samples as text, with rewards and ids, from all over the batch: those of one prompt are neighbours."""
-    mask = experience.full_action_mask()
-    first = experience.num_prompt_tokens
     count = min(count, experience.num_samples)
-    samples = []
-    for row in (index * experience.num_samples // count for index in range(count)):
-        prompt = experience.sequences[row, :first]
-        if experience.attention_mask is not None:
-            prompt = prompt[experience.attention_mask[row, :first].bool()]
-        response = experience.sequences[row, first:][mask[row]]
-        samples.append(
-            {
-                "prompt": tokenizer.decode(prompt, skip_special_tokens=True),
-                "response": tokenizer.decode(response, skip_special_tokens=True),
-                "reward": float(experience.reward[row]),
-                "sample_id": int(experience.sample_ids[row]) if experience.sample_ids is not None else None,
-            }
-        )
-    return samples
+    rows = [index * experience.num_samples // count for index in range(count)]
+    attention_mask = experience.attention_mask
+    tokens = (
+        experience.sequences[rows],
+        torch.ones_like(experience.sequences[rows]) if attention_mask is None else attention_mask[rows],
+        experience.full_action_mask()[rows],
+    )
+    texts = zip(decode_prompts(tokenizer, *tokens), decode_completions(tokenizer, *tokens), strict=True)
+    return [
+        {
+            "prompt": prompt,
+            "response": response,
+            "reward": float(experience.reward[row]),
+            "sample_id": int(experience.sample_ids[row]) if experience.sample_ids is not None else None,
+        }
+        for row, (prompt, response) in zip(rows, texts, strict=True)
+    ]

@@ -2,42 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from coati.errors import ConfigError
 
+Texts = list[str] | Callable[[], list[str]]
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+
 class RewardRequest:
-    """A batch of finished samples, as text and as tokens: functions read the text, models the tokens."""
+    """A batch of finished samples, as text and as tokens: functions read the text, models the tokens.
 
-    prompts: list[str]
-    completions: list[str]
-    """Both empty for a reward that says that it reads no text (`reads_text`), which is spared the decoding."""
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-    """Further columns of the dataset, B values each."""
-    sequences: Tensor  # [B, S] left-padded prompt, then response, S = P + A
-    attention_mask: Tensor  # [B, S]
-    action_mask: Tensor  # [B, A] True on response tokens
-    ready: Mapping[nn.Module, Tensor] = field(default_factory=dict)
-    """Scores [B] of reward models that were asked already, together with the reference and the critic."""
+    Args:
+        prompts: B texts, or a function that returns them; it is called when they are first read.
+        completions: the same for the responses.
+        sequences: [B, S] left-padded prompt, then response, S = P + A.
+        attention_mask: [B, S].
+        action_mask: [B, A] True on response tokens.
+        columns: further columns of the dataset, B values each.
+        ready: scores [B] of reward models that have been asked already, together with the reference and the critic.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: Texts,
+        completions: Texts,
+        sequences: Tensor,
+        attention_mask: Tensor,
+        action_mask: Tensor,
+        columns: Mapping[str, list[Any]] | None = None,
+        ready: Mapping[nn.Module, Tensor] | None = None,
+    ) -> None:
+        self._prompts, self._completions = prompts, completions
+        self.sequences, self.attention_mask, self.action_mask = sequences, attention_mask, action_mask
+        self.columns = dict(columns or {})
+        self.ready = dict(ready or {})
 
     def __len__(self) -> int:
-        return len(self.completions) or int(self.sequences.shape[0])
+        return int(self.sequences.shape[0])
+
+    @cached_property
+    def prompts(self) -> list[str]:
+        """The prompts as text."""
+        return self._prompts() if callable(self._prompts) else self._prompts
+
+    @cached_property
+    def completions(self) -> list[str]:
+        """The responses as text."""
+        return self._completions() if callable(self._completions) else self._completions
 
 
-@runtime_checkable
-class Reward(Protocol):
-    """Anything with a name that scores a batch."""
+class Reward:
+    """Scores a batch. Subclass it for a reward that is neither a function nor a model."""
 
-    @property
-    def name(self) -> str:
-        """What metrics and errors call it."""
+    name: str
+    """What metrics and errors call it."""
+    is_host_work = False
+    """True for a reward that computes with Python and not with models: it runs on a thread while models score."""
+    models: tuple[nn.Module, ...] = ()
+    """Models that it calls as `model(sequences, attention_mask)`. Makers call those that are `RewardModel`s beforehand;
+    take their scores from `RewardRequest.ready` where they are there."""
+    timeout_seconds = 1800.0
+    """How long it may take for a batch."""
 
     def score(self, request: RewardRequest) -> Tensor:
         """Return one score per sample, [B] float32; NaN = no score, so the caller drops the sample.
@@ -45,36 +76,10 @@ class Reward(Protocol):
         Raises:
             RewardError: when the reward as a whole failed.
         """
+        raise NotImplementedError
 
 
-def is_host_work(reward: Reward) -> bool:
-    """Whether a reward computes with Python and not with models, so that it may run beside them, on another thread.
-
-    It says so itself, by an attribute of this name; one that does not is taken for a model.
-    """
-    return bool(getattr(reward, "is_host_work", False))
-
-
-def reads_text(reward: Reward) -> bool:
-    """Whether a reward looks at prompts and completions as text; one that has no attribute of this name may."""
-    return bool(getattr(reward, "reads_text", True))
-
-
-def models_of(reward: Reward) -> tuple[nn.Module, ...]:
-    """The models that a reward asks, called as `model(sequences, attention_mask)`; it names them by `models`.
-
-    Makers ask those that are `RewardModel`s beforehand, so a reward that names them takes their scores from
-    `RewardRequest.ready` if they are there.
-    """
-    return tuple(getattr(reward, "models", ()))
-
-
-def longest_seconds(reward: Reward) -> float:
-    """How long a reward may take over a batch: its own `timeout_seconds`, or half an hour."""
-    return float(getattr(reward, "timeout_seconds", 1800.0))
-
-
-class WeightedSum:
+class WeightedSum(Reward):
     """The weighted sum of several rewards. A sample that one of them gives no score has none.
 
     Args:
@@ -89,43 +94,20 @@ class WeightedSum:
     def __init__(self, terms: Sequence[tuple[Reward, float]], name: str = "sum") -> None:
         names = [reward.name for reward, _ in terms]
         if not terms or len(set(names)) != len(names):
-            raise ConfigError(
-                f"reward.terms must be one or more rewards with different names, got {names}. "
-                "Give each term a name of its own."
-            )
+            raise ConfigError(f"reward.terms must be one or more rewards with different names, got {names}.")
         self.name = name
         self.last_terms: dict[str, float] = {}
+        self.is_host_work = all(reward.is_host_work for reward, _ in terms)
+        self.models = tuple(model for reward, _ in terms for model in reward.models)
+        self.timeout_seconds = sum(reward.timeout_seconds for reward, _ in terms)
         self._terms = tuple(terms)
-
-    @property
-    def is_host_work(self) -> bool:
-        """Whether all of the rewards may run beside the models."""
-        return all(is_host_work(reward) for reward, _ in self._terms)
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether any of the rewards does; a subclass with a `score` of its own may too."""
-        is_own = type(self).score is not WeightedSum.score
-        return is_own or any(reads_text(reward) for reward, _ in self._terms)
-
-    @property
-    def models(self) -> tuple[nn.Module, ...]:
-        """All models that they ask."""
-        return tuple(model for reward, _ in self._terms for model in models_of(reward))
-
-    @property
-    def timeout_seconds(self) -> float:
-        """The longest that they may take, one after the other."""
-        return sum(longest_seconds(reward) for reward, _ in self._terms)
 
     def score(self, request: RewardRequest) -> Tensor:
         """Return the weighted sum, [B] float32."""
-        scores = [reward.score(request).float() for reward, _ in self._terms]  # each [B]
-        self.last_terms = {
-            reward.name: score.nanmean().item() for (reward, _), score in zip(self._terms, scores, strict=True)
-        }
-        total = torch.zeros(len(request), dtype=torch.float32, device=scores[0].device)
-        for (_, weight), score in zip(self._terms, scores, strict=True):
+        scores = {reward.name: reward.score(request).float() for reward, _ in self._terms}  # each [B]
+        self.last_terms = {name: score.nanmean().item() for name, score in scores.items()}
+        total = torch.zeros(len(request), dtype=torch.float32, device=next(iter(scores.values())).device)
+        for reward, weight in self._terms:
             # A weight of 0 must not hide that a term failed: 0 × NaN stays NaN.
-            total = total + weight * score.to(total.device)
+            total = total + weight * scores[reward.name].to(total.device)
         return total

@@ -1,34 +1,38 @@
-"""A Python function as a reward, run on a thread of its own so that a hanging one cannot freeze a run."""
+"""A Python function as a reward, called on a thread so that a hanging one cannot freeze a run."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import itertools
 import math
 import numbers
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from coati.beside import beside
+from coati.counting import counted
 from coati.errors import RewardError
-from coati.rewards.base import RewardRequest
+from coati.rewards.base import Reward, RewardRequest
 
 _EXCERPT_LENGTH = 80
 
 
-class FunctionReward:
+class FunctionReward(Reward):
     """Scores text with a function called as TRL calls its own: by keyword, with lists of equal length.
 
     The function gets `prompts`, `completions` and the dataset's columns, but only those that its signature
     names (all of them if it takes `**kwargs`). It returns one number per sample; None, NaN and infinite ones
-    mean "no score". Texts are plain strings, for chat prompts too.
+    mean "no score". Texts are plain strings, for chat prompts too. It may be `async`: every batch then has its
+    own event loop.
 
     A call past the deadline raises. Python cannot end the thread, so a function that never returns keeps it
-    until the process ends (it is a daemon, and does not hold the process up).
+    until the process ends, which does not wait for it.
 
     Example:
         >>> def brevity(completions):
@@ -40,10 +44,10 @@ class FunctionReward:
 
     def __init__(self, function: Callable[..., Any], *, name: str = "", timeout_seconds: float = 120.0) -> None:
         self.name = name or getattr(function, "__name__", type(function).__name__)
-        self._function = function
         self.timeout_seconds = timeout_seconds
-        # One that asks a model on the card says so: it would get in the way of the models that score beside it.
+        # A function that asks a model on the GPU sets this to False: it would get in the way of the other models.
         self.is_host_work = bool(getattr(function, "is_host_work", True))
+        self._function = function
         self._parameters = _keyword_parameters(function)
 
     def score(self, request: RewardRequest) -> Tensor:
@@ -52,14 +56,14 @@ class FunctionReward:
         Raises:
             RewardError: when the function raises, hangs, or does not return one number per sample.
         """
-        result = self._call(self._arguments(request), request)
-        if len(result) != len(request):
+        returned = self._call(self._arguments(request), request)
+        if len(returned) != len(request):
             raise self._error(
-                f"must return {len(request)} scores, one for each completion, got {len(result)}",
+                f"returned {counted(len(returned), 'score')} for {counted(len(request), 'completion')}",
                 "Return a list as long as completions, with None where there is no score",
                 request,
             )
-        scores = [self._number(index, value, request) for index, value in enumerate(result)]
+        scores = [self._number(index, value, request) for index, value in enumerate(returned)]
         # Judge finiteness as float32: 1e300 is finite in Python and infinite in the tensor.
         tensor = torch.tensor(scores, dtype=torch.float64).to(torch.float32)  # [B]
         return torch.where(tensor.isfinite(), tensor, torch.full_like(tensor, math.nan))
@@ -68,52 +72,45 @@ class FunctionReward:
         offered = {**request.columns, "prompts": request.prompts, "completions": request.completions}
         if self._parameters is None:
             return offered
-        missing = [name for name, required in self._parameters.items() if required and name not in offered]
+        missing = [name for name, is_required in self._parameters.items() if is_required and name not in offered]
         if missing:
             raise self._error(
-                f"must only ask for prompts, completions and columns of the dataset, got the parameter "
-                f"{missing[0]!r}, which is none of {', '.join(offered)}",
+                f"has the parameter {missing[0]!r}, but it can only be called with {', '.join(offered)}",
                 "Rename the parameter, give it a default, or add the column to the prompts",
                 request,
             )
         return {name: value for name, value in offered.items() if name in self._parameters}
 
     def _call(self, arguments: Mapping[str, Any], request: RewardRequest) -> list[Any]:
-        """Run the function on a daemon thread and wait for it, at most until the deadline."""
-        outcome: list[Any] = []
-        failure: list[BaseException] = []
+        """Call the function on a daemon thread and wait for it, at most until the deadline."""
 
-        def work() -> None:
-            try:
-                # Listing happens here too: a generator does its work while it is read.
-                outcome.append(_listed(self._function(**arguments), len(request)))
-            except BaseException as error:  # SystemExit too: on a thread it would pass without a word
-                failure.append(error)
+        def work() -> list[Any] | None:
+            returned = self._function(**arguments)
+            if inspect.isawaitable(returned):
+                returned = asyncio.run(_awaited(returned))
+            return _listed(returned, len(request))  # a generator does its work while it is read
 
-        thread = threading.Thread(target=work, name=f"reward-{self.name}", daemon=True)
-        thread.start()
-        thread.join(self.timeout_seconds)
-        if failure:
-            error = failure[0]
+        call = beside(work, name=f"reward-{self.name}")
+        try:
+            returned = call.result(self.timeout_seconds)
+        except BaseException as error:  # SystemExit too, which a function may raise
+            if isinstance(error, FutureTimeout) and not call.done():
+                raise self._error(
+                    f"did not return within {self.timeout_seconds:g} s",
+                    "Make it faster, or raise reward.timeout_seconds",
+                    request,
+                ) from None
+            if not call.done():  # ours, for example Ctrl-C
+                raise
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise self._error(
-                f"must not raise, got {type(error).__name__}: {error} (at {place.filename}:{place.lineno})",
+                f"raised {type(error).__name__}: {error} (at {place.filename}:{place.lineno})",
                 "Correct the function, or return None for samples that it cannot score",
                 request,
             ) from error
-        if not outcome:
-            raise self._error(
-                f"must return within {self.timeout_seconds:g} seconds, got nothing by then",
-                "Make it faster, or raise reward.timeout_seconds",
-                request,
-            )
-        if outcome[0] is None:
-            raise self._error(
-                "must return a list of scores, got something that is not a list of numbers",
-                "Return one number for each completion",
-                request,
-            )
-        return list(outcome[0])
+        if returned is None:
+            raise self._error("did not return a list of scores", "Return one number for each completion", request)
+        return returned
 
     def _number(self, index: int, value: Any, request: RewardRequest) -> float:
         if value is None:
@@ -127,7 +124,7 @@ class FunctionReward:
             except OverflowError:  # an int too large for any float is as good as infinite
                 return math.inf
         raise self._error(
-            f"must return numbers (or None), got {_excerpt(repr(value))} ({type(value).__name__}) as score {index}",
+            f"returned {_excerpt(repr(value))} ({type(value).__name__}) as score {index}, which is not a number",
             "Convert the scores to float",
             request,
         )
@@ -140,24 +137,25 @@ class FunctionReward:
         return RewardError(f"Reward function {self.name!r} {what}. {remedy}.{sample}")
 
 
-def _listed(result: Any, expected: int) -> list[Any] | None:
+async def _awaited(returned: Any) -> Any:
+    return await returned
+
+
+def _listed(returned: Any, expected: int) -> list[Any] | None:
     """Turn what a function returned into a list; None when it is no collection of scores."""
-    if isinstance(result, Tensor):
-        return result.detach().cpu().tolist() if result.dim() == 1 else None
-    if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
+    if isinstance(returned, Tensor):
+        return returned.detach().cpu().tolist() if returned.dim() == 1 else None
+    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
         return None
     # One more than expected is enough to know that there are too many, even if the source never ends.
-    return list(result) if hasattr(result, "__len__") else list(itertools.islice(result, expected + 1))
+    return list(returned) if hasattr(returned, "__len__") else list(itertools.islice(returned, expected + 1))
 
 
 def _keyword_parameters(function: Callable[..., Any]) -> dict[str, bool] | None:
     """Return the parameters that can be passed by keyword, with True for required ones; None = takes any."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (
-        TypeError,
-        ValueError,
-    ):  # some compiled functions do not tell: offer the two that every reward knows
+    except (TypeError, ValueError):  # some compiled functions do not tell: offer the two that every reward knows
         return {"prompts": True, "completions": True}
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None

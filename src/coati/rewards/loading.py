@@ -48,8 +48,8 @@ def build_reward(
 def load_reward_function(name: str, search_paths: Sequence[Path] = ()) -> Callable[..., Any]:
     """Import the function that "module:function" names.
 
-    The search paths go to the front of `sys.path` and stay there, as a script's own folder does, because a
-    reward may import its neighbours when it is called rather than when it is loaded.
+    The search paths come first in `sys.path` during the import, and last from then on, because a reward may import its
+    neighbours when it is called.
 
     Raises:
         ConfigError: on bad syntax, a missing or broken module, a missing name, or something that is not
@@ -71,46 +71,38 @@ def load_reward_function(name: str, search_paths: Sequence[Path] = ()) -> Callab
         close = difflib.get_close_matches(attribute, public, n=3)
         functions = [known for known in public if callable(getattr(module, known))]
         hint = f"Did you mean {', '.join(close)}?" if close else f"It has {', '.join(functions) or 'none'}."
-        raise ConfigError(
-            f"A reward function must exist in its module, got {name!r}, but {_origin(module)} has no "
-            f"{attribute!r}. {hint}"
-        )
-    function = getattr(module, attribute)
+        raise ConfigError(f"Reward function {name!r}: {_origin(module)} has no {attribute!r}. {hint}")
+    function: Callable[..., Any] = getattr(module, attribute)
     if not callable(function):
-        raise ConfigError(
-            f"A reward function must be callable, got {name!r}, which is a {type(function).__name__}. "
-            "Name a function that takes prompts and completions."
-        )
-    return function  # type: ignore[no-any-return]
+        raise ConfigError(f"Reward function {name!r} is a {type(function).__name__}, not a function.")
+    return function
 
 
 def _import_module(name: str, module_name: str, search_paths: Sequence[Path]) -> ModuleType:
-    folders = [str(Path(path).resolve()) for path in search_paths]
+    folders = list(dict.fromkeys(str(Path(path).resolve()) for path in search_paths))
     spec = find_module(module_name, [Path(folder) for folder in folders])
     if spec is None:
         raise ConfigError(
-            f"A reward function's module must be found, got {name!r}, but there is no module {module_name!r} "
-            "in "
-            f"{', '.join(dict.fromkeys(folders)) or 'the search paths'} or the installed packages. "
-            "Check the name, or add its folder to reward.search_paths."
+            f"Reward function {name!r}: no module {module_name!r} in {', '.join(folders) or 'the search paths'} or the "
+            "installed packages. Check the name, or add its folder to reward.search_paths."
         )
-    for folder in reversed(folders):
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
     loaded = sys.modules.get(module_name)
     if loaded is not None and spec.origin and spec.has_location and _origin(loaded) != spec.origin:
         raise ConfigError(
-            f"A reward function's module must have a name of its own, got {name!r}: {spec.origin} is meant, "
-            "but "
-            f"{module_name!r} is already imported from {_origin(loaded)}. Rename your module."
+            f"Reward function {name!r}: {spec.origin} is meant, but {module_name!r} is already imported from "
+            f"{_origin(loaded)}. Rename your module."
         )
+    sys.path[:0] = folders
     try:
         return importlib.import_module(module_name)
-    except Exception as error:  # whatever the module does when it is imported is its own
+    except Exception as error:  # a module may raise anything
         raise ConfigError(
-            f"A reward function's module must import without an error, got {name!r}, but importing "
-            f"{spec.origin or module_name} raised {type(error).__name__}: {error}. Correct the module."
+            f"Reward function {name!r}: importing {spec.origin or module_name} raised {type(error).__name__}: {error}."
         ) from error
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
+        sys.path.extend(folder for folder in folders if folder not in sys.path)
 
 
 def _origin(module: ModuleType) -> str:

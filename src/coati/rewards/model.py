@@ -8,24 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from coati.errors import RewardError
-from coati.rewards.base import RewardRequest
+from coati.rewards.base import Reward, RewardRequest
 
 
-class ModelReward:
+class ModelReward(Reward):
     """Scores tokens with a module called as `model(sequences, attention_mask)`, which returns [B].
 
-    The module is switched to evaluation mode: dropout in a reward would be noise that nobody asked for.
+    The module is switched to evaluation mode: dropout would make its scores noisy.
     """
 
     def __init__(self, model: nn.Module, name: str = "model") -> None:
         self.name = name
         self._model = model.eval()
         self.models = (model,)
-
-    @property
-    def reads_text(self) -> bool:
-        """No; but a subclass with a `score` of its own may."""
-        return type(self).score is not ModelReward.score
 
     def score(self, request: RewardRequest) -> Tensor:
         """Return one score per sample, [B] float32, on the device of the sequences; NaN for non-finite ones.
@@ -38,12 +33,10 @@ class ModelReward:
             device = next((parameter.device for parameter in self._model.parameters()), request.sequences.device)
             with torch.no_grad():
                 scores = self._model(request.sequences.to(device), request.attention_mask.to(device))
-        expected = (request.sequences.shape[0],)
-        if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
+        if not isinstance(scores, Tensor) or scores.shape != (len(request),):
             came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             raise RewardError(
-                f"Reward model {self.name!r} must return one score per sequence, shape {expected}, got "
-                f"{came}. "
+                f"Reward model {self.name!r} must return one score per sequence, shape ({len(request)},), got {came}. "
                 "Use coati.models.RewardModel, or a module that squeezes its output to [B]."
             )
         scores = scores.to(request.sequences.device, torch.float32)

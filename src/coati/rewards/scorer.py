@@ -2,94 +2,75 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
-from itertools import compress
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from coati.beside import InTurn
-from coati.errors import RewardError
-from coati.rewards.base import Reward, RewardRequest, is_host_work, longest_seconds, models_of, reads_text
+from coati.beside import OneThread
+from coati.errors import ConfigError, RewardError
+from coati.rewards.base import Reward, RewardRequest, WeightedSum
+from coati.rewards.texts import decode_completions, decode_prompts
 
 _GRACE_SECONDS = 5.0
 
 
 class PendingScores:
-    """The scores of one batch, on their way.
+    """The scores of one batch, which may still be computed on a thread; call it to get them."""
 
-    With `in_turn` the reward is asked beside whatever its caller does, after the batches before; else when the scores
-    are wanted. What it is asked is made by `request`, which may take its time, then.
-    """
-
-    def __init__(
-        self, reward: Reward, request: Callable[[], RewardRequest], *, device: torch.device, in_turn: InTurn | None
-    ) -> None:
+    def __init__(self, reward: Reward, request: RewardRequest, thread: OneThread | None) -> None:
         self.terms: dict[str, float] = {}
         """Mean score of each term of a weighted sum, when the scores are there."""
-        self._reward, self._request, self._device, self._in_turn = reward, request, device, in_turn
-        self._seconds = (
-            longest_seconds(reward) + _GRACE_SECONDS
-        )  # a deadline of the reward's own ends before, and says more
-        self._made_at = time.monotonic()
-        self._began_at: float | None = None
-        self._future: Future[Tensor] | None = None
-        if in_turn is not None:
-            self._future = in_turn.run(lambda: self._ask({}), name=f"reward-{reward.name}")
+        self._reward, self._request = reward, request
+        # A reward's own deadline ends before this one and says more; the batch before may take its time too.
+        self._seconds = 2 * (reward.timeout_seconds + _GRACE_SECONDS)
+        self._deadline = time.monotonic() + self._seconds
+        self._future: Future[Tensor] | None = None if thread is None else thread.run(self._ask)
 
     @property
     def is_beside(self) -> bool:
-        """Whether the reward is asked beside its caller."""
+        """Whether they are computed on a thread, and not when they are called for."""
         return self._future is not None
 
     @property
     def is_ready(self) -> bool:
-        """Whether asking for the scores would not wait: they are there, or late enough to be an error."""
-        return self._future is None or self._future.done() or self._seconds_left() <= 0
+        """Whether calling for the scores would not wait: they are there, or overdue."""
+        return self._future is None or self._future.done() or self._seconds_left() == 0
 
     def wait(self, seconds: float) -> None:
         """Wait until they are ready, but not for longer."""
         if self._future is not None:
-            wait([self._future], timeout=max(0.0, min(seconds, self._seconds_left())))
+            wait([self._future], timeout=min(seconds, self._seconds_left()))
 
     def __call__(self, ready: Mapping[nn.Module, Tensor] | None = None) -> Tensor:
-        """The scores, [B] on the device of the sequences; waits for them, and raises what the reward raised.
+        """Return the scores, [B] on the device of the sequences; raise what the reward raised.
 
         `ready` are scores [B] of reward models that have been asked meanwhile.
         """
-        scores = self._ask(ready or {}) if self._future is None else self._waited_for(self._future)
-        return scores.to(self._device)
-
-    def _ask(self, ready: Mapping[nn.Module, Tensor]) -> Tensor:
-        request = dataclasses.replace(self._request(), ready=ready)
-        self._began_at = time.monotonic()
-        scores = self._reward.score(request)
-        self.terms = dict(getattr(self._reward, "last_terms", {}))  # before the next batch writes over them
-        return scores
-
-    def _seconds_left(self) -> float:
-        """Of its own time, which counts from its own start; before that, of its time after one that is stuck."""
-        until = self._made_at + 2 * self._seconds if self._began_at is None else self._began_at + self._seconds
-        return until - time.monotonic()
-
-    def _waited_for(self, scores: Future[Tensor]) -> Tensor:
-        assert self._in_turn is not None
+        if self._future is None:
+            self._request.ready.update(ready or {})
+            return self._ask().to(self._request.sequences.device)
         try:
-            return scores.result(timeout=max(0.0, self._seconds_left()))
+            return self._future.result(timeout=self._seconds_left()).to(self._request.sequences.device)
         except FutureTimeout:
-            if scores.done():  # the reward's own error
+            if self._future.done():  # the reward's own error
                 raise
             raise RewardError(
-                f"The reward {self._reward.name} must score a batch within {self._seconds:g} s, and did not. "
-                "Is it stuck?"
+                f"Reward {self._reward.name!r} did not score a batch within {self._seconds:g} s."
             ) from None
-        finally:
-            self._in_turn.has_seen(scores)
+
+    def _seconds_left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _ask(self) -> Tensor:
+        scores = self._reward.score(self._request)
+        if isinstance(self._reward, WeightedSum):
+            self.terms = self._reward.last_terms
+        return scores
 
 
 class RewardScorer:
@@ -101,18 +82,23 @@ class RewardScorer:
     """
 
     def __init__(self, reward: Reward, tokenizer: Any) -> None:
+        if not isinstance(reward, Reward):
+            raise ConfigError(
+                f"RewardScorer needs a coati.rewards.Reward, got a {type(reward).__name__}. Wrap a function in "
+                "FunctionReward and a model in ModelReward, or subclass Reward."
+            )
         self.reward = reward
         self.tokenizer = tokenizer
-        self._in_turn = InTurn()
+        self._thread: OneThread | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has turns of its own."""
-        return {**self.__dict__, "_in_turn": InTurn()}
+        """A copy starts its own thread."""
+        return {**self.__dict__, "_thread": None}
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
         """The models that the reward asks."""
-        return models_of(self.reward)
+        return self.reward.models
 
     def __call__(
         self,
@@ -134,57 +120,34 @@ class RewardScorer:
         action_mask: Tensor,  # [B, A]
         columns: Mapping[str, Any] | None = None,
     ) -> PendingScores:
-        """Start to score, and return what waits for the scores; it raises what the reward raised.
+        """Start to score, and return the pending scores.
 
-        Functions run beside whatever the caller does until then. They are never called for two batches at a time: the
-        second begins when the first has ended, and its deadline counts from there. A reward that may be a model is
-        asked when its scores are wanted: it would get in the way of other models.
+        Functions run on one thread, a batch at a time, while the caller does something else. A reward that may be a
+        model is asked when its scores are called for: it would get in the way of other models.
 
         `columns` are the further keys of a prompt batch, B values each. If `prompt` is among them, its texts
         are the prompts, exactly as the dataset or the chat template wrote them; else prompts are decoded.
         """
-        columns = {name: _as_list(values) for name, values in (columns or {}).items()}
-        for name, values in columns.items():
+        listed = {name: _as_list(values) for name, values in (columns or {}).items()}
+        for name, values in listed.items():
             if len(values) != sequences.shape[0]:
                 raise RewardError(
-                    f"Column {name!r} must have one value per sample ({sequences.shape[0]}), got "
-                    f"{len(values)}. "
+                    f"Column {name!r} must have one value per sample ({sequences.shape[0]}), got {len(values)}. "
                     "Pass the columns of the batch that the sequences were generated from."
                 )
-        prompts: list[str] | None = columns.pop("prompt", None)
-        # Texts are written when the reward is asked, from tokens that are on the host by then: fetched at that time,
-        # they would come behind whatever the models compute meanwhile.
-        has_texts = reads_text(self.reward)
-        on_host = (sequences.cpu(), attention_mask.cpu(), action_mask.cpu()) if has_texts else None
-
-        def request() -> RewardRequest:
-            texts = ([], []) if on_host is None else self._texts(*on_host, prompts)
-            return RewardRequest(
-                prompts=texts[0],
-                completions=texts[1],
-                columns=columns,
-                sequences=sequences,
-                attention_mask=attention_mask,
-                action_mask=action_mask,
-            )
-
-        in_turn = self._in_turn if is_host_work(self.reward) else None
-        return PendingScores(self.reward, request, device=sequences.device, in_turn=in_turn)
-
-    def _texts(
-        self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, prompts: list[str] | None
-    ) -> tuple[list[str], list[str]]:
-        """Prompts (those that are given, if any are) and completions."""
-        length = sequences.shape[1] - action_mask.shape[1]  # P
-        return (
-            prompts or self.decode(sequences[:, :length], attention_mask[:, :length].bool()),
-            self.decode(sequences[:, length:], action_mask.bool()),
+        tokens = {"sequences": sequences, "attention_mask": attention_mask, "action_mask": action_mask}
+        is_host_work = self.reward.is_host_work
+        # For a thread the tokens are fetched now: later they would wait for what the models compute meanwhile.
+        texts_of = {name: tensor.cpu() for name, tensor in tokens.items()} if is_host_work else tokens
+        request = RewardRequest(
+            prompts=listed.pop("prompt", partial(decode_prompts, self.tokenizer, **texts_of)),
+            completions=partial(decode_completions, self.tokenizer, **texts_of),
+            columns=listed,
+            **tokens,
         )
-
-    def decode(self, ids: Tensor, mask: Tensor) -> list[str]:
-        """Decode the unmasked ids of each row; padding may be a real token, so only the mask tells."""
-        rows = [list(compress(*row)) for row in zip(ids.tolist(), mask.tolist(), strict=True)]
-        return [self.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
+        if is_host_work and self._thread is None:
+            self._thread = OneThread(name="rewards")
+        return PendingScores(self.reward, request, self._thread if is_host_work else None)
 
 
 def _as_list(values: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from coati.experience_maker.dropping import (
 )
 from coati.experience_maker.naive import action_values
 from coati.models import Actor, Critic, RewardModel
-from coati.rewards import RewardScorer
+from coati.rewards import Reward, RewardScorer
 from coati.rollout import ReferenceEngine
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10], [9, 10]]
@@ -304,7 +304,7 @@ class Letters:
         return " ".join(map(str, ids))
 
 
-class Remembering:
+class Remembering(Reward):
     """A reward that keeps what it was asked and pays by the length of the text."""
 
     name = "remembering"
@@ -326,7 +326,7 @@ def test_columns_and_texts_reach_a_reward_scorer(make_maker):
     assert request.columns == {"answer": ["a", "b", "c", "d"], "level": [0, 1, 2, 3]}
     assert request.prompts == ["3 4 5", "6", "7 8 9 10", "9 10"]
     responses = [response for _, response in texts(experience)]
-    assert request.completions == [" ".join(map(str, response)) for response in responses]
+    assert [text.split() for text in request.completions] == [list(map(str, response)) for response in responses]
     assert experience.reward.tolist() == [len(response) for response in responses]
 
 

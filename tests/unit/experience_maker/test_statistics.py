@@ -64,13 +64,13 @@ class Letters:
 
 def test_samples_are_told_without_padding(experience):
     assert sample_texts(experience, Letters(), 2) == [
-        {"prompt": "3 4", "response": "5 2", "reward": 1.0, "sample_id": 7},
-        {"prompt": "4", "response": "2", "reward": 2.0, "sample_id": 8},
+        {"prompt": "3 4", "response": " 5 2", "reward": 1.0, "sample_id": 7},
+        {"prompt": "4", "response": " 2", "reward": 2.0, "sample_id": 8},
     ]
     experience.attention_mask, experience.sample_ids = None, None
     assert sample_texts(experience, Letters(), 9)[1] == {
         "prompt": "0 4",
-        "response": "2",
+        "response": " 2",
         "reward": 2.0,
         "sample_id": None,
     }

@@ -1,5 +1,6 @@
 """Reward functions by name: found, or an error that says why not."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -32,6 +33,16 @@ def test_a_function_from_a_file_and_from_a_package(folder):
     assert load_reward_function("plainly:praise", [folder])(["x"]) == [2.0]
 
 
+def test_a_folder_of_rewards_does_not_hide_other_modules(folder):
+    """A neighbour called like a package that something imports later."""
+    (folder / "colorsys.py").write_text("raise AssertionError\n")
+    (folder / "shadowing.py").write_text("def praise(completions):\n    return [1.0]\n")
+    sys.modules.pop("colorsys", None)
+    load_reward_function("shadowing:praise", [folder])
+    assert "site-packages" not in importlib.import_module("colorsys").__file__
+    assert sys.path[-1] == str(folder)
+
+
 @pytest.mark.parametrize("name", ["praise", "rewards:", ":praise", "rewards:a.b", "rewards/film:praise", "a:b:c"])
 def test_bad_syntax(name):
     with pytest.raises(ConfigError) as caught:
@@ -59,7 +70,7 @@ def test_a_missing_function_lists_close_names(folder):
 
 def test_something_that_is_not_callable(folder):
     (folder / "data.py").write_text("praise = 3\n")
-    with pytest.raises(ConfigError, match="must be callable, got 'data:praise', which is a int"):
+    with pytest.raises(ConfigError, match="'data:praise' is a int"):
         load_reward_function("data:praise", [folder])
 
 
@@ -77,7 +88,6 @@ def test_a_module_that_does_not_import_shows_its_own_error(folder, source, expec
         load_reward_function("faulty:praise", [folder])
     assert expected in str(caught.value)
     assert "faulty.py" in str(caught.value)
-    assert "Correct the module" in str(caught.value)
 
 
 def test_a_name_that_another_module_took(folder):
