@@ -141,7 +141,7 @@ def make_scorer(config: RunSettings, *, compiled: bool = False, body_from: Seque
 def load_tokenizer(config: RunSettings) -> Any:
     """The tokenizer, padding on the left."""
     try:
-        return AutoTokenizer.from_pretrained(config.tokenizer_path, padding_side="left")
+        return AutoTokenizer.from_pretrained(config.tokenizer_path, padding_side="left", trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.tokenizer must be a folder or hub name with a tokenizer, got {config.tokenizer_path!r}: "
@@ -154,7 +154,7 @@ def make_prompts(config: RunSettings, *, shard: int = 0, num_shards: int = 1, fi
     prompts = config.prompts
     table = load_prompts(prompts.path, split=prompts.split, subset=prompts.subset, column=prompts.column)
     holder = torch.nn.Module()
-    holder.config = _loaded("model.path", config.model.path, AutoConfig)
+    holder.config = _loaded("model.path", config.model.path, AutoConfig, trust_remote_code=False)
     return PromptStream(
         table,
         load_tokenizer(config),

@@ -53,37 +53,3 @@ class OneThread:
     def _work(self) -> None:
         while (settle := self._calls.get()) is not None:
             settle()
-
-
-class InTurn:
-    """Runs calls beside their caller, but one after the other, in the order in which they come.
-
-    A call that fails takes along those that came before anybody knew of it: they are not made, and fail with the same
-    error.
-
-    >>> in_turn, order = InTurn(), []
-    >>> futures = [in_turn.run(lambda number=number: order.append(number), name="count") for number in range(3)]
-    >>> [future.result(timeout=10) for future in futures] and order
-    [0, 1, 2]
-    """
-
-    def __init__(self) -> None:
-        self._last: Future[object] | None = None
-
-    def run(self, call: Callable[[], T], *, name: str) -> "Future[T]":
-        """Make the call when the one before has ended."""
-        before = self._last
-
-        def call_after() -> T:
-            if before is not None:
-                before.result()
-            return call()
-
-        future = beside(call_after, name=name)
-        self._last = future  # type: ignore[assignment]  # whatever it returns
-        return future
-
-    def has_seen(self, future: "Future[T]") -> None:
-        """Somebody knows what came of this call, or that it is stuck: those that come from now on do not wait."""
-        if future is self._last:
-            self._last = None

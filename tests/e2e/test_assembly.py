@@ -313,3 +313,19 @@ def test_prompts_of_a_model_without_a_config_name_the_model(tmp_path):
     config = config_of(model={"path": str(tmp_path / "empty")}, prompts={"path": str(path)})
     with pytest.raises(ConfigError, match=r"model\.path must be a folder or hub name"):
         assembly.make_prompts(config)
+
+
+def test_a_model_with_code_of_its_own_is_refused_without_a_question(tmp_path, monkeypatch):
+    """transformers asks the terminal whether to run a model's code, unless it is told not to."""
+    own_code = {"model_type": "odd", "auto_map": {"AutoConfig": "odd.Odd", "AutoTokenizer": ["odd.Odd", None]}}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps({**own_code, "tokenizer_class": "Odd"}))
+    (tmp_path / "odd.py").write_text("class Odd: ...")
+
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
+    config = config_of(model={"path": str(tmp_path)})
+    for load in (assembly.trainer_models, assembly.load_tokenizer):
+        with pytest.raises(ConfigError):
+            load(config)
+    assert asked == []

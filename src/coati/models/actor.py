@@ -36,6 +36,7 @@ class Actor(nn.Module):
     @classmethod
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
         """Load from a folder or a hub name; `kwargs` go to `AutoModelForCausalLM.from_pretrained`."""
+        kwargs.setdefault("trust_remote_code", False)  # without it transformers would ask the terminal
         deferred = build_deferred(
             lambda: cls(_causal_without_weights(str(path), **kwargs), lora=lora), weights_of=path, options=kwargs
         )

@@ -147,7 +147,7 @@ def build_deferred(
     """
     if not _come_later.get():
         return None
-    unknown = set(options) - {"dtype", "attn_implementation"}
+    unknown = set(options) - {"dtype", "attn_implementation", "trust_remote_code"}
     if unknown:
         _say_whole(weights_of, f"the options {', '.join(sorted(unknown))} need the weights at once")
         return None

@@ -18,7 +18,7 @@ def own_config(config: PreTrainedConfig | str | Path) -> PreTrainedConfig:
     one config would be what the second one was asked to be.
     """
     if isinstance(config, str | Path):
-        loaded: PreTrainedConfig = AutoConfig.from_pretrained(str(config))
+        loaded: PreTrainedConfig = AutoConfig.from_pretrained(str(config), trust_remote_code=False)
         return loaded
     return copy.deepcopy(config)
 

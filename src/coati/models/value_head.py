@@ -44,7 +44,8 @@ class ValueHeadModel(nn.Module):
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
         """Load what `save_pretrained` wrote, a classification model, or any body (then a new head)."""
         head_file = Path(path) / HEAD_FILE
-        config = AutoConfig.from_pretrained(str(path))
+        kwargs.setdefault("trust_remote_code", False)  # without it transformers would ask the terminal
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=kwargs["trust_remote_code"])
         architecture = next(iter(getattr(config, "architectures", None) or ()), "")
         has_own_head = not head_file.exists() and architecture.endswith("ForSequenceClassification")
         auto_class = AutoModelForSequenceClassification if has_own_head else AutoModel

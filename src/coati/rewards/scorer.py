@@ -135,15 +135,17 @@ class RewardScorer:
                     f"Column {name!r} must have one value per sample ({sequences.shape[0]}), got {len(values)}. "
                     "Pass the columns of the batch that the sequences were generated from."
                 )
-        tokens = {"sequences": sequences, "attention_mask": attention_mask, "action_mask": action_mask}
         is_host_work = self.reward.is_host_work
-        # For a thread the tokens are fetched now: later they would wait for what the models compute meanwhile.
-        texts_of = {name: tensor.cpu() for name, tensor in tokens.items()} if is_host_work else tokens
+        tokens = (sequences, attention_mask, action_mask)
+        if is_host_work:  # fetched now: on the thread they would wait for what the models compute meanwhile
+            tokens = (sequences.cpu(), attention_mask.cpu(), action_mask.cpu())
         request = RewardRequest(
-            prompts=listed.pop("prompt", partial(decode_prompts, self.tokenizer, **texts_of)),
-            completions=partial(decode_completions, self.tokenizer, **texts_of),
+            prompts=listed.pop("prompt", partial(decode_prompts, self.tokenizer, *tokens)),
+            completions=partial(decode_completions, self.tokenizer, *tokens),
             columns=listed,
-            **tokens,
+            sequences=sequences,
+            attention_mask=attention_mask,
+            action_mask=action_mask,
         )
         if is_host_work and self._thread is None:
             self._thread = OneThread(name="rewards")
