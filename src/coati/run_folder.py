@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 from coati.config import RunSettings, dump_config
+from coati.config.checks import input_paths
 from coati.config.plan import output_files
 from coati.errors import ConfigError
 
@@ -49,7 +50,8 @@ def check_run_folder(config: RunSettings, *, overwrite: bool) -> None:
 def check_inputs_outside(config: RunSettings) -> None:
     """Raise ConfigError if the run reads something that lies in the folder that it replaces."""
     folder = config.output_folder
-    for key, value in _inputs(config):
+    folders = {f"reward.search_paths[{index}]": path for index, path in enumerate(config.reward.search_paths)}
+    for key, value in (input_paths(config) | folders).items():
         if Path(value).exists() and Path(value).resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
                 f"{key} {value!r} lies in run.output {str(folder)!r}, which the run replaces. "
@@ -173,19 +175,3 @@ def _delete_earlier(folder: Path) -> None:
 
 def _entries(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name not in _OURS]
-
-
-def _inputs(config: RunSettings) -> list[tuple[str, str]]:
-    """What the run reads, by setting."""
-    model, reward = config.model, config.reward
-    named = {
-        "model.path": model.path,
-        "model.reference": model.reference,
-        "model.tokenizer": model.tokenizer,
-        "model.critic": "" if model.critic == "actor" else model.critic,
-        "prompts.path": config.prompts.path,
-        "reward.model": reward.model,
-        **{f"reward.terms[{index}].model": term.model for index, term in enumerate(reward.terms)},
-        **{f"reward.search_paths[{index}]": path for index, path in enumerate(reward.search_paths)},
-    }
-    return [(key, value) for key, value in named.items() if value]

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from coati.cli.run import EXIT_STOPPED, execute
 from coati.config import RunSettings, load_config, make_plan, preflight
+from coati.config.hub import avoid_hub_without_network
 from coati.errors import ConfigError
 from coati.run_folder import check_inputs_outside, check_run_folder, open_run_folder
 
@@ -25,6 +26,7 @@ def run_train(
     config = load_config(path, overrides)
     if problems := preflight(config):
         raise ConfigError("\n".join(problems))
+    avoid_hub_without_network(config)
     _check_sync(config, sync=sync, address=address)
     _check_device(config, sync=sync)
     if sync:  # one process takes turns, so every sample comes from the newest weights

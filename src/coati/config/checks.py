@@ -47,17 +47,23 @@ def looks_local(path: str) -> bool:
     return "/" in path and Path(path).parent.is_dir()
 
 
-def _model_problems(config: RunSettings) -> list[str]:
-    wanted = {
+def input_paths(config: RunSettings) -> dict[str, str]:
+    """Return the models and prompts that the run reads, by setting: paths and hub names."""
+    named = {
         "model.path": config.model.path,
         "model.reference": config.model.reference,
         "model.tokenizer": config.model.tokenizer,
         "model.critic": "" if config.model.critic == "actor" else config.model.critic,
+        "prompts.path": config.prompts.path,
         "reward.model": config.reward.model,
     } | {f"reward.terms[{index}].model": term.model for index, term in enumerate(config.reward.terms)}
+    return {key: path for key, path in named.items() if path}
+
+
+def _model_problems(config: RunSettings) -> list[str]:
     problems = []
-    for key, path in wanted.items():
-        if not path or not looks_local(path):
+    for key, path in input_paths(config).items():
+        if key == "prompts.path" or not looks_local(path):
             continue
         needed = "tokenizer_config.json" if key == "model.tokenizer" else "config.json"
         if not Path(path).is_dir():
