@@ -49,6 +49,7 @@ class RunState:
     beat: int  # goes up by one with every write
     makers: int
     makers_wanted: int
+    cores: int = 0  # that the actors share; 0 on a cluster
     message: str = ""
     request_id: str = ""  # the newest request that the run has begun
     answer: Literal["", "working", "done", "refused"] = ""  # to that request
@@ -57,11 +58,17 @@ class RunState:
 class RunControl:
     """The run's side: reads requests and writes the state. A disk that fails must not end a run, so it only warns."""
 
-    def __init__(self, folder: Path, *, makers: int) -> None:
+    def __init__(self, folder: Path, *, makers: int, cores: int = 0) -> None:
         self._folder = folder
         self._has_warned = False
         self._state = RunState(
-            status="starting", pid=os.getpid(), host=socket.gethostname(), beat=0, makers=makers, makers_wanted=makers
+            status="starting",
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            beat=0,
+            makers=makers,
+            makers_wanted=makers,
+            cores=cores,
         )
         self._last_seen = _signature(folder / _CONTROL)  # what is there already was not meant for this run
         self.report()

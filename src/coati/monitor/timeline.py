@@ -59,6 +59,16 @@ ACTIVITIES: Final[Mapping[str, Activity]] = {
 """Every activity that actors of this project report, in the order in which reports list them."""
 
 
+def is_idle(what: str) -> bool:
+    """Return whether an activity is a wait."""
+    return what in ACTIVITIES and ACTIVITIES[what].kind == "idle"
+
+
+def label_of(what: str) -> str:
+    """Return what people call an activity."""
+    return ACTIVITIES[what].label if what in ACTIVITIES else what
+
+
 LEAVE: Final = "leave"
 """The last span of a maker that left before the run ended; it takes no time."""
 

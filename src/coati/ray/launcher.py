@@ -10,6 +10,7 @@ ends it with everything trained so far saved. Makers may join and leave meanwhil
 """
 
 import logging
+import os
 import tempfile
 import time
 import uuid
@@ -75,7 +76,8 @@ class DetachedRun:
         self._say("starting Ray" if self._address is None else "joining the cluster")
         where = connected(self._config, address=self._address, namespace=namespace, log_to_driver=self._log_to_driver)
         with where as cluster:
-            self._control = RunControl(self._folder, makers=self._config.topology.makers)
+            cores = os.cpu_count() or 0 if self._address is None else 0
+            self._control = RunControl(self._folder, makers=self._config.topology.makers, cores=cores)
             self._scaler = Scaler(
                 self._crew,
                 deadlines=self._deadlines,

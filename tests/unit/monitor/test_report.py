@@ -12,6 +12,7 @@ from coati.cli.report import run_report, time_table
 from coati.errors import ConfigError, DataError
 from coati.monitor.report import ActorSpan, read_run, render_page, run_times, trace_events
 from coati.monitor.report.drawing import columns_of, curve, thinned, typical_window
+from coati.monitor.report.folder import Processors
 from coati.monitor.report.page import chosen_samples
 from coati.monitor.report.time_use import Piece, pieces_of
 from coati.monitor.timeline import Span
@@ -57,8 +58,22 @@ def folder(tmp_path):
     (tmp_path / "spans.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     metrics = [
         {"step": 1, "version": 0, "time": 104.0, "policy/entropy": None},
-        {"step": 2, "version": 0, "time": 108.0, "reward/mean": 0.25, "maker/samples": 8.0},
-        {"step": 3, "version": 1, "time": 109.0, "reward/mean": 0.75, "maker/samples": 12.0},
+        {
+            "step": 2,
+            "version": 0,
+            "time": 108.0,
+            "reward/mean": 0.25,
+            "maker/samples": 8.0,
+            "reward/term_brevity": 5.12e-7,
+        },
+        {
+            "step": 3,
+            "version": 1,
+            "time": 109.0,
+            "reward/mean": 0.75,
+            "maker/samples": 12.0,
+            "reward/term_brevity": 1e-7,
+        },
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     samples = [
@@ -67,7 +82,9 @@ def folder(tmp_path):
         for index in range(5)
     ]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
-    (tmp_path / "config.toml").write_text('[run]\nname = "film"\n[algorithm]\nname = "ppo"\n')
+    settings = '[run]\nname = "film"\n[algorithm]\nname = "ppo"\n[topology]\nmakers = 1\ntrainers = 1\n'
+    (tmp_path / "config.toml").write_text(settings)
+    (tmp_path / "state.json").write_text('{"status": "ended", "message": "completed", "cores": 2}')
     return tmp_path
 
 
@@ -116,16 +133,44 @@ def test_times_of_both_actors_by_hand():
     [
         ({"generate": 5, "wait_weights": 5}, {"train": 5, "wait_data": 5}, "max_staleness"),
         ({"generate": 10}, {"train": 6, "wait_data": 4}, "generation is the limit"),
-        ({"generate": 6, "wait_rewards": 4}, {"train": 5, "wait_data": 5}, r"reward functions \(40%\): those are the"),
-        ({"generate": 4, "wait_weights": 6}, {"train": 10}, "waited for weights 60%.*training is the limit"),
-        ({"generate": 7, "wait_room": 3}, {"train": 10}, "waited for room in the buffer 30%"),
+        ({"generate": 6, "wait_rewards": 4}, {"train": 5, "wait_data": 5}, r"reward functions \(40%\)"),
+        ({"generate": 4, "wait_weights": 6}, {"train": 10}, "weights 60%.*training is the limit"),
+        ({"generate": 7, "wait_room": 3}, {"train": 10}, "room in the buffer 30%"),
         ({"generate": 9, "wait_weights": 1}, {"train": 9, "wait_data": 1}, "in balance"),
-        ({"generate": 5}, {"train": 10}, "nothing left to do for 50% of it: training is the limit"),
+        ({"generate": 5}, {"train": 10}, "finished 50%.*training is the limit"),
     ],
 )
 def test_the_verdict_names_what_limits_the_run(maker, trainer, says):
     times = shares(**{"maker-0": maker, "trainer-0": trainer})
     assert re.search(says, times.verdict())
+
+
+def test_no_more_makers_are_advised_where_all_cores_are_busy():
+    times = shares(**{"maker-0": {"generate": 10}, "trainer-0": {"train": 6, "wait_data": 4}})
+    assert "More makers" in times.verdict()
+    assert "More makers" in times.verdict(Processors(cores=16, threads_per_actor=1))
+    busy = times.verdict(Processors(cores=2, threads_per_actor=1))  # 10 + 6 of 2 · 10 s
+    assert "2 cores" in busy
+    assert "80%" in busy
+    assert "More makers" not in busy
+    idle = shares(**{"maker-0": {"generate": 5, "wait_weights": 5}, "trainer-0": {"train": 5, "wait_data": 5}})
+    assert "max_staleness" in idle.verdict(Processors(cores=2, threads_per_actor=1))
+
+
+@pytest.mark.parametrize(
+    ("topology", "cores", "expected"),
+    [
+        ("", 2, Processors(2, 1)),
+        ("makers = 2\ntrainers = 2", 16, Processors(16, 4)),
+        ("makers = 5\nthreads_per_actor = 3", 8, Processors(8, 3)),
+        ("gpus_per_trainer = 0.5", 8, None),
+        ("", 0, None),
+    ],
+)
+def test_the_processors_of_a_run(folder, topology, cores, expected):
+    (folder / "config.toml").write_text(f"[topology]\n{topology}")
+    (folder / "state.json").write_text(json.dumps({"cores": cores}))
+    assert read_run(folder).processors == expected
 
 
 def test_who_was_there_for_a_part_of_the_run_has_shares_of_that_part():
@@ -146,17 +191,17 @@ def test_who_was_there_for_a_part_of_the_run_has_shares_of_that_part():
     times = run_times(spans)
     assert [actor.elapsed for actor in times.actors] == [100.0, 10.0, 10.0, 50.0, 100.0]
     assert [actor.busy_share for actor in times.actors] == pytest.approx([1.0, 1.0, 0.9, 0.42, 0.9])
-    assert [actor.done_share for actor in times.actors] == pytest.approx([0.0, 0.0, 0.0, 0.58, 0.0])
-    assert [actor.rest_share for actor in times.actors] == pytest.approx([0.0, 0.0, 0.1, 0.0, 0.0])
+    assert [actor.finished_share for actor in times.actors] == pytest.approx([0.0, 0.0, 0.0, 0.58, 0.0])
+    assert [actor.other_share for actor in times.actors] == pytest.approx([0.0, 0.0, 0.1, 0.0, 0.0])
     assert times.busiest.actor == "maker-0"
     # Nothing to do in 29 of the 170 s in which makers were there, and 15 % is what it takes to be told.
-    assert "nothing left to do for 17% of it" in times.verdict()
+    assert "finished 17%" in times.verdict()
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(time_table(times))
     text = console.export_text()
-    assert re.search(r"was there\W+100%\W+10%\W+10%\W+50%\W+100%", text)
-    assert re.search(r"was done\W+0%\W+0%\W+0%\W+58%\W+0%", text)
-    assert re.search(r"none of these\W+0%\W+0%\W+10%\W+0%\W+0%", text)
+    assert re.search(r"present\W+100%\W+10%\W+10%\W+50%\W+100%", text)
+    assert re.search(r"had finished\W+0%\W+0%\W+0%\W+58%\W+0%", text)
+    assert re.search(r"other\W+0%\W+0%\W+10%\W+0%\W+0%", text)
 
 
 def test_one_process_has_nothing_to_overlap():
@@ -188,9 +233,27 @@ def test_columns_share_pieces_out():
 def test_curves_are_thinned_to_averages_and_drawn_even_if_flat():
     assert thinned([(0, 1), (1, 3), (2, 5), (3, 7)], most=2) == [(0.5, 2.0), (2.5, 6.0)]
     assert thinned([(0, 1)], most=5) == [(0, 1)]
-    picture = ElementTree.fromstring(curve([(0, 2.0), (1, 2.0)], title="a < b", x_label="step"))
-    texts = [node.text for node in picture.iter() if node.text]
-    assert texts[:2] == ["a < b", "2"]
+    assert texts_of(curve([(0, 2.0), (1, 2.0)], title="a < b"))[0] == "a < b"
+
+
+def texts_of(picture):
+    return [node.text for node in ElementTree.fromstring(picture).iter() if node.text]
+
+
+@pytest.mark.parametrize(
+    ("values", "title", "labels"),
+    [
+        ([5.12e-07, 4.05], "KL", ["0", "2", "4"]),
+        ([0.0, 0.0], "KL", ["0", "0.5", "1"]),
+        ([5.12e-07, 1e-07], "KL (× 10⁻⁹)", ["200", "400", "600"]),
+        ([12_500.0, 47_500.0], "KL", ["20,000", "40,000"]),
+    ],
+)
+def test_axis_labels_are_round_numbers_in_full(values, title, labels):
+    texts = texts_of(curve(list(enumerate(values)), title="KL"))
+    assert texts[0] == title
+    assert [label for label in labels if label not in texts] == []
+    assert not any("e-" in text or "e+" in text for text in texts)
 
 
 def test_the_close_up_is_of_steps_in_the_middle():
@@ -219,7 +282,9 @@ def test_the_page_holds_everything_and_loads_nothing(folder):
     assert "trainer-0: wait for data, 40% of the time" in hints
     hints = [node.text for node in close_up.iter("{http://www.w3.org/2000/svg}title")]
     assert "train, version 0: 4.00 s, at 4.000 s" in hints
-    assert len(curves) == 1  # the reward is the only metric with two points
+    assert len(curves) == 2  # only the reward and its term have two points
+    for part in ("reward term: brevity", "completed", "makers = 1", "[algorithm]"):
+        assert part in page
 
 
 def test_samples_are_of_the_first_and_the_last_version(folder):
@@ -259,14 +324,14 @@ def test_the_command_prints_a_table_and_writes_page_and_trace(folder, tmp_path, 
 def test_a_run_without_spans_has_a_report_but_no_trace(folder, tmp_path, capsys):
     (folder / "spans.jsonl").unlink()
     run_report(folder, html=tmp_path / "page.html", trace=None)
-    assert "no timeline" in capsys.readouterr().out
+    assert "no spans" in capsys.readouterr().out
     assert "wrote no spans" in (tmp_path / "page.html").read_text()
     with pytest.raises(ConfigError, match=r"--trace needs spans.*spans_kept"):
         run_report(folder, html=None, trace=tmp_path / "trace.json")
 
 
 def test_folders_that_are_no_runs_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere', which does not exist"):
+    with pytest.raises(ConfigError, match="does not exist"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"neither metrics.jsonl nor spans.jsonl"):
         read_run(tmp_path)

@@ -1,4 +1,4 @@
-"""Pictures as SVG text: who did what when, and curves. No library, no script, nothing to load."""
+"""Pictures as SVG text: what actors did when, and curves. No library, no script, nothing to load."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from html import escape
 from typing import Final
 
 from coati.monitor.performance import format_seconds
-from coati.monitor.report.time_use import ActorTime, Piece, RunTimes, is_idle, label_of
-from coati.monitor.timeline import ACTIVITIES
+from coati.monitor.report.time_use import ActorTime, Piece, RunTimes
+from coati.monitor.timeline import ACTIVITIES, is_idle, label_of
 
 COLOURS: Final[Mapping[str, str]] = {
     "generate": "#2f7fc1",
@@ -43,15 +43,16 @@ MAX_ACTORS: Final = 24
 _COLUMNS: Final = (36, 240)  # of the overview, at least and at most
 _STEPS_PER_COLUMN: Final = 3  # fewer, and a column shows where in a step it fell
 _MAX_POINTS: Final = 300
+_SUPERSCRIPTS: Final = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def colour_of(what: str) -> str:
-    """The colour of an activity, the same in every picture."""
+    """Return the colour of an activity, the same in every picture."""
     return COLOURS.get(what, OTHER_COLOUR)
 
 
 def overview(times: RunTimes) -> str:
-    """The whole run: for each actor, how its time was divided, in columns from left to right."""
+    """Draw the whole run: for each actor, how its time was divided, in columns from left to right."""
     actors = times.actors[:MAX_ACTORS]
     rows = []
     for index, actor in enumerate(actors):
@@ -63,7 +64,7 @@ def overview(times: RunTimes) -> str:
 
 
 def close_up(times: RunTimes, start: float, end: float) -> str:
-    """A part of the run, span by span: work at full height, waits low, other threads as a thin line below."""
+    """Draw a part of the run, span by span: work at full height, waits low, other threads as a thin line below."""
     actors = times.actors[:MAX_ACTORS]
     rows = []
     top = 0.0
@@ -82,7 +83,7 @@ def close_up(times: RunTimes, start: float, end: float) -> str:
 
 
 def typical_window(times: RunTimes, num_steps: int = 6) -> tuple[float, float]:
-    """Some steps in the middle of the run."""
+    """Return the start and end of some steps in the middle of the run."""
     for what in ("train", "generate"):
         for actor in times.actors:
             steps = [piece for piece in actor.pieces if piece.what == what]
@@ -94,41 +95,47 @@ def typical_window(times: RunTimes, num_steps: int = 6) -> tuple[float, float]:
 
 
 def legend(activities: Iterable[str]) -> str:
-    """The colours by name, as HTML."""
+    """List the colours by name, as HTML."""
     known = [what for what in (*ACTIVITIES, *sorted(set(activities) - ACTIVITIES.keys())) if what in set(activities)]
     entries = (f'<span><i style="background:{colour_of(what)}"></i>{escape(label_of(what))}</span>' for what in known)
     return f'<p class="legend">{"".join(entries)}</p>'
 
 
-def curve(points: Sequence[tuple[float, float]], *, title: str, x_label: str) -> str:
-    """One metric: its points, faint, and their moving average."""
-    width, height, left, right, top, bottom = 340.0, 190.0, 56.0, 10.0, 26.0, 30.0
+def curve(points: Sequence[tuple[float, float]], *, title: str) -> str:
+    """Draw one metric over the training steps: its points, faint, and their moving average."""
+    width, height, left, right, top, bottom = 340.0, 190.0, 46.0, 12.0, 26.0, 22.0
     points = thinned(points)
     xs, ys = [x for x, _ in points], [y for _, y in points]
+    scale, unit = _unit(ys)
+    ys = [y * scale for y in ys]
     low, high = min(ys), max(ys)
-    is_flat = high - low < 1e-12 * max(1.0, abs(high))
-    if is_flat:
-        low, high = low - 0.5, high + 0.5
+    if high - low < 1e-9 * max(1.0, abs(high)):
+        low, high = (low, low + 1.0) if low == 0 else (low - 0.5, high + 0.5)
+    # The axis begins and ends at a tick, so that the labels are round numbers.
+    ticks = _round_ticks(low, high, about=3)
+    step = ticks[1] - ticks[0] if len(ticks) > 1 else high - low
+    ticks = [ticks[0] - step, *ticks] if ticks[0] > low + step / 10 else ticks
+    ticks = [*ticks, ticks[-1] + step] if ticks[-1] < high - step / 10 else ticks
+    low, high = ticks[0], ticks[-1]
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - xs[0]) / (xs[-1] - xs[0]) if xs[-1] > xs[0] else 0.5
-        return left + across * (width - left - right), top + (high - y) / (high - low) * (height - top - bottom)
+    def across(x: float) -> float:
+        share = (x - xs[0]) / (xs[-1] - xs[0]) if xs[-1] > xs[0] else 0.5
+        return left + share * (width - left - right)
+
+    def down(y: float) -> float:
+        return top + (high - y) / (high - low) * (height - top - bottom)
 
     def line(values: Sequence[float]) -> str:
-        return " ".join(
-            f"{across:.1f},{down:.1f}" for across, down in (place(x, y) for x, y in zip(xs, values, strict=True))
-        )
+        return " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in zip(xs, values, strict=True))
 
-    ticks = [(ys[0], place(xs[0], ys[0])[1])] if is_flat else [(low, height - bottom), (high, top)]
-    parts = [
-        _text(left, 14, title, size=12, weight="bold"),
-        *(
-            f'<line x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" opacity="0.15"/>'
-            for _, y in ticks
-        ),
-        *(_text(left - 5, y + 4, _short(value), anchor="end") for value, y in ticks),
-        _text(left, height - bottom + 15, _short(xs[0])),
-        _text(width - right, height - bottom + 15, f"{x_label} {_short(xs[-1])}", anchor="end"),
+    parts = [_text(left, 14, title + unit, size=12, weight="bold")]
+    for tick in ticks:
+        y = down(tick)
+        parts.append(_line(left, y, width - right, y))
+        parts.append(_text(left - 5, y + 4, _label(tick), anchor="end"))
+    for tick in _round_ticks(xs[0], xs[-1], about=4) if xs[-1] > xs[0] else xs[:1]:
+        parts.append(_text(across(tick), height - bottom + 15, _label(tick), anchor="middle"))
+    parts += [
         f'<polyline points="{line(ys)}" fill="none" stroke="#2f7fc1" stroke-width="1" opacity="0.35"/>',
         f'<polyline points="{line(_smooth(ys))}" fill="none" stroke="#2f7fc1" stroke-width="2"/>',
     ]
@@ -136,7 +143,7 @@ def curve(points: Sequence[tuple[float, float]], *, title: str, x_label: str) ->
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = _MAX_POINTS) -> list[tuple[float, float]]:
-    """At most so many points: neighbours are averaged."""
+    """Average neighbours, so that at most `most` points are left."""
     groups = min(len(points), most)
     edges = [index * len(points) // groups for index in range(groups + 1)]
     found = []
@@ -147,13 +154,13 @@ def thinned(points: Sequence[tuple[float, float]], most: int = _MAX_POINTS) -> l
 
 
 def num_columns(times: RunTimes) -> int:
-    """Columns of the overview, each as wide as some steps."""
+    """Return the number of columns of the overview, each as wide as some steps."""
     steps = max(sum(piece.what in ("train", "generate") for piece in actor.pieces) for actor in times.actors)
     return min(max(steps // _STEPS_PER_COLUMN, _COLUMNS[0]), _COLUMNS[1])
 
 
 def columns_of(pieces: Sequence[Piece], start: float, end: float, count: int) -> list[dict[str, float]]:
-    """Divide a stretch of time in columns of equal width; for each, the share of every activity."""
+    """Divide a period into columns of equal width; for each, return the share of every activity."""
     width = (end - start) / count
     columns: list[dict[str, float]] = [{} for _ in range(count)]
     for piece in pieces:
@@ -167,7 +174,7 @@ def columns_of(pieces: Sequence[Piece], start: float, end: float, count: int) ->
 
 
 def _stacked(actor: ActorTime, times: RunTimes, top: float) -> Iterable[str]:
-    """Work from below, waits on top of it, what nobody accounts for empty; one path for each activity."""
+    """Work from below, waits on top of it, the rest empty; one path for each activity."""
     columns = columns_of(actor.pieces, times.start, times.end, num_columns(times))
     width = (WIDTH - _LEFT) / len(columns)
     levels = [0.0] * len(columns)
@@ -206,10 +213,7 @@ def _with_axis(rows: list[str], height: float, start: float, end: float, *, orig
     for seconds in _round_ticks(start - origin, end - origin):
         x = _LEFT + (seconds - (start - origin)) / (end - start) * (WIDTH - _LEFT)
         anchor = "end" if x > WIDTH - 20 else "middle"
-        ticks.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height:.1f}" stroke="currentColor" opacity="0.18"/>'
-            + _text(x, height + 15, f"{seconds:g} s", anchor=anchor)
-        )
+        ticks.append(_line(x, 0, x, height) + _text(x, height + 15, f"{_label(seconds)} s", anchor=anchor))
     return _svg(rows + ticks, WIDTH, height + _AXIS)
 
 
@@ -224,6 +228,10 @@ def _round_ticks(start: float, end: float, about: int = 8) -> list[float]:
     step = next(factor * scale for factor in (1, 2, 5, 10) if factor * scale >= rough * 0.999)
     first = math.ceil(start / step - 1e-9)
     return [round(index * step, 9) for index in range(first, math.floor(end / step + 1e-9) + 1)]
+
+
+def _line(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="currentColor" opacity="0.18"/>'
 
 
 def _frame(top: float) -> str:
@@ -259,5 +267,24 @@ def _smooth(values: Sequence[float]) -> list[float]:
     ]
 
 
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def _unit(values: Sequence[float]) -> tuple[float, str]:
+    """Return a factor that makes small numbers readable, and how to write it in a title.
+
+    >>> _unit([0.0, 5.12e-07])
+    (1000000000.0, ' (× 10⁻⁹)')
+    """
+    largest = max(map(abs, values))
+    if largest == 0 or largest >= 0.01:
+        return 1.0, ""
+    exponent = 3 * math.ceil(-math.log10(largest) / 3)
+    return 10.0**exponent, f" (× 10⁻{str(exponent).translate(_SUPERSCRIPTS)})"
+
+
+def _label(value: float) -> str:
+    """Write a tick in full.
+
+    >>> _label(0.25), _label(-0.0), _label(12_500.0)
+    ('0.25', '0', '12,500')
+    """
+    text = f"{value:,.6f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
@@ -11,52 +11,72 @@ from coati import __version__
 from coati.monitor.performance import format_seconds
 from coati.monitor.report import drawing
 from coati.monitor.report.folder import RunFolder
-from coati.monitor.report.summary import headline
-from coati.monitor.report.time_use import TOTALS, RunTimes, is_idle, label_of
+from coati.monitor.report.time_use import RunTimes
 
 NUM_SAMPLES: Final = 4
+_ENDS: Final = 10  # versions at either end over which the mean reward is taken
+_TERM: Final = "reward/term_"
 
 _CURVES: Final = (
-    ("reward/mean", "mean reward", "step", "step"),
-    ("kl/per_sample", "KL to the initial model, nats per sample", "step", "step"),
-    ("response/length", "response tokens", "step", "step"),
-    ("policy/entropy", "entropy, nats per token", "step", "step"),
-    ("value/explained_variance", "explained variance of the critic", "step", "step"),
-    ("policy/clip_fraction", "clipped tokens", "step", "step"),
-    ("train/age_mean", "age of the data, versions", "step", "step"),
-    ("trainer/busy_share", "trainer: share of time training", "step", "step"),
-    ("maker/busy_share", "makers: share of time working", "step", "step"),
+    ("reward/mean", "mean reward"),
+    (_TERM, ""),  # where the terms of a weighted reward go
+    ("kl/per_sample", "KL to the initial model, nats per sample"),
+    ("response/length", "response tokens"),
+    ("response/cut_fraction", "fraction of responses cut at the limit"),
+    ("policy/entropy", "entropy, nats per token"),
+    ("policy/clip_fraction", "fraction of tokens clipped"),
+    ("policy/grad_norm", "norm of the actor's gradient"),
+    ("value/explained_variance", "explained variance of the critic"),
+    ("optim/actor_lr", "learning rate of the actor"),
+    ("train/age_mean", "age of the data, versions"),
+    ("trainer/busy_share", "trainer: share of time training"),
+    ("maker/busy_share", "makers: share of time working"),
+)
+
+_KEY_SETTINGS: Final = (
+    ("model", ("path", "device", "dtype")),
+    ("prompts", ("path",)),
+    ("reward", ("function", "model", "terms")),
+    ("rollout", ("prompts_per_batch", "samples_per_prompt", "max_new_tokens", "temperature", "engine")),
+    ("algorithm", ("name", "kl_coef")),
+    ("train", ("total_steps", "update_steps", "epochs", "batch_size", "actor_lr", "critic_lr", "strategy")),
+    ("topology", ("makers", "trainers", "max_staleness", "gpus_per_maker", "gpus_per_trainer")),
+    ("lora", ("rank",)),
 )
 
 _STYLE: Final = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem;
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2rem auto; padding: 0 1rem;
   color: light-dark(#222, #ddd); background: light-dark(#fff, #16181c); }
 h1 { font-size: 1.6rem; margin-bottom: 0; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-svg { max-width: 100%; height: auto; display: block; }
+svg { width: 100%; height: auto; display: block; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td, th { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--line); } th { font-weight: 600; }
-td { white-space: nowrap; } td:first-child, th:first-child { text-align: left; }
-.idle { background: var(--soft); } .text { text-align: left; white-space: normal; } .prompt { opacity: .6; }
-.facts { display: flex; flex-wrap: wrap; gap: .6rem 2.4rem; padding: 0; list-style: none; } .facts b { display: block;
-  font-size: 1.25rem; } .curves { display: flex; flex-wrap: wrap; gap: 1rem; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; font-size: .85rem; } .legend i { display: inline-block;
-  width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
+td, th { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid var(--line); } th { font-weight: 600; }
+td:first-child, th:first-child { text-align: left; } tr.idle { background: var(--soft); }
+tr.total td { font-weight: 600; } td.text, th.text { text-align: left; overflow-wrap: anywhere; }
+.prompt { opacity: .6; } .facts { display: flex; flex-wrap: wrap; gap: .6rem 2.4rem; padding: 0; list-style: none; }
+.facts b { display: block; font-size: 1.25rem; }
+.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(290px, 1fr)); gap: 1rem; }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; font-size: .85rem; }
+.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
+pre { columns: 20rem; font-size: .8rem; overflow-wrap: anywhere; white-space: pre-wrap; }
 .wide { overflow-x: auto; } footer { margin-top: 3rem; font-size: .8rem; opacity: .7; }
 """
 
 
 def render_page(run: RunFolder, times: RunTimes | None) -> str:
-    """The page; parts that the run has nothing for are left out, and said to be."""
+    """Return the page. Parts for which the run wrote nothing are left out, and the page says so."""
     body = [
         f"<h1>{escape(run.name)}</h1>",
         _facts(headline(run, times)),
         "<h2>Where the time went</h2>",
-        _timeline(times),
+        _timeline(run, times),
         "<h2>Learning</h2>",
         _curves(run),
         "<h2>Samples</h2>",
         _samples(run.samples),
+        "<h2>Settings</h2>",
+        _settings(run),
         f"<footer>coati {__version__}, from {escape(str(run.path))}</footer>",
     ]
     return (
@@ -68,61 +88,77 @@ def render_page(run: RunFolder, times: RunTimes | None) -> str:
     )
 
 
+def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
+    """Return the few facts at the top of a report as (name, value) pairs, as far as the run has them."""
+    state = run.state
+    facts = [("status", str(state.get("message") or state["status"]))] if "status" in state else []
+    if algorithm := run.settings.get("algorithm", {}).get("name"):
+        facts.append(("algorithm", str(algorithm)))
+    rewards = [reward for _, reward in run.series("reward/mean")]
+    if rewards:
+        ends = max(1, min(_ENDS, len(rewards) // 4))
+        first, last = sum(rewards[:ends]) / ends, sum(rewards[-ends:]) / ends
+        versions = "version" if ends == 1 else f"{ends} versions"
+        facts.append((f"mean reward, first and last {versions}", f"{first:.3f} → {last:.3f}"))
+    if run.metrics:
+        facts.append(("training steps", f"{len(run.metrics):,}"))
+    samples = sum(value for _, value in run.series("maker/samples"))
+    if samples:
+        facts.append(("samples", f"{samples:,.0f}"))
+    if times is not None:
+        facts.append(("time, without start-up", format_seconds(times.elapsed)))
+        if samples and times.elapsed > 0:
+            facts.append(("samples per second", f"{samples / times.elapsed:,.1f}"))
+        facts.append((f"busiest actor ({times.busiest.actor}) worked", f"{times.busiest_share:.0%}"))
+    return facts
+
+
 def _facts(facts: Sequence[tuple[str, str]]) -> str:
     entries = "".join(f"<li><b>{escape(value)}</b>{escape(name)}</li>" for name, value in facts)
     return f'<ul class="facts">{entries}</ul>'
 
 
-def _timeline(times: RunTimes | None) -> str:
+def _timeline(run: RunFolder, times: RunTimes | None) -> str:
     if times is None:
         return "<p>The run wrote no spans (logging.spans_kept = 0, or an older version).</p>"
     start, end = drawing.typical_window(times)
-    used = {
-        piece.what
-        for actor in times.actors
-        for pieces in (actor.pieces, *actor.other_lanes.values())
-        for piece in pieces
-    }
+    lanes = (pieces for actor in times.actors for pieces in (actor.pieces, *actor.other_lanes.values()))
     hidden = len(times.actors) - drawing.MAX_ACTORS
-    more = f"<p>{hidden} more actors are in the table only.</p>" if hidden > 0 else ""
     return "\n".join(
         [
-            f"<p>{escape(times.verdict())}</p>",
-            drawing.legend(used),
+            f"<p>{escape(times.verdict(run.processors))}</p>",
+            drawing.legend({piece.what for pieces in lanes for piece in pieces}),
             "<p>The whole run. Every column is a slice of time: work from below, waits above it.</p>",
             drawing.overview(times),
             f"<p>A close-up of {escape(format_seconds(end - start))} in the middle. Full height is work, low bars are "
             "waits; below each actor, what its other threads did. Point at a bar for its times.</p>",
             drawing.close_up(times, start, end),
-            more,
+            f"<p>{hidden} more actors are in the table only.</p>" if hidden > 0 else "",
             _time_table(times),
         ]
     )
 
 
 def _time_table(times: RunTimes) -> str:
-    used = [what for what in drawing.COLOURS if any(what in actor.seconds for actor in times.actors)]
-
-    def cells(tag: str, values: Iterable[str]) -> str:
-        marks = ["", *[""] * len(TOTALS), *(' class="idle"' if is_idle(what) else "" for what in used)]
-        return "<tr>" + "".join(f"<{tag}{m}>{v}</{tag}>" for v, m in zip(values, marks, strict=True)) + "</tr>"
-
-    rows = [cells("th", ["actor", *TOTALS, *(escape(label_of(what)) for what in used)])]
-    for actor in times.actors:
-        seconds = actor.seconds
-        shares = (f"{seconds[what]:.1f} s<br>{actor.share(what):.0%}" if what in seconds else "" for what in used)
-        sums = (f"<b>{share(actor):.0%}</b>" for share in TOTALS.values())
-        rows.append(cells("td", [escape(actor.actor), *sums, *shares]))
+    table = times.table()
+    rows = ["<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in table.columns) + "</tr>"]
+    for row in table.rows:
+        cells = (f"<td>{share:.0%}</td>" if share > 0 or row.kind == "total" else "<td></td>" for share in row.shares)
+        rows.append(f'<tr class="{row.kind}"><td>{escape(row.label)}</td>{"".join(cells)}</tr>')
     return f'<div class="wide"><table>{"".join(rows)}</table></div>'
 
 
 def _curves(run: RunFolder) -> str:
-    found = []
-    for metric, title, over, x_label in _CURVES:
-        points = run.series(metric, over=over)
-        if len(points) > 1:
-            found.append(drawing.curve(points, title=title, x_label=x_label))
-    return f'<div class="curves">{"".join(found)}</div>' if found else "<p>No metric has two points yet.</p>"
+    terms = sorted({name for row in run.metrics for name in row if name.startswith(_TERM)})
+    titles: list[tuple[str, str]] = []
+    for metric, title in _CURVES:
+        titles += (
+            [(name, f"reward term: {name[len(_TERM) :]}") for name in terms] if metric == _TERM else [(metric, title)]
+        )
+    found = [drawing.curve(points, title=title) for name, title in titles if len(points := run.series(name)) > 1]
+    if not found:
+        return "<p>No metric has two points yet.</p>"
+    return f'<p>Over training steps.</p><div class="curves">{"".join(found)}</div>'
 
 
 def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
@@ -138,12 +174,28 @@ def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
 
 
 def chosen_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """A few of the first version, and a few of the last."""
+    """Return a few samples of the first version, and a few of the last."""
     versions = [sample.get("version") for sample in samples]
     first = [sample for sample in samples if sample.get("version") == versions[0]][:NUM_SAMPLES]
     if versions[-1] == versions[0]:
         return first
     return first + [sample for sample in samples if sample.get("version") == versions[-1]][:NUM_SAMPLES]
+
+
+def _settings(run: RunFolder) -> str:
+    settings = run.settings
+    if not settings:
+        return "<p>The folder has no config.toml.</p>"
+    rows = []
+    for section, names in _KEY_SETTINGS:
+        values = settings.get(section, {})
+        chosen = (f"{name} = {values[name]}" for name in names if values.get(name) not in (None, "", [], 0))
+        if text := ", ".join(chosen):
+            rows.append(f'<tr><td>{section}</td><td class="text">{_text(text)}</td></tr>')
+    return (
+        f"<table>{''.join(rows)}</table>\n<details><summary>All settings (config.toml)</summary>"
+        f"<pre>{_text(run.settings_text)}</pre></details>"
+    )
 
 
 def _text(value: Any) -> str:

@@ -7,14 +7,18 @@ import heapq
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from coati.monitor.report.folder import ActorSpan
-from coati.monitor.timeline import ACTIVITIES, LEAVE, WORK, Span
+from coati.monitor.report.folder import ActorSpan, Processors
+from coati.monitor.timeline import ACTIVITIES, LEAVE, WORK, Span, is_idle, label_of
 
-# A run begins when somebody does one of these for the first time; before that it starts up.
+# A run begins when some actor does one of these for the first time; before that it starts up.
 _FIRST_WORK: Final = frozenset({"generate", "train", "wait_data"})
 _NOTABLE_SHARE: Final = 0.15
+_SATURATED_SHARE: Final = 0.75
+_MAX_COLUMNS: Final = 6
+# An actor that was present for less of the run joined late or left early; the rest is start-up.
+_PRESENT_SHARE: Final = 0.9
 
 
 class Piece(NamedTuple):
@@ -28,17 +32,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ActorTime:
-    """What one actor did with its time: the window of the run, or the part of it in which the actor was there."""
+    """What one actor did with its time: the window of the run, or the part of it in which the actor was present."""
 
     actor: str
     pieces: list[Piece]
     """Of the lane of work, one after the other, inside the window."""
     other_lanes: Mapping[str, list[Piece]]
-    """What it did beside that."""
+    """What its other threads did."""
     elapsed: float
-    """Seconds in which it was there; shares are of these."""
-    done: float = 0.0
-    """Seconds of those in which it had nothing left to do but to take new weights, and the run went on."""
+    """Seconds in which it was present; shares are of these."""
+    finished: float = 0.0
+    """Seconds of those in which it had nothing left to do while the run continued."""
 
     @functools.cached_property
     def seconds(self) -> dict[str, float]:
@@ -49,9 +53,9 @@ class ActorTime:
         return {what: seconds for what, seconds in totals.items() if seconds > 0}
 
     def share(self, *activities: str) -> float:
-        """The part of its time that went into these activities."""
-        spent = self.seconds
-        return sum(spent.get(what, 0.0) for what in activities) / self.elapsed if self.elapsed > 0 else 0.0
+        """Return the part of its time that went into these activities."""
+        spent = sum(self.seconds.get(what, 0.0) for what in activities)
+        return spent / self.elapsed if self.elapsed > 0 else 0.0
 
     @property
     def busy_share(self) -> float:
@@ -64,23 +68,29 @@ class ActorTime:
         return self.share(*(what for what in self.seconds if is_idle(what)))
 
     @property
-    def done_share(self) -> float:
-        """The part of its time in which it was done already."""
-        return self.done / self.elapsed if self.elapsed > 0 else 0.0
+    def finished_share(self) -> float:
+        """The part of its time after its work was done."""
+        return self.finished / self.elapsed if self.elapsed > 0 else 0.0
 
     @property
-    def rest_share(self) -> float:
-        """The part of its time of which nothing is recorded: it was between two things."""
-        return max(0.0, 1.0 - self.busy_share - self.idle_share - self.done_share)
+    def other_share(self) -> float:
+        """The part of its time that no span covers."""
+        return max(0.0, 1.0 - self.busy_share - self.idle_share - self.finished_share)
 
 
-TOTALS: Final[Mapping[str, Callable[[ActorTime], float]]] = {
-    "worked": lambda actor: actor.busy_share,
-    "waited": lambda actor: actor.idle_share,
-    "was done": lambda actor: actor.done_share,
-    "none of these": lambda actor: actor.rest_share,
-}
-"""What an actor's time adds up to, as tables show it."""
+class TimeRow(NamedTuple):
+    """A line of the table: a share of the time for each column."""
+
+    label: str
+    kind: Literal["work", "idle", "total"]
+    shares: list[float]
+
+
+class TimeTable(NamedTuple):
+    """Shares of time by activity, for each actor, or as means for each kind of actor where there are many."""
+
+    columns: list[str]
+    rows: list[TimeRow]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,29 +108,58 @@ class RunTimes:
 
     @property
     def busiest(self) -> ActorTime:
-        """Whoever worked most: the run cannot be quicker than that actor."""
+        """The actor that worked most: the run cannot be faster than that."""
         return max(self.actors, key=lambda actor: actor.busy_share * actor.elapsed)
 
     @property
     def busiest_share(self) -> float:
-        """The part of the window, and not only of its own time, in which the busiest actor worked."""
+        """The part of the window, not only of its own time, in which the busiest actor worked."""
         return self.busiest.busy_share * self.busiest.elapsed / self.elapsed if self.elapsed > 0 else 0.0
 
-    def verdict(self) -> str:
-        """One or two sentences on what limits the run, and what to do about it."""
+    def table(self) -> TimeTable:
+        """Return the shares of all activities that took some time, and their totals."""
+        groups = _columns(self.actors)
+
+        def row(label: str, kind: Literal["work", "idle", "total"], share: Callable[[ActorTime], float]) -> TimeRow:
+            return TimeRow(label, kind, [mean_share(actors, share) for actors in groups.values()])
+
+        took_time = (what for what in ACTIVITIES if any(actor.share(what) >= 0.005 for actor in self.actors))
+        used = sorted(took_time, key=is_idle)
+        rows = [
+            row(label_of(what), ACTIVITIES[what].kind, lambda actor, what=what: actor.share(what))  # type: ignore[misc]
+            for what in used
+        ]
+        rows += [
+            row("worked", "total", lambda actor: actor.busy_share),
+            row("waited", "total", lambda actor: actor.idle_share),
+            row("had finished", "total", lambda actor: actor.finished_share),
+            row("other", "total", lambda actor: actor.other_share),
+        ]
+        if any(actor.elapsed < _PRESENT_SHARE * self.elapsed for actor in self.actors):
+            means = [sum(actor.elapsed for actor in actors) / len(actors) for actors in groups.values()]
+            rows.append(TimeRow("present", "total", [mean / self.elapsed for mean in means]))
+        return TimeTable(list(groups), rows)
+
+    def verdict(self, processors: Processors | None = None) -> str:
+        """Say in one or two sentences what limits the run, and what would help.
+
+        `processors` are those that all actors share, if they do.
+        """
         trainers = [actor for actor in self.actors if "train" in actor.seconds]
         makers = [actor for actor in self.actors if "generate" in actor.seconds]
         if not trainers or not makers or trainers == makers:
             return f"One process did everything in turn, for {self.busiest_share:.0%} of the time: nothing overlapped."
         lead = f"{self.busiest.actor} worked {self.busiest_share:.0%} of the time, more than any other."
+        saturated = self._saturated(processors)
         data = mean_share(trainers, lambda actor: actor.share("wait_data"))
         weights = mean_share(makers, lambda actor: actor.share("wait_weights"))
         room = mean_share(makers, lambda actor: actor.share("wait_room"))
         rewards = mean_share(makers, lambda actor: actor.share("wait_rewards"))
+        finished = mean_share(makers, lambda actor: actor.finished_share)
         if data >= _NOTABLE_SHARE and rewards >= max(weights, _NOTABLE_SHARE):
             return (
-                f"{lead} Trainers waited for data ({data:.0%}) and makers for reward functions ({rewards:.0%}): those "
-                "are the limit. Make them quicker, or use more makers (coati scale)."
+                f"{lead} Trainers waited for data ({data:.0%}) and makers for reward functions ({rewards:.0%}): reward "
+                "functions are the limit. Make them faster, or use more makers (coati scale)."
             )
         if data >= _NOTABLE_SHARE and weights >= _NOTABLE_SHARE:
             return (
@@ -128,28 +167,34 @@ class RunTimes:
                 "A greater topology.max_staleness would let them overlap."
             )
         if data >= _NOTABLE_SHARE:
-            return (
-                f"{lead} Trainers waited for data {data:.0%} of the time: generation is the limit. More makers "
-                "(coati scale), or shorter responses, would help."
-            )
-        if max(weights, room) >= _NOTABLE_SHARE:
-            cause = "weights" if weights >= room else "room in the buffer"
+            remedy = saturated or "More makers (coati scale), or shorter responses, would help."
+            return f"{lead} Trainers waited for data {data:.0%} of the time: generation is the limit. {remedy}"
+        if max(weights, room, finished) >= _NOTABLE_SHARE:
+            cause = "had finished" if finished >= max(weights, room) else "waited for weights"
+            cause = "waited for room in the buffer" if room > max(weights, finished) else cause
             fewer = "Fewer makers would do; more trainers" if len(makers) > 1 else "More trainers"
-            return (
-                f"{lead} Makers waited for {cause} {max(weights, room):.0%} of the time: training is the limit. "
-                f"{fewer}, or a quicker training step, would help."
-            )
-        done = mean_share(makers, lambda actor: actor.done_share)
-        if done >= _NOTABLE_SHARE:
-            return (
-                f"{lead} Makers had nothing left to do for {done:.0%} of it: training is the limit. More trainers, or "
-                "a quicker training step, would help."
-            )
-        return f"{lead} Nobody waited long: makers and trainers are in balance."
+            remedy = saturated or f"{fewer}, or a faster training step, would help."
+            share = max(weights, room, finished)
+            return f"{lead} Makers {cause} {share:.0%} of the time: training is the limit. {remedy}"
+        return f"{lead} No actor waited long: makers and trainers are in balance. {saturated}".rstrip()
+
+    def _saturated(self, processors: Processors | None) -> str:
+        """Say that the processors are the limit, if they are; else an empty string."""
+        if processors is None or not self.elapsed:
+            return ""
+        busy_actors = sum(actor.busy_share * actor.elapsed for actor in self.actors) / self.elapsed
+        share = min(1.0, busy_actors * processors.threads_per_actor / processors.cores)
+        if share < _SATURATED_SHARE:
+            return ""
+        cores = "the only core" if processors.cores == 1 else f"the {processors.cores} cores"
+        return (
+            f"The actors keep {cores} of the machine busy ({share:.0%}), so more of them would not help: more cores, a "
+            "GPU, shorter responses or a smaller model would."
+        )
 
 
 def mean_share(actors: Sequence[ActorTime], share: Callable[[ActorTime], float]) -> float:
-    """The mean of their shares, by the time that each of them was there."""
+    """Return the mean of their shares, weighted by the time that each was present."""
     elapsed = sum(actor.elapsed for actor in actors)
     return sum(share(actor) * actor.elapsed for actor in actors) / elapsed if elapsed > 0 else 0.0
 
@@ -157,7 +202,7 @@ def mean_share(actors: Sequence[ActorTime], share: Callable[[ActorTime], float])
 def run_times(spans: Sequence[ActorSpan]) -> RunTimes | None:
     """Cut all spans to the window of the run; None if no span tells of work.
 
-    An actor is there from its first span on, and until the run ends unless it says that it left.
+    An actor is present from its first span until the run ends, or until the span that says that it left.
     """
     starts = [span.start for _, span in spans if span.what in _FIRST_WORK]
     if not starts:
@@ -171,18 +216,20 @@ def run_times(spans: Sequence[ActorSpan]) -> RunTimes | None:
         own = [span for found in by_actor[actor].values() for span in found]
         came = max(start, min(span.start for span in own))
         left = max(span.end for span in own) if any(span.what == LEAVE for span in own) else end
-        # Whoever is done still takes new weights into use.
+        # An actor that has finished still puts new weights into use.
         last = max((span.end for span in own if span.lane == WORK and span.what != "commit"), default=came)
         lanes = {lane: pieces_of(found, start, end) for lane, found in by_actor[actor].items()}
         work = lanes.pop(WORK, [])
-        elapsed = max(0.0, left - came)
-        done = max(0.0, left - max(last, came) - sum(piece.end - piece.start for piece in work if piece.start >= last))
-        actors.append(ActorTime(actor=actor, pieces=work, other_lanes=lanes, elapsed=elapsed, done=done))
+        later = sum(piece.end - piece.start for piece in work if piece.start >= last)
+        finished = max(0.0, left - max(last, came) - later)
+        actors.append(
+            ActorTime(actor=actor, pieces=work, other_lanes=lanes, elapsed=max(0.0, left - came), finished=finished)
+        )
     return RunTimes(start=start, end=end, actors=actors)
 
 
 def pieces_of(spans: Iterable[Span], start: float, end: float) -> list[Piece]:
-    """Cut spans that lie inside or across each other into pieces: of those at one moment, the latest begun counts.
+    """Cut spans that lie inside or across each other into pieces: at each moment the latest begun counts.
 
     So a span inside another takes its time away from that one.
     """
@@ -194,14 +241,16 @@ def pieces_of(spans: Iterable[Span], start: float, end: float) -> list[Piece]:
     open_spans: list[tuple[float, int, Span]] = []  # the latest begun first
 
     def emit(until: float, since: float) -> float:
-        """Give the time up to `until` to whoever has it; returns how far we are."""
+        """Give the time up to `until` to the spans that are open; return how far we are."""
         while open_spans and since < until:
             span = open_spans[0][2]
             if span.end <= since:
                 heapq.heappop(open_spans)
                 continue
             stop = min(span.end, until)
-            _append(pieces, Piece(span.what, max(since, start), min(stop, end), span.version))
+            piece = Piece(span.what, max(since, start), min(stop, end), span.version)
+            if piece.end > piece.start:
+                pieces.append(piece)
             since = stop
         return until
 
@@ -213,21 +262,15 @@ def pieces_of(spans: Iterable[Span], start: float, end: float) -> list[Piece]:
     return pieces
 
 
-def is_idle(what: str) -> bool:
-    """Whether this is a wait and no work."""
-    return what in ACTIVITIES and ACTIVITIES[what].kind == "idle"
-
-
-def label_of(what: str) -> str:
-    """What people call an activity."""
-    return ACTIVITIES[what].label if what in ACTIVITIES else what
-
-
-def _append(pieces: list[Piece], piece: Piece) -> None:
-    if piece.end > piece.start:
-        pieces.append(piece)
+def _columns(actors: Sequence[ActorTime]) -> dict[str, list[ActorTime]]:
+    if len(actors) <= _MAX_COLUMNS:
+        return {actor.actor: [actor] for actor in actors}
+    kinds: dict[str, list[ActorTime]] = {}
+    for actor in actors:
+        kinds.setdefault(actor.actor.rstrip("0123456789").rstrip("-"), []).append(actor)
+    return {f"{kind}, mean of {len(members)}": members for kind, members in kinds.items()}
 
 
 def _in_natural_order(actor: str) -> tuple[list[str], list[int]]:
-    """maker-2 before maker-10."""
+    """Sort maker-2 before maker-10."""
     return re.findall(r"\D+", actor), [int(number) for number in re.findall(r"\d+", actor)]
