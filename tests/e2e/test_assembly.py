@@ -167,7 +167,7 @@ def test_deadlines_and_generate_options_arrive():
             "temperature": 0.7,
             "top_k": 9,
             "top_p": 0.8,
-            "generate": {"min_new_tokens": 2},
+            "generate": {"min_p": 0.1},
         },
     )
     assert config.rollout.generate_options == {
@@ -176,7 +176,7 @@ def test_deadlines_and_generate_options_arrive():
         "temperature": 0.7,
         "top_k": 9,
         "top_p": 0.8,
-        "min_new_tokens": 2,
+        "min_p": 0.1,
     }
 
 

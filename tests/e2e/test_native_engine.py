@@ -20,9 +20,8 @@ from transformers import (
 
 from coati.models import Actor, LoRASettings, action_logprobs
 from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
-from coati.rollout.native import NativeEngine, unsupported_reason
-from coati.rollout.native.decoder import Decoder
-from coati.rollout.native.fused import FusedLinear
+from coati.rollout.native import NativeEngine
+from coati.rollout.native.decoder import Decoder, FusedLinear
 from coati.rollout.native.loop import SlotLoop
 from coati.rollout.native.operations import TorchOperations
 
@@ -210,7 +209,8 @@ def test_joined_layers_share_the_models_memory():
     ("model", "options", "reason"),
     [
         (lambda: GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=29, n_positions=32)), {}, "GPT2"),
-        (lambda: make_model("llama"), {"repetition_penalty": 1.5}, "repetition_penalty"),
+        (lambda: make_model("llama"), {"use_cache": False}, "use_cache"),
+        (lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8)), {}, "sliding window"),
     ],
 )
 def test_what_it_cannot_do_goes_to_the_reference_and_is_said_once(model, options, reason, caplog):
@@ -225,12 +225,6 @@ def test_what_it_cannot_do_goes_to_the_reference_and_is_said_once(model, options
     said = [record.getMessage() for record in caplog.records if record.name.startswith("coati")]
     assert len(said) == 1
     assert reason in said[0]
-
-
-def test_a_sliding_window_is_not_ours():
-    sliding = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8))
-    assert "sliding window of 8" in unsupported_reason(sliding)
-    assert unsupported_reason(make_model("mistral")) == ""
 
 
 def test_what_broken_weights_left_behind_is_not_seen_by_the_next_request():
@@ -287,19 +281,22 @@ def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_
 class ReplayedLoop(SlotLoop):
     """The loop as on a GPU, but for its graphs, which compute their step anew."""
 
+    captures = 0
+
     def __init__(self, *arguments, **sizes):
-        super().__init__(*arguments, **sizes)
-        self._is_captured = True
+        super().__init__(*arguments, **sizes | {"is_captured": True})
 
     def _captured(self, step):
+        ReplayedLoop.captures += 1
         return SimpleNamespace(replay=step)
 
 
 @pytest.fixture
 def replayed(monkeypatch):
     monkeypatch.setattr("coati.rollout.native.engine.SlotLoop", ReplayedLoop)
+    monkeypatch.setattr(ReplayedLoop, "captures", 0)
     monkeypatch.setattr("coati.rollout.native.loop.STEPS_PER_LOOK", 3)
-    monkeypatch.setattr("coati.rollout.native.loop._POSITION_STEP", 3)
+    monkeypatch.setattr("coati.rollout.native.loop.POSITION_STEP", 3)
 
 
 @pytest.mark.parametrize("looks_under_way", [1, 2, 3])
@@ -359,6 +356,24 @@ def test_there_are_few_graphs_whatever_the_sizes_of_requests(replayed, monkeypat
     sizes, lengths, *_ = map(set, zip(*engine._loop._graphs, strict=True))
     assert {8, 11} < sizes <= {1, 2, 4, 8, 11}
     assert lengths == {9, 12}
+
+
+def test_limits_and_prompts_of_other_lengths_need_no_other_graphs(replayed, monkeypatch):
+    monkeypatch.setattr("coati.rollout.native.loop.POSITION_STEP", 16)
+    engine = NativeEngine(model := make_model("llama"), num_slots=4)
+    for max_new_tokens in (9, 8, 7, 6, 5):
+        request = make_request(rows=12, max_new_tokens=max_new_tokens, eos_token_id=[])
+        assert_same(engine.generate(request), ReferenceEngine(model).generate(request))
+    assert ReplayedLoop.captures == 1
+
+
+def test_the_number_of_graphs_is_bounded_and_the_least_used_go_first(replayed, monkeypatch):
+    monkeypatch.setattr("coati.rollout.native.loop.MAX_GRAPHS", 2)
+    monkeypatch.setattr("coati.rollout.native.loop.POSITION_STEP", 16)
+    engine = NativeEngine(make_model("llama"), num_slots=4)
+    for temperature, captures in ((1.0, 1), (2.0, 2), (1.0, 2), (3.0, 3), (1.0, 3), (2.0, 4)):
+        engine.generate(make_request(rows=8, temperature=temperature, eos_token_id=[]))
+        assert ReplayedLoop.captures == captures
 
 
 def test_a_graph_of_kernels_does_for_all_lengths(replayed, monkeypatch):

@@ -28,7 +28,7 @@ from ray_testing import (
     trainer_models,
 )
 from torch import nn
-from transformers import LogitsProcessor
+from transformers import StoppingCriteria
 
 from coati.config import Deadlines, RolloutSettings, TopologySettings
 from coati.experience_buffer.collector import BatchCollector
@@ -472,15 +472,15 @@ class SlowMaker(MakerCallback):
         self._held.at("send")
 
 
-class SlowTokens(LogitsProcessor):
+class SlowTokens(StoppingCriteria):
     """Held inside a generation, so that new weights come between two tokens."""
 
     def __init__(self, held):
         self._held = held
 
-    def __call__(self, input_ids, scores):
+    def __call__(self, input_ids, scores, **kwargs):
         self._held.at("token")
-        return scores
+        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 class SlowTrainer(TrainerCallback):
@@ -572,7 +572,7 @@ def test_real_actors_held_at_random_keep_the_bound(cluster, keep, unique):
                     deadlines=DEADLINES,
                     num_threads=1,
                 ),
-                logits_processor=[SlowTokens(Held(brake, name))],
+                stopping_criteria=[SlowTokens(Held(brake, name))],
             )
         )
         for index, name in enumerate(maker_names)

@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from pydantic import JsonValue
 
+from coati.config.generate import GenerateOptions
 from coati.config.section import Section, setting
+from coati.errors import GenerateOptionError
 
 # Options of `generate` that have their own setting, and the setting that owns them.
 OWNED_GENERATE_OPTIONS = {
@@ -256,7 +258,7 @@ class RolloutSettings(Section):
     generate: dict[str, JsonValue] = setting(
         about="Further options of transformers' generate, as a table.",
         rule="a table of options that have no setting of their own",
-        remedy="For example rollout.generate = { min_new_tokens = 4 }.",
+        remedy='For example rollout.generate = { stop_strings = ["."] }.',
         factory=dict,
     )
 
@@ -273,7 +275,7 @@ class RolloutSettings(Section):
         }
 
     def problems(self) -> list[str]:
-        """Find sampling at temperature 0, and generate options that repeat a setting."""
+        """Find sampling at temperature 0, and generate options that repeat a setting or are not supported."""
         found = []
         if self.do_sample and self.temperature == 0:
             found.append(
@@ -290,4 +292,9 @@ class RolloutSettings(Section):
                 )
             elif value is None:
                 found.append(f"{key} must have a value, got nothing. Leave {option} out to keep its default.")
+            else:
+                try:
+                    GenerateOptions.parse(**{option: value})
+                except GenerateOptionError as error:
+                    found.append(f"{key}: {error}")
         return found

@@ -37,7 +37,7 @@ from coati.experience_maker.model_scores import (
 )
 from coati.experience_maker.prompt_rows import PromptRows, check_groups
 from coati.gpu import Aside
-from coati.models import RewardModel, action_logprobs
+from coati.models import RewardModel
 from coati.models.actor import unwrap
 from coati.models.critic import as_critic
 from coati.models.positions import context_length_of
@@ -154,7 +154,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         **generate_kwargs: Any,
     ) -> UnfinishedExperience:
         """All of `make_experience` that needs the models; reward functions have begun, and may still run."""
-        options = GenerateOptions.parse(**generate_kwargs)
+        options = GenerateOptions.parse(**generate_kwargs).with_tokenizer(getattr(self.reward_model, "tokenizer", None))
         prompts = PromptRows.checked(
             input_ids, attention_mask, sample_ids, group_ids, columns or {}, first_id=self._next_anonymous_id
         )
@@ -168,7 +168,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             rollout = self._generate(prompts, options)
         temperatures = torch.full_like(prompts.sample_ids, options.sampling_temperature, dtype=torch.float32)
         with self.timeline.span("score"):
-            return self._score(prompts, rollout, temperatures, options)
+            return self._score(prompts, rollout, temperatures)
 
     @torch.no_grad()
     def finish_experience(self, unfinished: UnfinishedExperience) -> Experience:
@@ -265,9 +265,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             self.policy_version = self.commit_point()
         return self.policy_version
 
-    def _score(
-        self, prompts: PromptRows, rollout: Rollout, temperatures: Tensor, options: GenerateOptions
-    ) -> UnfinishedExperience:
+    def _score(self, prompts: PromptRows, rollout: Rollout, temperatures: Tensor) -> UnfinishedExperience:
         """All the forward passes, with reward functions beside them, and the arithmetic on top."""
         sequences, attention_mask, action_mask = (
             rollout.sequences,
@@ -276,7 +274,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         )
         scores = self._begin_rewards(sequences, attention_mask, action_mask, prompts.columns)
         aside = Aside(sequences.device)
-        logprobs = self._policy_logprobs(rollout, temperatures, options).masked_fill(~action_mask, 0.0)
+        # The engine drew the tokens by these log-probs, so they are the policy's, whatever a second pass would say.
+        logprobs = rollout.rollout_log_probs
         reward_models = self._reward_models_at_hand(scores)
         reference_logprobs, values, rewards = score_with_models(
             self.initial_model,
@@ -287,12 +286,8 @@ class NaiveExperienceMaker(ExperienceMaker):
             temperatures,
             reward_models=reward_models,
         )
-        self.last_logprob_gap = None
-        if self._is_drawn_by_policy(options):
-            with aside.used():  # a pass that takes the host longer than the GPU, which has the others to do meanwhile
-                self.last_logprob_gap = self._gap_watch.look(
-                    self.actor, rollout, temperatures, version=self.policy_version
-                )
+        with aside.used():  # a pass that takes the host longer than the GPU, which has the others to do meanwhile
+            self.last_logprob_gap = self._gap_watch.look(self.actor, rollout, temperatures, version=self.policy_version)
         kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.algorithm.kl_estimator)
         experience = Experience(
             sequences=sequences,
@@ -317,22 +312,6 @@ class NaiveExperienceMaker(ExperienceMaker):
         ready: dict[nn.Module, Tensor] = dict(zip(reward_models, rewards.unbind(1), strict=True))
         experience.reward = self._checked_scores(scores(ready), sequences)
         return UnfinishedExperience(experience)
-
-    def _policy_logprobs(self, rollout: Rollout, temperatures: Tensor, options: GenerateOptions) -> Tensor:
-        """log-probs of the policy that wrote the responses, [B, A]."""
-        if self._is_drawn_by_policy(options):
-            return rollout.rollout_log_probs
-        forward = (rollout.sequences, rollout.attention_mask, rollout.action_mask.shape[1])
-        return action_logprobs(self.actor, *forward, temperatures=temperatures)[0]
-
-    def _is_drawn_by_policy(self, options: GenerateOptions) -> bool:
-        """Whether the engine's log-probs are the policy's.
-
-        It drew the tokens by them, so they are the ones, whatever a second pass would say; unless options of `generate`
-        (penalties, forced tokens) had a part in them, which the policy has not. With weights that change in flight no
-        single pass can say them again.
-        """
-        return not options.extra or self.commit_point is not None
 
     def _begin_rewards(
         self,

@@ -1,11 +1,11 @@
-"""Engines that write text, behind one protocol."""
+"""Engines that generate responses, behind one protocol."""
 
 from typing import Any
 
+from coati.config.generate import GenerateOptions
 from coati.errors import ConfigError
 from coati.rollout.engine import Rollout, RolloutEngine, RolloutRequest, mask_after_end, merge_rollouts
 from coati.rollout.native import NativeEngine
-from coati.rollout.options import GenerateOptions, known_options
 from coati.rollout.reference import ReferenceEngine
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Rollout",
     "RolloutEngine",
     "RolloutRequest",
-    "known_options",
     "make_engine",
     "mask_after_end",
     "merge_rollouts",

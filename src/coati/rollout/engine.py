@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from coati.rollout.options import GenerateOptions
+from coati.config.generate import GenerateOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,13 @@ class RolloutRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """Prompts with their responses. `action_mask` includes the end-of-sequence token and nothing after it."""
+    """Prompts with their responses. `action_mask` includes the token that ended the response and nothing after it."""
 
     sequences: Tensor  # [B, P + A]
     attention_mask: Tensor  # [B, P + A]
     action_mask: Tensor  # [B, A] bool
     rollout_log_probs: Tensor  # [B, A] log-probs at the sampling temperature, before top-k/top-p cut anything
-    is_cut: Tensor  # [B] bool: the response reached the length limit without an end-of-sequence token
+    is_cut: Tensor  # [B] bool: the length limit ended the response, and no end-of-sequence token or stop string
     token_versions: Tensor  # [B, A] int64: version of the weights that wrote each token
 
     def shortened(self, limits: Tensor) -> "Rollout":

@@ -1,9 +1,8 @@
 """The reference engine: transformers' own `generate`, with draws keyed by sample id.
 
-`generate` samples from torch's global generator, so the same prompt gets another continuation when its batch
-changes. Here `generate` runs in greedy mode over scores that a last logits processor has already decided: it
-draws each row's token by inverse CDF from that row's own uniform numbers. All of `generate`'s vocabulary
-(penalties, stop strings, caches) keeps working; only the dice are ours.
+`generate` samples from torch's global generator, so the same prompt gets another continuation when its batch changes.
+Here `generate` runs in greedy mode over scores that a logits processor has already decided: it draws each row's token
+by inverse CDF from that row's own uniform numbers.
 """
 
 import contextlib
@@ -19,18 +18,17 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 
 from coati.models.actor import unwrap
 from coati.randomness import keyed_uniforms
 from coati.rollout.engine import Rollout, RolloutRequest, mask_after_end
-from coati.rollout.options import CALL_ARGUMENTS
-from coati.rollout.sampling import inverse_cdf, score_processors
+from coati.rollout.sampling import Sampler
+from coati.rollout.stop_strings import stop_strings_of
 
 
 class ReferenceEngine:
-    """Correct for every causal LM that transformers can generate with; the engine others are held against."""
+    """Correct for every causal LM that transformers can generate with; other engines are tested against it."""
 
     calls_commit_point = True
 
@@ -41,12 +39,10 @@ class ReferenceEngine:
     def generate(self, request: RolloutRequest) -> Rollout:
         """Continue every prompt; the result is as wide as the longest response."""
         model: Any = unwrap(self._model)
-        options = request.options
-        eos_token_ids = options.eos_token_ids(model)
-        dice = _KeyedDice(request, device=request.input_ids.device)
-        stops = _Stops(request, device=request.input_ids.device)
+        eos_token_ids = request.options.eos_token_ids(model)
+        dice = _KeyedDice(request)
+        stops = _Stops(request)
         config = _greedy_config(model, request, eos_token_ids)
-        user_processors = options.extra.get("logits_processor", ())
         was_training = model.training
         model.eval()
         try:
@@ -55,9 +51,8 @@ class ReferenceEngine:
                     request.input_ids,
                     attention_mask=request.attention_mask,
                     generation_config=config,
-                    logits_processor=LogitsProcessorList([*user_processors, *score_processors(options), dice]),
+                    logits_processor=LogitsProcessorList([dice]),
                     stopping_criteria=StoppingCriteriaList([stops]),
-                    prefix_allowed_tokens_fn=options.extra.get("prefix_allowed_tokens_fn"),
                 )
         finally:
             model.train(was_training)
@@ -75,9 +70,8 @@ class ReferenceEngine:
 
 
 def _greedy_config(model: PreTrainedModel, request: RolloutRequest, eos_token_ids: tuple[int, ...]) -> GenerationConfig:
-    """A config of our own: greedy, with the user's options."""
     options = request.options
-    extra = {name: value for name, value in options.extra.items() if name not in CALL_ARGUMENTS}
+    extra = {name: value for name, value in options.extra.items() if name != "stopping_criteria"}
     extra.setdefault("bos_token_id", getattr(model.config, "bos_token_id", None))
     return GenerationConfig(
         do_sample=False,
@@ -90,9 +84,11 @@ def _greedy_config(model: PreTrainedModel, request: RolloutRequest, eos_token_id
 
 @contextlib.contextmanager
 def _without_saved_defaults(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Hide the model's saved generation config, from which `generate` fills in whatever ours leaves open:
-    a repetition penalty that came with a model must not reshape the policy unseen."""
-    # A peft wrapper has one of its own, which its `generate` writes over that of the model inside.
+    """Replace the model's saved generation config, from which `generate` fills in what ours does not set.
+
+    A repetition penalty that came with a model must not change what is sampled.
+    """
+    # A peft wrapper has its own, which its `generate` writes over that of the model inside.
     owners = [model, model.get_base_model()] if hasattr(model, "get_base_model") else [model]
     saved = [owner.generation_config for owner in owners]
     for owner in owners:
@@ -105,33 +101,25 @@ def _without_saved_defaults(model: Any, config: GenerationConfig) -> Iterator[No
 
 
 class _KeyedDice(LogitsProcessor):  # type: ignore[misc]
-    """Decides each row's next token, remembers its log-prob, and hands `generate` a foregone conclusion.
+    """Draws each row's next token, records its log-prob, and leaves `generate` that token alone to choose."""
 
-    It is the last processor, so the scores it sees are log-probs with the cut tokens at -inf. The token's
-    log-prob before the cut is the one that was there: cutting sets entries to -inf and moves no other.
-    """
-
-    def __init__(self, request: RolloutRequest, *, device: torch.device) -> None:
-        self._do_sample = request.options.do_sample
+    def __init__(self, request: RolloutRequest) -> None:
+        self._sampler = Sampler(request.options)
         self._log_probs: list[Tensor] = []
         self._version = request.version
         self._versions: list[int] = []
         self._commit_point = request.commit_point
         draws = keyed_uniforms(request.seed, request.sample_ids.tolist(), request.max_new_tokens)
-        self._uniforms = torch.from_numpy(draws).to(device)  # [B, max_new_tokens]
+        self._uniforms = torch.from_numpy(draws).to(request.input_ids.device)  # [B, max_new_tokens]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
-        step = len(self._log_probs)
-        tokens = inverse_cdf(scores, self._uniforms[:, step]) if self._do_sample else scores.argmax(dim=-1)
-        rows = torch.arange(scores.shape[0], device=scores.device)
-        self._log_probs.append(scores[rows, tokens])
+        tokens, log_probs = self._sampler(scores, self._uniforms[:, len(self._log_probs)])
+        self._log_probs.append(log_probs)
         self._versions.append(self._version)
         if self._commit_point is not None:
-            # The scores at hand are used up; the next ones may come from other weights, over the same cache.
+            # These scores are used up; the next ones may come from other weights, over the same cache.
             self._version = self._commit_point()
-        decided = torch.full_like(scores, float("-inf"))
-        decided[rows, tokens] = 0.0
-        return decided
+        return torch.full_like(scores, float("-inf")).scatter(1, tokens.unsqueeze(1), 0.0)
 
     def log_probs(self, num_actions: int) -> Tensor:
         """log-probs of what was drawn, [B, num_actions]."""
@@ -144,24 +132,29 @@ class _KeyedDice(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Stops(StoppingCriteria):  # type: ignore[misc]
-    """The user's stop strings and criteria; remembers where each row met one.
+    """Stop strings and the user's criteria; records where each row met one.
 
-    A row that is done goes on, as padding or as text, until the last one is: the tokens cannot tell.
+    A row that has stopped is continued, as padding or as text, until the last one is: the tokens do not show it.
     """
 
-    def __init__(self, request: RolloutRequest, *, device: torch.device) -> None:
-        extra = request.options.extra
-        self._num_prompt_tokens = request.input_ids.shape[1]
-        self._criteria: list[Any] = list(extra.get("stopping_criteria", ()))
-        if "stop_strings" in extra:
-            self._criteria.append(StopStringCriteria(extra["tokenizer"], extra["stop_strings"]))
-        self.has_stopped = torch.zeros(request.input_ids.shape[0], dtype=torch.bool, device=device)  # [B]
+    def __init__(self, request: RolloutRequest) -> None:
+        options, device = request.options, request.input_ids.device
+        num_rows, self._num_prompt_tokens = request.input_ids.shape
+        self._criteria: list[Any] = list(options.extra.get("stopping_criteria", ()))
+        self._strings = None
+        if options.stop_strings:
+            self._strings = stop_strings_of(options.tokenizer, options.stop_strings, device)
+            self._states = torch.zeros(num_rows, dtype=torch.long, device=device)
+        self.has_stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)  # [B]
         self._lengths = torch.full_like(self.has_stopped, request.max_new_tokens, dtype=torch.long)  # [B]
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         stops_here = torch.zeros_like(self.has_stopped)
         for criterion in self._criteria:
             stops_here |= criterion(input_ids, scores, **kwargs)
+        if self._strings is not None:
+            self._states = self._strings.advance(self._states, input_ids[:, -1])
+            stops_here |= self._states == self._strings.found
         is_first = stops_here & ~self.has_stopped
         self._lengths[is_first] = input_ids.shape[1] - self._num_prompt_tokens
         self.has_stopped |= stops_here

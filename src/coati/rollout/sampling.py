@@ -1,53 +1,50 @@
 """From logits to the next token: temperature, cuts, and a draw by inverse CDF. Every engine samples with this code."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from coati.rollout.options import GenerateOptions
+from coati.config.generate import GenerateOptions
 
 
-def score_processors(options: GenerateOptions) -> list[Any]:
-    """From logits to log-probs: temperature, then whatever cuts the distribution down.
+class Sampler:
+    """Draws tokens from logits as the options say.
 
-    They are transformers' own, and take (input_ids, scores); these need no input_ids.
+    `draw` may replace torch for sampling at a temperature without cuts: (logits, uniforms, temperature) to tokens and
+    log-probs.
     """
-    processors: list[Any] = [_Temperature(options.sampling_temperature)]
-    if not options.do_sample:
-        return processors
-    if options.top_k > 0:
-        processors.append(TopKLogitsWarper(top_k=options.top_k))
-    if options.top_p < 1.0:
-        processors.append(TopPLogitsWarper(top_p=options.top_p))
-    if options.min_p > 0.0:
-        processors.append(MinPLogitsWarper(min_p=options.min_p))
-    if options.typical_p < 1.0:
-        processors.append(TypicalLogitsWarper(mass=options.typical_p))
-    if 0.0 < options.epsilon_cutoff < 1.0:
-        processors.append(EpsilonLogitsWarper(epsilon=options.epsilon_cutoff))
-    if 0.0 < options.eta_cutoff < 1.0:
-        processors.append(EtaLogitsWarper(epsilon=options.eta_cutoff))
-    return processors
 
+    def __init__(
+        self,
+        options: GenerateOptions,
+        *,
+        draw: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        self._temperature = options.sampling_temperature
+        self._is_greedy = not options.do_sample
+        self._cuts: list[Any] = []
+        if options.do_sample:
+            if options.top_k > 0:
+                self._cuts.append(TopKLogitsWarper(top_k=options.top_k))
+            if options.top_p < 1.0:
+                self._cuts.append(TopPLogitsWarper(top_p=options.top_p))
+            if options.min_p > 0.0:
+                self._cuts.append(MinPLogitsWarper(min_p=options.min_p))
+        self._draw = draw if options.do_sample and not self._cuts else None
 
-class _Temperature(LogitsProcessor):  # type: ignore[misc]
-    """Divides by the temperature and leaves normalised log-probs, which cutting down does not change."""
-
-    def __init__(self, temperature: float) -> None:
-        self._temperature = temperature
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
-        return torch.log_softmax(scores.float() / self._temperature, dim=-1)
+    def __call__(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and their log-probs before anything was cut, [n] each, from logits [n, vocabulary]."""
+        if self._draw is not None:
+            return self._draw(logits, uniforms, self._temperature)
+        # Cutting sets entries to -inf and moves no other, so a token that can be drawn keeps its log-prob.
+        scores = torch.log_softmax(logits.float() / self._temperature, dim=-1)
+        for cut in self._cuts:
+            scores = cut(None, scores)
+        tokens = scores.argmax(dim=-1) if self._is_greedy else inverse_cdf(scores, uniforms)
+        return tokens, scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
 def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -61,5 +58,5 @@ def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     # A product that rounds up to the total would land one past the end: below it there is a token that has mass.
     targets = torch.minimum(uniforms.double() * total, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
-    # Only nan gets past that: its row goes on as nan, which the learner's guard names, not as a bad index.
+    # Only NaN gets past that. Its row stays NaN, which the learner reports; an index out of range would end the maker.
     return tokens.clamp(max=log_probs.shape[-1] - 1)

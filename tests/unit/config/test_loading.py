@@ -64,7 +64,7 @@ def test_overrides_are_toml_values_or_bare_texts():
             "prompts.shuffle=false",
             "lora.rank=4",
             'lora.target_modules=["q", "v"]',
-            "rollout.generate.min_new_tokens=2",
+            "rollout.generate.min_p=0.2",
             "model.path=owner/name=x",
             "run.output=a folder",
         ],
@@ -73,7 +73,7 @@ def test_overrides_are_toml_values_or_bare_texts():
     assert config.train.actor_lr == 3e-4
     assert config.prompts.shuffle is False
     assert config.lora.target_modules == ("q", "v")
-    assert config.rollout.generate == {"min_new_tokens": 2}
+    assert config.rollout.generate == {"min_p": 0.2}
     assert config.model.path == "owner/name=x"
     assert config.run.output == "a folder"
 
@@ -109,8 +109,8 @@ BROKEN = [
     ("rollout.top_p=1.5", "above 0 and at most 1", "1.5", "Use 1.0"),
     ("rollout.top_p=0", "above 0 and at most 1", "0", "Use 1.0"),
     ("rollout.temperature=-1", "0 or more", "-1", "default, 1.0"),
-    ("rollout.generate=3", "a table of options", "3", "min_new_tokens"),
-    ("rollout.generate.x=inf", "a table of options", "inf", "min_new_tokens"),
+    ("rollout.generate=3", "a table of options", "3", "stop_strings"),
+    ("rollout.generate.min_p=inf", "a table of options", "inf", "stop_strings"),
     ("rollout.prompts_per_batch=0", "1 or more", "0", "default, 16"),
     ("topology.makers=0", "a whole number from 1 to 64", "0", "default, 1"),
     ("topology.makers=65", "a whole number from 1 to 64", "65", "default, 1"),
@@ -304,11 +304,18 @@ def test_the_error_names_the_file_and_says_if_overrides_are_to_blame(tmp_path):
         load_config(unsound, ["run.name=other"])
 
 
+@pytest.mark.parametrize("option", ["repetition_penalty=1.3", "stop_string='.'", "tokenizer='a/path'", "min_p=2.0"])
+def test_generate_options_that_a_maker_would_refuse_are_refused_with_the_config(tmp_path, option):
+    with pytest.raises(ConfigError, match=f"rollout.generate.{option.partition('=')[0]}"):
+        load_config(write(tmp_path, MINIMAL), [f"rollout.generate.{option}"])
+    assert load_config(write(tmp_path, MINIMAL), ["rollout.generate.stop_strings=['.']"])
+
+
 def test_dump_then_load_is_the_identity(tmp_path):
     overrides = [
         "reward.function=''",
         'reward.terms=[{ function = "a:b", weight = -0.5 }, { model = "rm", name = "style" }]',
-        'rollout.generate={ stop_strings = ["\\n", "é\\"\\\\"], "odd key" = { deep = [1, 2.5, true] } }',
+        'rollout.generate={ stop_strings = ["\\n", "é\\"\\\\"], cache_config = { deep = [1, 2.5, true] } }',
         "lora.rank=4",
         "topology.update_lora_weights=true",
         "train.actor_lr=1e-7",
@@ -327,7 +334,7 @@ values = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    generate=st.dictionaries(st.text(min_size=1).map(lambda key: "x" + key), values, max_size=4),
+    generate=st.dictionaries(st.just("cache_config"), st.dictionaries(st.text(), values, max_size=4)),
     output=st.text(),
     learning_rate=st.floats(min_value=1e-300, max_value=1e300),
 )

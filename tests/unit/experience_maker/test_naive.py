@@ -181,23 +181,6 @@ def test_kl_is_zero_while_the_actor_is_the_initial_model(make_maker, llama):
     assert make_experience(make_maker(actor=actor)).kl.abs().max() > 0.01
 
 
-@pytest.mark.parametrize("options", [{"repetition_penalty": 1.5}, {"min_new_tokens": 5}], ids=str)
-def test_options_that_bend_what_is_sampled_do_not_bend_the_policys_log_probs(make_maker, llama, options):
-    drawn_by = []
-
-    class Watched(ReferenceEngine):
-        def generate(self, request):
-            rollout = super().generate(request)
-            drawn_by.append(rollout.rollout_log_probs)
-            return rollout
-
-    actor = llama(seed=1)
-    maker = make_maker(actor=actor, initial_model=llama(seed=1), engine=Watched(actor))
-    experience = make_experience(maker, **options)
-    assert experience.kl.abs().max() < 1e-5
-    assert (drawn_by[0] - experience.action_log_probs)[experience.action_mask].abs().max() > 1e-3
-
-
 def test_the_engine_is_watched_and_found_exact(make_maker):
     maker = make_maker(engine="native")
     experience = make_experience(maker)
@@ -222,12 +205,13 @@ def test_four_plain_transformers_models_will_do(request, family, llama_config):
     reward_model = LlamaForSequenceClassification(llama_config(num_labels=1)).eval()
     maker = NaiveExperienceMaker(make(seed=1), make(seed=2), reward_model, make(seed=4))
     assert isinstance(maker.critic, Critic)
-    # transformers scores at the last token that is not the padding token, so that one must not be drawn.
-    experience = make_experience(maker, suppress_tokens=[0])
+    experience = make_experience(maker)
     assert not experience.values.any()  # a new head starts at zero
     for (prompt, response), reward in zip(texts(experience), experience.reward.tolist(), strict=True):
-        expected = reward_model(torch.tensor([prompt + response])).logits.item()
-        assert reward == pytest.approx(expected, abs=1e-5)
+        if response[-1] != 0:  # transformers scores at the last token that is not the padding token
+            expected = reward_model(torch.tensor([prompt + response])).logits.item()
+            assert reward == pytest.approx(expected, abs=1e-5)
+    assert any(response[-1] != 0 for _, response in texts(experience))
 
 
 def test_a_classification_model_with_two_labels_is_no_reward_model(make_maker, llama_config):

@@ -115,7 +115,6 @@ def test_in_flight_an_update_that_comes_during_a_generation_is_taken_by_the_next
     made = pipeline(in_flight=True).make(BATCH)
     # The update is offered during the forward of the third token; that token is drawn, then the weights change.
     assert made.policy_versions.tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]] * 3
-    assert torch.equal(made.action_log_probs, made.rollout_log_probs)
 
 
 def test_between_batches_the_same_update_waits_for_the_batch(pipeline):
@@ -123,7 +122,6 @@ def test_between_batches_the_same_update_waits_for_the_batch(pipeline):
     made = running.make(BATCH)
     assert made.policy_versions.eq(0).all()
     assert running.served.version == 1
-    torch.testing.assert_close(made.action_log_probs, made.rollout_log_probs, atol=1e-5, rtol=1e-5)
 
 
 def test_a_commit_point_takes_nothing_while_somebody_else_works_with_the_models(actors):

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import GenerationConfig
 
-import coati.rollout.options as options_module
+import coati.config.generate as options_module
+from coati.config.generate import DEFAULT_MAX_NEW_TOKENS, KNOWN_OPTIONS, GenerateOptions, native_engine_problem
 from coati.errors import GenerateOptionError
-from coati.rollout import GenerateOptions, known_options
-from coati.rollout.options import DEFAULT_MAX_NEW_TOKENS
 
 
 def test_docstring_examples_run():
@@ -23,10 +22,9 @@ def test_docstring_examples_run():
 def test_the_options_of_the_contract_are_known():
     contract = (
         "max_length max_new_tokens do_sample temperature top_k top_p eos_token_id pad_token_id "
-        "min_p typical_p repetition_penalty no_repeat_ngram_size min_new_tokens bad_words_ids "
-        "stop_strings tokenizer stopping_criteria logits_processor use_cache"
+        "min_p stop_strings tokenizer stopping_criteria use_cache"
     )
-    assert set(contract.split()) <= set(known_options())
+    assert set(contract.split()) <= set(KNOWN_OPTIONS)
 
 
 def test_sampling_is_on_and_nothing_is_cut_by_default():
@@ -40,7 +38,7 @@ def test_an_unknown_option_is_an_error_that_suggests_and_lists_the_known_ones():
         GenerateOptions.parse(max_new_token=8)
     message = str(caught.value)
     assert "unknown generate option max_new_token=8. Did you mean max_new_tokens?" in message
-    assert all(name in message for name in known_options())
+    assert all(name in message for name in KNOWN_OPTIONS)
     assert str(pickle.loads(pickle.dumps(caught.value))) == message
 
 
@@ -58,6 +56,12 @@ def test_an_option_like_no_other_gets_no_suggestion():
         ("output_scores", True),
         ("generation_config", GenerationConfig()),
         ("penalty_alpha", 0.6),
+        ("repetition_penalty", 1.3),
+        ("no_repeat_ngram_size", 3),
+        ("min_new_tokens", 4),
+        ("bad_words_ids", [[5]]),
+        ("typical_p", 0.9),
+        ("logits_processor", [object()]),
         ("prompt_lookup_num_tokens", 3),
         ("watermarking_config", {"bias": 2.0}),
         ("top_h", 0.4),
@@ -65,14 +69,21 @@ def test_an_option_like_no_other_gets_no_suggestion():
     ],
 )
 def test_options_that_would_not_sample_from_the_policy_are_refused_with_a_remedy(name, value):
-    assert name not in known_options()
-    with pytest.raises(GenerateOptionError, match=rf"(?s){name}=.*cannot be used here\. \w+.*\."):
+    assert name not in KNOWN_OPTIONS
+    with pytest.raises(GenerateOptionError, match=rf"(?s){name}=.*not supported\. \w+.*\."):
         GenerateOptions.parse(**{name: value})
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_beams", 1), ("num_return_sequences", 1), ("output_scores", False), ("top_h", None)],
+    [
+        ("num_beams", 1),
+        ("num_return_sequences", 1),
+        ("output_scores", False),
+        ("top_h", None),
+        ("repetition_penalty", 1.0),
+        ("min_new_tokens", 0),
+    ],
 )
 def test_a_refused_option_at_its_harmless_value_is_ignored(name, value):
     assert GenerateOptions.parse(**{name: value}) == GenerateOptions()
@@ -91,12 +102,12 @@ def test_a_refused_option_at_its_harmless_value_is_ignored(name, value):
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("min_p", -0.1),
-        ("typical_p", 2.0),
-        ("epsilon_cutoff", -0.5),
-        ("eta_cutoff", 1.0),
         ("max_new_tokens", 0),
         ("max_length", 1),
         ("max_length", [9]),
+        ("stop_strings", [""]),
+        ("stop_strings", 3),
+        ("tokenizer", "a/path"),
     ],
 )
 def test_a_value_out_of_range_is_an_error_that_names_the_option_and_the_value(name, value):
@@ -104,9 +115,15 @@ def test_a_value_out_of_range_is_an_error_that_names_the_option_and_the_value(na
         GenerateOptions.parse(**{name: value})
 
 
-def test_stop_strings_need_a_tokenizer():
-    with pytest.raises(GenerateOptionError, match="stop_strings needs the option tokenizer"):
-        GenerateOptions.parse(stop_strings=["end"])
+def test_stop_strings_get_their_tokenizer_from_the_run_unless_one_is_passed():
+    run, own = (SimpleNamespace(decode=None) for _ in range(2))
+    options = GenerateOptions.parse(stop_strings="end")
+    assert options.stop_strings == ("end",)
+    assert options.with_tokenizer(run).tokenizer is run
+    assert GenerateOptions.parse(stop_strings=["end"], tokenizer=own).with_tokenizer(run).tokenizer is own
+    assert GenerateOptions.parse().with_tokenizer(None) == GenerateOptions.parse()
+    with pytest.raises(GenerateOptionError, match="tokenizer"):
+        options.with_tokenizer(None)
 
 
 def test_greedy_text_needs_no_temperature():
@@ -116,8 +133,8 @@ def test_greedy_text_needs_no_temperature():
 
 
 def test_none_means_not_given_and_other_options_travel_along():
-    options = GenerateOptions.parse(temperature=None, top_k=None, repetition_penalty=1.3, eos_token_id=[2, 3])
-    assert options == GenerateOptions(eos_token_id=(2, 3), extra={"repetition_penalty": 1.3})
+    options = GenerateOptions.parse(temperature=None, top_k=None, use_cache=False, eos_token_id=[2, 3])
+    assert options == GenerateOptions(eos_token_id=(2, 3), extra={"use_cache": False})
 
 
 @pytest.mark.parametrize(
@@ -162,3 +179,32 @@ def test_the_padding_token_falls_back_to_end_of_sequence_and_then_to_zero():
 def test_options_cannot_be_changed_after_they_were_checked():
     with pytest.raises(dataclasses.FrozenInstanceError):
         GenerateOptions.parse().temperature = 2.0
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("model_config", "options", "reason"),
+    [
+        (LLAMA, {}, None),
+        (LLAMA, {"stop_strings": ["."], "min_p": 0.1}, None),
+        (LLAMA, {"use_cache": False}, "use_cache"),
+        (LLAMA | {"rope_parameters": {"rope_type": "llama3"}}, {}, None),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "dynamic"),
+        (LLAMA | {"pretraining_tp": 2}, {}, "pretraining_tp"),
+        (MISTRAL, {}, "sliding window"),
+        (MISTRAL | {"sliding_window": None}, {}, None),
+        (MISTRAL | {"sliding_window": 8192}, {}, None),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 2}, {}, "sliding window"),
+        (QWEN | {"use_sliding_window": True, "max_window_layers": 4}, {}, None),
+        (QWEN | {"layer_types": ["full_attention", "sliding_attention"]}, {}, "sliding window"),
+        ({"architectures": ["GPT2LMHeadModel"]}, {}, "GPT2LMHeadModel"),
+        ({}, {}, "architecture"),
+    ],
+)
+def test_a_model_file_and_the_options_tell_whether_the_native_engine_runs(model_config, options, reason):
+    problem = native_engine_problem(model_config, GenerateOptions.parse(**options))
+    assert (problem is None) if reason is None else reason in problem

@@ -9,6 +9,7 @@ positions.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,34 +18,7 @@ from torch.nn import functional as F
 
 from coati.gpu import without_cudnn_attention
 from coati.models.actor import unwrap
-from coati.rollout.native.fused import FusedLinear
 from coati.rollout.native.operations import Geometry, operations_for, rms_norm, split_heads
-
-# Rotary embeddings that depend on nothing but the position. Others change with the length of the text.
-_STATIC_ROPE = ("default", "linear", "llama3")
-_SHAPES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
-
-
-def unsupported_reason(model: nn.Module) -> str:
-    """Why the native engine cannot run this model; empty if it can."""
-    base = _base_of(model)
-    name = type(base).__name__
-    if name not in _SHAPES:
-        return f"{name} is not one of {', '.join(_SHAPES)}"
-    config = base.config
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in _STATIC_ROPE:
-        return (
-            f"its rotary embedding is {rope!r}, and only {', '.join(_STATIC_ROPE)} depend on nothing but the position"
-        )
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        return "some of its layers attend to a sliding window only"
-    window = getattr(config, "sliding_window", None)
-    if name == "MistralForCausalLM" and window is not None and window < config.max_position_embeddings:
-        return f"it attends to a sliding window of {window} tokens only"
-    if getattr(config, "pretraining_tp", 1) != 1:
-        return "its layers are split (pretraining_tp)"
-    return ""
 
 
 @dataclasses.dataclass
@@ -63,6 +37,63 @@ class SlotCache:
     def num_positions(self) -> int:
         """L."""
         return int(self.keys[0].shape[2])
+
+
+class FusedLinear:
+    """`torch.cat([layer(x) for layer in layers], dim=-1)`, in one product where the layers allow it.
+
+    The layers' weights are moved, once, into one matrix of which each is a block of rows. So a weight update that is
+    written into the model is written into the matrix, and nothing is held twice. Layers that are more than a matrix
+    (LoRA adapters) are called one by one.
+
+    >>> layers = [nn.Linear(4, 2), nn.Linear(4, 3)]
+    >>> FusedLinear(layers)(torch.zeros(1, 4)).shape
+    torch.Size([1, 5])
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = list(layers)
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._pointers: tuple[int, ...] = ()
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Outputs of all layers, side by side."""
+        if not self.join():
+            return torch.cat([layer(inputs) for layer in self._layers], dim=-1)
+        return F.linear(inputs, self._weight, self._bias)  # type: ignore[arg-type]
+
+    def join(self) -> bool:
+        """Join the weights, unless they are; False if these layers cannot be joined."""
+        if not self._is_plain():
+            return False
+        if self._pointers != self._addresses():  # first use, or the model was moved or loaded again
+            self._join()
+        return True
+
+    def _is_plain(self) -> bool:
+        has_bias = self._layers[0].bias is not None if type(self._layers[0]) is nn.Linear else False
+        return all(type(layer) is nn.Linear and (layer.bias is not None) == has_bias for layer in self._layers)
+
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(layer.weight.data_ptr() for layer in self._layers)
+
+    @torch.no_grad()
+    def _join(self) -> None:
+        self._weight = _joined([layer.weight for layer in self._layers])
+        has_bias = self._layers[0].bias is not None
+        self._bias = _joined([layer.bias for layer in self._layers]) if has_bias else None
+        self._pointers = self._addresses()
+
+
+def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Move parameters into one tensor, of which they are parts from then on."""
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, part in zip(
+        parameters, torch.split(whole, [len(parameter) for parameter in parameters]), strict=True
+    ):
+        parameter.data = part
+    return whole
 
 
 class _Layer(NamedTuple):
@@ -86,7 +117,7 @@ class Decoder:
     """Prefill and decode for one model."""
 
     def __init__(self, model: nn.Module) -> None:
-        base = _base_of(model)
+        base = base_of(model)
         config = base.config
         self._embedding: nn.Module = base.get_input_embeddings()
         self._layers = [_Layer.of(module) for module in base.model.layers]
@@ -195,6 +226,7 @@ class Decoder:
         return self._angles
 
 
-def _base_of(model: nn.Module) -> Any:
+def base_of(model: nn.Module) -> Any:
+    """The transformers model inside of wrappers and adapters."""
     inner: Any = unwrap(model)
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner

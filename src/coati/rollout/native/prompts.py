@@ -1,4 +1,4 @@
-"""The rows of a request: prompts that wait for a slot, and what they need to be continued."""
+"""The prompts of a request that wait for a slot."""
 
 from typing import Any
 
@@ -9,20 +9,19 @@ from coati.randomness import keyed_uniforms
 from coati.rollout.engine import RolloutRequest
 
 
-class Work:
+class PromptQueue:
     """Hands out prompts in order. B rows, A the most tokens of a response."""
 
     def __init__(self, request: RolloutRequest, model: Any) -> None:
         self._request = request
-        options, device = request.options, request.input_ids.device
         self.num_rows = int(request.input_ids.shape[0])
         self.lengths = request.attention_mask.sum(dim=1)  # [B]
         # Prompts are read without their left padding, so a slot needs room for real tokens only.
         self.num_positions = int(self.lengths.max()) + request.max_new_tokens
-        self.pad = options.pad_token(model)
-        self.ends = torch.tensor(options.eos_token_ids(model), dtype=torch.long, device=device)
+        self.pad_token = request.options.pad_token(model)
+        self.eos_token_ids = request.options.eos_token_ids(model)
         draws = keyed_uniforms(request.seed, request.sample_ids.tolist(), request.max_new_tokens)
-        self.uniforms = torch.from_numpy(draws).to(device)  # [B, A]
+        self.uniforms = torch.from_numpy(draws).to(request.input_ids.device)  # [B, A]
         self._next_row = 0
 
     @property
@@ -36,7 +35,7 @@ class Work:
         return torch.arange(first, self._next_row, device=self.lengths.device)
 
     def prompts_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The different prompts among the rows, padded on the right [U, T], their lengths [U], and whose is whose."""
+        """The different prompts among the rows, right-padded [U, T], their lengths [U], and each row's prompt."""
         ids, mask = self._request.input_ids[rows], self._request.attention_mask[rows].bool()
         lengths = self.lengths[rows]
         width = int(lengths.max())
@@ -45,17 +44,5 @@ class Work:
         is_real = source < ids.shape[1]
         tokens = ids.masked_fill(~mask, 0).gather(1, source.clamp(max=ids.shape[1] - 1)).masked_fill(~is_real, 0)
         keys = torch.cat([lengths.unsqueeze(1), tokens], dim=1)  # a prompt that ends in token 0 is not its prefix
-        distinct, which = _distinct(keys)
+        distinct, which = torch.unique(keys, dim=0, return_inverse=True)
         return distinct[:, 1:], distinct[:, 0], which
-
-
-def _distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Different rows [U, k], and which of them each row is, [n]."""
-    if keys.is_cuda:
-        distinct, inverse = torch.unique(keys, dim=0, return_inverse=True)
-        return distinct, inverse
-    # torch sorts rows, which takes ten times as long as looking them up.
-    numbers: dict[bytes, int] = {}
-    which = [numbers.setdefault(row.tobytes(), len(numbers)) for row in keys.numpy()]
-    firsts = torch.tensor([which.index(number) for number in range(len(numbers))])
-    return keys[firsts], torch.tensor(which)

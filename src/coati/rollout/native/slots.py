@@ -1,0 +1,189 @@
+"""What the slot loop keeps: the slots on the device, what the host knows of them, and the responses."""
+
+import dataclasses
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from coati.rollout.engine import Rollout, RolloutRequest
+from coati.rollout.sampling import Sampler
+from coati.rollout.stop_strings import StopStrings
+
+
+@dataclasses.dataclass
+class Slots:
+    """What is being written in each slot, [N] each."""
+
+    rows: Tensor
+    """Which of the request's rows."""
+    tokens: Tensor
+    """The newest token, not yet in the cache."""
+    positions: Tensor
+    """Where it goes."""
+    steps: Tensor
+    """Index of the next token in its response."""
+    stop_states: Tensor
+    """How much of a stop string the response ends with; see `StopStrings`."""
+    alive: Tensor
+
+    @classmethod
+    def empty(cls, count: int, device: torch.device) -> "Slots":
+        """Slots without a sample."""
+        rows, tokens, positions, steps, states = torch.zeros(5, count, dtype=torch.long, device=device)
+        return cls(rows, tokens, positions, steps, states, torch.zeros(count, dtype=torch.bool, device=device))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, to be moved together."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+class TokenRules:
+    """How tokens are drawn, and which of them end a response."""
+
+    def __init__(
+        self, sampler: Sampler, eos_token_ids: tuple[int, ...], stops: StopStrings | None, device: torch.device
+    ) -> None:
+        self._sampler, self._stops = sampler, stops
+        self._ends = torch.tensor(eos_token_ids, dtype=torch.long, device=device)
+
+    def draw(self, logits: Tensor, uniforms: Tensor, stop_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Next tokens, their log-probs, whether they end the response, and the new stop states, [n] each."""
+        tokens, log_probs = self._sampler(logits, uniforms)
+        is_end = (tokens.unsqueeze(1) == self._ends).any(dim=1)
+        if self._stops is not None:
+            stop_states = self._stops.advance(stop_states, tokens)
+            is_end = is_end | (stop_states == self._stops.found)
+        return tokens, log_probs, is_end, stop_states
+
+
+@dataclasses.dataclass
+class Responses:
+    """What has been written of each row, [B, A] and [B], and the draws it is written by."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    versions: Tensor
+    uniforms: Tensor
+    num_written: Tensor
+    has_ended: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, width: int, device: torch.device) -> "Responses":
+        """Room for so many rows of so many tokens."""
+        return cls(
+            tokens=torch.zeros(num_rows, width, dtype=torch.long, device=device),
+            log_probs=torch.zeros(num_rows, width, device=device),
+            versions=torch.zeros(num_rows, width, dtype=torch.long, device=device),
+            uniforms=torch.zeros(num_rows, width, dtype=torch.float64, device=device),
+            num_written=torch.zeros(num_rows, dtype=torch.long, device=device),
+            has_ended=torch.zeros(num_rows, dtype=torch.bool, device=device),
+        )
+
+    def begin(self, pad_token: int, uniforms: Tensor) -> None:
+        """Clear everything, and take a request's draws, [B, A]."""
+        self.tokens.fill_(pad_token)
+        for tensor in (self.log_probs, self.versions, self.num_written, self.has_ended):
+            tensor.zero_()
+        self.uniforms[: uniforms.shape[0], : uniforms.shape[1]] = uniforms
+
+    def write(
+        self, rules: TokenRules, logits: Tensor, rows: Tensor, steps: Tensor, stop_states: Tensor, version: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw and record the next token of each row; tokens, whether they end it, and stop states, [n] each."""
+        tokens, log_probs, is_end, stop_states = rules.draw(logits, self.uniforms[rows, steps], stop_states)
+        self.tokens[rows, steps] = tokens
+        self.log_probs[rows, steps] = log_probs
+        self.versions[rows, steps] = version
+        self.num_written[rows] = steps + 1
+        self.has_ended[rows] = is_end
+        return tokens, is_end, stop_states
+
+    def rollout(self, request: RolloutRequest) -> Rollout:
+        """All rows of the request, as wide as the longest response."""
+        count = request.input_ids.shape[0]
+        num_written = self.num_written[:count]
+        width = int(num_written.max())
+        action_mask = torch.arange(width, device=num_written.device) < num_written.unsqueeze(1)
+        return Rollout(
+            sequences=torch.cat([request.input_ids, self.tokens[:count, :width]], dim=1),
+            attention_mask=torch.cat([request.attention_mask, action_mask.to(request.attention_mask.dtype)], dim=1),
+            action_mask=action_mask,
+            rollout_log_probs=self.log_probs[:count, :width].clone(),
+            is_cut=~self.has_ended[:count],
+            token_versions=self.versions[:count, :width].clone(),
+        )
+
+
+class AliveCopy:
+    """A copy of which slots are alive, on its way to the host while the device works on."""
+
+    def __init__(self, alive: Tensor) -> None:
+        self._event = torch.cuda.Event() if alive.is_cuda else None  # type: ignore[no-untyped-call]
+        self._alive = torch.empty(alive.shape, dtype=alive.dtype, pin_memory=alive.is_cuda)
+        self._alive.copy_(alive, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def result(self) -> list[bool]:
+        """Wait for what was launched before the copy, and for nothing after it."""
+        if self._event is not None:
+            self._event.synchronize()
+        alive: list[bool] = self._alive.tolist()
+        return alive
+
+
+class HostView:
+    """What the host knows of the slots. It may take a slot to be alive whose sample has ended; never the reverse."""
+
+    def __init__(self, copies_under_way: int) -> None:
+        self.alive: list[bool] = []
+        """Of the slots in use."""
+        self.steps_left = 0
+        """After so many steps none is alive, because no response is longer."""
+        self._copies_under_way = copies_under_way
+        self._copies: deque[AliveCopy] = deque()  # of slots in their present order, the oldest first
+
+    @property
+    def count(self) -> int:
+        """How many slots are in use: the first so many."""
+        return len(self.alive)
+
+    @property
+    def num_alive(self) -> int:
+        """How many of them are alive, as far as the host knows."""
+        return sum(self.alive)
+
+    def free(self, num_slots: int) -> list[int]:
+        """Which of so many slots can take a sample."""
+        return [slot for slot in range(num_slots) if slot >= self.count or not self.alive[slot]]
+
+    def fill(self, slots: list[int], *, steps_left: int) -> None:
+        """Record new samples in these slots, each with so many steps to go; no other has more."""
+        self.alive += [False] * (slots[-1] + 1 - self.count)
+        for slot in slots:
+            self.alive[slot] = True
+        self.steps_left = steps_left
+        self._copies.clear()  # they were made before the new samples came
+
+    def resize(self, size: int) -> None:
+        """Record that the living slots were packed together at the front of so many."""
+        if size < self.count:
+            num_alive = self.num_alive
+            self.alive = [slot < num_alive for slot in range(size)]
+            self._copies.clear()  # they are of the slots in their old order
+        elif size > self.count:
+            self.alive += [False] * (size - self.count)
+            self._copies.clear()
+
+    def add(self, num_steps: int, copy: AliveCopy) -> None:
+        """Record that the slots in use took so many steps, and a copy made after them."""
+        self.steps_left -= num_steps
+        self._copies.append(copy)
+
+    def update(self) -> None:
+        """Learn which samples have ended: from the oldest copy, once enough are under way, or without any."""
+        if self.steps_left <= 0:
+            self.alive = [False] * self.count
+        elif len(self._copies) >= self._copies_under_way:
+            self.alive = self._copies.popleft().result()
