@@ -106,18 +106,18 @@ def test_trainers_get_the_chosen_strategy_and_makers_one_process(train, expected
         assert type(strategy) is expected
         assert {name: getattr(strategy, name) for name in private} == private
         assert torch.initial_seed() == 5
-        assert strategy._timeout_seconds == 70
+        assert strategy.timeout_seconds == 70
     finally:
         strategy.close()
     maker = assembly.make_strategy(config, "maker")
     assert type(maker) is DDPStrategy
     assert maker.compute_dtype is None
-    assert maker._timeout_seconds == 70
+    assert maker.timeout_seconds == 70
 
 
 def test_ranks_wait_for_each_other_as_long_as_one_may_wait_for_an_update():
     config = config_of(model={"device": "cpu"}, deadlines={"batch_seconds": 30, "update_seconds": 90})
-    assert assembly.make_strategy(config, "trainer")._timeout_seconds == 90
+    assert assembly.make_strategy(config, "trainer").timeout_seconds == 90
 
 
 def test_mixed_precision_trains_in_float32_and_makes_in_bfloat16(model_folder):

@@ -5,11 +5,7 @@ import importlib
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
 import tempfile
-import time
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,35 +48,6 @@ def cluster():
     yield
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def run_ranks():
-    """Run a script as two ranks of one group, with a folder as its argument; the first to fail is who is shown."""
-
-    def run(script, folder, *, seconds=240):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        logs = [folder / f"rank{rank}.log" for rank in range(2)]
-        with contextlib.ExitStack() as stack:
-            ranks = []
-            for rank, log in enumerate(logs):
-                output = stack.enter_context(log.open("w"))
-                env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(subprocess.Popen([sys.executable, script, folder], env=env, stdout=output, stderr=output))
-                stack.callback(ranks[-1].kill)
-            deadline = time.monotonic() + seconds
-            codes = [None, None]
-            while None in codes and not any(codes):  # the others only say that they lost the one that failed
-                assert time.monotonic() < deadline, f"ranks {codes} after {seconds} s (None: still at work)"
-                time.sleep(0.05)
-                codes = [process.poll() for process in ranks]
-        tails = [f"rank {rank}: {log.read_text()[-3000:]}" for rank, log in enumerate(logs) if codes[rank]]
-        assert not tails, f"ranks ended with {codes} (None: was still at work)\n" + "\n".join(tails)
-
-    return run
 
 
 @pytest.fixture

@@ -53,9 +53,9 @@ class TrainSettings(Section):
     )
     strategy: Literal["ddp", "zero1", "zero2", "gemini"] = setting(
         "ddp",
-        "What each trainer holds. ddp: everything. zero1: its share of the optimizer state. zero2: its share of "
-        "gradients and resting weights too, whole weights from forward to backward. gemini: its share of everything, "
-        "a block whole only while it computes. The weights after a step are the same.",
+        "What each trainer holds. ddp: everything. zero1: its share of everything at rest, weights and gradients whole "
+        "during a step. zero2: weights whole from forward to backward, gradients never. gemini: a block whole only "
+        "while it computes. The weights after a step are the same.",
         rule='"ddp", "zero1", "zero2" or "gemini"',
     )
     placement_policy: Literal["static", "auto", "cpu"] = setting(
@@ -65,7 +65,7 @@ class TrainSettings(Section):
     )
     cpu_offload: bool = setting(
         False,
-        "zero1: optimizer state rests in host memory, and steps are made there; zero2: shares too.",
+        "zero1, zero2: shares and optimizer state rest in host memory, and optimizer steps are made there.",
         rule='true or false, and true only with train.strategy = "zero1" or "zero2"',
     )
     mixed_precision: bool = setting(

@@ -15,7 +15,7 @@ from coati.models.actor import unwrap
 from coati.models.packing import base_of
 from coati.models.value_head import ValueHeadModel
 from coati.trainer.strategies.cast_weights import checkpoint_contexts
-from coati.trainer.strategies.sharding import transformer_blocks
+from coati.trainer.strategies.sharded import transformer_blocks
 
 
 def set_learning_mode(model: nn.Module) -> None:

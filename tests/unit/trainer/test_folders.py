@@ -1,4 +1,4 @@
-"""Copies of a saved folder for nodes that do not see it; three ranks are three threads. Real ones: tests/ray."""
+"""Who writes a folder, on nodes that see rank 0's disk or not; three ranks are three threads. Real ones: two ranks."""
 
 import contextlib
 import threading
@@ -10,97 +10,69 @@ import torch
 
 from coati.errors import CheckpointError
 from coati.trainer.strategies import folders
+from coati.trainer.strategies.ranks import RankInfo, Ranks
 
 PATIENCE = 60
-MARKERS = {"model.safetensors"}
 
 
-class Ranks:
-    """The calls of torch.distributed that `folders` makes, between threads; a rank that leaves breaks the others."""
+class ThreadRanks(Ranks):
+    """One of several ranks in threads of this process."""
 
-    def __init__(self, world_size):
-        self._meeting = threading.Barrier(world_size, timeout=PATIENCE)
-        self._threads = threading.local()
-        self._board = {}
+    def __init__(self, rank, board, meeting):
+        self._info = RankInfo(rank=rank, world_size=meeting.parties)
+        self._board, self._meeting = board, meeting
 
-    def run(self, work):
-        """What `work(rank)` returned or raised, by rank."""
-
-        def one(rank):
-            self._threads.rank = rank
-            try:
-                return work(rank)
-            except CheckpointError as error:
-                return error
-
-        ranks = range(self._meeting.parties)
-        with ThreadPoolExecutor(len(ranks)) as pool:
-            return list(pool.map(one, ranks))
-
-    def _exchange(self, value):
-        self._board[self._threads.rank] = value
+    def all_gather(self, vector):
+        self._board[self.rank] = vector
         self._meeting.wait()
-        seen = [self._board[rank] for rank in range(self._meeting.parties)]
+        rows = torch.stack([self._board[rank] for rank in range(self.world_size)])
         self._meeting.wait()
-        return seen
+        return rows
 
-    def barrier(self):
-        self._exchange(None)
-
-    def broadcast_object_list(self, objects, src, device):
-        objects[:] = self._exchange(list(objects))[src]
-
-    def all_reduce(self, tensor):
-        tensor.copy_(sum(self._exchange(tensor.clone())))
-
-    def broadcast(self, tensor, src):
-        tensor.copy_(self._exchange(tensor.clone())[src])
+    def all_reduce_sum(self, tensor):
+        return self.all_gather(tensor).sum(0)
 
 
 @pytest.fixture
-def copy(monkeypatch, tmp_path):
-    """Rank 0 has a folder on its own disk, "a"; ranks 1 and 2 share disk "b"."""
-    ranks = Ranks(3)
-    monkeypatch.setattr(folders, "dist", ranks)
-    (tmp_path / "a" / "model").mkdir(parents=True)
-    (tmp_path / "a" / "model" / "model.safetensors").write_bytes(b"weights")
-    options = {"device": torch.device("cpu"), "markers": MARKERS}
-    paths = [tmp_path / disk / "model" for disk in "abb"]
-    return lambda: ranks.run(lambda rank: folders.copy_to_other_nodes(paths[rank], rank=rank, **options))
+def writes(tmp_path):
+    """Ask three ranks whether they write: rank 0 has disk "a", ranks 1 and 2 share disk "b"."""
+    meeting, board = threading.Barrier(3, timeout=PATIENCE), {}
+
+    def ask(disks="abb", *, only_rank0=False):
+        def one(rank):
+            try:
+                path = tmp_path / disks[rank] / "model"
+                return folders.writes_folder(path, ThreadRanks(rank, board, meeting), only_rank0=only_rank0)
+            except CheckpointError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(3) as pool:
+            return list(pool.map(one, range(3)))
+
+    return ask
 
 
-def test_one_rank_of_a_foreign_node_writes_the_copy(copy, tmp_path, monkeypatch):
-    written = []
-    plain = folders.replace_folder
-    monkeypatch.setattr(
-        folders, "replace_folder", lambda path, *rest, **kw: written.append(path) or plain(path, *rest, **kw)
-    )
-    assert copy() == [None, None, None]
-    assert written == [tmp_path / "b" / "model"]
-    assert (tmp_path / "b" / "model" / "model.safetensors").read_bytes() == b"weights"
-    for disk in "ab":
-        assert [entry.name for entry in (tmp_path / disk).iterdir()] == ["model"]
+def test_rank_0_and_one_rank_of_each_other_disk_write(writes, tmp_path):
+    assert sorted(writes()) == [False, True, True]
+    assert writes()[0]
+    assert writes("aaa") == [True, False, False]
+    assert writes("abc") == [True, True, True]
+    assert not [file for disk in tmp_path.iterdir() for file in disk.iterdir()]  # nothing temporary is left
 
 
-def test_a_node_that_may_not_write_does_not_hold_up_the_others(copy, tmp_path):
-    (tmp_path / "b" / "model").mkdir(parents=True)
-    (tmp_path / "b" / "model" / "thesis.txt").write_text("years of work")
-    outcomes = copy()
-    assert outcomes[0] is None
-    refused = [outcome for outcome in outcomes if outcome is not None]
-    assert len(refused) == 1
-    assert "not something coati saved" in str(refused[0])
-    assert (tmp_path / "b" / "model" / "thesis.txt").read_text() == "years of work"
+def test_only_rank_0_leaves_other_disks_alone(writes, tmp_path):
+    assert writes(only_rank0=True) == [True, False, False]
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_takes_no_claim_is_named(copy, tmp_path):
+def test_a_disk_that_takes_no_claim_is_named_and_all_ranks_hear_of_it(writes, tmp_path):
     (tmp_path / "b").write_text("a file where a folder should be")
-    outcomes = copy()
-    assert outcomes[0] is None
-    assert all("could not write" in str(outcome) and str(tmp_path / "b") in str(outcome) for outcome in outcomes[1:])
+    outcomes = writes()
+    assert "another rank could not save" in outcomes[0]
+    assert all(str(tmp_path / "b") in outcome for outcome in outcomes[1:])
 
 
-def test_rank_0_that_cannot_say_where_it_writes_lets_nobody_wait(copy, tmp_path, monkeypatch):
+def test_rank_0_that_cannot_write_lets_no_rank_wait(writes, monkeypatch):
     touch = Path.touch
 
     def full(path, *args, **kwargs):
@@ -109,11 +81,9 @@ def test_rank_0_that_cannot_say_where_it_writes_lets_nobody_wait(copy, tmp_path,
         touch(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "touch", full)
-    outcomes = copy()
-    assert "could not write beside" in str(outcomes[0])
-    assert "no inodes left" in str(outcomes[0])
-    assert outcomes[1:] == [None, None]  # they hear of it with the answer to the whole save
-    assert not (tmp_path / "b").exists()
+    outcomes = writes()
+    assert "no inodes left" in outcomes[0]
+    assert all("another rank" in outcome for outcome in outcomes[1:])
 
 
 @pytest.mark.parametrize("fails", [False, True])

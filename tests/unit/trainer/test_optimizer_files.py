@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from coati.errors import CheckpointError
-from coati.trainer.strategies import DDPStrategy, base
-from coati.trainer.strategies.optimizer_files import iter_whole_state, write_optimizer
+from coati.trainer.strategies import DDPStrategy, base, optimizer_files
+from coati.trainer.strategies.optimizer_files import iter_state, write_optimizer
 
 
 def make_optimizer(seed, *, steps=1):
@@ -24,7 +24,7 @@ def make_optimizer(seed, *, steps=1):
 
 
 def state_of(optimizer):
-    state = {f"{e.index}.{e.key}": e.value.clone() for e in iter_whole_state(optimizer)}
+    state = {name: value.clone() for name, value in iter_state(optimizer)}
     return state, [group["lr"] for group in optimizer.param_groups]
 
 
@@ -34,11 +34,13 @@ def assert_same_state(one, other):
     assert all(torch.equal(value, other[0][name]) for name, value in one[0].items())
 
 
-@pytest.fixture(params=[None, 1], ids=["whole", "sharded"])
-def saved(request, tmp_path):
+@pytest.fixture(params=[False, True], ids=["whole", "sharded"])
+def saved(request, tmp_path, monkeypatch):
     """A folder and the files in it: one, or one for each tensor."""
+    monkeypatch.setattr(optimizer_files, "CHUNK_MIB", 1e-6)
     optimizer = make_optimizer(1)
-    write_optimizer(optimizer, iter_whole_state(optimizer), tmp_path, part_bytes=request.param)
+    write_optimizer(optimizer, iter_state(optimizer), tmp_path, sharded=request.param)
+    assert len(list(tmp_path.glob("*.safetensors"))) == (6 if request.param else 1)
     return tmp_path
 
 
@@ -77,25 +79,18 @@ def other_lr(settings):
 
 
 DAMAGE = {
-    "wrong shape": (change_tensors(lambda t: {**t, "1.exp_avg": torch.zeros(1)}), r"shape of 1\.exp_avg must be \[2\]"),
-    "wrong dtype": (
-        change_tensors(lambda t: {**t, "1.exp_avg": t["1.exp_avg"].double()}),
-        r"dtype of 1\.exp_avg must be float32, .* got float64",
-    ),
-    "flipped bit": (change_tensors(flip_a_bit), r"checksum of 1\.exp_avg must be \w{16}"),
-    "empty file": (change_tensors(lambda _: {}), r"Missing: .*1\.exp_avg.*; unexpected: none"),
-    "missing entry": (change_tensors(without("1.exp_avg")), r"Missing: 1\.exp_avg; unexpected: none"),
-    "stray name": (change_tensors(lambda t: {**t, "hello": torch.zeros(2)}), "Missing: none; unexpected: hello"),
-    "index beyond": (change_tensors(lambda t: {**t, "99.step": torch.ones(())}), r"unexpected: 99\.step"),
-    "torn": (lambda f: [file.write_bytes(b"torn") for file in f.glob("*.safetensors")], "missing or torn"),
+    "wrong shape": (change_tensors(lambda t: {**t, "1.exp_avg": torch.zeros(1)}), "checksum"),
+    "flipped bit": (change_tensors(flip_a_bit), "checksum"),
+    "missing entry": (change_tensors(without("1.exp_avg")), "checksum"),
+    "stray name": (change_tensors(lambda t: {**t, "hello": torch.zeros(2)}), "checksum"),
+    "torn": (lambda f: [file.write_bytes(file.read_bytes()[:-1]) for file in f.glob("*.safetensors")], "checksum"),
     "file gone": (lambda f: [file.unlink() for file in f.glob("*.safetensors")], "missing or torn"),
-    "no shapes": (change_json(without("shapes")), "must be as it was written"),
-    "no checksum": (change_json(without("checksum")), "its checksum there is None"),
+    "no shapes": (change_json(without("shapes")), "checksum"),
+    "no checksum": (change_json(without("checksum")), "checksum"),
     "other learning rate": (change_json(other_lr), r"set it in optimizer\.param_groups after loading"),
-    "a list": (change_json(lambda _: []), r"must hold a JSON object with a format, .* got '\[\]'"),
-    "a number": (change_json(lambda _: 3), "must hold a JSON object"),
-    "no object of ours": (change_json(lambda _: {"lr": 1}), "must hold a JSON object with a format"),
-    "an earlier format": (change_json(lambda s: {**s, "format": 1}), "has format 1; this coati reads 2.*fresh optim"),
+    "a list": (change_json(lambda _: []), "format 3, got None"),
+    "no object of ours": (change_json(lambda _: {"lr": 1}), "format 3, got None"),
+    "an earlier format": (change_json(lambda s: {**s, "format": 1}), "format 3, got 1"),
     "no JSON": (lambda f: (f / "optimizer.json").write_bytes(b"\xff{"), r"optimizer\.json is unreadable"),
 }
 
@@ -120,7 +115,7 @@ def test_what_was_saved_comes_back_to_the_bit(saved):
 def test_state_that_was_wrong_before_it_was_saved_is_no_state(tmp_path):
     optimizer = make_optimizer(1)
     optimizer.state[optimizer.param_groups[0]["params"][1]]["exp_avg_sq"] = torch.zeros(1)
-    write_optimizer(optimizer, iter_whole_state(optimizer), tmp_path)
+    write_optimizer(optimizer, iter_state(optimizer), tmp_path)
     with pytest.raises(CheckpointError, match=r"1\.exp_avg_sq must have the shape of its parameter, \[2\], got \[1\]"):
         DDPStrategy(device="cpu").load_optimizer(make_optimizer(2), tmp_path)
 
@@ -141,13 +136,14 @@ def test_a_rank_that_fails_while_it_loads_tells_the_others(kind, monkeypatch, tm
     def fails(*_, **__):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(base, "check_model_files", lambda *_: None)
-    monkeypatch.setattr(base, "load_model_files", fails)
+    optimizer = make_optimizer(1)
+    monkeypatch.setattr(base, "find_tensors", lambda *_: None)
+    monkeypatch.setattr(base, "copy_into", fails)
     monkeypatch.setattr(base, "read_optimizer", lambda *_, **__: {})
-    monkeypatch.setattr(strategy, "_load_optimizer_state", fails)
+    monkeypatch.setattr(optimizer, "load_state_dict", fails)
     load = {
         "model": lambda: strategy.load_model(nn.Linear(1, 1), tmp_path),
-        "optimizer": lambda: strategy.load_optimizer(make_optimizer(1), tmp_path),
+        "optimizer": lambda: strategy.load_optimizer(optimizer, tmp_path),
     }
     with pytest.raises(OSError, match="the disk is gone"):
         load[kind]()

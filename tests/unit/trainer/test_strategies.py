@@ -334,10 +334,6 @@ def test_missing_and_torn_files_are_named(make_strategy, tmp_path):
     optimizer = torch.optim.Adam(net.parameters())
     with pytest.raises(CheckpointError, match=r"optimizer\.json does not exist"):
         strategy.load_optimizer(optimizer, tmp_path / "nowhere")
-    strategy.save_optimizer(optimizer, tmp_path / "optimizer")
-    (tmp_path / "optimizer" / "optimizer.safetensors").write_bytes(b"torn")
-    with pytest.raises(CheckpointError, match="missing or torn"):
-        strategy.load_optimizer(optimizer, tmp_path / "optimizer")
 
 
 def test_foreign_folders_and_files_are_not_replaced(make_strategy, tmp_path):

@@ -2,7 +2,6 @@
 
 from coati.trainer.strategies.base import Strategy
 from coati.trainer.strategies.ddp import DDPStrategy
-from coati.trainer.strategies.gemini import GeminiStrategy
-from coati.trainer.strategies.low_level_zero import LowLevelZeroStrategy
+from coati.trainer.strategies.sharded import GeminiStrategy, LowLevelZeroStrategy
 
 __all__ = ["DDPStrategy", "GeminiStrategy", "LowLevelZeroStrategy", "Strategy"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from contextlib import AbstractContextManager, nullcontext
+from typing import Unpack
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from coati.trainer.strategies.base import Strategy
+from coati.trainer.strategies.base import Strategy, StrategyOptions
 from coati.trainer.strategies.cast_weights import CastWeights
 
 
@@ -20,16 +22,13 @@ class DDPStrategy(Strategy):
     `unwrap_model`.
 
     Args:
-        seed: for Python's, numpy's and torch's global generators, the same on every rank.
-        device: where models live; by default `cuda:LOCAL_RANK` (modulo the visible GPUs), else the CPU.
-        backend: torch.distributed backend; by default nccl on GPUs and gloo on CPUs.
-        timeout_seconds: how long any wait for the other ranks may last.
-        compute_dtype: bfloat16 to compute in it with weights and optimizer state in the model's own format.
+        seed: see `Strategy`, as for all other options.
         find_unused_parameters: set it if some trainable parameters take no part in the loss of some step
             (torch then raises an error that says so; with `compute_dtype` it does not, and they get zeros). It costs a
             walk over the graph in every backward pass, so it is off.
 
     Example:
+        >>> import torch
         >>> strategy = DDPStrategy(seed=0, device="cpu")
         >>> model = nn.Linear(2, 1)
         >>> model, optimizer = strategy.prepare((model, torch.optim.Adam(model.parameters())))
@@ -38,18 +37,9 @@ class DDPStrategy(Strategy):
     """
 
     def __init__(
-        self,
-        seed: int = 42,
-        *,
-        device: str | torch.device | None = None,
-        backend: str | None = None,
-        timeout_seconds: float = 600,
-        compute_dtype: torch.dtype | None = None,
-        find_unused_parameters: bool = False,
+        self, seed: int = 42, *, find_unused_parameters: bool = False, **options: Unpack[StrategyOptions]
     ) -> None:
-        super().__init__(
-            seed, device=device, backend=backend, timeout_seconds=timeout_seconds, compute_dtype=compute_dtype
-        )
+        super().__init__(seed, **options)
         self._find_unused_parameters = find_unused_parameters
 
     def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -70,3 +60,11 @@ class DDPStrategy(Strategy):
             find_unused_parameters=self._find_unused_parameters,
         )
         return wrapped, optimizer
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """Give the module that went into `prepare`."""
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Keep gradients on this rank: for forward and backward of all but the last micro-batch."""
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()

@@ -10,12 +10,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 
 from coati.errors import CheckpointError
-
-_PIECE_BYTES = 64 * 2**20
+from coati.trainer.strategies.ranks import Ranks
 
 
 def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collection[str]) -> None:
@@ -77,105 +75,34 @@ def _refuse_foreign(path: Path, markers: Collection[str]) -> None:
         raise CheckpointError(f"{path} exists and is a file, but a folder goes there. Choose another path.")
 
 
-def copy_to_other_nodes(path: Path, *, rank: int, device: torch.device, markers: Collection[str]) -> None:
-    """Give every node whose file system lacks rank 0's folder its own copy; all ranks must call this.
+def writes_folder(path: Path, ranks: Ranks, *, only_rank0: bool) -> bool:
+    """Decide whether this rank writes `path`: rank 0 does, and one rank of each node that does not see rank 0's disk.
 
-    A rank cannot tell who else shares its disk, so it asks the disk: the first of those that do not see rank 0's
-    folder to claim the copy receives it. A node that sees rank 0's folder (a shared file system) writes nothing.
+    A rank cannot tell which others share its disk, so it asks the disk: it looks for a file that rank 0 has put beside
+    `path`, and the first to claim a disk without it writes there. All ranks must call this.
     """
-    path = Path(os.path.realpath(path))
-    receives, failure = False, None
-    token = [uuid.uuid4().hex]
-    if rank == 0:
+    if only_rank0 or ranks.world_size == 1:
+        return ranks.rank == 0
+    token = int(ranks.all_gather(torch.tensor([uuid.uuid4().int >> 66]))[0])  # rank 0's
+    beacon, claim = (path.with_name(f".{path.name}.{token:x}.{end}") for end in ("seen", "claim"))
+
+    def claims(file: Path) -> bool:
         try:
-            _beside(path, token[0], "seen").touch()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                file.touch(exist_ok=False)
+                return True
         except OSError as error:
-            token, failure = [""], error
-    dist.broadcast_object_list(token, src=0, device=device)
-    if not token[0]:  # nobody can know who sees rank 0's folder
-        if failure is not None:
-            raise CheckpointError(f"could not write beside {path}: {failure}. Check free space and permissions there.")
-        return
-    beacon, claim = _beside(path, token[0], "seen"), _beside(path, token[0], "claim")
-    try:
-        receives = not beacon.exists() and _is_first(claim)
-    except OSError as error:
-        failure = error
-    needed = torch.tensor([int(receives)], device=device)
-    dist.all_reduce(needed)  # every rank has looked for the beacon and the claim once this returns
-    with contextlib.suppress(OSError):  # at worst an empty file stays; the others wait for what comes next
-        if rank == 0:
-            beacon.unlink(missing_ok=True)
-        if receives:
-            claim.unlink(missing_ok=True)
-    if needed.item():
-        _copy_from_rank0(path, receives=receives, is_source=rank == 0, device=device, markers=markers)
-    if failure is not None:
-        raise CheckpointError(f"could not write {path}: {failure}. Check free space and permissions there.")
-
-
-def _beside(path: Path, token: str, end: str) -> Path:
-    return path.with_name(f".{path.name}.{token}.{end}")
-
-
-def _is_first(claim: Path) -> bool:
-    claim.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        claim.touch(exist_ok=False)
-    except FileExistsError:
+            raise CheckpointError(f"could not write next to {path}: {error}. Check free space there.") from error
         return False
-    return True
 
-
-def _copy_from_rank0(
-    path: Path, *, receives: bool, is_source: bool, device: torch.device, markers: Collection[str]
-) -> None:
-    has_streamed = False
-
-    def receive(folder: Path) -> None:
-        nonlocal has_streamed
-        has_streamed = True
-        _stream_files(path, folder, is_source=False, device=device)
-
+    made: list[Path] = []
     try:
-        if receives:
-            replace_folder(path, receive, markers=markers)
+        if ranks.run_on_all(lambda: ranks.rank == 0 and claims(beacon), f"save to {path}"):
+            made.append(beacon)
+        if ranks.run_on_all(lambda: not beacon.exists() and claims(claim), f"save to {path}"):
+            made.append(claim)
+        return bool(made)
     finally:
-        if not has_streamed:  # also one that may not write takes part in the broadcasts, or the others would hang
-            _stream_files(path, None, is_source=is_source, device=device)
-
-
-def _stream_files(path: Path, target: Path | None, *, is_source: bool, device: torch.device) -> None:
-    """Broadcast the files of rank 0's `path`; write them under `target` where one is given."""
-    listing: list[list[tuple[str, int]]] = [[]]
-    if is_source:
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        listing = [[(str(file.relative_to(path)), file.stat().st_size) for file in files]]
-    dist.broadcast_object_list(listing, src=0, device=device)
-    failure: OSError | None = None
-    for name, size in listing[0]:
-        for start in range(0, size, _PIECE_BYTES):
-            length = min(_PIECE_BYTES, size - start)
-            piece = _read_piece(path / name, start, length) if is_source else torch.empty(length, dtype=torch.uint8)
-            piece = piece.to(device)
-            dist.broadcast(piece, src=0)
-            # After a failed write this rank still takes part in the broadcasts, or the others would hang.
-            if target is not None and failure is None:
-                try:
-                    _append_piece(target / name, piece)
-                except OSError as error:
-                    failure = error
-    if failure is not None:
-        raise failure
-
-
-def _read_piece(file: Path, start: int, length: int) -> torch.Tensor:
-    with file.open("rb") as stream:
-        stream.seek(start)
-        return torch.frombuffer(bytearray(stream.read(length)), dtype=torch.uint8)
-
-
-def _append_piece(file: Path, piece: torch.Tensor) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("ab") as stream:
-        stream.write(piece.cpu().numpy().tobytes())
+        for file in made:
+            file.unlink(missing_ok=True)

@@ -4,58 +4,83 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from coati.errors import CheckpointError
-from coati.models.tied_weights import tied_names
-from coati.trainer.strategies.sharding import copy_whole_into
+from coati.models.tied_weights import state_tensors, tied_names
+from coati.trainer.strategies.state_chunks import laid_out_like
 
-WEIGHTS_FILE = "model.safetensors"
+_WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _ADAPTER_FILE = "adapter_model.safetensors"
-MODEL_MARKERS = (WEIGHTS_FILE, _INDEX_FILE, "config.json", "adapter_config.json")
+MODEL_MARKERS = (_WEIGHTS_FILE, _INDEX_FILE, "config.json", "adapter_config.json")
 """A folder that holds one of these is a model folder."""
 
+Places = Mapping[str, tuple[Any, str]]
+"""For each tensor of a module, the open file that holds it and its name there."""
 
-def write_model(module: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write `state` (whole, on the CPU, tied weights once) the module's own way, else as safetensors.
 
-    A module with `save_pretrained` gets tied names too, where the weight they share is in `state`: with adapters the
-    frozen base, tied embeddings included, is not.
-    """
+def names_to_save(module: nn.Module) -> set[str] | None:
+    """Names of the tensors that belong on disk: with adapters, those that are trained; None for all."""
+    if not _saves_adapters(module):
+        return None
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def write_model(module: nn.Module, chunks: Iterable[dict[str, Tensor]], folder: Path, in_parts: bool) -> None:
+    """Write a model folder: by the module's `save_pretrained`, as one safetensors file, or as one for each chunk."""
+    chunks = _checked_on_cpu(chunks)
+    if in_parts and not _saves_adapters(module):
+        _write_parts(module, chunks, folder)
+        return
+    state = {name: tensor for chunk in chunks for name, tensor in chunk.items()}
     save_pretrained = getattr(module, "save_pretrained", None)
     if save_pretrained is None:
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS_FILE)
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / _WEIGHTS_FILE)
         return
+    # Tied names too, where the weight they share is there: with adapters the frozen base is not.
     tied = {name: state[first] for name, first in tied_names(module).items() if first in state}
     save_pretrained(folder, state_dict={**state, **tied})
 
 
-def write_model_in_parts(module: nn.Module, chunks: Iterable[Mapping[str, Tensor]], folder: Path) -> None:
-    """Write a file for each chunk, and an index: a folder that transformers and `load_model_files` both read.
+def _checked_on_cpu(chunks: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Move chunks to the CPU; a weight that is NaN or infinite is an error."""
+    for chunk in chunks:
+        for name, tensor in chunk.items():
+            chunk[name] = tensor.cpu()
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise CheckpointError(
+                    f"a model must have finite weights to be saved, got NaN or infinity in {name!r}. Training has "
+                    "diverged; use an earlier checkpoint."
+                )
+        yield chunk
+        chunk.clear()  # it is written by now, and the next is about to be gathered
 
-    A module around a transformers model writes that one under its own names, and its other children beside it.
-    """
-    body = next((name for name, child in module.named_children() if hasattr(child, "save_pretrained")), None)
-    inner: Any = module if body is None else getattr(module, body)
-    beside: dict[str, dict[str, Tensor]] = {}
+
+def _write_parts(module: nn.Module, chunks: Iterable[dict[str, Tensor]], folder: Path) -> None:
+    """Write files with an index. A wrapped transformers model keeps its own names, and the wrapper's other children
+    are files of their own."""
+    body = _body_of(module)
+    others: dict[str, dict[str, Tensor]] = {}
     parts: list[list[str]] = []
     for chunk in chunks:
         part: dict[str, Tensor] = {}
         for name, tensor in chunk.items():
             child, _, rest = name.partition(".")
-            if body is None or child == body:
-                part[name if body is None else rest] = tensor.contiguous()
+            if not body or child == body:
+                part[rest if body else name] = tensor.contiguous()
             else:
-                beside.setdefault(child, {})[rest] = tensor.contiguous()
+                others.setdefault(child, {})[rest] = tensor.contiguous()
         if part:
             parts.append(list(part))
             save_file(part, folder / f"part-{len(parts)}", metadata={"format": "pt"})
@@ -66,17 +91,17 @@ def write_model_in_parts(module: nn.Module, chunks: Iterable[Mapping[str, Tensor
         (folder / f"part-{number}").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
     total = sum((folder / file).stat().st_size for file in set(weight_map.values()))
-    (folder / _INDEX_FILE).write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
-    )
-    for child, state in beside.items():
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / _INDEX_FILE).write_text(json.dumps(index, indent=1))
+    for child, state in others.items():
         save_file(state, folder / f"{child}.safetensors")
-    if hasattr(inner, "config"):
+    inner = getattr(module, body) if body else module
+    if isinstance(inner, PreTrainedModel):
         _write_config(inner, folder)
 
 
-def _write_config(model: Any, folder: Path) -> None:
-    """What transformers needs beside the weights."""
+def _write_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write what transformers needs in addition to the weights."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # the prefix that sharding gives a class
     config.dtype = next((parameter.dtype for parameter in model.parameters()), None)
@@ -85,93 +110,72 @@ def _write_config(model: Any, folder: Path) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def saves_adapters(module: nn.Module) -> bool:
-    """Whether peft saves this module, or what it wraps: then its adapters are all there is to save."""
-    return any(hasattr(child, "peft_config") for child in (module, *module.children()))
+def _body_of(module: nn.Module) -> str:
+    """Name of the transformers or peft model that a module wraps; empty if it is one itself, or wraps none."""
+    if isinstance(module, PreTrainedModel | PeftModel):
+        return ""
+    return next((n for n, child in module.named_children() if isinstance(child, PreTrainedModel | PeftModel)), "")
 
 
-@torch.no_grad()
-def load_model_files(module: nn.Module, path: Path) -> None:
-    """Load a model folder (or one safetensors file) into the module, all of it or nothing.
+def _saves_adapters(module: nn.Module) -> bool:
+    return any(isinstance(child, PeftModel) for child in (module, *module.children()))
 
-    What `save_model` wrote loads again, also for a module that wraps a transformers model and saves it under
-    the wrapped model's own names: the main weights may carry the names of the module or of one of its
-    children, and a file `CHILD.safetensors` beside them those of that child. A peft folder sets the adapters
-    and nothing else.
+
+def find_tensors(module: nn.Module, path: Path, stack: ExitStack) -> Places:
+    """Find each of the module's tensors in a folder (or safetensors file) that holds just what the module needs.
+
+    The main weights may carry the names of the module or of the transformers model that it wraps; a file
+    `CHILD.safetensors` carries those of that child. A peft folder has the adapters and nothing else. The files stay
+    open as long as `stack`.
     """
-    with ExitStack() as stack:
-        saved = _open_checked(path, module, stack)
-        target = module.state_dict(keep_vars=True)
-        try:
-            for name, (file, key) in saved.items():
-                copy_whole_into(target[name], file.get_tensor(key))
-        except (OSError, SafetensorError) as error:  # it was whole a moment ago
-            raise CheckpointError(
-                f"could not read {path} to its end: {error}. Part of it is loaded; load it again, or another, before "
-                "the model is used."
-            ) from error
-
-
-def check_model_files(module: nn.Module, path: Path) -> None:
-    """Raise what `load_model_files` would, without loading anything."""
-    with ExitStack() as stack:
-        _open_checked(path, module, stack)
-
-
-def _open_checked(path: Path, module: nn.Module, stack: ExitStack) -> dict[str, tuple[Any, str]]:
-    """As `_open_all`, of files that hold just what the module needs."""
+    target = state_tensors(module)
+    is_adapter = (path / _ADAPTER_FILE).is_file()
+    # A peft file leaves the adapter's name out of its tensors' names.
+    adapters = {name.replace(".default", ""): name for name in target if ".lora_" in name} if is_adapter else {}
     try:
-        saved = _open_all(path, module, stack)
-        shapes = {name: tuple(file.get_slice(key).get_shape()) for name, (file, key) in saved.items()}
+        main = _open_all(_main_files(path), stack)
+        body = _body_of(module)
+        prefix = f"{body}." if body and not main.keys() & target.keys() else ""
+        places = {adapters.get(prefix + key, prefix + key): place for key, place in main.items()}
+        for child, _ in module.named_children():
+            if child != "model" and (path / f"{child}.safetensors").is_file():
+                opened = _open_all([path / f"{child}.safetensors"], stack)
+                places |= {f"{child}.{key}": place for key, place in opened.items()}
+        shapes = {name: tuple(file.get_slice(key).get_shape()) for name, (file, key) in places.items()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the weights in {path} are unreadable: {error}. The file is torn; use another copy."
         ) from error
-    target = module.state_dict(keep_vars=True)
     tied = tied_names(module)
-    required = set(_adapter_names(target).values()) if _is_adapter_folder(path) else set(target)
-    _check(path, shapes, target, required=required - set(tied), tied=tied)
-    return saved
+    _check(
+        path, shapes, target, required=(set(adapters.values()) if is_adapter else set(target)) - set(tied), tied=tied
+    )
+    return places
 
 
-def _open_all(path: Path, module: nn.Module, stack: ExitStack) -> dict[str, tuple[Any, str]]:
-    """Where each of the module's tensors is: its name in the module -> (open file, its name there)."""
-    target = module.state_dict(keep_vars=True)
-    renamed = _adapter_names(target) if _is_adapter_folder(path) else {}
-    main: dict[str, tuple[Any, str]] = {}
-    for file in _main_files(path):
-        opened = stack.enter_context(safe_open(file, framework="pt"))
-        main.update((key, (opened, key)) for key in list(opened.keys()))
-    children = [name for name, _ in module.named_children()]
-    beside: dict[str, tuple[Any, str]] = {}
-    for child in children:
-        if path.is_dir() and (path / f"{child}.safetensors").is_file() and child != "model":
-            opened = stack.enter_context(safe_open(path / f"{child}.safetensors", framework="pt"))
-            beside.update((f"{child}.{key}", (opened, key)) for key in list(opened.keys()))
-    best: dict[str, tuple[Any, str]] = {}
-    for prefix in ("", *(f"{child}." for child in children)):
-        named = {renamed.get(prefix + key, prefix + key): place for key, place in main.items()}
-        # Strictly more names than with the prefixes before: on a tie the plain names explain an error best.
-        if not best or len(named.keys() & target.keys()) > len(best.keys() & target.keys()):
-            best = named
-    return {**best, **beside}
+@torch.no_grad()
+def copy_into(module: nn.Module, places: Places, path: Path) -> None:
+    """Copy what `find_tensors` found into the module."""
+    target = state_tensors(module)
+    try:
+        for name, (file, key) in places.items():
+            target[name].copy_(laid_out_like(file.get_tensor(key).to(target[name].device), target[name]))
+    except (OSError, SafetensorError) as error:  # it was whole a moment ago
+        raise CheckpointError(
+            f"could not read {path} to its end: {error}. Part of it is loaded; load it again, or another, before "
+            "the model is used."
+        ) from error
 
 
-def _is_adapter_folder(path: Path) -> bool:
-    return (path / _ADAPTER_FILE).is_file()
-
-
-def _adapter_names(target: Iterable[str]) -> dict[str, str]:
-    """A peft file leaves the adapter's name out of its tensors' names; here is where each belongs."""
-    return {name.replace(".default", ""): name for name in target if ".lora_" in name}
+def _open_all(files: Iterable[Path], stack: ExitStack) -> dict[str, tuple[Any, str]]:
+    opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+    return {key: (file, key) for file in opened for key in file.keys()}  # noqa: SIM118
 
 
 def _main_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    if _is_adapter_folder(path):
-        return [path / _ADAPTER_FILE]
-    files = [path / WEIGHTS_FILE]
+    files = [path / (_ADAPTER_FILE if (path / _ADAPTER_FILE).is_file() else _WEIGHTS_FILE)]
     if (path / _INDEX_FILE).is_file():
         try:
             index = json.loads((path / _INDEX_FILE).read_text())
@@ -190,30 +194,25 @@ def _main_files(path: Path) -> list[Path]:
 def _check(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    target: Mapping[str, Any],
+    target: Mapping[str, Tensor],
     *,
-    required: Collection[str],
+    required: set[str],
     tied: Mapping[str, str],
 ) -> None:
     present = {tied.get(name, name) for name in shapes}
-    missing = sorted(set(required) - present)
-    unexpected = sorted(set(shapes) - set(target))
-    wrong = [
-        f"{name} {shape} instead of {tuple(target[name].shape)}"
-        for name, shape in shapes.items()
-        if name in target and shape != tuple(target[name].shape)
-    ]
-    problems = [
-        f"{label} {_shorten(names)}"
-        for label, names in (("missing:", missing), ("unexpected:", unexpected), ("wrong shape:", wrong))
+    problems = {
+        "missing": sorted(required - present),
+        "unexpected": sorted(set(shapes) - set(target)),
+        "wrong shape": [
+            f"{name} {shape} instead of {tuple(target[name].shape)}"
+            for name, shape in shapes.items()
+            if name in target and shape != tuple(target[name].shape)
+        ],
+    }
+    found = [
+        f"{problem}: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        for problem, names in problems.items()
         if names
     ]
-    if problems:
-        raise CheckpointError(
-            f"the weights in {path} belong to another model. {'; '.join(problems)}. Nothing was loaded."
-        )
-
-
-def _shorten(names: list[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    if found:
+        raise CheckpointError(f"the weights in {path} belong to another model. {'; '.join(found)}. Nothing was loaded.")

@@ -6,21 +6,24 @@ from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from coati.models.tied_weights import state_tensors, tied_names
 
+CHUNK_MIB = 64
+
 
 def iter_state_chunks(
-    module: nn.Module, *, max_bytes: int, names: Collection[str] | None = None
+    module: nn.Module, *, max_bytes: int | None = None, names: Collection[str] | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the state dict in its own order, in chunks of at most `max_bytes`.
+    """Yield the state dict in its own order, in chunks of at most `max_bytes` (None: 64 MiB).
 
     A tensor larger than that is a chunk of its own. Tied weights come once, under their first name. Tensors
     are detached, whole, on their device and in their dtype; whole parameters still share memory with the
     module. Sharded ones are gathered one at a time, so all ranks must iterate in step, and every rank gets
     every chunk. With `names`, only those are gathered.
     """
+    max_bytes = int(CHUNK_MIB * 2**20) if max_bytes is None else max_bytes
     tied = tied_names(module)
     chunk: dict[str, Tensor] = {}
     chunk_bytes = 0
@@ -39,9 +42,18 @@ def iter_state_chunks(
 
 @torch.no_grad()
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The tensor detached, and gathered if it is sharded (then every rank must call this)."""
+    """Detach the tensor, and gather it if it is sharded (then every rank must call this)."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         whole: Tensor = tensor.full_tensor()
         return whole
     return tensor
+
+
+def laid_out_like(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, if `like` is sharded, else the tensor; all ranks pass the same one."""
+    if not isinstance(like, DTensor):
+        return whole
+    # Every rank has the whole tensor at hand: src_data_rank=None slices it here and sends nothing.
+    sharded: DTensor = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return sharded

@@ -1,14 +1,13 @@
-"""Strategies under the real learner: what one rank does here in the test's process, and each of two as a process.
+"""Strategies under the real learner: what one rank does in the test's process, and each of two in `main`.
 
-`python learner_worker.py FOLDER` is one of two ranks; the folder has the models, and checkpoints of one rank.
+The folder has the models, and checkpoints of one rank.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import os
-import sys
 import weakref
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -27,23 +26,19 @@ from coati.trainer.strategies import (
     DDPStrategy,
     GeminiStrategy,
     LowLevelZeroStrategy,
-    base,
-    low_level_zero,
     optimizer_files,
     state_chunks,
 )
 
 VOCAB = 23
-NUM_STEPS = 20
+NUM_STEPS = 6
 NUM_MIXED_STEPS = 2
 STRATEGIES = {
     "ddp": lambda **options: DDPStrategy(device="cpu", timeout_seconds=180, **options),
     "zero1": lambda **options: LowLevelZeroStrategy(stage=1, device="cpu", timeout_seconds=180, **options),
     "zero2": lambda **options: LowLevelZeroStrategy(stage=2, device="cpu", timeout_seconds=180, **options),
-    "gemini": lambda **options: GeminiStrategy("static", device="cpu", timeout_seconds=180, **options),
-    "gemini-cpu": lambda **options: GeminiStrategy("cpu", device="cpu", timeout_seconds=180, **options),
+    "gemini": lambda **options: GeminiStrategy("cpu", device="cpu", timeout_seconds=180, **options),
 }
-SAVERS = ("ddp", "zero1", "zero2", "gemini")  # on CPUs the policies of Gemini are one
 LAYOUTS = ("whole", "sharded")
 TRAIN = TrainSettings(actor_lr=1e-3, critic_lr=2e-3, micro_batch_size=2, max_grad_norm=0.5)
 ALGORITHM = AlgorithmSettings(entropy_coef=0.01, correction="none")
@@ -227,9 +222,9 @@ def counted_whole_blocks(model):
 class most_alive:
     """Watches what functions return: `num_bytes` is the most memory of those tensors that were alive at once."""
 
-    def __init__(self, *places, tensor_in=lambda result: result):
+    def __init__(self, *places):
         self.num_bytes = 0
-        self._places, self._tensor_in, self._seen = places, tensor_in, []
+        self._places, self._seen = places, []
 
     def __enter__(self):
         self._plain = [getattr(*place) for place in self._places]
@@ -244,7 +239,7 @@ class most_alive:
     def _watched(self, plain):
         def watched(*args, **kwargs):
             result = plain(*args, **kwargs)
-            self.note(self._tensor_in(result))
+            self.note(result)
             return result
 
         return watched
@@ -272,18 +267,17 @@ def save_all(learner, folder):
 
     Returns the most bytes held at once for what comes last, the critic in the sharded layout: of weights, of state.
     """
-    strategy, usual = learner.strategy, base._DEFAULT_SHARD_MIB
-    base._DEFAULT_SHARD_MIB = 1 / 256
+    strategy, usual = learner.strategy, state_chunks.CHUNK_MIB
+    state_chunks.CHUNK_MIB = optimizer_files.CHUNK_MIB = 1 / 256
     for layout in LAYOUTS:
         sharded = layout == "sharded"
-        entries = (optimizer_files, "StateEntry"), (low_level_zero, "StateEntry")
         for label, model in learner.models.items():
             with most_alive((state_chunks, "whole_tensor")) as of_model:
                 strategy.save_model(model, folder / layout / label, sharded=sharded)
-            with most_alive(*entries, tensor_in=lambda entry: entry.value) as of_state:
+            with most_alive((optimizer_files, "whole_tensor")) as of_state:
                 optimizer = learner.optimizers[label]
                 strategy.save_optimizer(optimizer, folder / layout / f"{label}-optimizer", sharded=sharded)
-    base._DEFAULT_SHARD_MIB = usual
+    state_chunks.CHUNK_MIB = optimizer_files.CHUNK_MIB = usual
     return of_model.num_bytes, of_state.num_bytes
 
 
@@ -308,18 +302,18 @@ def furthest(one, other):
 
 
 def resume_from_all(folder, expected):
-    """For every loader, saver, the saver's ranks, and layout: the distance to the run that was never interrupted.
+    """For every loader and saver, and in turn the saver's ranks and layouts: the distance to a run never interrupted.
 
     Also the bytes of optimizer state that were loaded.
     """
     resumed = {}
-    for loader in SAVERS:
+    layouts = itertools.cycle([(1, "whole"), (2, "sharded"), (2, "whole"), (1, "sharded"), (2, "sharded")])
+    for loader in STRATEGIES:
         learner = make_learner(folder, STRATEGIES[loader](), train=TRAIN.model_copy(update={"micro_batch_size": 0}))
-        for saver in SAVERS:
-            for ranks in (1, 2):
-                for layout in LAYOUTS:
-                    state, loaded = resume(learner, folder / f"{saver}-{ranks}" / layout)
-                    resumed[loader, saver, ranks, layout] = furthest(state, expected), loaded
+        for saver in STRATEGIES:
+            ranks, layout = next(layouts)
+            state, loaded = resume(learner, folder / f"{saver}-{ranks}" / layout)
+            resumed[loader, saver] = furthest(state, expected), loaded
     return resumed
 
 
@@ -361,19 +355,13 @@ def mixed_precision(folder, name):
 
 
 def main(folder):
-    torch.set_num_threads(1)
     seen = {}
     for name in STRATEGIES:
         learner, seen[name] = train(folder, name)
-        if name in SAVERS:
-            seen[name]["held_to_save"] = save_all(learner, folder / f"{name}-2")
+        seen[name]["held_to_save"] = save_all(learner, folder / f"{name}-2")
         seen[f"mixed-{name}"] = mixed_precision(folder, name)
     seen["drawn"] = draw_weights(folder, "gemini")
     for name in ("ddp", "gemini"):
         seen[f"off-policy-{name}"] = train(folder, name, OFF_POLICY, num_steps=3)[1]
     seen["resumed"] = resume_from_all(folder, torch.load(folder / "expected.pt"))
     torch.save(seen, folder / f"rank{os.environ['RANK']}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

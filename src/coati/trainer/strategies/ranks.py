@@ -1,4 +1,4 @@
-"""Who am I among the ranks: the five environment variables, the device, and the process group.
+"""This process among the ranks of a job: the five environment variables, the device, and collective operations.
 
 `torchrun`, a Ray actor with `env_info`, or a plain shell can all start a rank; they agree on five variables.
 None of them set means one process. Some of them set is a mistake that would otherwise surface as a hang.
@@ -6,18 +6,22 @@ None of them set means one process. Some of them set is a mistake that would oth
 
 from __future__ import annotations
 
+import math
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from coati.errors import ConfigError, DeadlineExceeded
+from coati.errors import CheckpointError, ConfigError, DeadlineExceeded
 
+_T = TypeVar("_T")
 _ENV_KEYS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -82,6 +86,98 @@ def _int_from(environ: Mapping[str, str], key: str) -> int:
         raise ConfigError(f"environment variable {key} must be a whole number, got {environ[key]!r}.") from None
 
 
+class Ranks:
+    """This rank's place and device, and what it exchanges with the other ranks.
+
+    Every method that talks to other ranks must be called by all of them in the same order.
+    """
+
+    def __init__(
+        self, *, device: str | torch.device | None, backend: str | None, timeout_seconds: float, needs_group: bool
+    ) -> None:
+        if not timeout_seconds > 0 or math.isinf(timeout_seconds):
+            raise ConfigError(f"timeout_seconds must be positive and finite, got {timeout_seconds}.")
+        self.timeout_seconds = timeout_seconds
+        self._info = RankInfo.from_env()
+        self._device = choose_device(device, self._info.local_rank)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._made_group = False
+        if self._info.world_size > 1 or needs_group:
+            self._made_group = _join_process_group(
+                self._info, self._device, backend=backend, timeout_seconds=timeout_seconds
+            )
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks train together."""
+        return self._info.world_size
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank, from 0."""
+        return self._info.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where models live and batches belong."""
+        return self._device
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sum the tensor over all ranks: a new tensor on the same device (itself, for one rank)."""
+        if self.world_size == 1:
+            return tensor
+        total = tensor.detach().to(self.device, copy=True)
+        dist.all_reduce(total)
+        return total.to(tensor.device)
+
+    def all_gather(self, vector: Tensor) -> Tensor:
+        """Gather every rank's vector, [W, n] from [n], in the order of ranks; all pass the same length and dtype."""
+        if self.world_size == 1:
+            return vector.detach().unsqueeze(0)
+        mine = vector.detach().to(self.device).contiguous()
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(rows, mine)
+        return torch.stack(rows).to(vector.device)
+
+    def barrier(self, deadline_seconds: float) -> None:
+        """Wait until all ranks are here; after `deadline_seconds` raise `DeadlineExceeded`."""
+        if self.world_size == 1:
+            return
+        timeout = timedelta(seconds=deadline_seconds)
+        try:
+            if dist.get_backend() == "gloo":
+                dist.monitored_barrier(timeout=timeout, wait_all_ranks=True)  # names the ranks that are missing
+            else:
+                dist.barrier(async_op=True).wait(timeout)
+        except RuntimeError as error:
+            raise DeadlineExceeded(
+                f"rank {self.rank} of {self.world_size} waited {deadline_seconds:g} s at a barrier for the "
+                f"other ranks; one is dead or far behind. torch said: {str(error).strip()}"
+            ) from error
+
+    def run_on_all(self, work: Callable[[], _T], what: str) -> _T:
+        """Run `work` on every rank; if it fails on one, raise on all, so that none waits for a rank that left."""
+        failure: Exception | None = None
+        result: _T | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        num_failed = self.all_reduce_sum(torch.tensor(int(failure is not None)))
+        if failure is not None:
+            raise failure
+        if num_failed > 0:
+            raise CheckpointError(f"another rank could not {what}; its own message says why.")
+        return result  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Leave the process group, if this object made it; it is of no use afterwards."""
+        if self._made_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._made_group = False
+
+
 def choose_device(requested: str | torch.device | None, local_rank: int) -> torch.device:
     """`requested`, else this rank's GPU, else the CPU."""
     if requested is None:
@@ -102,11 +198,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def join_process_group(info: RankInfo, device: torch.device, *, backend: str | None, timeout_seconds: float) -> bool:
-    """Join torch's default process group, and say whether this call made it.
+def _join_process_group(info: RankInfo, device: torch.device, *, backend: str | None, timeout_seconds: float) -> bool:
+    """Join torch's default process group; returns whether this call made it.
 
-    A group that exists already is used if rank and world size agree. One rank meets nobody: its store lives
-    in this process and needs no port.
+    A group that exists already is used if rank and world size agree. The store of a single rank lives in this process
+    and needs no port.
     """
     if dist.is_initialized():
         there = (dist.get_rank(), dist.get_world_size())
@@ -116,7 +212,7 @@ def join_process_group(info: RankInfo, device: torch.device, *, backend: str | N
                 f"environment says rank {info.rank} of {info.world_size}. Destroy the group first."
             )
         return False
-    # On GPUs gloo stands beside nccl: offloaded shards live, and are gathered, on the host.
+    # On GPUs gloo is there too: offloaded shards live, and are gathered, on the host.
     backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_seconds)
     if info.world_size == 1:

@@ -1,0 +1,234 @@
+"""Sharded training on torch's FSDP2: the stages of ZeRO differ in when whole weights and gradients are given up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, Unpack, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
+
+from coati.errors import ConfigError
+from coati.models.deferred import deferred_weights
+from coati.trainer.optim import HybridAdam
+from coati.trainer.strategies.base import Strategy, StrategyOptions
+
+logger = logging.getLogger(__name__)
+
+PlacementPolicy = Literal["static", "auto", "cpu"]
+"""Where shards rest: on the device, wherever they fit, or in host memory."""
+
+# The rest of the free memory is left to activations and to the block that is gathered.
+_MEMORY_SHARE = 0.6
+
+
+class ShardedStrategy(Strategy):
+    """Every rank keeps one shard of parameters, gradients and optimizer state at rest."""
+
+    optimizer_class = HybridAdam
+    shards_parameters = True
+    _reshards_after_forward = False
+
+    def _offloads(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """Whether shards and optimizer state rest in host memory, where a GPU computes."""
+        return False
+
+    def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """Start from rank 0's weights, shard the model in place and point the optimizer at the shards.
+
+        A model whose weights come later (see `coati.models.deferred`) gets them here, one block at a time: none is ever
+        whole.
+        """
+        before = dict(model.named_parameters())
+        _check_optimizer(optimizer, before.values())
+        deferred = deferred_weights(model)
+        if deferred is not None and self.world_size > 1:
+            deferred.seed = self._of_rank0(deferred.seed)
+        elif self.world_size > 1:
+            self._broadcast_from_rank0(model)
+        self._shard(model)
+        after = dict(model.named_parameters())
+        successor = {id(parameter): after[name] for name, parameter in before.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [successor[id(parameter)] for parameter in group["params"]]
+        return model, optimizer
+
+    def _shard(self, model: nn.Module) -> None:
+        """Shard the parameters over all ranks, in place: one group per transformer block, one for the rest.
+
+        Groups are what is gathered together. With `compute_dtype` what is gathered is in that format, and gradients are
+        added up in float32.
+        """
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        offloads = self.device.type != "cpu" and self._offloads(model)
+        offload: OffloadPolicy = CPUOffloadPolicy() if offloads else OffloadPolicy()
+        reduce_dtype = None if self.compute_dtype is None else torch.float32
+        precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=reduce_dtype)
+        deferred = deferred_weights(model)
+        blocks = list(transformer_blocks(model))
+        for module in [*blocks, model]:
+            if deferred is not None:
+                deferred.fill(model, module, skip=frozenset(blocks) - {module})
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=self._reshards_after_forward,
+                offload_policy=offload,
+                mp_policy=precision,
+            )
+        if deferred is not None:
+            del model.deferred_weights
+
+    @torch.no_grad()
+    def _broadcast_from_rank0(self, model: nn.Module) -> None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            staged = tensor.detach().to(self.device).contiguous()
+            dist.broadcast(staged, src=0)
+            tensor.copy_(staged)
+
+    def _of_rank0(self, number: int) -> int:
+        agreed = torch.tensor(number, device=self.device)
+        dist.broadcast(agreed, src=0)
+        return int(agreed)
+
+
+class LowLevelZeroStrategy(ShardedStrategy):
+    """ZeRO stages 1 and 2: parameters are gathered for the forward pass and stay whole until the backward pass ends.
+
+    Stage 1 keeps parameters and gradients whole over all micro-batches of a step and exchanges them once. Stage 2
+    shards the gradients of each micro-batch. At rest every rank keeps one shard of parameters, gradients and state.
+    Weights after a step are those of `DDPStrategy`.
+
+    Args:
+        stage: 1 or 2.
+        seed: see `Strategy`, as for all other options.
+        cpu_offload: keep shards and optimizer state in host memory, and step there (nothing to do on CPUs).
+    """
+
+    def __init__(
+        self,
+        stage: Literal[1, 2] = 2,
+        seed: int = 42,
+        cpu_offload: bool = False,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        if stage not in (1, 2):
+            raise ConfigError(
+                f"LowLevelZeroStrategy stage must be 1 or 2, got {stage}. "
+                "For sharded parameters (stage 3) use GeminiStrategy."
+            )
+        super().__init__(seed, **options)
+        self._stage = stage
+        self._cpu_offload = cpu_offload
+
+    def _offloads(self, model: nn.Module) -> bool:  # noqa: ARG002
+        return self._cpu_offload
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Keep whole gradients and parameters on this rank in stage 1; stage 2 exchanges gradients every time."""
+        if self._stage == 1 and isinstance(model, FSDPModule):
+            return _kept_whole(model)
+        return nullcontext()
+
+
+class GeminiStrategy(ShardedStrategy):
+    """Every rank keeps one shard of parameters, gradients and state; a block is whole only while it computes.
+
+    Args:
+        placement_policy: `static` keeps shards on the device; `cpu` keeps them, and the optimizer's work, in
+            host memory; `auto` chooses `cpu` for a model whose shards would fill more than 60 % of the GPU
+            memory that is free when it is prepared. On a machine without GPUs all three are the same.
+        seed: see `Strategy`, as for all other options.
+    """
+
+    _reshards_after_forward = True
+
+    def __init__(
+        self, placement_policy: PlacementPolicy = "static", seed: int = 42, **options: Unpack[StrategyOptions]
+    ) -> None:
+        if placement_policy not in get_args(PlacementPolicy):
+            raise ConfigError(
+                f"GeminiStrategy placement_policy must be one of {', '.join(get_args(PlacementPolicy))}, "
+                f"got {placement_policy!r}."
+            )
+        super().__init__(seed, **options)
+        self._placement_policy = placement_policy
+
+    def _offloads(self, model: nn.Module) -> bool:
+        if self._placement_policy != "auto":
+            return self._placement_policy == "cpu"
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        needed_bytes = training_bytes(model) / self.world_size
+        is_tight = needed_bytes > _MEMORY_SHARE * free_bytes
+        # One rank that is short of memory decides for all: a collective has one layout.
+        offload = bool(self.all_reduce_sum(torch.tensor(int(is_tight))) > 0)
+        logger.info(
+            "placement_policy auto: shards need %.1f GiB of %.1f GiB free, so they rest %s",
+            needed_bytes / 2**30,
+            free_bytes / 2**30,
+            "in host memory" if offload else "on the device",
+        )
+        return offload
+
+
+@contextmanager
+def _kept_whole(model: FSDPModule) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+
+
+def transformer_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost repeated blocks: members of every `ModuleList` of two or more modules of one class.
+
+    Example:
+        >>> blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        >>> list(transformer_blocks(nn.ModuleDict({"head": nn.Linear(2, 1), "layers": blocks})))
+        [Linear(in_features=2, out_features=2, bias=True), Linear(in_features=2, out_features=2, bias=True)]
+    """
+    for child in model.children():
+        blocks = list(child) if isinstance(child, nn.ModuleList) else []
+        is_stack = len(blocks) > 1 and len({type(block) for block in blocks}) == 1
+        if is_stack and all(any(True for _ in block.parameters()) for block in blocks):
+            yield from blocks
+        else:
+            yield from transformer_blocks(child)
+
+
+def training_bytes(model: nn.Module) -> int:
+    """Memory of the parameters, and for trainable ones of a gradient and Adam's two moments.
+
+    Example:
+        >>> training_bytes(nn.Linear(2, 2, bias=False))  # 4 weights × 4 bytes × 4 copies
+        64
+    """
+    return sum(
+        parameter.numel() * parameter.element_size() * (4 if parameter.requires_grad else 1)
+        for parameter in model.parameters()
+    )
+
+
+def _check_optimizer(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse an optimizer that cannot be pointed at shards: one that has state, or other parameters."""
+    if optimizer.state:
+        raise ConfigError(
+            "prepare must come before the first optimizer step: this optimizer already holds state for "
+            "parameters that are about to be sharded. Prepare first, then use load_optimizer."
+        )
+    known = {id(parameter) for parameter in parameters}
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    if strangers:
+        raise ConfigError(
+            f"prepare((model, optimizer)): the optimizer holds {len(strangers)} parameters that are not the "
+            f"model's, the first of shape {tuple(strangers[0].shape)}. Build it over model.parameters()."
+        )
