@@ -69,7 +69,7 @@ class Hold:
 
     def __call__(self, peer):
         self._reached.set()
-        assert self._released.wait(PATIENCE), "a held call was never released"
+        self._released.wait(PATIENCE)
 
     def reached(self, timeout=PATIENCE):
         assert self._reached.wait(timeout), "no call came to the point where it is to be held"
@@ -128,6 +128,10 @@ class ThreadPeer(Peer):
             lost, self._open = self._open, set()
         for call in lost:
             call.settle(error=PeerDied(f"{self.name} was killed by the test"))
+
+    def drain(self):
+        """Wait until every call so far has ended."""
+        wait([call.future for call in list(self._open)], PATIENCE)
 
     def at(self, method, point, action, nth):
         """Do `action(peer)` at a point of the nth call of a method from now on; `nth=None`: of every call."""
@@ -190,6 +194,9 @@ class ThreadPeers(Peers):
 
     def __getitem__(self, name):
         return self._peers[name]
+
+    def __contains__(self, name):
+        return name in self._peers
 
     def _lookup(self, name):
         peer = self._peers.get(name)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from coati.errors import ActorNotFound, DeadlineExceeded, RemoteError
+from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +130,18 @@ def remote_error(name: str, cause: Exception) -> RemoteError:
     error = RemoteError(f"{name}: {cause}")
     error.cause = cause
     return error
+
+
+def answer(call: PendingCall, what: str, *, seconds: float, who: str) -> Any:
+    """Return a call's result; raise what its method raised, or an error that says who was waited for and why."""
+    try:
+        return call.result(seconds)
+    except DeadlineExceeded:
+        raise DeadlineExceeded(f"waited {seconds:g} s for {what} ({who} did not answer).") from None
+    except RemoteError as error:
+        raise error.cause from None
+    except (PeerDied, PeerUnavailable) as error:
+        raise PeerDied(f"{who} died while waiting for {what}: {error}") from None
 
 
 def wait_in_slices(

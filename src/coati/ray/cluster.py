@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ray
 
@@ -150,17 +150,3 @@ def _check_resources(config: RunSettings, *, num_cpus: int) -> None:
                 f"but the cluster has {have.get(kind, 0.0):g}. Lower topology.makers, topology.trainers "
                 f"{'or their gpus_per_… settings, ' if kind == 'GPU' else ''}or add nodes."
             )
-
-
-@ray.remote(num_cpus=0)
-def rendezvous() -> tuple[str, str, int]:
-    """Where the trainers of a group meet: node id, address and a free port of the node this runs on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
-
-
-def actor_options(name: str, num_gpus: float, **more: Any) -> dict[str, Any]:
-    """Options of a maker or trainer actor: a name, one CPU, a share of a GPU."""
-    return {"name": name, "num_cpus": 1, "num_gpus": num_gpus, **more}

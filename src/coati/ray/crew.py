@@ -7,20 +7,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coati import assembly
 from coati.config import RunSettings
 from coati.counting import counted
-from coati.errors import DeadlineExceeded, PeerDied, ScalingRefused
+from coati.errors import ScalingRefused
 from coati.ledger import Membership, PromptPart, WorkShare
-from coati.ray.cluster import actor_options, rendezvous
+from coati.peers import Peer, answer
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.options import MakerOptions, TrainerOptions
-from coati.ray.peers import death_reason, original_error
+from coati.ray.peers import RayHost
 from coati.ray.placement import Placement
 from coati.ray.topology import first_updaters, makers_updated_by
 
@@ -40,7 +39,14 @@ _Place = tuple[str, dict[str, Any], dict[str, str] | None]
 class Crew:
     """Makers and trainers by name, who updates whom, and which makers have a part in what is to come."""
 
-    def __init__(self, config: RunSettings, *, checkpoints: Path) -> None:
+    def __init__(
+        self,
+        config: RunSettings,
+        *,
+        checkpoints: Path,
+        host: RayHost | None = None,
+    ) -> None:
+        self._host = host or RayHost()
         self._config = config
         self._checkpoints = checkpoints
         self._deadlines = config.deadlines
@@ -50,9 +56,9 @@ class Crew:
         self._maker_names = names
         self._trainer_names = [f"trainer-{rank}" for rank in range(topology.trainers)]
         self._placement = Placement(config, trainers=self._trainer_names, makers=names)
-        self.makers: dict[str, Any] = {}
-        self.joining: dict[str, Any] = {}
-        self.trainers: dict[str, Any] = {}
+        self.makers: dict[str, Peer] = {}
+        self.joining: dict[str, Peer] = {}
+        self.trainers: dict[str, Peer] = {}
         self.membership = Membership(
             {name: assembly.work_share(config, maker_index=index) for index, name in enumerate(names)}
         )
@@ -70,7 +76,7 @@ class Crew:
     def name_newcomers(self, count: int, *, is_private: bool) -> list[str]:
         """Names for makers that are to join. ScalingRefused if there is no room for them."""
         topology = self._config.topology
-        free = ray.available_resources()
+        free = self._host.free_resources()
         # A private Ray was given as many CPUs as the run began with. They are a number and no cores.
         num_cpus = 0 if is_private else count
         for kind, need in (("CPU", float(num_cpus)), ("GPU", count * topology.gpus_per_maker)):
@@ -108,7 +114,7 @@ class Crew:
             self.updaters.pop(name, None)
             actor = self.makers.pop(name, None) or self.joining.pop(name, None)
             if actor is not None:
-                _kill(actor)
+                self._host.kill(actor)
 
     def prompts(self, part: PromptPart) -> Callable[[], Any]:
         """What makes the prompt stream of a maker, in the maker."""
@@ -118,7 +124,7 @@ class Crew:
         """End everybody and give their places back."""
         for actors in (self.trainers, self.makers, self.joining):
             for actor in actors.values():
-                _kill(actor)
+                self._host.kill(actor)
         try:
             self._placement.release()
         except RayError as error:
@@ -127,7 +133,9 @@ class Crew:
     def _create_trainer(self, rank: int, place: _Place) -> None:
         config, topology = self._config, self._config.topology
         name, options, env_info = place
-        self.trainers[name] = _TRAINER.options(**options).remote(
+        self.trainers[name] = self._host.start(
+            _TRAINER,
+            options,
             experience_maker_holder_name_list=self._maker_names,
             strategy_fn=functools.partial(assembly.make_strategy, config, "trainer"),
             model_fn=functools.partial(assembly.trainer_models, config),
@@ -147,9 +155,11 @@ class Crew:
             ),
         )
 
-    def _create_maker(self, options: dict[str, Any], share: WorkShare) -> Any:
+    def _create_maker(self, options: dict[str, Any], share: WorkShare) -> Peer:
         config = self._config
-        return _MAKER.options(**options).remote(
+        maker: Peer = self._host.start(
+            _MAKER,
+            options,
             detached_trainer_name_list=self._trainer_names,
             strategy_fn=functools.partial(assembly.make_strategy, config, "maker"),
             model_fn=functools.partial(assembly.maker_models, config),
@@ -165,18 +175,19 @@ class Crew:
                 share=share,
             ),
         )
+        return maker
 
     def _maker_options(self, name: str) -> dict[str, Any]:
-        return actor_options(name, self._config.topology.gpus_per_maker, **self._placement.options(name))
+        return _actor_options(name, self._config.topology.gpus_per_maker, self._placement.options(name))
 
     def _places(self, names: list[str], num_gpus: float) -> list[_Place]:
         """Name, actor options and env_info of each rank of a group; rank 0 is where the group meets."""
         places = {name: self._placement.options(name) for name in names}
         if len(names) == 1:
-            return [(name, actor_options(name, num_gpus, **options), None) for name, options in places.items()]
-        meeting = rendezvous.options(**(places[names[0]] or {"num_gpus": num_gpus})).remote()
-        what = f"a node for {names[0]} and its group to meet at"
-        node_id, address, port = get(meeting, what, seconds=self._deadlines.start_seconds)
+            return [(name, _actor_options(name, num_gpus, options), None) for name, options in places.items()]
+        call = self._host.find_meeting(names[0], places[names[0]] or {"num_gpus": num_gpus})
+        seconds = self._deadlines.start_seconds
+        node_id, address, port = answer(call, "a node where the trainers can meet", seconds=seconds, who=names[0])
         found: list[_Place] = []
         for rank, name in enumerate(names):
             near = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
@@ -188,24 +199,9 @@ class Crew:
                 "master_addr": address,
                 "master_port": str(port),
             }
-            found.append((name, actor_options(name, num_gpus, **options), env_info))
+            found.append((name, _actor_options(name, num_gpus, options), env_info))
         return found
 
 
-def get(refs: Any, what: str, *, seconds: float, who: str = "an actor") -> Any:
-    """`ray.get` with a deadline, and errors that a person can read."""
-    try:
-        return ray.get(refs, timeout=seconds)
-    except GetTimeoutError:
-        raise DeadlineExceeded(f"waited {seconds:g} s for {what}.") from None
-    except RayTaskError as error:
-        raise original_error(error) from None
-    except RayActorError as error:
-        raise PeerDied(f"{who} died while waiting for {what}: {death_reason(error)}") from None
-
-
-def _kill(actor: Any) -> None:
-    try:
-        ray.kill(actor)
-    except RayError as error:
-        logger.debug("could not kill an actor: %s", error)
+def _actor_options(name: str, num_gpus: float, options: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "num_cpus": 1, "num_gpus": num_gpus, **options}

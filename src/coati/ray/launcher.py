@@ -18,26 +18,34 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-
 from coati import assembly
 from coati.config import RunSettings
 from coati.counting import listed
-from coati.errors import CheckpointError, DeadlineExceeded, PeerDied, RunStopped, ScalingRefused
+from coati.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    PeerDied,
+    PeerUnavailable,
+    RemoteError,
+    RunStopped,
+    ScalingRefused,
+)
 from coati.ledger import PromptPart
 from coati.monitor.control import RunControl
 from coati.monitor.progress import RunSnapshot
+from coati.monitor.records import RecordPage
 from coati.monitor.run_log import RunLog
+from coati.monitor.timeline import Span
+from coati.peers import Peer, PendingCall, answer, wait_all, wait_any
 from coati.ray.cluster import connected
-from coati.ray.crew import Crew, get
-from coati.ray.peers import death_reason, original_error
+from coati.ray.crew import Crew
 from coati.ray.scaling import Scaler
 from coati.trainer.strategies.folders import add_tokenizer
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
+_LAST_POLL_SECONDS = 5.0
 _STOP_SECONDS = 60.0
 
 
@@ -53,6 +61,7 @@ class DetachedRun:
         on_progress: Callable[[RunSnapshot], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
         log_to_driver: bool = False,
+        make_crew: Callable[..., Crew] = Crew,
     ) -> None:
         self._config = assembly.with_absolute_paths(config)
         self._log = log
@@ -63,8 +72,9 @@ class DetachedRun:
         self._deadlines = config.deadlines
         self._folder = self._config.output_folder.resolve()
         self._checkpoints = self._folder / "checkpoints"
-        self._crew = Crew(self._config, checkpoints=self._checkpoints)
-        self._waiting: dict[Any, str] = {}  # the loops that go on, and whose they are
+        self._crew = make_crew(self._config, checkpoints=self._checkpoints)
+        self._loops: dict[PendingCall, str] = {}  # the pending loops, and whose they are
+        self._polls: dict[str, list[PendingCall]] = {}  # pending questions to each actor
         self._incomplete: set[Path] = set()  # checkpoints whose tokenizer could not be written
         self._cursors: dict[str, tuple[int, int]] = {}  # of records and of spans
         self._is_stopping = False
@@ -83,7 +93,7 @@ class DetachedRun:
                 deadlines=self._deadlines,
                 is_private=cluster.log_folder is not None,
                 start=self._start_maker,
-                is_working=lambda name: name in self._waiting.values(),
+                is_working=lambda name: name in self._loops.values(),
                 before_end=self._take_leave,
             )
             ending = "failed"
@@ -107,7 +117,7 @@ class DetachedRun:
 
     def _await_actors(self) -> None:
         """Wait until every actor is made; one whose constructor raises ends the run with what it raised."""
-        waiting = {actor.progress.remote(): name for name, actor in self._actors()}
+        waiting = {actor.call("progress"): name for name, actor in self._actors().items()}
         deadline = time.monotonic() + self._deadlines.start_seconds
         while waiting:
             if self._should_stop():
@@ -122,34 +132,35 @@ class DetachedRun:
 
     def _sync_first_weights(self) -> None:
         """Makers start from the trainers' weights, whatever each of them loaded."""
-        syncs = [trainer.sync_models_to_remote_makers.remote() for trainer in self._crew.trainers.values()]
-        get(syncs, "trainers and makers to load their models", seconds=self._deadlines.start_seconds)
+        self._call_trainers(
+            "sync_models_to_remote_makers", what="the first weights", seconds=self._deadlines.start_seconds
+        )
 
     def _train(self) -> None:
-        crew, waiting, train = self._crew, self._waiting, self._config.train
+        crew, loops, train = self._crew, self._loops, self._config.train
         for index, name in enumerate(crew.makers):
             self._start_maker(name, crew.prompts(PromptPart(index, len(crew.makers))))
         for name, trainer in crew.trainers.items():
-            waiting[trainer.fit.remote(train.total_steps, train.update_steps, train.epochs)] = name
+            loops[trainer.call("fit", train.total_steps, train.update_steps, train.epochs)] = name
         self._control.report(status="running")
-        while any(name in crew.trainers for name in waiting.values()):
-            self._finish_some(waiting, timeout=_POLL_SECONDS)
-            self._look()
+        while any(name in crew.trainers for name in loops.values()):
+            self._finish_some(loops, timeout=_POLL_SECONDS)
+            self.poll_actors(timeout=_POLL_SECONDS)
             if self._should_stop() and not self._is_stopping:
                 self._stop_all()
             self._follow_requests()
         self._stop_all()
         deadline = time.monotonic() + _STOP_SECONDS
-        while waiting and time.monotonic() < deadline:
-            self._finish_some(waiting, timeout=_POLL_SECONDS)
-        self._look()
+        while loops and time.monotonic() < deadline:
+            self._finish_some(loops, timeout=_POLL_SECONDS)
+        self.poll_actors(timeout=_LAST_POLL_SECONDS)
         self._log.flush()
         self._say("")
-        if waiting:  # training is done and complete; a generation that nobody needs must not spoil it
-            logger.warning("%s did not stop within %g s and will be ended", listed(waiting.values()), _STOP_SECONDS)
+        if loops:  # training is complete; a generation whose result is not needed must not spoil it
+            logger.warning("%s did not stop within %g s and will be killed", listed(loops.values()), _STOP_SECONDS)
 
     def _start_maker(self, name: str, prompts: Callable[[], Any]) -> None:
-        self._waiting[self._crew.makers[name].workingloop.remote(prompts)] = name
+        self._loops[self._crew.makers[name].call("workingloop", prompts)] = name
 
     def _follow_requests(self) -> None:
         """Go on with a change of makers, or begin one that was asked for, and say how it stands."""
@@ -182,47 +193,56 @@ class DetachedRun:
         self._control.report(answer=answer, message=message, makers=makers, makers_wanted=makers)
         self._say(message)
 
-    def _finish_some(self, waiting: dict[Any, str], *, timeout: float) -> None:
-        """Take note of loops that have ended; a failed one raises its error here."""
-        done, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout)
-        for ref in done:
-            name = waiting.pop(ref)
+    def _finish_some(self, waiting: dict[PendingCall, str], *, timeout: float) -> None:
+        """Remove calls that have returned; raise the error of one that failed."""
+        for call in wait_any(waiting, timeout):
+            name = waiting.pop(call)
             try:
-                ray.get(ref)
-            except RayTaskError as error:
-                cause = original_error(error)
-                cause.add_note(f"raised in {name}")
-                raise cause from None
-            except RayActorError as error:
-                raise PeerDied(f"{name} died: {death_reason(error)}") from None
+                call.result(0)
+            except RemoteError as error:
+                error.cause.add_note(f"raised in {name}")
+                raise error.cause from None
+            except (PeerDied, PeerUnavailable) as error:
+                raise PeerDied(f"{name} died: {error}") from None
 
-    def _look(self) -> None:
-        """Fetch what the actors have recorded and show it. A busy actor is asked again next time."""
-        for name, actor in self._actors():
+    def poll_actors(self, *, timeout: float) -> None:
+        """Fetch what the actors have recorded and show it. All are asked at once; a busy one is read later."""
+        for name, actor in self._actors().items():
+            if name not in self._polls:
+                self._polls[name] = self._ask(name, actor)
+        done = set(wait_all([call for calls in self._polls.values() for call in calls], timeout))
+        for name in [name for name, calls in self._polls.items() if done.issuperset(calls)]:
             try:
-                at, spans_at = self._cursors.get(name, (0, 0))
-                asked = [actor.records_since.remote(at), actor.spans_since.remote(spans_at)]
-                page, spans = ray.get(asked, timeout=_POLL_SECONDS * 10)
-                self._cursors[name] = page.cursor, spans.cursor
-                self._log.spans(name, spans.records)
-                if not self._log_to_driver:  # else Ray shows them with the rest of the actor's log
-                    self._log.warnings(name, page.records)
-                if name in self._crew.makers:
-                    self._log.maker_records(page.records)
-                elif name == next(iter(self._crew.trainers)):
-                    self._log.trainer_records(page.records)  # the ranks of a group report the same steps
-                    length = actor.buffer_get_length.remote()
-                    self._log.buffer_batches = ray.get(length, timeout=_POLL_SECONDS * 10)
-            except (GetTimeoutError, RayActorError, RayTaskError) as error:
-                # The loops' own references tell whether it died, or lost what it works with, and why.
-                logger.debug("%s could not be asked: %s", name, error)
+                self._read(name, *(call.result(0) for call in self._polls.pop(name)))
+            except (RemoteError, PeerDied, PeerUnavailable) as error:
+                logger.debug("%s could not be asked: %s", name, error)  # its loop fails too, and says why
         self._complete_checkpoints()
         self._on_progress(self._log.snapshot())
 
+    def _ask(self, name: str, actor: Peer) -> list[PendingCall]:
+        at, spans_at = self._cursors.get(name, (0, 0))
+        calls = [actor.call("records_since", at), actor.call("spans_since", spans_at)]
+        return [*calls, actor.call("buffer_get_length")] if self._is_first_trainer(name) else calls
+
+    def _read(self, name: str, page: RecordPage[Any], spans: RecordPage[Span], buffer_batches: int = 0) -> None:
+        self._cursors[name] = page.cursor, spans.cursor
+        self._log.spans(name, spans.records)
+        if not self._log_to_driver:  # else Ray shows them with the rest of the actor's log
+            self._log.warnings(name, page.records)
+        if name not in self._crew.trainers:
+            self._log.maker_records(page.records)
+        elif self._is_first_trainer(name):  # the ranks of a group report the same steps
+            self._log.trainer_records(page.records)
+            self._log.buffer_batches = buffer_batches
+
+    def _is_first_trainer(self, name: str) -> bool:
+        return name == next(iter(self._crew.trainers))
+
     def _take_leave(self, names: Sequence[str]) -> None:
-        """These makers make nothing more: fetch what they have recorded, and note when it was."""
-        self._look()
+        """Fetch what makers that have finished recorded, and note when they left."""
+        self.poll_actors(timeout=_LAST_POLL_SECONDS)
         for name in names:
+            self._polls.pop(name, None)
             self._log.left(name)
 
     def _complete_checkpoints(self) -> None:
@@ -237,8 +257,13 @@ class DetachedRun:
                 logger.warning("%s", error)
 
     def _save(self, path: str) -> None:
-        saves = [trainer.strategy_save_actor.remote(path, only_rank0=True) for trainer in self._crew.trainers.values()]
-        get(saves, f"the model to be saved to {path}", seconds=self._deadlines.update_seconds)
+        self._call_trainers(
+            "strategy_save_actor",
+            path,
+            only_rank0=True,
+            what=f"the model to be saved to {path}",
+            seconds=self._deadlines.update_seconds,
+        )
         assembly.load_tokenizer(self._config).save_pretrained(path)
 
     def _rescue(self, path: str, error: Exception) -> None:
@@ -255,9 +280,9 @@ class DetachedRun:
         )  # of another disk
         for place in (path, str(elsewhere)):
             try:
-                ray.get(trainer.strategy_save_actor.remote(place, only_rank0=True), timeout=_STOP_SECONDS)
+                trainer.call("strategy_save_actor", place, only_rank0=True).result(_STOP_SECONDS)
                 assembly.load_tokenizer(self._config).save_pretrained(place)
-            except (RayError, GetTimeoutError, OSError) as failure:
+            except (RemoteError, PeerDied, PeerUnavailable, DeadlineExceeded, OSError) as failure:
                 logger.debug("nothing could be saved to %s: %s", place, failure)
             else:
                 error.add_note(f"the model as of version {self._log.trainer_version} was saved to {place}")
@@ -266,11 +291,22 @@ class DetachedRun:
     def _stop_all(self) -> None:
         if not self._is_stopping:
             self._is_stopping = True
-            for actor in (*self._crew.trainers.values(), *self._crew.makers.values()):
-                actor.stop.remote()
+            for actor in self._actors().values():
+                actor.call("stop")
 
-    def _actors(self) -> list[tuple[str, Any]]:
-        return [*self._crew.makers.items(), *self._crew.trainers.items()]
+    def _call_trainers(self, method: str, *args: Any, what: str, seconds: float, **kwargs: Any) -> None:
+        """Call a method of all trainers at once, because groups work together, and wait for all of them."""
+        calls = {trainer.call(method, *args, **kwargs): name for name, trainer in self._crew.trainers.items()}
+        deadline = time.monotonic() + seconds
+        while calls:
+            done = wait_any(calls, deadline - time.monotonic())
+            if not done:
+                raise DeadlineExceeded(f"waited {seconds:g} s for {what} ({listed(calls.values())} did not answer).")
+            for call in done:  # the first error is raised at once: the other ranks may wait for the one that failed
+                answer(call, what, seconds=0.0, who=calls.pop(call))
+
+    def _actors(self) -> dict[str, Peer]:
+        return {**self._crew.makers, **self._crew.trainers}
 
     def _say(self, message: str) -> None:
         self._log.message = message

@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import ray
-
 from coati.config import Deadlines
 from coati.counting import listed
 from coati.errors import CoatiError, DeadlineExceeded, ScalingRefused, WeightUpdateError
 from coati.ledger import WorkShare
 from coati.monitor.control import MAX_MAKERS
-from coati.ray.crew import Crew, get
+from coati.peers import PendingCall, answer, wait_all
+from coati.ray.crew import Crew
 from coati.ray.topology import makers_to_leave, trainer_for_newcomer
 
 logger = logging.getLogger(__name__)
@@ -157,54 +156,54 @@ class Scaler:
         crew, start = self._crew, self._deadlines.start_seconds
         before = crew.membership.shares
         try:
-            held = {name: crew.makers[name].hold_work.remote() for name in before}
+            held = {name: crew.makers[name].call("hold_work") for name in before}
             standings = _answers(held, "work to be dealt anew", seconds=start)
             places = crew.membership.redeal(standings, joining=joining, leaving=leaving)
             parts = {name: _Part(place.share, crew.prompts(place.prompts)) for name, place in places.items()}
-            taken = {name: crew.joining[name].deal_work.remote(*parts[name]) for name in joining}
+            taken = {name: crew.joining[name].call("deal_work", *parts[name]) for name in joining}
             _answers(taken, "newcomers to take their parts", seconds=min(_FIRST_PART_SECONDS, start))
         except BaseException:
             crew.membership.restore(before)
             for name, share in before.items():  # one that was not held in time hears this after it was
-                crew.makers[name].deal_work.remote(share, None)
+                crew.makers[name].call("deal_work", share, None)
             raise
         return parts
 
     def _end_deal(self, parts: Mapping[str, _Part]) -> None:
         """Let those who are held go on, with their new parts."""
-        dealt = {name: self._crew.makers[name].deal_work.remote(*part) for name, part in parts.items()}
+        dealt = {name: self._crew.makers[name].call("deal_work", *part) for name, part in parts.items()}
         try:
             _answers(dealt, "work to be dealt anew", seconds=self._deadlines.start_seconds)
         except DeadlineExceeded as error:  # they were told, and go on when they come to it
             logger.warning("%s", error)
 
-    def _ask_progress(self, names: Sequence[str]) -> dict[str, Any]:
-        return {name: self._crew.joining[name].progress.remote() for name in names}
+    def _ask_progress(self, names: Sequence[str]) -> dict[str, PendingCall]:
+        return {name: self._crew.joining[name].call("progress") for name in names}
 
-    def _ask_faults(self) -> dict[str, Any]:
-        return {name: trainer.newcomer_faults.remote() for name, trainer in self._crew.trainers.items()}
+    def _ask_faults(self) -> dict[str, PendingCall]:
+        return {name: trainer.call("newcomer_faults") for name, trainer in self._crew.trainers.items()}
 
-    def _tell_trainers(self, *, newcomers: Sequence[str] = ()) -> dict[str, Any]:
+    def _tell_trainers(self, *, newcomers: Sequence[str] = ()) -> dict[str, PendingCall]:
         """Say who makes experience now, and whom each trainer updates; nothing is expected of `newcomers` yet."""
         names = list(self._crew.updaters)
         told = {}
         for rank, (trainer_name, trainer) in enumerate(self._crew.trainers.items()):
             updated = [name for name in names if self._crew.updaters[name] == rank]
-            told[trainer_name] = trainer.change_makers.remote(names, updated, newcomers=list(newcomers))
+            told[trainer_name] = trainer.call("change_makers", names, updated, newcomers=list(newcomers))
         return told
 
-    def _await_trainers(self, refs: Mapping[str, Any]) -> Generator[str, None, dict[str, Any]]:
+    def _await_trainers(self, calls: Mapping[str, PendingCall]) -> Generator[str, None, dict[str, Any]]:
         """Answers of trainers. One in the middle of a step answers after it."""
         return (
-            yield from self._await_all(refs, seconds=self._deadlines.update_seconds, what="the trainers to take note")
+            yield from self._await_all(calls, seconds=self._deadlines.update_seconds, what="the trainers to take note")
         )
 
     def _await_weights(self, names: Sequence[str]) -> Iterator[str]:
         what = f"{listed(names)} to get the weights of the next version"
         deadline = time.monotonic() + self._deadlines.batch_seconds
         while True:
-            refs = {**self._ask_progress(names), **self._ask_faults()}
-            answers = yield from self._await_all(refs, seconds=self._deadlines.update_seconds, what=what)
+            calls = {**self._ask_progress(names), **self._ask_faults()}
+            answers = yield from self._await_all(calls, seconds=self._deadlines.update_seconds, what=what)
             if reason := _reason({trainer: answers[trainer] for trainer in self._crew.trainers}, names):
                 raise WeightUpdateError(reason)
             if all(answers[name].has_weights for name in names):
@@ -213,16 +212,17 @@ class Scaler:
                 raise DeadlineExceeded(f"waited {self._deadlines.batch_seconds:g} s for {what}.")
             yield f"waiting for {what}"
 
-    def _await_all(self, refs: Mapping[str, Any], *, seconds: float, what: str) -> Generator[str, None, dict[str, Any]]:
+    def _await_all(
+        self, calls: Mapping[str, PendingCall], *, seconds: float, what: str
+    ) -> Generator[str, None, dict[str, Any]]:
         """The answers, by who gave them. The first that is an error is raised, whoever else is waited for."""
         deadline = time.monotonic() + seconds
-        waiting = {ref: name for name, ref in refs.items()}
+        waiting = {call: name for name, call in calls.items()}
         answers = {}
         while waiting:
-            done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0.0)
-            for ref in done:
-                name = waiting.pop(ref)
-                answers[name] = get(ref, what, seconds=seconds, who=name)
+            for call in wait_all(waiting, 0.0):
+                name = waiting.pop(call)
+                answers[name] = answer(call, what, seconds=seconds, who=name)
             if waiting and time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"waited {seconds:g} s for {what} ({listed(waiting.values())} did not answer).")
             if waiting:
@@ -230,8 +230,8 @@ class Scaler:
         return answers
 
 
-def _answers(refs: Mapping[str, Any], what: str, *, seconds: float) -> dict[str, Any]:
-    return {name: get(ref, what, seconds=seconds, who=name) for name, ref in refs.items()}
+def _answers(calls: Mapping[str, PendingCall], what: str, *, seconds: float) -> dict[str, Any]:
+    return {name: answer(call, what, seconds=seconds, who=name) for name, call in calls.items()}
 
 
 def _reason(faults: Mapping[str, Mapping[str, str]], names: Sequence[str]) -> str:

@@ -1,0 +1,328 @@
+"""The driver's part of a run: starting, polling, stopping, failing and saving. Makers and trainers are on threads."""
+
+import contextlib
+import functools
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+from thread_peers import PATIENCE, ThreadPeers
+
+from coati.config import build_config
+from coati.errors import ConfigError, DeadlineExceeded, PeerDied, RewardError, RunStopped
+from coati.monitor.records import RecordLog
+from coati.monitor.run_log import RunLog
+from coati.ray import cluster as cluster_module
+from coati.ray import launcher
+from coati.ray.crew import Crew
+from coati.ray.launcher import DetachedRun
+
+
+class Actor:
+    def __init__(self):
+        self.records, self.spans, self.ended = RecordLog(), RecordLog(), threading.Event()
+        self.error = None
+
+    def progress(self):
+        return SimpleNamespace(state="working")
+
+    def records_since(self, cursor):
+        return self.records.since(cursor)
+
+    def spans_since(self, cursor):
+        return self.spans.since(cursor)
+
+    def stop(self):
+        self.ended.set()
+
+    def _work(self):
+        self.ended.wait(PATIENCE)
+        if self.error is not None:
+            raise self.error
+
+    _work.__ray_concurrency_group__ = "compute"
+
+
+class Maker(Actor):
+    def workingloop(self, prompts):
+        self._work()
+
+    workingloop.__ray_concurrency_group__ = "compute"
+
+
+class Trainer(Actor):
+    def __init__(self):
+        super().__init__()
+        self.saved, self.is_synced, self.num_full_disks = [], False, 0
+
+    def fit(self, total_steps, update_steps, epochs):
+        assert self.is_synced
+        self._work()
+
+    fit.__ray_concurrency_group__ = "compute"
+
+    def step(self, batch):
+        self.records.append({"batch": batch, "version": batch, "metrics": {"policy/loss": float(batch)}})
+
+    def sync_models_to_remote_makers(self):
+        self.is_synced = True
+
+    def buffer_get_length(self):
+        return 3
+
+    def strategy_save_actor(self, path, only_rank0=False):
+        if self.num_full_disks > 0:
+            self.num_full_disks -= 1
+            raise OSError("no space left")
+        self.saved.append(path)
+
+
+class Host:
+    """Creates actors on threads."""
+
+    def __init__(self):
+        self.peers, self.killed, self.on_start = ThreadPeers(), [], lambda name: None
+
+    def start(self, actor_class, ray_options, /, **arguments):
+        name = ray_options["name"]
+        peer = self.peers.add(name, Trainer() if name.startswith("trainer") else Maker())
+        self.on_start(name)
+        return peer
+
+    def kill(self, peer):
+        self.killed.append(peer.name)
+        peer.kill()
+
+    def find_meeting(self, name, options):
+        return SimpleNamespace(result=lambda seconds: ("ab" * 28, "127.0.0.1", 4711))
+
+    def __getitem__(self, name):
+        return self.peers[name].target
+
+
+class Stage:
+    """A run that is about to begin; `on_turn(host)` is called at every turn of the driver's loop."""
+
+    def __init__(self, folder, *, makers=1, trainers=1, train=None, seconds=PATIENCE):
+        self.host, self.folder, self.snapshots, self.should_stop = Host(), folder, [], False
+        self.on_turn = lambda host: None
+        config = build_config(
+            {
+                "run": {"output": str(folder)},
+                "model": {"path": "m"},
+                "prompts": {"path": "p.jsonl"},
+                "reward": {"function": "module:function"},
+                "train": {"total_steps": 6, "batch_size": 2, **(train or {})},
+                "topology": {"makers": makers, "trainers": trainers},
+                "deadlines": {"start_seconds": seconds},
+            }
+        )
+        self.log = RunLog(folder, total_steps=6)
+        self.run = DetachedRun(
+            config,
+            self.log,
+            on_progress=self._turn,
+            should_stop=lambda: self.should_stop,
+            make_crew=functools.partial(Crew, host=self.host),
+        )
+
+    def _turn(self, snapshot):
+        self.snapshots.append(snapshot)
+        if snapshot.message == "" and "trainer-0" in self.host.peers:
+            self.on_turn(self.host)
+
+    def go(self):
+        try:
+            self.run.run(str(self.folder / "model"))
+        finally:
+            self.log.close()
+
+    @property
+    def state(self):
+        return json.loads((self.folder / "state.json").read_text())
+
+
+@pytest.fixture
+def stage(tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def here(config, **_):
+        yield cluster_module.ClusterInfo("tests", None)
+
+    monkeypatch.setattr(launcher, "connected", here)
+    monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    monkeypatch.setattr(launcher.assembly, "load_tokenizer", lambda _: tokenizer)
+    (tmp_path / "out").mkdir()
+    return functools.partial(Stage, tmp_path / "out")
+
+
+def end_training(host):
+    host["trainer-0"].ended.set()
+
+
+def test_a_run_starts_trains_stops_its_makers_saves_and_kills_everybody(stage):
+    one = stage(makers=2)
+    one.on_turn = end_training
+    one.go()
+    assert one.host["trainer-0"].saved == [str(one.folder / "model")]
+    assert all(one.host[name].ended.is_set() for name in ("maker-0", "maker-1"))
+    assert sorted(one.host.killed) == ["maker-0", "maker-1", "trainer-0"]
+    assert (one.state["status"], one.state["message"]) == ("ended", "completed")
+
+
+def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage):
+    """Before, they were asked one after the other, with 5 s for each."""
+    one = stage(makers=3)
+    holds = []
+
+    def begin(host):
+        holds.extend(host.peers.hold(f"maker-{index}", "records_since") for index in range(3))
+        host["trainer-0"].step(1)
+        one.on_turn = wait_for_the_trainers_row
+
+    def wait_for_the_trainers_row(host):
+        if one.snapshots[-1].step == 1:  # while every maker is busy
+            assert all(held.is_reached for held in holds)
+            asked = [call for call in host.peers["maker-0"].calls if call[0] == "records_since"]
+            assert len(asked) <= 2, "a pending question is not repeated"
+            for held in holds:
+                held.release()
+            end_training(host)
+
+    one.on_turn = begin
+    one.go()
+    assert one.snapshots[-1].buffer_batches == 3
+    assert json.loads((one.folder / "metrics.jsonl").read_text().splitlines()[0])["policy/loss"] == 1
+
+
+def test_what_an_actor_raises_ends_the_run_with_its_name(stage):
+    one = stage(makers=2)
+
+    def fail(host):
+        host["maker-1"].error = RewardError("no such judge")
+        host["maker-1"].ended.set()
+
+    one.on_turn = fail
+    with pytest.raises(RewardError, match="no such judge") as caught:
+        one.go()
+    assert "raised in maker-1" in caught.value.__notes__
+    assert sorted(one.host.killed) == ["maker-0", "maker-1", "trainer-0"]
+    assert (one.state["status"], one.state["message"]) == ("ended", "failed")
+
+
+@pytest.mark.parametrize("name", ["maker-0", "trainer-0"])
+def test_an_actor_that_dies_ends_the_run_with_its_name(stage, name):
+    one = stage()
+    one.on_turn = lambda host: host.peers.kill(name)
+    with pytest.raises(PeerDied, match=f"{name} died"):
+        one.go()
+
+
+def test_a_constructor_that_fails_ends_the_run_with_its_name(stage):
+    one = stage()
+    one.host.on_start = lambda name: name == "maker-0" and one.host.peers.kill(name)
+    with pytest.raises(PeerDied, match="maker-0 died"):
+        one.go()
+
+
+def test_an_actor_that_does_not_start_in_time_is_named(stage):
+    one = stage(seconds=0.1)
+    one.host.on_start = lambda name: name == "maker-0" and one.host.peers.hold(name, "progress")
+    with pytest.raises(DeadlineExceeded, match="maker-0"):
+        one.go()
+
+
+def test_a_trainer_that_fails_before_the_others_is_not_waited_out(stage):
+    one = stage(trainers=2)
+
+    def break_one(name):
+        if name == "trainer-1":
+            one.host[name].sync_models_to_remote_makers = lambda: 1 / 0
+        elif name == "trainer-0":
+            one.host.peers.hold(name, "sync_models_to_remote_makers")  # it waits for the other rank
+
+    one.host.on_start = break_one
+    with pytest.raises(ZeroDivisionError):
+        one.go()
+
+
+def test_a_stop_before_training_begins_leaves_nothing(stage):
+    one = stage()
+    one.should_stop = True
+    with pytest.raises(RunStopped, match="nothing to save"):
+        one.go()
+    assert one.host["trainer-0"].saved == []
+
+
+def test_a_stop_ends_all_loops_and_saves_the_model(stage):
+    one = stage(makers=2)
+    one.on_turn = lambda host: setattr(one, "should_stop", True)
+    one.go()
+    assert one.host["trainer-0"].saved == [str(one.folder / "model")]
+    assert one.state["message"] == "stopped"
+
+
+@pytest.mark.parametrize("num_full_disks", [0, 1, 2])
+def test_what_was_learnt_goes_to_another_disk_if_the_runs_own_is_full(stage, num_full_disks, tmp_path):
+    one = stage()
+
+    def learn_and_fail(host):
+        host["trainer-0"].num_full_disks = num_full_disks
+        host["trainer-0"].step(7)
+        one.on_turn = fail
+
+    def fail(host):
+        if one.snapshots[-1].step == 7:
+            host["maker-0"].error = ConfigError("the run failed")
+            host["maker-0"].ended.set()
+
+    one.on_turn = learn_and_fail
+    with pytest.raises(ConfigError, match="the run failed") as caught:
+        one.go()
+    saved, notes = one.host["trainer-0"].saved, " ".join(caught.value.__notes__)
+    if num_full_disks == 2:
+        assert saved == []
+        assert "saved" not in notes
+    else:
+        (place,) = saved
+        assert place in notes
+        assert place.startswith(str(tmp_path / "elsewhere")) == (num_full_disks == 1)
+
+
+@pytest.mark.parametrize(("save_every", "said"), [(0, "nothing"), (5, "train.save_every")])
+def test_a_group_that_failed_says_what_is_saved(stage, save_every, said):
+    one = stage(trainers=2, train={"save_every": save_every})
+
+    def fail(host):
+        host["trainer-0"].step(7)
+        if one.snapshots[-1].step == 7:
+            host.peers.kill("trainer-1")
+
+    one.on_turn = fail
+    with pytest.raises(PeerDied, match="trainer-1 died") as caught:
+        one.go()
+    assert said in " ".join(caught.value.__notes__)
+
+
+def test_a_checkpoint_without_room_for_its_tokenizer_is_reported_once(stage, monkeypatch, caplog):
+    one, tried = stage(), []
+
+    class Tokenizer:
+        def save_pretrained(self, folder):
+            if "version-2" in str(folder):
+                tried.append(folder)
+                raise OSError(28, "No space left on device")
+
+    def checkpoint(host):
+        (one.folder / "checkpoints" / "version-2").mkdir(parents=True, exist_ok=True)
+        if len(one.snapshots) > 20:
+            end_training(host)
+
+    monkeypatch.setattr(launcher.assembly, "load_tokenizer", lambda _: Tokenizer())
+    one.on_turn = checkpoint
+    one.go()
+    assert len(tried) == 1
+    assert caplog.text.count("No space left") == 1
+    assert list((one.folder / "checkpoints" / "version-2").iterdir()) == []
