@@ -1,6 +1,8 @@
-"""Progress in the terminal: a live panel where there is one, a plain line every few seconds where there is not."""
+"""Progress in the terminal: a live panel in a terminal, a plain line every few seconds elsewhere."""
 
+import logging
 import signal
+import sys
 import time
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -8,7 +10,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.live import Live
 
-from coati.monitor.progress import RunSnapshot, plain_line, render_progress
+from coati.monitor import RunSnapshot, plain_line, render_progress
 
 _PLAIN_EVERY_SECONDS = 3.0
 
@@ -26,6 +28,7 @@ class LiveView:
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.__enter__()
+            _log_to_stderr()  # which prints above the panel while it is shown
         return self
 
     def __exit__(
@@ -33,6 +36,7 @@ class LiveView:
     ) -> None:
         if self._live is not None:
             self._live.__exit__(kind, error, traceback)
+            _log_to_stderr()
 
     def show(self, snapshot: RunSnapshot) -> None:
         """Draw the snapshot."""
@@ -51,7 +55,7 @@ class LiveView:
 
 
 class StopSignal:
-    """The first SIGINT or SIGTERM asks the run to end well; the second ends it at once."""
+    """The first SIGINT or SIGTERM asks the run to stop and save; the second ends it at once."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -59,7 +63,7 @@ class StopSignal:
         self._previous: dict[int, Any] = {}
 
     def __call__(self) -> bool:
-        """Whether a stop was asked for."""
+        """Whether a stop was requested."""
         return self._is_set
 
     def __enter__(self) -> Self:
@@ -75,4 +79,13 @@ class StopSignal:
         if self._is_set:
             raise KeyboardInterrupt
         self._is_set = True
-        self._console.print("[yellow]Stopping: the batch in work is finished and the model saved. Again to force.[/]")
+        self._console.print(
+            "[yellow]Stopping: finishing the current batch and saving. Press Ctrl-C again to quit now.[/]"
+        )
+
+
+def _log_to_stderr() -> None:
+    """Have log messages use what `sys.stderr` is now: the live panel replaces it."""
+    for handler in logging.getLogger().handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(sys.stderr)

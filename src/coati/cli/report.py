@@ -39,16 +39,17 @@ def run_report(folder: Path, *, html: Path | None, trace: Path | None) -> None:
 
 def time_table(times: RunTimes) -> Table:
     """Lay out the table of times for the terminal."""
-    found = times.table()
+    columns, rows = times.table()
     table = Table(title="Where the time went", title_justify="left")
     table.add_column("")
-    for name in found.columns:
+    for name in columns:
         table.add_column(name, justify="right")
     styles = {"work": None, "idle": "yellow", "total": "bold"}
-    for index, row in enumerate(found.rows):
+    for row in rows:
+        if row.label == "worked":
+            table.add_section()
         cells = (f"{share:.0%}" if share > 0 or row.kind == "total" else "" for share in row.shares)
-        is_last = index + 1 < len(found.rows) and found.rows[index + 1].kind == "total" != row.kind
-        table.add_row(row.label, *cells, style=styles[row.kind], end_section=is_last)
+        table.add_row(row.label, *cells, style=styles[row.kind])
     return table
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from coati.errors import ConfigError
-
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_]*")
 
 _AGES: Final = {
@@ -123,10 +121,7 @@ class Mean:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.weight >= 0:
-            raise ConfigError(
-                f"The weight of a Mean must be 0 or more, got {self.weight}. Pass a count or leave it out."
-            )
+        assert self.weight >= 0, "the weight of a Mean is a count"
 
     def merge(self, other: Mean) -> Mean:
         """Return the mean over both."""
@@ -195,21 +190,10 @@ class MetricBag:
 
     def record(self, name: str, metric: Metric) -> None:
         """Merge `metric` into what `name` holds; a name is `area/name`, and keeps the kind of its first metric."""
-        if not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"A metric name must be area/name of lower-case letters, digits and _, got {name!r}. "
-                f"Call it, for example, 'reward/mean'."
-            )
-        held = self._metrics.get(name)
-        if held is None:
-            self._metrics[name] = metric
-        elif type(held) is type(metric):
-            self._metrics[name] = held.merge(metric)  # type: ignore[arg-type]  # of one kind, as just checked
-        else:
-            raise ConfigError(
-                f"Metric {name!r} must keep one kind, was {type(held).__name__} and got {type(metric).__name__}. "
-                f"Record it under another name or with the first kind."
-            )
+        assert _NAME.fullmatch(name), f"{name!r} is not area/name of lower-case letters, digits and _"
+        held = self._metrics.get(name, metric)
+        assert type(held) is type(metric), f"{name} was a {type(held).__name__} and is a {type(metric).__name__} now"
+        self._metrics[name] = held.merge(metric) if name in self._metrics else metric  # type: ignore[arg-type]
 
     def merge(self, other: MetricBag) -> None:
         """Merge everything that `other` holds into this bag; `other` stays as it is."""

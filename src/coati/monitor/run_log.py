@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from coati.monitor.metrics import Metric, MetricBag
 from coati.monitor.progress import RunSnapshot
@@ -154,7 +154,7 @@ class RunLog:
     def snapshot(self) -> RunSnapshot:
         """Return where the run stands."""
         now = self._clock()
-        self._pace.note(now, self._step, self._num_samples)
+        samples_per_second, seconds_per_step = self._pace.note(now, self._step, self._num_samples)
         return RunSnapshot(
             step=self._step,
             total_steps=self._total_steps,
@@ -162,8 +162,8 @@ class RunLog:
             reward=self.rewards[-1][1] if self.rewards else None,
             kl=self.kls[-1][1] if self.kls else None,
             buffer_batches=self.buffer_batches,
-            samples_per_second=self._pace.samples_per_second,
-            seconds_per_step=self._pace.seconds_per_step,
+            samples_per_second=samples_per_second,
+            seconds_per_step=seconds_per_step,
             elapsed=now - self._started,
             startup=self._started - self._opened,
             message=self.message,
@@ -246,28 +246,12 @@ class _Pace:
     """The pace of the last minute: the first steps compile and fill caches, and makers may join later."""
 
     def __init__(self, now: float, step: int = 0, num_samples: int = 0) -> None:
-        self._marks = deque([_Mark(now, step, num_samples)])
+        self._marks = deque([(now, step, num_samples)])
 
-    def note(self, now: float, step: int, num_samples: int) -> None:
-        """Remember where the run stands, and forget what came before the mark that begins the last minute."""
-        self._marks.append(_Mark(now, step, num_samples))
-        while len(self._marks) > 2 and self._marks[1].seconds <= now - _PACE_SECONDS:
+    def note(self, now: float, step: int, num_samples: int) -> tuple[float | None, float | None]:
+        """Remember where the run stands; return samples per second, and seconds per step if a step was done."""
+        self._marks.append((now, step, num_samples))
+        while len(self._marks) > 2 and self._marks[1][0] <= now - _PACE_SECONDS:
             self._marks.popleft()
-
-    @property
-    def samples_per_second(self) -> float | None:
-        first, last = self._marks[0], self._marks[-1]
-        seconds = last.seconds - first.seconds
-        return (last.num_samples - first.num_samples) / seconds if seconds > 0 else None
-
-    @property
-    def seconds_per_step(self) -> float | None:
-        """None while no step was done."""
-        first, last = self._marks[0], self._marks[-1]
-        return (last.seconds - first.seconds) / (last.step - first.step) if last.step > first.step else None
-
-
-class _Mark(NamedTuple):
-    seconds: float
-    step: int
-    num_samples: int
+        seconds, steps, samples = (last - first for first, last in zip(self._marks[0], self._marks[-1], strict=True))
+        return samples / seconds if seconds > 0 else None, seconds / steps if steps else None

@@ -16,12 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 from coati.monitor.metrics import Mean, Metric, Sum
 from coati.monitor.records import RecordLog, RecordPage
-
-Kind = Literal["work", "idle"]
 
 WORK: Final = "work"
 """The lane of an actor's loop. Other lanes hold what its other threads do."""
@@ -29,44 +27,43 @@ WEIGHTS: Final = "weights"
 BUFFER: Final = "buffer"
 
 
-@dataclass(frozen=True)
-class Activity:
-    """Something an actor does, or waits for."""
+class Activity(NamedTuple):
+    """How reports show something that an actor does, or waits for."""
 
     label: str
-    kind: Kind
+    colour: str
 
 
 ACTIVITIES: Final[Mapping[str, Activity]] = {
-    "generate": Activity("generate", "work"),
-    "score": Activity("score", "work"),
-    "send": Activity("send", "work"),
-    "train": Activity("train", "work"),
-    "publish": Activity("publish weights", "work"),
-    "deliver": Activity("deliver weights", "work"),
-    "commit": Activity("commit weights", "work"),
-    "save": Activity("save", "work"),
-    "receive": Activity("receive weights", "work"),
-    "take_in": Activity("receive samples", "work"),
-    "wait_data": Activity("wait for data", "idle"),
-    "wait_weights": Activity("wait for weights", "idle"),
-    "wait_room": Activity("wait for room", "idle"),
-    "wait_prompts": Activity("wait for prompts", "idle"),
-    "wait_rewards": Activity("wait for rewards", "idle"),
-    "wait_ranks": Activity("wait for other ranks", "idle"),
-    "wait_delivery": Activity("wait for delivery", "idle"),
+    "generate": Activity("generate", "#2f7fc1"),
+    "score": Activity("score", "#35a7a0"),
+    "send": Activity("send", "#6cb35b"),
+    "train": Activity("train", "#e07a35"),
+    "publish": Activity("publish weights", "#8a5fc7"),
+    "deliver": Activity("deliver weights", "#c9b3ea"),
+    "commit": Activity("commit weights", "#c4478d"),
+    "save": Activity("save", "#8a7361"),
+    "receive": Activity("receive weights", "#b69ae0"),
+    "take_in": Activity("receive samples", "#a5d199"),
+    "wait_data": Activity("wait for data", "#e9c46a"),
+    "wait_weights": Activity("wait for weights", "#e5989b"),
+    "wait_room": Activity("wait for room", "#b8a1cf"),
+    "wait_prompts": Activity("wait for prompts", "#b9c77a"),
+    "wait_rewards": Activity("wait for rewards", "#d6a77a"),
+    "wait_ranks": Activity("wait for other ranks", "#9fb7d4"),
+    "wait_delivery": Activity("wait for delivery", "#d9c2f0"),
 }
 """Every activity that actors of this project report, in the order in which reports list them."""
 
 
+def activity(what: str) -> Activity:
+    """Return how to show an activity; one that is not known is grey, under its own name."""
+    return ACTIVITIES.get(what, Activity(what, "#b0b0b0"))
+
+
 def is_idle(what: str) -> bool:
     """Return whether an activity is a wait."""
-    return what in ACTIVITIES and ACTIVITIES[what].kind == "idle"
-
-
-def label_of(what: str) -> str:
-    """Return what people call an activity."""
-    return ACTIVITIES[what].label if what in ACTIVITIES else what
+    return what.startswith("wait_")
 
 
 LEAVE: Final = "leave"

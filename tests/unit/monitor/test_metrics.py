@@ -1,5 +1,7 @@
 """The reduction travels with the number."""
 
+import doctest
+import importlib
 import math
 import pickle
 
@@ -7,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coati.errors import ConfigError
 from coati.monitor.metrics import METRICS, Max, Mean, MetricBag, Min, Sum
 
 NAN = float("nan")
@@ -36,7 +37,7 @@ def test_a_bag_that_saw_nothing_reports_nothing():
 
 @pytest.mark.parametrize("weight", [-1.0, NAN])
 def test_a_weight_that_is_no_count_is_refused(weight):
-    with pytest.raises(ConfigError, match="weight of a Mean must be 0 or more"):
+    with pytest.raises(AssertionError, match="weight"):
         Mean(1.0, weight)
 
 
@@ -81,15 +82,14 @@ def test_merge_leaves_the_other_bag_alone():
 
 @pytest.mark.parametrize("name", ["loss", "Policy/Loss", "a/b/c", "/b", "a/", "a b/c", "reward/mean\n", ""])
 def test_a_name_that_is_not_area_slash_name_is_refused(name):
-    with pytest.raises(ValueError, match="must be area/name") as caught:
+    with pytest.raises(AssertionError, match="area/name"):
         MetricBag().record(name, Sum(1))
-    assert repr(name) in str(caught.value)
 
 
 def test_a_name_keeps_its_kind():
     bag = MetricBag()
     bag.record("train/samples", Sum(1))
-    with pytest.raises(ConfigError, match=r"'train/samples' must keep one kind, was Sum and got Mean"):
+    with pytest.raises(AssertionError, match="train/samples was a Sum"):
         bag.record("train/samples", Mean(1))
     assert bag.values() == {"train/samples": 1.0}
 
@@ -107,3 +107,9 @@ def test_every_declared_name_can_be_recorded_and_is_described_in_one_line():
         "wait/weights_seconds",
         "kl/per_sample",
     } <= METRICS.keys()
+
+
+@pytest.mark.parametrize("module", ["metrics", "performance", "progress", "records", "timeline", "report.drawing"])
+def test_the_examples_in_docstrings(module):
+    result = doctest.testmod(importlib.import_module(f"coati.monitor.{module}"))
+    assert (result.attempted > 0, result.failed) == (True, 0)

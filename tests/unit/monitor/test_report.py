@@ -122,7 +122,7 @@ def test_times_of_both_actors_by_hand():
         "wait_weights": 1.5,
         "wait_room": 0.5,
     }
-    assert (maker.busy_share, maker.idle_share) == (pytest.approx(0.8), pytest.approx(0.2))
+    assert maker.totals == pytest.approx({"worked": 0.8, "waited": 0.2, "had finished": 0.0, "other": 0.0})
     assert trainer.seconds == {"train": 4.0, "publish": 2.0, "wait_data": 4.0}
     assert times.busiest is maker
     assert maker.other_lanes == {"weights": [Piece("receive", 105.0, 105.25, 0)]}
@@ -190,9 +190,9 @@ def test_who_was_there_for_a_part_of_the_run_has_shares_of_that_part():
     ]
     times = run_times(spans)
     assert [actor.elapsed for actor in times.actors] == [100.0, 10.0, 10.0, 50.0, 100.0]
-    assert [actor.busy_share for actor in times.actors] == pytest.approx([1.0, 1.0, 0.9, 0.42, 0.9])
-    assert [actor.finished_share for actor in times.actors] == pytest.approx([0.0, 0.0, 0.0, 0.58, 0.0])
-    assert [actor.other_share for actor in times.actors] == pytest.approx([0.0, 0.0, 0.1, 0.0, 0.0])
+    assert [actor.totals["worked"] for actor in times.actors] == pytest.approx([1.0, 1.0, 0.9, 0.42, 0.9])
+    assert [actor.totals["had finished"] for actor in times.actors] == pytest.approx([0.0, 0.0, 0.0, 0.58, 0.0])
+    assert [actor.totals["other"] for actor in times.actors] == pytest.approx([0.0, 0.0, 0.1, 0.0, 0.0])
     assert times.busiest.actor == "maker-0"
     # Nothing to do in 29 of the 170 s in which makers were there, and 15 % is what it takes to be told.
     assert "finished 17%" in times.verdict()
@@ -346,8 +346,12 @@ def test_folders_that_are_no_runs_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("spans.jsonl", '{"actor": "a"}\n', r"line 1: a span must have actor, lane, .*KeyError"),
-        ("spans.jsonl", json.dumps({"actor": "a", **work("train", 2.0, 1.0)._asdict()}) + "\n", "end after it starts"),
+        ("spans.jsonl", '{"actor": "a"}\n', r"line 1: not a span.*KeyError"),
+        (
+            "spans.jsonl",
+            json.dumps({"actor": "a", **work("train", 2.0, 1.0)._asdict()}) + "\n",
+            "end must not be before",
+        ),
         ("metrics.jsonl", "no json\n{}\n", r"metrics.jsonl, line 1: every line must be a JSON object"),
         ("config.toml", "= broken", "must be the run's settings as TOML"),
     ],

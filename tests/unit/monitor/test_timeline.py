@@ -5,7 +5,16 @@ import threading
 import pytest
 
 from coati.monitor.metrics import METRICS, Mean, Sum
-from coati.monitor.timeline import ACTIVITIES, WEIGHTS, Span, Timeline, TimeUse, maker_metrics, trainer_metrics
+from coati.monitor.timeline import (
+    ACTIVITIES,
+    WEIGHTS,
+    Span,
+    Timeline,
+    TimeUse,
+    is_idle,
+    maker_metrics,
+    trainer_metrics,
+)
 
 
 class FakeClock:
@@ -156,6 +165,4 @@ def test_every_metric_is_in_the_table_and_every_wait_is_idle():
     use = TimeUse(1.0, {})
     assert {*maker_metrics(use), *trainer_metrics(use)} <= METRICS.keys()
     assert METRICS["wait/room_share"]
-    assert {what for what, activity in ACTIVITIES.items() if activity.kind == "idle"} == {
-        what for what in ACTIVITIES if what.startswith("wait_")
-    }
+    assert all(activity.label.startswith("wait for") == is_idle(what) for what, activity in ACTIVITIES.items())

@@ -4,34 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence, Set
 from html import escape
 from typing import Final
 
 from coati.monitor.performance import format_seconds
 from coati.monitor.report.time_use import ActorTime, Piece, RunTimes
-from coati.monitor.timeline import ACTIVITIES, is_idle, label_of
-
-COLOURS: Final[Mapping[str, str]] = {
-    "generate": "#2f7fc1",
-    "score": "#35a7a0",
-    "send": "#6cb35b",
-    "train": "#e07a35",
-    "publish": "#8a5fc7",
-    "deliver": "#c9b3ea",
-    "commit": "#c4478d",
-    "save": "#8a7361",
-    "receive": "#b69ae0",
-    "take_in": "#a5d199",
-    "wait_data": "#e9c46a",
-    "wait_weights": "#e5989b",
-    "wait_room": "#b8a1cf",
-    "wait_prompts": "#b9c77a",
-    "wait_rewards": "#d6a77a",
-    "wait_ranks": "#9fb7d4",
-    "wait_delivery": "#d9c2f0",
-}
-OTHER_COLOUR: Final = "#b0b0b0"
+from coati.monitor.timeline import ACTIVITIES, activity, is_idle
 
 WIDTH: Final = 1080.0
 _LEFT: Final = 96.0
@@ -44,11 +23,6 @@ _COLUMNS: Final = (36, 240)  # of the overview, at least and at most
 _STEPS_PER_COLUMN: Final = 3  # fewer, and a column shows where in a step it fell
 _MAX_POINTS: Final = 300
 _SUPERSCRIPTS: Final = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-def colour_of(what: str) -> str:
-    """Return the colour of an activity, the same in every picture."""
-    return COLOURS.get(what, OTHER_COLOUR)
 
 
 def overview(times: RunTimes) -> str:
@@ -94,10 +68,11 @@ def typical_window(times: RunTimes, num_steps: int = 6) -> tuple[float, float]:
     return times.start, max(times.end, times.start + 1e-3)
 
 
-def legend(activities: Iterable[str]) -> str:
+def legend(activities: Set[str]) -> str:
     """List the colours by name, as HTML."""
-    known = [what for what in (*ACTIVITIES, *sorted(set(activities) - ACTIVITIES.keys())) if what in set(activities)]
-    entries = (f'<span><i style="background:{colour_of(what)}"></i>{escape(label_of(what))}</span>' for what in known)
+    known = [*(what for what in ACTIVITIES if what in activities), *sorted(activities - ACTIVITIES.keys())]
+    shown = (activity(what) for what in known)
+    entries = (f'<span><i style="background:{it.colour}"></i>{escape(it.label)}</span>' for it in shown)
     return f'<p class="legend">{"".join(entries)}</p>'
 
 
@@ -186,8 +161,8 @@ def _stacked(actor: ActorTime, times: RunTimes, top: float) -> Iterable[str]:
                 y = top + _ROW * (1.0 - levels[index] - share)
                 path.append(f"M{_LEFT + index * width:.2f} {y:.2f}h{width:.2f}v{share * _ROW:.2f}h{-width:.2f}z")
                 levels[index] += share
-        hint = f"{actor.actor}: {label_of(what)}, {actor.share(what):.0%} of the time"
-        yield f'<path d="{"".join(path)}" fill="{colour_of(what)}"><title>{escape(hint)}</title></path>'
+        hint = f"{actor.actor}: {activity(what).label}, {actor.share(what):.0%} of the time"
+        yield f'<path d="{"".join(path)}" fill="{activity(what).colour}"><title>{escape(hint)}</title></path>'
 
 
 def _within(pieces: Iterable[Piece], start: float, end: float) -> Iterable[Piece]:
@@ -199,11 +174,11 @@ def _bar(piece: Piece, start: float, end: float, y: float, height: float, origin
     x = _LEFT + (max(piece.start, start) - start) * scale
     width = max((min(piece.end, end) - max(piece.start, start)) * scale, 0.4)
     hint = (
-        f"{label_of(piece.what)}, version {piece.version}: {format_seconds(piece.end - piece.start)}, "
+        f"{activity(piece.what).label}, version {piece.version}: {format_seconds(piece.end - piece.start)}, "
         f"at {piece.start - origin:.3f} s"
     )
     return (
-        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{colour_of(piece.what)}">'
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{activity(piece.what).colour}">'
         f"<title>{escape(hint)}</title></rect>"
     )
 

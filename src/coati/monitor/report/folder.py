@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from coati.errors import ConfigError, DataError
-from coati.monitor.timeline import WORK, Span, is_idle, label_of
+from coati.monitor.timeline import WORK, Span, activity, is_idle
 from coati.monitor.trackers import read_jsonl
 
 _METRICS: Final = "metrics.jsonl"
@@ -114,7 +114,7 @@ def trace_events(run: RunFolder) -> dict[str, Any]:
             lanes[actor, span.lane] = 0 if span.lane == WORK else num_lanes + 1
         events.append(
             {
-                "name": label_of(span.what),
+                "name": activity(span.what).label,
                 "cat": "idle" if is_idle(span.what) else "work",
                 "ph": "X",
                 "ts": (span.start - origin) * _MICROSECONDS,
@@ -164,13 +164,11 @@ def _parse_span(path: Path, row: Mapping[str, Any], number: int) -> ActorSpan:
     try:
         span = Span(str(row["lane"]), str(row["what"]), float(row["start"]), float(row["end"]), int(row["version"]))
         actor = str(row["actor"])
+        if not (math.isfinite(span.start) and math.isfinite(span.end) and span.end >= span.start):
+            raise ValueError("its end must not be before its start")
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{path}, line {number}: a span must have actor, lane, what, start, end and version, got {dict(row)} "
-            f"({type(error).__name__}: {error}). Delete the line, or restore the file."
+            f"{path}, line {number}: not a span, with actor, lane, what, start, end and version ({error!r}). "
+            "Delete the line, or restore the file."
         ) from None
-    if not (math.isfinite(span.start) and math.isfinite(span.end) and span.end >= span.start):
-        raise DataError(
-            f"{path}, line {number}: a span must end after it starts, got {span.start} to {span.end}. Delete the line."
-        )
     return ActorSpan(actor, span)

@@ -33,17 +33,6 @@ _CURVES: Final = (
     ("maker/busy_share", "makers: share of time working"),
 )
 
-_KEY_SETTINGS: Final = (
-    ("model", ("path", "device", "dtype")),
-    ("prompts", ("path",)),
-    ("reward", ("function", "model", "terms")),
-    ("rollout", ("prompts_per_batch", "samples_per_prompt", "max_new_tokens", "temperature", "engine")),
-    ("algorithm", ("name", "kl_coef")),
-    ("train", ("total_steps", "update_steps", "epochs", "batch_size", "actor_lr", "critic_lr", "strategy")),
-    ("topology", ("makers", "trainers", "max_staleness", "gpus_per_maker", "gpus_per_trainer")),
-    ("lora", ("rank",)),
-)
-
 _STYLE: Final = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2rem auto; padding: 0 1rem;
@@ -76,7 +65,7 @@ def render_page(run: RunFolder, times: RunTimes | None) -> str:
         "<h2>Samples</h2>",
         _samples(run.samples),
         "<h2>Settings</h2>",
-        _settings(run),
+        f"<pre>{escape(run.settings_text) or 'The folder has no config.toml.'}</pre>",
         f"<footer>coati {__version__}, from {escape(str(run.path))}</footer>",
     ]
     return (
@@ -109,7 +98,7 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
         facts.append(("time, without start-up", format_seconds(times.elapsed)))
         if samples and times.elapsed > 0:
             facts.append(("samples per second", f"{samples / times.elapsed:,.1f}"))
-        facts.append((f"busiest actor ({times.busiest.actor}) worked", f"{times.busiest_share:.0%}"))
+        facts.append((f"busiest actor ({times.busiest.actor}) worked", f"{times.worked_share(times.busiest):.0%}"))
     return facts
 
 
@@ -140,9 +129,9 @@ def _timeline(run: RunFolder, times: RunTimes | None) -> str:
 
 
 def _time_table(times: RunTimes) -> str:
-    table = times.table()
-    rows = ["<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in table.columns) + "</tr>"]
-    for row in table.rows:
+    columns, found = times.table()
+    rows = ["<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in columns) + "</tr>"]
+    for row in found:
         cells = (f"<td>{share:.0%}</td>" if share > 0 or row.kind == "total" else "<td></td>" for share in row.shares)
         rows.append(f'<tr class="{row.kind}"><td>{escape(row.label)}</td>{"".join(cells)}</tr>')
     return f'<div class="wide"><table>{"".join(rows)}</table></div>'
@@ -180,22 +169,6 @@ def chosen_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
     if versions[-1] == versions[0]:
         return first
     return first + [sample for sample in samples if sample.get("version") == versions[-1]][:NUM_SAMPLES]
-
-
-def _settings(run: RunFolder) -> str:
-    settings = run.settings
-    if not settings:
-        return "<p>The folder has no config.toml.</p>"
-    rows = []
-    for section, names in _KEY_SETTINGS:
-        values = settings.get(section, {})
-        chosen = (f"{name} = {values[name]}" for name in names if values.get(name) not in (None, "", [], 0))
-        if text := ", ".join(chosen):
-            rows.append(f'<tr><td>{section}</td><td class="text">{_text(text)}</td></tr>')
-    return (
-        f"<table>{''.join(rows)}</table>\n<details><summary>All settings (config.toml)</summary>"
-        f"<pre>{_text(run.settings_text)}</pre></details>"
-    )
 
 
 def _text(value: Any) -> str:

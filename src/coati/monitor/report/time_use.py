@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from coati.monitor.report.folder import ActorSpan, Processors
-from coati.monitor.timeline import ACTIVITIES, LEAVE, WORK, Span, is_idle, label_of
+from coati.monitor.timeline import ACTIVITIES, LEAVE, WORK, Span, activity, is_idle
 
 # A run begins when some actor does one of these for the first time; before that it starts up.
 _FIRST_WORK: Final = frozenset({"generate", "train", "wait_data"})
 _NOTABLE_SHARE: Final = 0.15
 _SATURATED_SHARE: Final = 0.75
+_SHOWN_SHARE: Final = 0.005
 _MAX_COLUMNS: Final = 6
 # An actor that was present for less of the run joined late or left early; the rest is start-up.
 _PRESENT_SHARE: Final = 0.9
@@ -57,25 +58,14 @@ class ActorTime:
         spent = sum(self.seconds.get(what, 0.0) for what in activities)
         return spent / self.elapsed if self.elapsed > 0 else 0.0
 
-    @property
-    def busy_share(self) -> float:
-        """The part of its time in which it worked."""
-        return self.share(*(what for what in self.seconds if not is_idle(what)))
-
-    @property
-    def idle_share(self) -> float:
-        """The part of its time in which it waited for a reason that is known."""
-        return self.share(*(what for what in self.seconds if is_idle(what)))
-
-    @property
-    def finished_share(self) -> float:
-        """The part of its time after its work was done."""
-        return self.finished / self.elapsed if self.elapsed > 0 else 0.0
-
-    @property
-    def other_share(self) -> float:
-        """The part of its time that no span covers."""
-        return max(0.0, 1.0 - self.busy_share - self.idle_share - self.finished_share)
+    @functools.cached_property
+    def totals(self) -> dict[str, float]:
+        """The shares of its time in which it worked, waited, had finished, and did something that no span covers."""
+        worked = self.share(*(what for what in self.seconds if not is_idle(what)))
+        waited = self.share(*(what for what in self.seconds if is_idle(what)))
+        finished = self.finished / self.elapsed if self.elapsed > 0 else 0.0
+        other = max(0.0, 1.0 - worked - waited - finished)
+        return {"worked": worked, "waited": waited, "had finished": finished, "other": other}
 
 
 class TimeRow(NamedTuple):
@@ -84,13 +74,6 @@ class TimeRow(NamedTuple):
     label: str
     kind: Literal["work", "idle", "total"]
     shares: list[float]
-
-
-class TimeTable(NamedTuple):
-    """Shares of time by activity, for each actor, or as means for each kind of actor where there are many."""
-
-    columns: list[str]
-    rows: list[TimeRow]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,36 +92,30 @@ class RunTimes:
     @property
     def busiest(self) -> ActorTime:
         """The actor that worked most: the run cannot be faster than that."""
-        return max(self.actors, key=lambda actor: actor.busy_share * actor.elapsed)
+        return max(self.actors, key=self.worked_share)
 
-    @property
-    def busiest_share(self) -> float:
-        """The part of the window, not only of its own time, in which the busiest actor worked."""
-        return self.busiest.busy_share * self.busiest.elapsed / self.elapsed if self.elapsed > 0 else 0.0
+    def worked_share(self, actor: ActorTime) -> float:
+        """Return the part of the window, not only of its own time, in which an actor worked."""
+        return actor.totals["worked"] * actor.elapsed / self.elapsed if self.elapsed > 0 else 0.0
 
-    def table(self) -> TimeTable:
-        """Return the shares of all activities that took some time, and their totals."""
-        groups = _columns(self.actors)
+    def table(self) -> tuple[list[str], list[TimeRow]]:
+        """Return the shares of all activities that took some time, and their totals: names of columns, and rows.
 
-        def row(label: str, kind: Literal["work", "idle", "total"], share: Callable[[ActorTime], float]) -> TimeRow:
-            return TimeRow(label, kind, [mean_share(actors, share) for actors in groups.values()])
-
-        took_time = (what for what in ACTIVITIES if any(actor.share(what) >= 0.005 for actor in self.actors))
-        used = sorted(took_time, key=is_idle)
-        rows = [
-            row(label_of(what), ACTIVITIES[what].kind, lambda actor, what=what: actor.share(what))  # type: ignore[misc]
-            for what in used
-        ]
-        rows += [
-            row("worked", "total", lambda actor: actor.busy_share),
-            row("waited", "total", lambda actor: actor.idle_share),
-            row("had finished", "total", lambda actor: actor.finished_share),
-            row("other", "total", lambda actor: actor.other_share),
-        ]
+        A column is an actor, or the mean of a kind of actors where there are many.
+        """
+        columns = _columns(self.actors)
+        rows = []
+        for what in sorted(ACTIVITIES, key=is_idle):
+            shares = [_mean(actors, lambda actor, what=what: actor.share(what)) for actors in columns.values()]  # type: ignore[misc]
+            if max(shares) >= _SHOWN_SHARE:
+                rows.append(TimeRow(activity(what).label, "idle" if is_idle(what) else "work", shares))
+        for total in self.actors[0].totals:
+            shares = [_mean(actors, lambda actor, total=total: actor.totals[total]) for actors in columns.values()]  # type: ignore[misc]
+            rows.append(TimeRow(total, "total", shares))
         if any(actor.elapsed < _PRESENT_SHARE * self.elapsed for actor in self.actors):
-            means = [sum(actor.elapsed for actor in actors) / len(actors) for actors in groups.values()]
+            means = [sum(actor.elapsed for actor in actors) / len(actors) for actors in columns.values()]
             rows.append(TimeRow("present", "total", [mean / self.elapsed for mean in means]))
-        return TimeTable(list(groups), rows)
+        return list(columns), rows
 
     def verdict(self, processors: Processors | None = None) -> str:
         """Say in one or two sentences what limits the run, and what would help.
@@ -147,15 +124,16 @@ class RunTimes:
         """
         trainers = [actor for actor in self.actors if "train" in actor.seconds]
         makers = [actor for actor in self.actors if "generate" in actor.seconds]
+        worked = self.worked_share(self.busiest)
         if not trainers or not makers or trainers == makers:
-            return f"One process did everything in turn, for {self.busiest_share:.0%} of the time: nothing overlapped."
-        lead = f"{self.busiest.actor} worked {self.busiest_share:.0%} of the time, more than any other."
+            return f"One process did everything in turn, for {worked:.0%} of the time: nothing overlapped."
+        lead = f"{self.busiest.actor} worked {worked:.0%} of the time, more than any other."
         saturated = self._saturated(processors)
-        data = mean_share(trainers, lambda actor: actor.share("wait_data"))
-        weights = mean_share(makers, lambda actor: actor.share("wait_weights"))
-        room = mean_share(makers, lambda actor: actor.share("wait_room"))
-        rewards = mean_share(makers, lambda actor: actor.share("wait_rewards"))
-        finished = mean_share(makers, lambda actor: actor.finished_share)
+        data = _mean(trainers, lambda actor: actor.share("wait_data"))
+        weights = _mean(makers, lambda actor: actor.share("wait_weights"))
+        room = _mean(makers, lambda actor: actor.share("wait_room"))
+        rewards = _mean(makers, lambda actor: actor.share("wait_rewards"))
+        finished = _mean(makers, lambda actor: actor.totals["had finished"])
         if data >= _NOTABLE_SHARE and rewards >= max(weights, _NOTABLE_SHARE):
             return (
                 f"{lead} Trainers waited for data ({data:.0%}) and makers for reward functions ({rewards:.0%}): reward "
@@ -182,7 +160,7 @@ class RunTimes:
         """Say that the processors are the limit, if they are; else an empty string."""
         if processors is None or not self.elapsed:
             return ""
-        busy_actors = sum(actor.busy_share * actor.elapsed for actor in self.actors) / self.elapsed
+        busy_actors = sum(map(self.worked_share, self.actors))
         share = min(1.0, busy_actors * processors.threads_per_actor / processors.cores)
         if share < _SATURATED_SHARE:
             return ""
@@ -193,7 +171,7 @@ class RunTimes:
         )
 
 
-def mean_share(actors: Sequence[ActorTime], share: Callable[[ActorTime], float]) -> float:
+def _mean(actors: Sequence[ActorTime], share: Callable[[ActorTime], float]) -> float:
     """Return the mean of their shares, weighted by the time that each was present."""
     elapsed = sum(actor.elapsed for actor in actors)
     return sum(share(actor) * actor.elapsed for actor in actors) / elapsed if elapsed > 0 else 0.0
