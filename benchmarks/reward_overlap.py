@@ -34,29 +34,30 @@ from overlap import HALF_BILLION
 from transformers import AutoTokenizer
 
 from coati.cpu import set_up_cpu
-from coati.experience_buffer import split_experience_batch
+from coati.experience import BufferItem
 from coati.experience_maker import NaiveExperienceMaker
-from coati.experience_maker.pipeline import ExperiencePipeline, MadeBatch, PendingBatch
+from coati.experience_maker.base import MakerBatch
+from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.models import Actor, Critic
 from coati.rewards import FunctionReward, RewardScorer
 from coati.weights import ServedModels
 
 
-class Beside(ExperiencePipeline):
+class Overlapping(ExperiencePipeline):
     """Notes when the models are done with each batch."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.begun: list[float] = []
 
-    def begin(self, *args: Any, **settings: Any) -> PendingBatch:
-        pending = super().begin(*args, **settings)
+    def begin(self, *args: Any, **settings: Any) -> MakerBatch:
+        batch = super().begin(*args, **settings)
         self.begun.append(time.perf_counter())
-        return pending
+        return batch
 
 
-class InTurn(Beside):
+class InTurn(Overlapping):
     """Finishes each batch before the next is begun."""
 
     may_defer = False  # type: ignore[assignment]
@@ -78,7 +79,7 @@ class Maker:
         self._ended: list[float] = []
         self._delivered: list[float] = []
 
-    def run(self, kind: type[Beside], num_batches: int, reward_seconds: float) -> tuple[float, float]:
+    def run(self, kind: type[Overlapping], num_batches: int, reward_seconds: float) -> tuple[float, float]:
         """Seconds from one delivery to the next, and those by which one is late; medians."""
         self._reward_seconds = reward_seconds
         self._ended.clear()
@@ -88,7 +89,7 @@ class Maker:
             ServedModels(self._maker.trained_models),
             generate_kwargs={"max_new_tokens": self._workload.new_tokens, "eos_token_id": [], "pad_token_id": 0},
         )
-        loop = WorkLoop(pipeline, await_admission=lambda wanted: wanted, deliver=self._deliver)
+        loop = WorkLoop(pipeline, self)
         loop.run(self._prompts(num_batches))
         ready = map(max, pipeline.begun, self._ended)
         late = [delivered - since for delivered, since in zip(self._delivered, ready, strict=True)]
@@ -107,10 +108,16 @@ class Maker:
         self._ended.append(time.perf_counter())
         return [float(len(text) % 7) for text in completions]
 
-    def _deliver(self, made: MadeBatch) -> None:
+    def send(self, items: list[BufferItem]) -> None:  # noqa: ARG002
+        """Take the clock reading of a delivery."""
         self._delivered.append(time.perf_counter())
-        made.experience.to_device("cpu")
-        split_experience_batch(made.experience)
+
+    def has_room(self) -> bool:
+        """Always, because nothing is kept."""
+        return True
+
+    def check_trainers(self) -> None:
+        """There are none."""
 
 
 def main() -> None:
@@ -148,7 +155,7 @@ def main() -> None:
         reward = factor * once
         models, _ = maker.run(InTurn, arguments.batches, 0.0)
         in_turn, _ = maker.run(InTurn, arguments.batches, reward)
-        beside, late = maker.run(Beside, arguments.batches, reward)
+        beside, late = maker.run(Overlapping, arguments.batches, reward)
         rows.append(
             {
                 "factor": factor,

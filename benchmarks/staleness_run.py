@@ -100,7 +100,7 @@ class StaleRun:
     def __init__(self, config: RunSettings) -> None:
         self._config = config
         self._version = 0
-        strategy = assembly.make_strategy(config)
+        strategy = assembly.make_strategy(config, "trainer")
         self.learner = PPOLearner(
             *assembly.trainer_models(config),
             strategy,
@@ -151,7 +151,7 @@ class StaleRun:
         while num_rows := self._pipeline.admit(BATCH_SIZE):
             batch = PromptBatch.parse(next(self._prompts))
             assert num_rows == len(batch), "the gate admits whole versions, and no sample is ever dropped here"
-            experience = self._pipeline.make(batch)
+            experience = self._pipeline.finish(self._pipeline.begin(batch))
             assert experience is not None
             assert experience.num_samples == num_rows
             self.rewards_by_version[self._version].append(float(experience.reward.mean()))

@@ -117,7 +117,7 @@ class SynchronousRun:
                 num_rows = self._pipeline.admit(len(batch) - start)
                 if num_rows == 0:
                     return
-                yield batch.rows(start, start + num_rows)
+                yield batch.select(slice(start, start + num_rows))
                 start += num_rows
 
     def _next_batch(self) -> Experience | None:
@@ -130,13 +130,14 @@ class SynchronousRun:
         return self._ready.popleft() if self._ready else None
 
     def _make(self, part: PromptBatch) -> None:
-        made = self._pipeline.finish(self._pipeline.begin(part))
-        if made is None:
+        batch = self._pipeline.begin(part)
+        experience = self._pipeline.finish(batch)
+        if experience is None:
             return
-        made.experience.to_device("cpu")
-        record = self._pipeline.record(made, samples_kept=self._config.logging.samples_kept, prompts=self._stream)
+        experience.to_device("cpu")
+        record = self._pipeline.record(batch, samples_kept=self._config.logging.samples_kept, prompts=self._stream)
         self._log.maker_records([record])
-        for items in self._collector.add(split_experience_batch(made.experience)):
+        for items in self._collector.add(split_experience_batch(experience)):
             self._ready.append(make_experience_batch(items))
 
     def _train(self, experience: Experience) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Experience and the makers of it.
 
-`NaiveExperienceMaker` brings transformers along, so it is imported when it is first asked for: a trainer of one's own
-that only reads experience starts without it.
+`NaiveExperienceMaker` brings transformers along, so it is imported on first use: a trainer that only reads
+experience starts without it.
 """
 
 from typing import TYPE_CHECKING, Any

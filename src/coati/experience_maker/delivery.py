@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from coati.config import Deadlines
@@ -85,6 +85,14 @@ class ItemSender:
             by_trainer.setdefault(self._next_trainer(), []).append(item)
         for trainer, part in by_trainer.items():
             self._dispatch(trainer, part)
+
+    def has_room(self) -> bool:
+        """Return whether `send` would not wait; notes acknowledgements that have come."""
+        for flight in [flight for flight in self._in_flight if _is_acknowledged(flight.call)]:
+            self._in_flight.remove(flight)
+            self.num_delivered += len(flight.items)
+        counts = Counter(flight.trainer for flight in self._in_flight)
+        return all(counts[trainer] < self._max_in_flight for trainer in self._alive)
 
     def flush(self) -> None:
         """Wait until everything sent is acknowledged."""
@@ -195,3 +203,14 @@ class ItemSender:
             self._alive.remove(flight.trainer)
         self.num_redirected += len(flight.items)
         self.send(flight.items)
+
+
+def _is_acknowledged(call: PendingCall) -> bool:
+    """Whether the call has ended well; one that failed is left to be retried, redirected or raised."""
+    if not call.done():
+        return False
+    try:
+        call.result(0)
+    except (PeerDied, PeerUnavailable, RemoteError):
+        return False
+    return True

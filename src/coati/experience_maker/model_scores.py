@@ -1,7 +1,7 @@
 """The forward passes of scoring: reference and critic over what was generated, a bounded part at a time.
 
-The actor's own log-probs come from the rollout engine, which drew the tokens by them; a few rows of each batch are
-computed again, to see how far the two are apart.
+The actor's log-probs come from the rollout engine, which drew the tokens by them; a few rows of each batch are
+recomputed to measure how far the two are apart.
 """
 
 import logging
@@ -17,23 +17,24 @@ from coati.models.actor import packed_scoring_problem, unwrap
 from coati.models.packing import SCORED_TOKENS, joined_once, row_parts, row_tokens
 from coati.models.scoring import Scoring, score_hidden
 from coati.models.shared_body import SharedPasses, body_of, shared_bodies
+from coati.monitor.metrics import Max, Mean, Metric
 from coati.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 
-# Mean gap between engine and learner beyond which something is wrong, and not only rounded.
+# Mean gap between engine and learner that rounding cannot explain.
 _EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
 
 
 class ModelScores(NamedTuple):
-    """What the models say of a batch."""
+    """The models' outputs for a batch."""
 
     reference_logprobs: Tensor
     """[B, A]"""
     values: Tensor
     """[B, A]; 0 outside of responses, and everywhere without a critic."""
     rewards: Tensor
-    """[B, M] by the reward models that were asked."""
+    """[B, M] by the reward models."""
 
 
 @torch.no_grad()
@@ -48,10 +49,7 @@ def score_with_models(
     reward_models: Sequence[RewardModel] = (),
     max_tokens: int = SCORED_TOKENS,
 ) -> ModelScores:
-    """What the models say of each response token, and reward models of each response.
-
-    A body that several of them share is run once for each part.
-    """
+    """Run reference, critic and reward models over the batch, a part at a time; a body that several share runs once."""
     num_actions = action_mask.shape[1]
     bodies = shared_bodies([initial_model, critic, *reward_models]) if num_actions else set()
     costs = row_tokens(sequences, attention_mask, is_packed=not packed_scoring_problem(initial_model))
@@ -109,12 +107,8 @@ def logprob_gap(actor: nn.Module, rollout: Rollout, temperatures: Tensor, *, num
     return LogprobGap(float(gaps.mean()), float(gaps.max()), len(gaps))
 
 
-def reward_models_beside(initial_model: nn.Module, reward_models: Iterable[nn.Module]) -> list[RewardModel]:
-    """Those of the reward models that are ours, on the device of the reference: they are asked with it.
-
-    So the batch is joined once for all of them, a body that two of them have is run once, and no pass is longer than
-    that of the others.
-    """
+def reward_models_on_device_of(initial_model: nn.Module, reward_models: Iterable[nn.Module]) -> list[RewardModel]:
+    """Select our own reward models on the reference's device: they run with it, and a shared body runs once."""
     device = next(initial_model.parameters()).device
     return [
         model
@@ -124,19 +118,21 @@ def reward_models_beside(initial_model: nn.Module, reward_models: Iterable[nn.Mo
 
 
 class GapWatch:
-    """Computes a few rows of each batch once more, and says so once if the engine is further off than by rounding."""
+    """Recomputes a few rows of each batch, and warns once if the engine is off by more than rounding."""
 
     num_rows = 2
 
     def __init__(self) -> None:
         self._has_warned = False
 
-    def look(self, actor: nn.Module, rollout: Rollout, temperatures: Tensor, *, version: int) -> LogprobGap | None:
-        """The gap; None where older weights wrote some of the tokens in flight, which no single pass can say again."""
+    def measure(self, actor: nn.Module, rollout: Rollout, temperatures: Tensor, *, version: int) -> dict[str, Metric]:
+        """The gap as metrics; none where older weights wrote some of the tokens, which no single pass can recompute."""
         written_by = rollout.token_versions[: self.num_rows][rollout.action_mask[: self.num_rows]]
         if bool((written_by != version).any()):
-            return None
+            return {}
         gap = logprob_gap(actor, rollout, temperatures, num_rows=self.num_rows)
+        if not gap.num_tokens:
+            return {}
         dtype = next((parameter.dtype for parameter in actor.parameters()), torch.float32)
         limit = _EXACT_GAP if dtype in (torch.float32, torch.float64) else _ROUNDED_GAP
         if not gap.mean <= limit and not self._has_warned:
@@ -148,7 +144,10 @@ class GapWatch:
                 str(dtype).removeprefix("torch."),
                 limit,
             )
-        return gap
+        return {
+            "rollout/logprob_gap": Mean(gap.mean, float(gap.num_tokens)),
+            "rollout/logprob_gap_max": Max(gap.largest),
+        }
 
 
 def action_values(

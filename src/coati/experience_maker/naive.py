@@ -1,14 +1,13 @@
-"""The reference maker: generate, score, penalise by KL, estimate advantages. One step after the other.
+"""The reference maker: generate, score, penalise by KL, estimate advantages.
 
-Reward functions alone run beside the rest. So a batch can be begun (everything that needs the models) and finished
-later, when its scores are there, with the next one begun in between.
+Reward functions run in the background. So a batch is begun (everything that needs the models) and finished later, when
+its scores have come; the next one may be begun in between.
 """
 
-import dataclasses
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,46 +18,33 @@ from coati.algos import kl_estimate
 from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, RewardError
 from coati.experience import Experience
-from coati.experience_maker.advantage_estimates import estimate_advantages
-from coati.experience_maker.base import ExperienceMaker
-from coati.experience_maker.dropping import (
+from coati.experience_maker.advantages import (
+    DROPPED_NO_SIGNAL,
     DROPPED_PROMPT_TOO_LONG,
-    AllSamplesDropped,
     NoSignal,
-    without_bad_rewards,
-    without_equal_scores,
+    drop_bad_rewards,
+    drop_equal_scores,
+    estimate_advantages,
 )
-from coati.experience_maker.model_scores import (
-    GapWatch,
-    LogprobGap,
-    action_values,
-    reward_models_beside,
-    score_with_models,
-)
-from coati.experience_maker.prompt_rows import PromptRows, check_groups
+from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch
+from coati.experience_maker.model_scores import GapWatch, reward_models_on_device_of, score_with_models
+from coati.experience_maker.prompt_batch import PromptBatch
+from coati.experience_maker.statistics import reward_term_metrics
 from coati.gpu import Aside
 from coati.models import RewardModel
 from coati.models.actor import unwrap
 from coati.models.critic import as_critic
 from coati.models.positions import context_length_of
+from coati.monitor.metrics import Sum
 from coati.monitor.timeline import Timeline
 from coati.rewards import PendingScores, RewardScorer
 from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, make_engine, merge_rollouts
 
-__all__ = ["AllSamplesDropped", "NaiveExperienceMaker", "NoSignal", "action_values"]
+__all__ = ["AllSamplesDropped", "NaiveExperienceMaker", "NoSignal"]
 
 logger = logging.getLogger(__name__)
 
 _NO_LIMIT = 1 << 62
-
-
-@dataclasses.dataclass(frozen=True)
-class UnfinishedExperience:
-    """Experience that lacks its advantages and, where scores are still on their way, its rewards."""
-
-    experience: Experience
-    scores: PendingScores | None = None
-    """None: the rewards are there."""
 
 
 class NaiveExperienceMaker(ExperienceMaker):
@@ -68,8 +54,8 @@ class NaiveExperienceMaker(ExperienceMaker):
     finite number) are dropped and counted in `dropped`; the experience then has fewer rows than the batch.
     Where the algorithm compares the samples of a prompt, a group that lost one is dropped whole.
 
-    `algorithm` says how advantages are made and where the KL penalty goes; `kl_coef`, `gamma` and `lam` are short for
-    its settings of the same name. Algorithms without a critic take None for it.
+    `algorithm` decides how advantages are made and where the KL penalty goes; `kl_coef`, `gamma` and `lam` are short
+    for its settings of the same name. Algorithms without a critic take None for it.
     """
 
     def __init__(
@@ -90,7 +76,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             "algorithm", kl_coef=("kl_coef", kl_coef, 0.1), gamma=("gamma", gamma, 1.0), lam=("lam", lam, 0.95)
         )
         if not self.algorithm.uses_critic:
-            critic = None  # one that was passed all the same would only cost time
+            critic = None  # it would only cost time
         elif critic is None:
             raise ConfigError("critic must be a model with this algorithm, got None. Pass one, or use e.g. 'grpo'.")
         else:
@@ -100,19 +86,20 @@ class NaiveExperienceMaker(ExperienceMaker):
         super().__init__(actor, critic, reward_model, initial_model)
         self.seed = seed
         self.engine: RolloutEngine = make_engine(engine, actor) if isinstance(engine, str) else engine
-        self.policy_version = 0
-        # Set to pick new weights up between tokens: commits what is pending and returns the version that serves.
-        self.commit_point: Callable[[], int] | None = None
-        # Set to be called between tokens, by whoever has something to do when it is ready.
-        self.meanwhile: Callable[[], None] | None = None
-        self.timeline = Timeline()  # exchanged by whoever keeps one for the whole actor
-        self.last_logprob_gap: LogprobGap | None = None  # of the last batch
-        self._gap_watch = GapWatch()
+        self.timeline = Timeline()
         self.dropped: Counter[str] = Counter()
-        self._next_anonymous_id = 0
+        self._num_no_signal_reported = 0
+        self._gap_watch = GapWatch()
+        self._next_sample_id = 0
         for model in (actor, critic, reward_model, initial_model):
             if isinstance(model, nn.Module):
-                model.eval()  # dropout would make log-probs that nobody can reproduce
+                model.eval()  # with dropout, log-probs could not be reproduced
+
+    @property
+    def has_time_between_tokens(self) -> bool:  # type: ignore[override]
+        """Whether generation leaves the host idle: on a GPU, with an engine that pauses between tokens."""
+        has_pauses = getattr(self.engine, "calls_commit_point", False)
+        return has_pauses and not self._is_overridden and next(self.actor.parameters()).device.type == "cuda"
 
     @torch.no_grad()
     def make_experience(
@@ -127,79 +114,84 @@ class NaiveExperienceMaker(ExperienceMaker):
     ) -> Experience:
         """Write a response to each prompt and turn it into experience.
 
-        `sample_ids` key the randomness (by default samples are numbered in the order they come);
-        `columns` are the dataset's further columns, which reach the reward. Raises AllSamplesDropped if no
-        sample of the batch can be trained on.
+        `sample_ids` key the randomness (by default samples are numbered in the order they come); `columns` are the
+        dataset's further columns, which reach the reward. Raises AllSamplesDropped if no sample of the batch can be
+        trained on.
         """
-        return self.finish_experience(
-            self.begin_experience(
-                input_ids,
-                attention_mask,
-                sample_ids=sample_ids,
-                group_ids=group_ids,
-                columns=columns,
-                **generate_kwargs,
-            )
-        )
+        ids = {"attention_mask": attention_mask, "sample_ids": sample_ids, "group_ids": group_ids}
+        prompts = PromptBatch.parse({"input_ids": input_ids, **ids, **(columns or {})})
+        if sample_ids is None:
+            prompts = prompts.numbered(self._next_sample_id)
+            self._next_sample_id += len(prompts)
+        batch = self._begin(prompts, generate_kwargs)
+        self._finish(batch)
+        assert batch.experience is not None
+        return batch.experience
 
     @torch.no_grad()
-    def begin_experience(
-        self,
-        input_ids: Tensor,  # [B, P]
-        attention_mask: Tensor | None = None,  # [B, P]
-        *,
-        sample_ids: Tensor | None = None,  # [B]
-        group_ids: Tensor | None = None,  # [B]
-        columns: Mapping[str, Sequence[Any]] | None = None,
-        **generate_kwargs: Any,
-    ) -> UnfinishedExperience:
-        """All of `make_experience` that needs the models; reward functions have begun, and may still run."""
+    def begin(self, prompts: PromptBatch, **generate_kwargs: Any) -> MakerBatch:
+        """Do everything that needs the models; reward functions are started and may still run."""
+        if self._is_overridden:
+            return super().begin(prompts, **generate_kwargs)
+        return self._begin(prompts, generate_kwargs)
+
+    @torch.no_grad()
+    def finish(self, batch: MakerBatch) -> None:
+        """Wait for the scores, drop bad ones, estimate advantages."""
+        if not self._is_overridden:
+            self._finish(batch)
+
+    @property
+    def _is_overridden(self) -> bool:
+        """Whether a subclass makes the whole experience in a `make_experience` of its own."""
+        return type(self).make_experience is not NaiveExperienceMaker.make_experience
+
+    def _begin(self, prompts: PromptBatch, generate_kwargs: Mapping[str, Any]) -> MakerBatch:
         options = GenerateOptions.parse(**generate_kwargs).with_tokenizer(getattr(self.reward_model, "tokenizer", None))
-        prompts = PromptRows.checked(
-            input_ids, attention_mask, sample_ids, group_ids, columns or {}, first_id=self._next_anonymous_id
-        )
-        if sample_ids is None:
-            self._next_anonymous_id += len(prompts.sample_ids)
         if self.algorithm.uses_groups:
-            check_groups(group_ids)
-        prompts.to_device(next(self.actor.parameters()).device)
-        prompts = self._without_overlong(prompts, options)
+            prompts.check_groups()
+        batch = MakerBatch(prompts)
+        prompts = self._without_overlong(prompts.to(next(self.actor.parameters()).device), options)
         with self.timeline.span("generate"):
             rollout = self._generate(prompts, options)
-        temperatures = torch.full_like(prompts.sample_ids, options.sampling_temperature, dtype=torch.float32)
         with self.timeline.span("score"):
-            return self._score(prompts, rollout, temperatures)
+            self._score(batch, prompts, rollout, options.sampling_temperature)
+        return batch
 
-    @torch.no_grad()
-    def finish_experience(self, unfinished: UnfinishedExperience) -> Experience:
-        """The rest, without the models: wait for the scores, drop bad ones, estimate advantages."""
-        experience = unfinished.experience
-        if (scores := unfinished.scores) is not None:
+    def _finish(self, batch: MakerBatch) -> None:
+        experience = batch.experience
+        assert experience is not None
+        if (scores := batch.scores) is not None:
             if not scores.is_ready:
                 with self.timeline.span("wait_rewards"):
                     scores.wait(math.inf)
             experience.reward = self._checked_scores(scores(), experience.sequences)
+            batch.metrics |= reward_term_metrics(scores.terms, experience.num_samples)
         with self.timeline.span("score"):
-            return self._with_advantages(experience)
+            self._estimate_advantages(batch)
 
-    def _with_advantages(self, experience: Experience) -> Experience:
-        experience = without_bad_rewards(experience, self.dropped, in_whole_groups=self.algorithm.uses_groups)
-        if self.algorithm.dynamic_sampling:
-            experience = without_equal_scores(experience, self.dropped)
+    def _estimate_advantages(self, batch: MakerBatch) -> None:
+        algorithm = self.algorithm
+        drop_bad_rewards(batch, self.dropped, in_whole_groups=algorithm.uses_groups)
+        if algorithm.dynamic_sampling:
+            drop_equal_scores(batch, self.dropped)
+            num_no_signal, self._num_no_signal_reported = self._num_no_signal_reported, self.dropped[DROPPED_NO_SIGNAL]
+            batch.metrics["maker/no_signal"] = Sum(self._num_no_signal_reported - num_no_signal)
+        experience = batch.experience
+        assert experience is not None
         experience.advantages = estimate_advantages(
-            self.algorithm.advantages,
+            algorithm.advantages,
             scores=experience.reward,
             kl=experience.kl,
             values=experience.values,
             mask=experience.full_action_mask(),
             group_ids=experience.group_ids,
-            kl_coef=self.algorithm.kl_reward_coef,
-            gamma=self.algorithm.gamma,
-            lam=self.algorithm.lam,
+            kl_coef=algorithm.kl_reward_coef,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
         )
-        return experience
 
-    def _without_overlong(self, prompts: PromptRows, options: GenerateOptions) -> PromptRows:
+    def _without_overlong(self, prompts: PromptBatch, options: GenerateOptions) -> PromptBatch:
         """Drop prompts that leave no room for a single new token."""
         fits = self._room(prompts, options) >= 1
         num_dropped = int((~fits).sum())
@@ -216,19 +208,19 @@ class NaiveExperienceMaker(ExperienceMaker):
         logger.warning("%s; dropped", message)
         return prompts.select(fits)
 
-    def _room(self, prompts: PromptRows, options: GenerateOptions) -> Tensor:
+    def _room(self, prompts: PromptBatch, options: GenerateOptions) -> Tensor:
         """How many new tokens each prompt may get, [B]: options and the model's context."""
         lengths = prompts.attention_mask.sum(dim=1)
         limits = torch.tensor([options.new_token_limit(length) for length in lengths.tolist()], device=lengths.device)
         return torch.minimum(limits, self._context_room(prompts))
 
-    def _context_room(self, prompts: PromptRows) -> Tensor:
+    def _context_room(self, prompts: PromptBatch) -> Tensor:
         """How many new tokens fit the model's context after each prompt, [B]."""
         context = context_length_of(unwrap(self.actor))
         lengths = prompts.attention_mask.sum(dim=1)
         return torch.full_like(lengths, _NO_LIMIT) if context is None else context - lengths
 
-    def _generate(self, prompts: PromptRows, options: GenerateOptions) -> Rollout:
+    def _generate(self, prompts: PromptBatch, options: GenerateOptions) -> Rollout:
         """Generate, and give each response its own room: one long prompt does not cut its neighbours short.
 
         A call may run past the room of some rows, whose responses are cut afterwards, but never past the end
@@ -240,6 +232,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         rollouts = []
         for rows in parts:
             part = prompts.select(rows)
+            assert part.sample_ids is not None
             rollouts.append(
                 self.engine.generate(
                     RolloutRequest(
@@ -250,52 +243,41 @@ class NaiveExperienceMaker(ExperienceMaker):
                         options=options,
                         max_new_tokens=int(room[rows].max()),
                         version=self.policy_version,
-                        commit_point=self._between_tokens if self.commit_point or self.meanwhile else None,
+                        commit_point=None if self.between_tokens is None else self._pause,
                     )
                 )
             )
         whole = rollouts[0] if len(rollouts) == 1 else merge_rollouts(rollouts, parts, prompts.input_ids.shape[1])
         return whole.shortened(room)
 
-    def _between_tokens(self) -> int:
-        """Whatever the commit point brings is what this maker serves from here on."""
-        if self.meanwhile is not None:
-            self.meanwhile()
-        if self.commit_point is not None:
-            self.policy_version = self.commit_point()
+    def _pause(self) -> int:
+        assert self.between_tokens is not None
+        self.policy_version = self.between_tokens()
         return self.policy_version
 
-    def _score(self, prompts: PromptRows, rollout: Rollout, temperatures: Tensor) -> UnfinishedExperience:
-        """All the forward passes, with reward functions beside them, and the arithmetic on top."""
-        sequences, attention_mask, action_mask = (
-            rollout.sequences,
-            rollout.attention_mask,
-            rollout.action_mask,
-        )
-        scores = self._begin_rewards(sequences, attention_mask, action_mask, prompts.columns)
+    def _score(self, batch: MakerBatch, prompts: PromptBatch, rollout: Rollout, temperature: float) -> None:
+        """Run all forward passes, with reward functions in the background, and compute what follows from them."""
+        sequences, attention_mask, action_mask = rollout.sequences, rollout.attention_mask, rollout.action_mask
+        forward = (sequences, attention_mask, action_mask)
+        temperatures = torch.full(action_mask.shape[:1], temperature, device=sequences.device)
+        scores = self._begin_scores(*forward, prompts.columns)
         aside = Aside(sequences.device)
         # The engine drew the tokens by these log-probs, so they are the policy's, whatever a second pass would say.
         logprobs = rollout.rollout_log_probs
         reward_models = self._reward_models_at_hand(scores)
         reference_logprobs, values, rewards = score_with_models(
-            self.initial_model,
-            self.critic,
-            sequences,
-            attention_mask,
-            action_mask,
-            temperatures,
-            reward_models=reward_models,
+            self.initial_model, self.critic, *forward, temperatures, reward_models=reward_models
         )
-        with aside.used():  # a pass that takes the host longer than the GPU, which has the others to do meanwhile
-            self.last_logprob_gap = self._gap_watch.look(self.actor, rollout, temperatures, version=self.policy_version)
-        kl = kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.algorithm.kl_estimator)
-        experience = Experience(
+        with aside.used():  # launched by the host more slowly than the GPU runs it, which is busy with the others
+            batch.metrics |= self._gap_watch.measure(self.actor, rollout, temperatures, version=self.policy_version)
+        batch.is_cut = rollout.is_cut
+        batch.experience = Experience(
             sequences=sequences,
             action_log_probs=logprobs,
             values=values,
-            reward=values.new_zeros(len(values)),  # until the scores are there
-            kl=kl,
-            advantages=torch.zeros_like(values),  # estimated when it is known which samples stay
+            reward=values.new_zeros(len(values)),  # until the scores have come
+            kl=kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.algorithm.kl_estimator),
+            advantages=torch.zeros_like(values),  # until it is known which samples stay
             attention_mask=attention_mask,
             action_mask=action_mask,
             sample_ids=prompts.sample_ids,
@@ -306,41 +288,38 @@ class NaiveExperienceMaker(ExperienceMaker):
                 reference_logprobs.masked_fill(~action_mask, 0.0) if self.algorithm.kl_in == "loss" else None
             ),
         )
-        if isinstance(scores, PendingScores) and scores.is_beside:
-            return UnfinishedExperience(experience, scores)
-        # By models, which are ours only for now.
+        if scores is not None and scores.is_in_background:
+            batch.scores = scores
+            return
+        # Models score now, because the models are free only until the next batch begins.
         ready: dict[nn.Module, Tensor] = dict(zip(reward_models, rewards.unbind(1), strict=True))
-        experience.reward = self._checked_scores(scores(ready), sequences)
-        return UnfinishedExperience(experience)
+        if scores is not None:
+            output = scores(ready)
+            batch.metrics |= reward_term_metrics(scores.terms, len(sequences))
+        elif isinstance(self.reward_model, nn.Module) and self.reward_model in ready:
+            output = ready[self.reward_model]
+        else:
+            arguments = (*forward, prompts.columns) if isinstance(self.reward_model, RewardScorer) else forward[:2]
+            output = self.reward_model(*arguments)
+        batch.experience.reward = self._checked_scores(output, sequences)
 
-    def _begin_rewards(
-        self,
-        sequences: Tensor,
-        attention_mask: Tensor,
-        action_mask: Tensor,
-        columns: Mapping[str, Sequence[Any]],
-    ) -> Callable[[Mapping[nn.Module, Tensor]], Any]:
-        """Let a function begin to score. What is returned waits for it or asks models, but for those that are ready."""
-        if not isinstance(self.reward_model, RewardScorer):
-            return lambda ready: (
-                ready[self.reward_model]
-                if isinstance(self.reward_model, nn.Module) and self.reward_model in ready
-                else self.reward_model(sequences, attention_mask)
-            )
-        arguments = (sequences, attention_mask, action_mask, columns)
-        if type(self.reward_model).__call__ is not RewardScorer.__call__:
-            return lambda _: self.reward_model(*arguments)  # a subclass that does something else
-        scores = self.reward_model.begin(*arguments)
-        return scores if isinstance(scores, PendingScores) else lambda _: scores()  # or that begins otherwise
+    def _begin_scores(
+        self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, columns: Mapping[str, Sequence[Any]]
+    ) -> PendingScores | None:
+        """Start a `RewardScorer`; None for other rewards, and for a subclass with a `__call__` of its own."""
+        scorer = self.reward_model
+        if not isinstance(scorer, RewardScorer) or type(scorer).__call__ is not RewardScorer.__call__:
+            return None
+        return scorer.begin(sequences, attention_mask, action_mask, columns)
 
-    def _reward_models_at_hand(self, scores: Callable[..., Any]) -> list[RewardModel]:
-        """Reward models that are best asked with the other models, a part of the batch at a time."""
+    def _reward_models_at_hand(self, scores: PendingScores | None) -> list[RewardModel]:
+        """Reward models that run with the other models, a part of the batch at a time."""
         models: Sequence[nn.Module] = ()
-        if isinstance(scores, PendingScores) and not scores.is_beside:
+        if scores is not None and not scores.is_in_background:
             models = self.reward_model.models
         elif isinstance(self.reward_model, RewardModel):
             models = (self.reward_model,)
-        return reward_models_beside(self.initial_model, models)
+        return reward_models_on_device_of(self.initial_model, models)
 
     def _checked_scores(self, output: Any, sequences: Tensor) -> Tensor:
         scores = output["logits"] if isinstance(output, Mapping) else output

@@ -1,19 +1,21 @@
-"""Numbers that describe a batch of experience."""
+"""What a maker reports of a batch: typed metrics, and a few samples as text."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from coati.experience import Experience
 from coati.monitor.metrics import Max, Mean, Metric, Min, Sum
 from coati.rewards.texts import decode_completions, decode_prompts
 
 
-def describe(experience: Experience, eos_token_ids: tuple[int, ...] = ()) -> dict[str, Metric]:
+def batch_metrics(experience: Experience, is_cut: Tensor | None = None) -> dict[str, Metric]:
     """Rewards, KL to the initial model, and lengths; `reward/std` is that of the batch.
 
-    A response is cut if it does not end with an end-of-sequence token, and empty if it holds nothing else.
+    `is_cut` [B] marks responses that ran into the length limit. One that ends with its first token is empty.
     """
     mask = experience.full_action_mask()
     lengths = mask.sum(dim=1)
@@ -21,7 +23,6 @@ def describe(experience: Experience, eos_token_ids: tuple[int, ...] = ()) -> dic
     num_tokens = max(1.0, float(lengths.sum()))
     reward = experience.reward.double()
     kl_sum = float(experience.kl.double().masked_fill(~mask, 0.0).sum())
-    ends = _ends_by_itself(experience, eos_token_ids)
     metrics: dict[str, Metric] = {
         "reward/mean": Mean(float(reward.mean()), num_samples),
         "reward/std": Mean(float(reward.std(correction=0)), num_samples),
@@ -40,47 +41,23 @@ def describe(experience: Experience, eos_token_ids: tuple[int, ...] = ()) -> dic
             )
             squares = torch.zeros_like(means).index_add(0, members, (reward - means[members]).square()) / sizes
             metrics["reward/group_std"] = Mean(float(squares.sqrt().mean()), float(len(sizes)))
-    if eos_token_ids:
-        metrics["response/cut_fraction"] = Mean(1.0 - sum(ends) / num_samples, num_samples)
-        is_empty = [end and length == 1 for end, length in zip(ends, lengths.tolist(), strict=True)]
-        metrics["response/empty"] = Sum(float(sum(is_empty)))
+    if is_cut is not None:
+        is_cut = is_cut.to(lengths.device)
+        metrics["response/cut_fraction"] = Mean(float(is_cut.double().mean()), num_samples)
+        metrics["response/empty"] = Sum(float((~is_cut & (lengths <= 1)).sum()))
     return metrics
 
 
-def _ends_by_itself(experience: Experience, eos_token_ids: tuple[int, ...]) -> list[bool]:
-    lengths = experience.full_action_mask().sum(dim=1)
-    places = (experience.num_prompt_tokens + lengths - 1).clamp(min=0)
-    last_tokens = experience.sequences.gather(1, places.unsqueeze(1)).squeeze(1)
-    pairs = zip(last_tokens.tolist(), lengths.tolist(), strict=True)
-    return [length > 0 and token in eos_token_ids for token, length in pairs]
-
-
-def maker_record(
-    experience: Experience,
-    *,
-    version: int,
-    make_seconds: float,
-    num_dropped: int,
-    eos_token_ids: tuple[int, ...],
-    tokenizer: Any,
-    samples_kept: int,
-    extra: Mapping[str, Metric] | None = None,
-) -> dict[str, Any]:
-    """What a maker reports of one batch: its version, typed metrics, and a few samples as text."""
-    metrics = describe(experience, eos_token_ids)
-    num_samples = experience.num_samples
-    metrics["maker/samples_per_second"] = Mean(num_samples / max(make_seconds, 1e-9), float(num_samples))
-    metrics["maker/dropped"] = Sum(float(num_dropped))
-    metrics.update(extra or {})
+def reward_term_metrics(terms: Mapping[str, float], num_samples: int) -> dict[str, Metric]:
+    """The mean score of each term of a weighted sum, under names that metrics may have."""
     return {
-        "version": version,
-        "metrics": metrics,
-        "samples": sample_texts(experience, tokenizer, samples_kept) if tokenizer is not None else [],
+        f"reward/term_{re.sub('[^a-z0-9_]', '_', name.lower())}": Mean(mean, float(num_samples))
+        for name, mean in terms.items()
     }
 
 
 def sample_texts(experience: Experience, tokenizer: Any, count: int) -> list[dict[str, Any]]:
-    """`count` samples as text, with rewards and ids, from all over the batch: those of one prompt are neighbours."""
+    """`count` samples as text, with rewards and ids, spread over the batch: those of one prompt are neighbours."""
     count = min(count, experience.num_samples)
     rows = [index * experience.num_samples // count for index in range(count)]
     attention_mask = experience.attention_mask

@@ -9,6 +9,7 @@
 
 import dataclasses
 import functools
+import inspect
 import logging
 import os
 import threading
@@ -21,10 +22,9 @@ from torch import nn
 
 from coati.cpu import set_up_cpu
 from coati.errors import ConfigError, DeadlineExceeded
-from coati.experience import split_experience_batch
+from coati.experience_maker.base import ExperienceMaker
 from coati.experience_maker.delivery import ItemSender
-from coati.experience_maker.naive import NaiveExperienceMaker
-from coati.experience_maker.pipeline import ExperiencePipeline, MadeBatch
+from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.ledger import Standing, WorkShare
 from coati.monitor.records import RecordLog, RecordPage
@@ -164,15 +164,19 @@ class MakerHolder:
             with self._timeline.span("wait_weights"):
                 self._await_first_weights()
             leave_out_of_collections()
-            self._timeline.take()  # what came before is nobody's time in the metrics of this loop
+            self._timeline.take()  # the metrics of this loop begin here
             dispatch(self._callbacks, "on_loop_start")
             loop = WorkLoop(
                 self._pipeline,
-                await_admission=self._await_admission,
-                deliver=self._deliver,
-                should_stop=self._stop.is_set,
+                self._sender,
+                name=self._name,
+                deadlines=self._deadlines,
+                stop=self._stop,
                 notify=functools.partial(dispatch, self._callbacks),
-                prompts_seconds=self._deadlines.batch_seconds,
+                records=self._records,
+                samples_kept=self._samples_kept,
+                offload_to_cpu=self._buffer_cpu_offload,
+                prompts=self._prompts,
             )
             loop.run(self._prompts.batches(dataloader_fn, num_epochs, num_steps))
             self._sender.flush()
@@ -300,47 +304,23 @@ class MakerHolder:
             return False
         return True
 
-    def _await_admission(self, wanted: int) -> int:
-        """Wait until samples may be issued, and issue them; 0 if something came between."""
-        if self._pipeline.gate is None:
-            return wanted
-        with self._timeline.span("wait_weights"):
-            wait_in_slices(
-                lambda seconds: self._pipeline.wait_for_admission(seconds) or self._stop.is_set(),
-                deadline_seconds=self._deadlines.batch_seconds,
-                what=lambda: (
-                    f"weights of version {self._pipeline.version_needed()} at maker {self._name} "
-                    f"(it serves {self._served.version})"
-                ),
-                message_every=self._deadlines.message_seconds,
-                between=self._sender.check_trainers,
-            )
-        return 0 if self._stop.is_set() else self._pipeline.admit(wanted)
-
-    def _deliver(self, made: MadeBatch) -> None:
-        experience = made.experience
-        dispatch(self._callbacks, "on_make_experience_end", experience)
-        if self._buffer_cpu_offload:
-            experience.to_device("cpu")
-        self._records.append(self._pipeline.record(made, samples_kept=self._samples_kept, prompts=self._prompts))
-        dispatch(self._callbacks, "on_send_start")
-        with self._timeline.span("send"):
-            self._sender.send(split_experience_batch(experience))
-        dispatch(self._callbacks, "on_send_end")
-
 
 def _make_maker(
     strategy_fn: Callable[[], Strategy],
     model_fn: Callable[[], tuple[nn.Module, nn.Module | None, Any, nn.Module]],
     make: Callable[..., Any],
     **settings: Any,
-) -> NaiveExperienceMaker:
-    """The maker with its models on the strategy's device."""
+) -> ExperienceMaker:
+    """The maker with its models on the strategy's device, and those of the settings that `make` declares."""
     strategy = strategy_fn()
     set_up_gpu(strategy.device)
     with strategy.model_init_context():
         models = model_fn()
-    maker: NaiveExperienceMaker = make(*(_placed(model, strategy) for model in models), **settings)
+    declared = inspect.signature(make).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in declared):
+        names = {parameter.name for parameter in declared}
+        settings = {name: value for name, value in settings.items() if name in names}
+    maker: ExperienceMaker = make(*(_placed(model, strategy) for model in models), **settings)
     return maker
 
 

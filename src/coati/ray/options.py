@@ -14,7 +14,7 @@ from coati.config import (
     TrainSettings,
 )
 from coati.errors import ConfigError
-from coati.experience_maker import NaiveExperienceMaker
+from coati.experience_maker import ExperienceMaker, NaiveExperienceMaker
 from coati.ledger import WorkShare
 from coati.trainer.ppo import PPOLearner
 
@@ -80,9 +80,9 @@ class MakerOptions:
     """CPU threads of torch; 0 leaves them alone."""
     share: WorkShare | None = None
     """The maker's part of a run; it bounds how old training data gets. None makes all that comes."""
-    maker: Callable[..., Any] = NaiveExperienceMaker
-    """What makes the maker: called with the four models and the keywords algorithm, seed and
-    engine."""
+    maker: Callable[..., ExperienceMaker] = NaiveExperienceMaker
+    """Makes the maker: a class or function that takes the four models and, of the keywords algorithm, seed and engine,
+    those that it declares."""
 
     def generate_options(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """All options of `generate`: those of `rollout`, and keywords that it does not decide."""

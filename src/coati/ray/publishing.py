@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coati.beside import beside
+from coati.background import run_in_background
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded
 from coati.models.lora import LayerLoRA, LoRAConstructor
@@ -105,7 +105,7 @@ class WeightPublisher:
                 num_bytes = finish()
             on_arrival(time.perf_counter() - started, num_bytes)
 
-        update = beside(deliver, name="publishing")
+        update = run_in_background(deliver, name="publishing")
         with self._lock:
             self._open, self._left = update, update if is_left else None
         return update

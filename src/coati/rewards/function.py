@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coati.beside import beside
+from coati.background import run_in_background
 from coati.counting import counted
 from coati.errors import RewardError
 from coati.rewards.base import Reward, RewardRequest
@@ -90,7 +90,7 @@ class FunctionReward(Reward):
                 returned = asyncio.run(_awaited(returned))
             return _listed(returned, len(request))  # a generator does its work while it is read
 
-        call = beside(work, name=f"reward-{self.name}")
+        call = run_in_background(work, name=f"reward-{self.name}")
         try:
             returned = call.result(self.timeout_seconds)
         except BaseException as error:  # SystemExit too, which a function may raise

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from coati.beside import OneThread
+from coati.background import BackgroundThread
 from coati.errors import ConfigError, RewardError
 from coati.rewards.base import Reward, RewardRequest, WeightedSum
 from coati.rewards.texts import decode_completions, decode_prompts
@@ -22,7 +22,7 @@ _GRACE_SECONDS = 5.0
 class PendingScores:
     """The scores of one batch, which may still be computed on a thread; call it to get them."""
 
-    def __init__(self, reward: Reward, request: RewardRequest, thread: OneThread | None) -> None:
+    def __init__(self, reward: Reward, request: RewardRequest, thread: BackgroundThread | None) -> None:
         self.terms: dict[str, float] = {}
         """Mean score of each term of a weighted sum, when the scores are there."""
         self._reward, self._request = reward, request
@@ -32,7 +32,7 @@ class PendingScores:
         self._future: Future[Tensor] | None = None if thread is None else thread.run(self._ask)
 
     @property
-    def is_beside(self) -> bool:
+    def is_in_background(self) -> bool:
         """Whether they are computed on a thread, and not when they are called for."""
         return self._future is not None
 
@@ -89,11 +89,7 @@ class RewardScorer:
             )
         self.reward = reward
         self.tokenizer = tokenizer
-        self._thread: OneThread | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy starts its own thread."""
-        return {**self.__dict__, "_thread": None}
+        self._thread = BackgroundThread(name="rewards")
 
     @property
     def models(self) -> tuple[nn.Module, ...]:
@@ -147,8 +143,6 @@ class RewardScorer:
             attention_mask=attention_mask,
             action_mask=action_mask,
         )
-        if is_host_work and self._thread is None:
-            self._thread = OneThread(name="rewards")
         return PendingScores(self.reward, request, self._thread if is_host_work else None)
 
 

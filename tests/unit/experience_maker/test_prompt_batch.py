@@ -47,7 +47,7 @@ def test_further_keys_are_columns_and_ids_are_told_apart():
     assert "input_ids" in batch  # the loader's dict is left as it was
 
 
-def test_rows_takes_the_same_prompts_of_everything():
+def test_select_takes_the_same_prompts_of_everything():
     batch = PromptBatch.parse(
         {
             "input_ids": [[1], [2], [3]],
@@ -56,12 +56,12 @@ def test_rows_takes_the_same_prompts_of_everything():
             "answer": ["a", "b", "c"],
         }
     )
-    part = batch.rows(1, 3)
+    part = batch.select(slice(1, 3))
     assert part.input_ids.tolist() == [[2], [3]]
     assert part.attention_mask.tolist() == [[1], [1]]
     assert (part.sample_ids.tolist(), part.group_ids.tolist()) == ([5, 6], [8, 9])
     assert part.columns == {"answer": ["b", "c"]}
-    bare = PromptBatch.parse(torch.tensor([[1], [2]])).rows(0, 1)
+    bare = PromptBatch.parse(torch.tensor([[1], [2]])).select(slice(0, 1))
     assert (len(bare), bare.sample_ids, bare.group_ids) == (1, None, None)
 
 

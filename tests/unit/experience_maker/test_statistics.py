@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from coati.experience import Experience
-from coati.experience_maker.statistics import describe, maker_record, sample_texts
+from coati.experience_maker.statistics import batch_metrics, reward_term_metrics, sample_texts
+from coati.monitor.metrics import Mean
 
 
 @pytest.fixture
@@ -25,10 +26,10 @@ def experience():
     )
 
 
-def test_describe_by_hand(experience):
+def test_batch_metrics_by_hand(experience):
     # rewards 1, 2, 6: mean 3, variance (4 + 1 + 9) / 3
     # kl: 0.5 + 0.5 + 1 + 2 + 1 + 1 = 6 nats over 3 samples and 6 tokens
-    metrics = describe(experience, (2,))
+    metrics = batch_metrics(experience, torch.tensor([False, False, True]))
     values = {name: metric.value for name, metric in metrics.items()}
     assert values == pytest.approx(
         {
@@ -46,15 +47,24 @@ def test_describe_by_hand(experience):
     )
 
 
-def test_without_an_end_token_nothing_is_said_about_cuts(experience):
-    assert not {"response/cut_fraction", "response/empty"} & set(describe(experience))
+def test_cuts_are_reported_only_where_they_are_known(experience):
+    assert not {"response/cut_fraction", "response/empty"} & set(batch_metrics(experience))
 
 
-def test_a_response_without_tokens_counts_as_cut(experience):
-    experience.action_mask[1] = False
-    metrics = describe(experience, (2,))
+def test_a_response_that_ends_without_an_end_token_is_not_cut(experience):
+    # As with stop strings: the third response ends with token 8.
+    metrics = batch_metrics(experience, torch.tensor([False, False, False]))
+    assert metrics["response/cut_fraction"].value == 0.0
+
+
+def test_a_cut_response_is_not_empty(experience):
+    metrics = batch_metrics(experience, torch.tensor([False, True, True]))
     assert metrics["response/cut_fraction"].value == pytest.approx(2 / 3)
     assert metrics["response/empty"].value == 0.0
+
+
+def test_terms_get_names_that_metrics_may_have():
+    assert reward_term_metrics({"My term!": 2.0}, 3) == {"reward/term_my_term_": Mean(2.0, 3.0)}
 
 
 class Letters:
@@ -62,7 +72,7 @@ class Letters:
         return " ".join(str(int(token)) for token in ids)
 
 
-def test_samples_are_told_without_padding(experience):
+def test_sample_texts_hold_no_padding(experience):
     assert sample_texts(experience, Letters(), 2) == [
         {"prompt": "3 4", "response": " 5 2", "reward": 1.0, "sample_id": 7},
         {"prompt": "4", "response": " 2", "reward": 2.0, "sample_id": 8},
@@ -77,24 +87,7 @@ def test_samples_are_told_without_padding(experience):
 
 
 @pytest.mark.parametrize(("count", "expected"), [(0, []), (1, [0]), (2, [0, 4]), (3, [0, 2, 5]), (9, [*range(8)])])
-def test_samples_come_from_all_over_the_batch(experience, count, expected):
+def test_samples_are_spread_over_the_batch(experience, count, expected):
     batch = experience.select(torch.zeros(8, dtype=torch.long))
     batch.sample_ids = torch.arange(8)
     assert [sample["sample_id"] for sample in sample_texts(batch, Letters(), count)] == expected
-
-
-@pytest.mark.parametrize(("tokenizer", "num_texts"), [(Letters(), 1), (None, 0)])
-def test_a_makers_record_has_speed_drops_and_samples(experience, tokenizer, num_texts):
-    record = maker_record(
-        experience,
-        version=4,
-        make_seconds=1.5,
-        num_dropped=2,
-        eos_token_ids=(2,),
-        tokenizer=tokenizer,
-        samples_kept=1,
-    )
-    assert record["version"] == 4
-    assert record["metrics"]["maker/samples_per_second"].value == pytest.approx(2.0)
-    assert record["metrics"]["maker/dropped"].value == 2.0
-    assert len(record["samples"]) == num_texts

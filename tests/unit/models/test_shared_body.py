@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from coati.experience_maker import NaiveExperienceMaker
-from coati.experience_maker.model_scores import reward_models_beside, score_with_models
+from coati.experience_maker.model_scores import reward_models_on_device_of, score_with_models
 from coati.models import Actor, Critic, RewardModel
 from coati.models.shared_body import body_of, take_body_of
 from coati.rewards import FunctionReward, ModelReward, RewardScorer, WeightedSum
@@ -113,8 +113,8 @@ def test_only_reward_models_of_ours_are_asked_with_others(models, llama):
     hooked.register_forward_hook(lambda *_: None)
     elsewhere = RewardModel(llama(seed=6)).to("meta")
     others = [Squared(shared.body), hooked, nn.Linear(2, 2), elsewhere]
-    assert reward_models_beside(reference, others) == []
-    assert reward_models_beside(reference, [*others, shared, alone, shared]) == [shared, alone]
+    assert reward_models_on_device_of(reference, others) == []
+    assert reward_models_on_device_of(reference, [*others, shared, alone, shared]) == [shared, alone]
 
 
 def changed(body):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from coati.beside import beside
+from coati.background import run_in_background
 from coati.errors import DataError, DeadlineExceeded
 from coati.prompts import source as source_module
 from coati.prompts.source import PromptSource
@@ -127,13 +127,13 @@ def test_a_loader_that_hangs_is_not_held_and_whoever_asks_hears_so(monkeypatch):
 
     source = PromptSource("maker-0")
     batches = source.batches(loader)
-    drawn = beside(lambda: next(batches), name="draw")
+    drawn = run_in_background(lambda: next(batches), name="draw")
     asked.wait(30)
     with pytest.raises(DeadlineExceeded, match=r"maker-0 has been waiting for its data loader for 0\.02 s"):
         source.hold()
     answers.set()
     assert drawn.result(timeout=30) == {"group_ids": [4]}
-    again = beside(lambda: next(batches), name="draw")
+    again = run_in_background(lambda: next(batches), name="draw")
     assert again.result(timeout=10) == {"group_ids": [5]}  # nobody holds it
     assert source.hold() == 6
 
@@ -149,7 +149,7 @@ def test_a_batch_that_is_drawn_during_a_switch_stays_and_the_next_is_the_new_loa
 
     source = PromptSource("maker-0")
     batches = source.batches(loader)
-    drawn = beside(lambda: next(batches), name="draw")
+    drawn = run_in_background(lambda: next(batches), name="draw")
     asked.wait(30)
     source.switch(lambda: ["new"])
     answers.set()

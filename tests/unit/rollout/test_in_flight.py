@@ -112,14 +112,15 @@ BATCH = PromptBatch(PROMPTS, torch.ones_like(PROMPTS))
 
 
 def test_in_flight_an_update_that_comes_during_a_generation_is_taken_by_the_next_token(pipeline):
-    made = pipeline(in_flight=True).make(BATCH)
+    running = pipeline(in_flight=True)
+    made = running.finish(running.begin(BATCH))
     # The update is offered during the forward of the third token; that token is drawn, then the weights change.
     assert made.policy_versions.tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]] * 3
 
 
 def test_between_batches_the_same_update_waits_for_the_batch(pipeline):
     running = pipeline(in_flight=False)
-    made = running.make(BATCH)
+    made = running.finish(running.begin(BATCH))
     assert made.policy_versions.eq(0).all()
     assert running.served.version == 1
 

@@ -7,8 +7,8 @@ import torch
 
 from coati.algos import masked_whiten, reinforce_plus_plus_advantages, shaped_rewards
 from coati.errors import DataError
-from coati.experience_maker import advantage_estimates
-from coati.experience_maker.advantage_estimates import estimate_advantages
+from coati.experience_maker import advantages
+from coati.experience_maker.advantages import estimate_advantages
 
 MASK = torch.tensor([[True, True], [True, False], [True, True], [True, True]])
 SCORES = torch.tensor([1.0, 5.0, 2.0, 2.0])
@@ -24,7 +24,7 @@ def estimate(kind, *, kl_coef=0.0, gamma=1.0, lam=1.0, scores=SCORES, group_ids=
 
 
 def test_examples():
-    assert doctest.testmod(advantage_estimates).failed == 0
+    assert doctest.testmod(advantages).failed == 0
 
 
 @pytest.mark.parametrize(
