@@ -1,7 +1,7 @@
-"""Fills in the parts of docs/configuration.md and docs/metrics.md that the code decides.
+"""Fills in the parts of docs/configuration.md that the code decides.
 
-    python docs/make_configuration.py            write the pages
-    python docs/make_configuration.py --check    only say whether they are up to date (exit code 1 if not)
+    python docs/make_configuration.py            write the page
+    python docs/make_configuration.py --check    only say whether it is up to date (exit code 1 if not)
 
 A page holds blocks between `<!-- made: NAME -->` and `<!-- end: NAME -->`. What stands between the two is
 replaced; everything else is written by hand. The output depends on nothing but the code, so
@@ -22,7 +22,6 @@ from pydantic_core import PydanticUndefined
 from coati.config import RewardTerm, RunSettings, load_config, make_plan
 from coati.config.section import Section
 from coati.config.toml_writer import toml_value
-from coati.monitor import METRICS
 
 DOCS = Path(__file__).resolve().parent
 
@@ -67,19 +66,8 @@ def example_plan() -> str:
     return "\n".join(["```toml", *sizes, "```", "", "```text", *shown, "```"])
 
 
-def metrics_tables() -> str:
-    """One table for each area of the metrics."""
-    areas: dict[str, list[str]] = {}
-    for name, meaning in METRICS.items():
-        areas.setdefault(name.partition("/")[0], []).append(f"| `{name}` | {_cell(meaning)} |")
-    return "\n\n".join(
-        "\n".join([f"### {area}", "", "| name | meaning |", "|---|---|", *rows]) for area, rows in areas.items()
-    )
-
-
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "configuration.md": {"settings": settings_tables, "plan": example_plan},
-    "metrics.md": {"metrics": metrics_tables},
 }
 
 

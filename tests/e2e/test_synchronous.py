@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from metric_table import DOCUMENTED
 from peft import PeftModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -207,6 +208,7 @@ def test_versions_ages_and_batches_of_a_run_with_a_remainder(run):
     assert outcome.column("maker/samples") == [8.0, 8.0, 4.0]
     assert outcome.log.num_samples == 20
     assert [snapshot.step for snapshot in outcome.snapshots] == list(range(1, 11))
+    assert {name for _, metrics in outcome.tracker.logged for name in metrics} - {"version"} <= DOCUMENTED
 
 
 def test_on_its_own_data_the_first_step_has_ratio_one(run):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 import torch
+from metric_table import DOCUMENTED
 from ray_testing import PATIENCE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -160,6 +161,7 @@ def test_an_adaptive_bound_moves_and_ages_stay_below_its_upper_end(run, make_con
         assert sum(row[f"age/samples_{age}"] for age in range(3)) == pytest.approx(1)
         assert sum(row[f"age/tokens_{age}"] for age in range(3)) == pytest.approx(1)
     assert rows[0]["age/samples_0"] == 1
+    assert {name for row in rows for name in row} - {"step", "version", "time"} <= DOCUMENTED
 
 
 def test_a_stop_saves_what_was_learnt_even_with_a_full_buffer(run, make_config, tmp_path):

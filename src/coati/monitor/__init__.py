@@ -1,6 +1,6 @@
 """Seeing what a run does: typed metrics, trackers, performance, progress. Imports neither torch nor rich."""
 
-from coati.monitor.metrics import METRICS, Max, Mean, Metric, MetricBag, Min, Sum
+from coati.monitor.metrics import Max, Mean, Metric, MetricBag, Min, Sum
 from coati.monitor.performance import WorkMeter
 from coati.monitor.progress import RunSnapshot, plain_line, render_progress
 from coati.monitor.run_log import RunLog
@@ -8,7 +8,6 @@ from coati.monitor.timeline import Timeline
 from coati.monitor.trackers import TensorBoardTracker, Tracker, load_metrics, read_jsonl
 
 __all__ = [
-    "METRICS",
     "Max",
     "Mean",
     "Metric",

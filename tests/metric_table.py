@@ -1,0 +1,12 @@
+"""The metrics that docs/metrics.md describes."""
+
+import re
+from pathlib import Path
+
+DOCUMENTED = frozenset(
+    re.findall(
+        r"^\| `([a-z0-9_]+/[a-z0-9_]+)` \| \S.*\. \|$",
+        (Path(__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
+)
