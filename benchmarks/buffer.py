@@ -8,7 +8,7 @@ then `sample`, which takes whole batches out again. Raw: an actor with a list, o
 training batch there and one to get them back; nothing is checked, collated or counted, and nobody waits for room. So
 a ratio of 1 would mean that all of that is free.
 
-Beside it: how long a consumer waits for a batch that is there, plainly and when it was taken ahead (`look_ahead`),
+Beside it: how long a consumer waits for a batch that is there, plainly and when it was taken ahead (`prefetch`),
 and what checking and collating alone cost. Both sides alternate, after a warm-up; medians.
 """
 
@@ -97,7 +97,7 @@ def waits(buffer: DetachedReplayBuffer, items: list[BufferItem], batch: int) -> 
     started = time.perf_counter()
     buffer.sample()
     plain = time.perf_counter() - started
-    buffer.look_ahead()
+    buffer.prefetch()
     wait([buffer._ahead], timeout=60.0)
     started = time.perf_counter()
     buffer.sample()

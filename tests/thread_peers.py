@@ -224,3 +224,25 @@ class ThreadPeers(Peers):
 
     def drop_call(self, name, method, *, nth=1):
         self._peers[name].at(method, "before", _drop, nth)
+
+
+class LocalQueue:
+    """A replay buffer's queue in this process. Entries are pickled, as on their way to an actor."""
+
+    def __init__(self):
+        self._entries = []
+
+    def size(self):
+        return len(self._entries)
+
+    def put_all(self, entries):
+        self._entries += [pickle.dumps(entry) for entry in entries]
+
+    def get(self):
+        return pickle.loads(self._entries.pop(0)) if self._entries else None
+
+    def drop_all(self):
+        self._entries.clear()
+
+    def close(self):
+        pass

@@ -1,67 +1,21 @@
-"""The replay buffer: items in, whole batches out, through a Ray queue."""
+"""The replay buffer's queue: a light actor that reserves nothing, and whose death has a name."""
 
 import os
-import threading
 from pathlib import Path
 
 import pytest
 import ray
 import torch
-from ray_testing import PATIENCE, Background, experience, item, items
+from tiny import item, items
 
-from coati.errors import ConfigError, DataError, DeadlineExceeded
+from coati.errors import PeerDied
 from coati.experience import EXPERIENCE_FIELDS, make_experience_batch
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer
-
-pytestmark = pytest.mark.usefixtures("cluster")
 
 
 @pytest.fixture
 def make_buffer(keep):
     return lambda *args, **kwargs: keep(DetachedReplayBuffer(*args, **kwargs))
-
-
-def ids(batch):
-    return batch.sample_ids.tolist()
-
-
-def blocked_producer(buffer, new_items):
-    """A producer in a thread that has been seen to find the buffer full."""
-    found_full = threading.Event()
-    move = buffer._move_outbox
-
-    def noting_move():
-        is_empty = move()
-        if not is_empty:
-            found_full.set()
-        return is_empty
-
-    buffer._move_outbox = noting_move
-    producer = Background(buffer.extend, new_items)
-    assert found_full.wait(PATIENCE)
-    buffer._move_outbox = move
-    assert producer.is_running
-    return producer
-
-
-def test_items_are_batched_across_extends_in_order(make_buffer):
-    buffer = make_buffer(4)
-    # 3 + 6 + 2 items = 2 batches of 4 and 3 left over.
-    for first, count in ((0, 3), (3, 6), (9, 2)):
-        buffer.extend(items(first, count))
-    assert (buffer.get_length(), buffer.num_items_waiting) == (2, 3)
-    assert ids(buffer.sample()) == [0, 1, 2, 3]
-    assert ids(buffer.sample()) == [4, 5, 6, 7]
-    assert buffer.get_length() == 0
-    assert ids(buffer.flush()) == [8, 9, 10]
-    assert buffer.flush() is None
-
-
-def test_append_splits_a_batch_into_items(make_buffer):
-    buffer = make_buffer(2)
-    buffer.append(experience(0, 3))
-    buffer.append(experience(3, 1))
-    assert [ids(buffer.sample()) for _ in range(2)] == [[0, 1], [2, 3]]
 
 
 def test_values_arrive_bit_for_bit_in_their_dtypes(make_buffer):
@@ -84,166 +38,15 @@ def test_values_arrive_bit_for_bit_in_their_dtypes(make_buffer):
     got.values.add_(1.0)  # what comes out may be written to
 
 
-def test_at_the_limit_a_producer_blocks_until_a_batch_is_taken(make_buffer):
-    buffer = make_buffer(2, limit=1)
-    buffer.extend(items(0, 2))
-    producer = blocked_producer(buffer, items(2, 4))
-    assert buffer.get_length() == 1
-    assert ids(buffer.sample()) == [0, 1]
-    assert ids(buffer.sample()) == [2, 3]
-    assert ids(buffer.sample()) == [4, 5]
-    producer.result()
-
-
-def test_a_producer_that_gives_up_has_lost_nothing(make_buffer):
-    buffer = make_buffer(1, limit=1)
-    buffer.extend(items(0, 1))
-    with pytest.raises(DeadlineExceeded, match=r"waited 0\.05 s for room .*limit 1 batches.*nothing is lost"):
-        buffer.extend(items(1, 2), timeout_seconds=0.05)
-    assert [ids(buffer.sample()) for _ in range(3)] == [[0], [1], [2]]
-
-
-def test_clear_drops_everything_and_releases_a_blocked_producer(make_buffer):
-    buffer = make_buffer(2, limit=1)
-    buffer.extend(items(0, 2))
-    producer = blocked_producer(buffer, items(2, 5))
-    buffer.clear()
-    producer.result()
-    assert (buffer.get_length(), buffer.num_items_waiting) == (0, 0)
-    # It goes on working, limit and all.
-    buffer.extend(items(10, 2))
-    blocked = blocked_producer(buffer, items(12, 2))
-    assert ids(buffer.sample()) == [10, 11]
-    assert ids(buffer.sample()) == [12, 13]
-    blocked.result()
-
-
-def test_an_item_that_does_not_fit_is_refused_and_harms_nothing(make_buffer):
-    buffer = make_buffer(2)
-    buffer.extend(items(0, 1))
-    ragged = item(1)
-    ragged.values = torch.zeros(9)
-    with pytest.raises(DataError, match=r"values must be \[3\], got \[9\]"):
-        buffer.extend([item(5), ragged])
-    buffer.extend(items(1, 1))
-    assert ids(buffer.sample()) == [0, 1]
-
-
-def test_sample_says_what_it_waited_for(make_buffer):
-    buffer = make_buffer(4)
-    buffer.extend(items(0, 3))
-    with pytest.raises(DeadlineExceeded, match=r"worker 2 waited 0\.05 s for a batch of 4 samples.*; 3 samples"):
-        buffer.sample(worker_rank=2, timeout_seconds=0.05)
-    buffer.extend(items(3, 1))
-    assert ids(buffer.sample()) == [0, 1, 2, 3]
-
-
-def test_a_waiting_consumer_gets_the_batch_when_it_comes(make_buffer):
-    buffer = make_buffer(2)
-    consumer = Background(buffer.sample)
-    buffer.extend(items(0, 1))
-    assert consumer.is_running
-    buffer.extend(items(1, 1))
-    assert ids(consumer.result()) == [0, 1]
-
-
-def test_concurrent_producers_lose_and_repeat_nothing(make_buffer):
-    buffer = make_buffer(4, limit=2)
-    producers = [Background(buffer.extend, items(100 * n, 10)) for n in range(4)]
-    seen = [sample for _ in range(10) for sample in ids(buffer.sample(timeout_seconds=PATIENCE))]
-    for producer in producers:
-        producer.result()
-    assert sorted(seen) == [100 * n + k for n in range(4) for k in range(10)]
-
-
-def test_the_queue_reserves_no_cpu(make_buffer):
+def test_the_queue_reserves_no_cpu_and_is_a_light_process_whose_death_is_named(make_buffer):
     before = ray.available_resources().get("CPU", 0.0)
     buffer = make_buffer(1)
     buffer.extend(items(0, 1))  # the queue actor is up
     assert ray.available_resources().get("CPU", 0.0) == before
-
-
-def test_the_queue_is_a_light_process(make_buffer):
-    # A trainer's queue that imported torch would cost half a gigabyte and five seconds.
-    buffer = make_buffer(1)
-    buffer.extend(items(0, 1))
     assert buffer.get_length() == 1
+    # A trainer's queue that imported torch would cost half a gigabyte and five seconds.
     pid = ray.get(buffer._queue._queue.actor.__ray_call__.remote(lambda actor: os.getpid()))
     assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
-
-
-@pytest.mark.parametrize(("arguments", "rule"), [((0,), "sample_batch_size"), ((1, -1), "buffer limit")])
-def test_impossible_sizes_are_refused(arguments, rule):
-    with pytest.raises(ConfigError, match=rule):
-        DetachedReplayBuffer(*arguments)
-
-
-def test_a_batch_taken_ahead_is_prepared_elsewhere_and_counts_as_waiting(make_buffer):
-    buffer = make_buffer(2, limit=1)
-    prepared_in = []
-
-    def prepare(batch):
-        prepared_in.append(threading.current_thread())
-        return batch
-
-    buffer.look_ahead(prepare)  # nothing is there yet
-    assert buffer.try_sample(0.0) is None
-    buffer.extend(items(0, 2))
-    producer = blocked_producer(buffer, items(2, 2))  # whether it is still in the queue or already taken
-    buffer.look_ahead(prepare)  # one at a time: it does nothing more
-    assert buffer.get_length() == 1
-    assert ids(buffer.sample()) == [0, 1]
-    producer.result()
-    assert ids(buffer.sample()) == [2, 3]
-    assert len(prepared_in) == 1
-    assert prepared_in[0] is not threading.current_thread()
-
-
-def test_a_look_ahead_that_is_stopped_loses_nothing(make_buffer):
-    buffer = make_buffer(1)
-    buffer.look_ahead()
-    buffer.stop_looking()
-    buffer.extend(items(0, 2))
-    assert [ids(buffer.try_sample(0.0)) for _ in range(2)] == [[0], [1]]
-    taken = threading.Event()
-    buffer.look_ahead(lambda batch: taken.set() or batch)
-    buffer.extend(items(2, 2))
-    assert taken.wait(PATIENCE)
-    buffer.stop_looking()
-    assert buffer.get_length() == 2
-    assert [ids(buffer.try_sample(0.0)) for _ in range(2)] == [[2], [3]]
-
-
-def test_clear_drops_a_batch_that_was_taken_ahead_and_not_the_next(make_buffer):
-    buffer = make_buffer(1)
-    taken, may_go_on = threading.Event(), threading.Event()
-
-    def hold(batch):
-        taken.set()
-        assert may_go_on.wait(PATIENCE)
-        return batch
-
-    buffer.look_ahead(hold)
-    buffer.extend(items(0, 1))
-    assert taken.wait(PATIENCE)
-    buffer.clear()
-    assert buffer.get_length() == 0
-    may_go_on.set()
-    buffer.extend(items(5, 1))
-    assert ids(buffer.sample()) == [5]
-    buffer.look_ahead()  # begun before the next clear, but it takes what comes after
-    buffer.clear()
-    buffer.extend(items(7, 1))
-    assert ids(buffer.sample()) == [7]
-
-
-def test_what_fails_while_looking_ahead_is_raised_where_the_batch_is_asked_for(make_buffer):
-    buffer = make_buffer(1)
-
-    def fail(batch):
-        raise MemoryError("no room on the card")
-
-    buffer.look_ahead(fail)
-    buffer.extend(items(0, 1))
-    with pytest.raises(MemoryError, match="no room on the card"):
-        buffer.sample()
+    ray.kill(buffer._queue._queue.actor)
+    with pytest.raises(PeerDied, match="queue"):
+        buffer.extend(items(1, 1))

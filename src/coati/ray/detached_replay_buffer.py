@@ -1,9 +1,9 @@
 """The replay buffer between makers and a trainer: items in, whole batches out, through a Ray queue.
 
-An item is always in exactly one of four places: the collector (it waits for its batch to fill), the outbox
-(its batch is full but the queue has no room), the queue, or the batch that was taken ahead (`look_ahead`: unpacked and
-prepared in another thread while the consumer works on the one before). A producer that gives up waiting for room loses
-nothing: the consumer moves the outbox on.
+An item is always in exactly one of four places: the collector (its batch is not full yet), the outbox (its batch is
+full but the queue has no room), the queue, or the prefetched batch (`prefetch`: unpacked and prepared in another thread
+while the consumer works on the one before). A producer that gives up waiting for room loses nothing: the consumer
+empties the outbox.
 """
 
 import logging
@@ -24,8 +24,8 @@ from coati.wire import WireTensor, decode, encode
 
 logger = logging.getLogger(__name__)
 
-# Producers are in this process and say when a batch has come, so this is only how often we look all the same. The
-# queue itself is never waited at: a consumer that dies inside `Queue.get` leaves a waiter that swallows the next batch.
+# Producers are in this process and notify consumers, so this is only a fallback. Nothing blocks in the queue itself: a
+# consumer that dies inside `Queue.get` leaves a waiter that swallows the next batch.
 _SLICE_SECONDS = 0.5
 _POLL_SECONDS = 0.02
 DEFAULT_WAIT_SECONDS = 1800.0
@@ -39,7 +39,7 @@ class DetachedReplayBuffer:
     The queue is an actor that reserves no CPU, so that a small machine cannot stall on it.
     """
 
-    def __init__(self, sample_batch_size: int, limit: int = 0) -> None:
+    def __init__(self, sample_batch_size: int, limit: int = 0, *, queue: BatchQueue | None = None) -> None:
         if limit < 0:
             raise ConfigError(f"buffer limit must be 0 (no limit) or more batches, got {limit}.")
         self.sample_batch_size = sample_batch_size
@@ -50,17 +50,17 @@ class DetachedReplayBuffer:
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._num_clears = 0
-        self._ahead: Future[Experience | None] | None = None
-        self._num_ahead = 0  # batches taken out of the queue that nobody has got yet: 0 or 1
-        self._should_look = False
-        self._queue = BatchQueue(limit)
+        self._prefetched: Future[Experience | None] | None = None
+        self._num_prefetched = 0  # batches taken out of the queue and not sampled yet: 0 or 1
+        self._should_prefetch = False
+        self._queue = queue or BatchQueue(limit)
 
     def append(self, experience: Experience) -> None:
-        """Split a batch into items and take them in; blocks while the buffer is full."""
+        """Split a batch into items and add them; blocks while the buffer is full."""
         self.extend(split_experience_batch(experience))
 
     def extend(self, items: Sequence[BufferItem], *, timeout_seconds: float = DEFAULT_WAIT_SECONDS) -> None:
-        """Take items in; blocks while the buffer is full. Bad items are refused before any is taken."""
+        """Add items; blocks while the buffer is full. If any item is bad, none is added."""
         with self._lock:
             for batch in self._collector.add(items):
                 self._outbox.append(_pack(make_experience_batch(batch)))
@@ -69,18 +69,17 @@ class DetachedReplayBuffer:
         while not self._move_outbox():
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(
-                    f"waited {timeout_seconds:g} s for room in the replay buffer (limit {self.limit} "
-                    "batches). The items are taken in and nothing is lost, but the trainer does not "
-                    "consume: is fit running?"
+                    f"waited {timeout_seconds:g} s for room in the replay buffer (limit {self.limit} batches). "
+                    "The items are kept and nothing is lost, but the trainer does not consume: is fit running?"
                 )
             time.sleep(_POLL_SECONDS)
             if num_clears != self._num_clears:
-                return  # what this call brought was cleared away with the rest
+                return  # these items were cleared with the rest
 
     def sample(
         self, worker_rank: int = 0, to_device: Any = "cpu", *, timeout_seconds: float = DEFAULT_WAIT_SECONDS
     ) -> Experience:
-        """The oldest whole batch; blocks until there is one. DeadlineExceeded after `timeout_seconds`."""
+        """Return the oldest whole batch; blocks until there is one, at most `timeout_seconds`."""
         experience = self.try_sample(timeout_seconds)
         if experience is None:
             raise DeadlineExceeded(
@@ -92,65 +91,65 @@ class DetachedReplayBuffer:
         return experience
 
     def try_sample(self, timeout_seconds: float) -> Experience | None:
-        """The oldest whole batch, or None if none comes in time."""
+        """Return the oldest whole batch, or None if none comes in time."""
         deadline = time.monotonic() + timeout_seconds
         while True:
             with self._lock:
-                ahead = self._ahead
-            if ahead is None:
+                future = self._prefetched
+            if future is None:
                 packed = self._take(deadline)
                 return None if packed is None else _unpack(packed)
-            wait([ahead], timeout=max(0.0, deadline - time.monotonic()))
-            if not ahead.done():
+            wait([future], timeout=max(0.0, deadline - time.monotonic()))
+            if not future.done():
                 return None
-            batch = self._hand_over(ahead)
+            batch = self._hand_over(future)
             if batch is not None:
                 return batch
 
-    def look_ahead(self, prepare: Callable[[Experience], Experience] = lambda batch: batch) -> None:
-        """Take the next batch as soon as it is there and prepare it in another thread, for `try_sample` to hand out.
+    def prefetch(self, prepare: Callable[[Experience], Experience] = lambda batch: batch) -> None:
+        """Take the next batch as soon as it arrives and prepare it in another thread, for the next `try_sample`.
 
-        One batch at a time, in the order of the queue; it counts as waiting until somebody gets it.
+        One batch at a time, in the order of the queue; it counts as waiting until it is sampled.
         """
         with self._lock:
-            if self._ahead is None:
-                self._ahead = Future()
-                self._should_look = True
+            if self._prefetched is None:
+                self._prefetched = Future()
+                self._should_prefetch = True
                 threading.Thread(
-                    target=self._look, args=(self._ahead, prepare), name="coati-look-ahead", daemon=True
+                    target=self._run_prefetch, args=(self._prefetched, prepare), name="coati-prefetch", daemon=True
                 ).start()
 
-    def stop_looking(self) -> None:
-        """End a look ahead that has found nothing; a batch that it has found is the next to be handed out."""
+    def stop_prefetching(self) -> None:
+        """End a prefetch that waits for a batch; one that has a batch keeps it for the next `try_sample`."""
         with self._lock:
-            ahead, self._should_look = self._ahead, False
+            future, self._should_prefetch = self._prefetched, False
             self._arrived.notify_all()
-        if ahead is None:
+        if future is None:
             return
-        wait([ahead], timeout=DEFAULT_WAIT_SECONDS)
+        wait([future], timeout=DEFAULT_WAIT_SECONDS)
         with self._lock:
-            if self._ahead is ahead and ahead.exception() is None and ahead.result() is None:
-                self._ahead = None
+            if self._prefetched is future and future.exception() is None and future.result() is None:
+                self._prefetched = None
 
     def flush(self) -> Experience | None:
-        """The samples that do not fill a batch, as a smaller one: they are trained on when no more come."""
+        """Return the samples that do not fill a batch as a smaller one, to be trained on when no more come."""
         with self._lock:
             rest = self._collector.flush()
         return make_experience_batch(rest) if rest else None
 
     def clear(self) -> None:
-        """Drop everything; the buffer goes on working."""
+        """Drop everything. The buffer stays usable."""
         with self._lock:
             self._num_clears += 1
             self._collector.clear()
             self._outbox.clear()
             self._queue.drop_all()
-            self._num_ahead = 0
+            self._num_prefetched = 0
 
     def get_length(self) -> int:
         """Whole batches waiting."""
         with self._lock:
-            return self._queue.size() + self._num_ahead
+            return self._queue.size() + self._num_prefetched
 
     @property
     def num_items_waiting(self) -> int:
@@ -161,7 +160,7 @@ class DetachedReplayBuffer:
     def close(self) -> None:
         """End the queue actor."""
         with self._lock:
-            self._should_look = False
+            self._should_prefetch = False
             self._arrived.notify_all()
         self._queue.close()
 
@@ -170,7 +169,7 @@ class DetachedReplayBuffer:
         with self._lock:
             if not self._outbox:
                 return True
-            room = len(self._outbox) if self.limit == 0 else self.limit - self._queue.size() - self._num_ahead
+            room = len(self._outbox) if self.limit == 0 else self.limit - self._queue.size() - self._num_prefetched
             num_moved = min(room, len(self._outbox))
             if num_moved > 0:
                 # We are the only producer (the lock is ours), so the room is still there.
@@ -180,34 +179,34 @@ class DetachedReplayBuffer:
                 self._arrived.notify_all()
             return not self._outbox
 
-    def _take(self, deadline: float | None, *, is_ahead: bool = False) -> _Packed | None:
-        """The oldest whole batch of the queue; None after the deadline, or when looking ahead shall stop."""
+    def _take(self, deadline: float | None, *, is_prefetch: bool = False) -> _Packed | None:
+        """The oldest whole batch of the queue; None after the deadline, or when prefetching stops."""
         while True:
             self._move_outbox()
             with self._lock:
-                packed: _Packed | None = self._queue.get(0.0)
+                packed: _Packed | None = self._queue.get()
                 if packed is not None:
-                    self._num_ahead += is_ahead
+                    self._num_prefetched += is_prefetch
                     return packed
                 seconds = _SLICE_SECONDS if deadline is None else min(_SLICE_SECONDS, deadline - time.monotonic())
-                if seconds <= 0 or (is_ahead and not self._should_look):
+                if seconds <= 0 or (is_prefetch and not self._should_prefetch):
                     return None
                 self._arrived.wait(seconds)
 
-    def _look(self, ahead: "Future[Experience | None]", prepare: Callable[[Experience], Experience]) -> None:
+    def _run_prefetch(self, future: "Future[Experience | None]", prepare: Callable[[Experience], Experience]) -> None:
         try:
-            packed = self._take(None, is_ahead=True)
-            ahead.set_result(None if packed is None else prepare(_unpack(packed)))
-        except BaseException as error:  # whatever it is, it is raised where the batch is asked for
-            ahead.set_exception(error)
+            packed = self._take(None, is_prefetch=True)
+            future.set_result(None if packed is None else prepare(_unpack(packed)))
+        except BaseException as error:  # raised where the batch is sampled
+            future.set_exception(error)
 
-    def _hand_over(self, ahead: "Future[Experience | None]") -> Experience | None:
+    def _hand_over(self, future: "Future[Experience | None]") -> Experience | None:
         with self._lock:
-            if self._ahead is not ahead:  # another consumer was quicker
+            if self._prefetched is not future:  # another consumer was quicker
                 return None
-            was_cleared = self._num_ahead == 0
-            self._ahead, self._num_ahead = None, 0
-            batch = ahead.result()
+            was_cleared = self._num_prefetched == 0
+            self._prefetched, self._num_prefetched = None, 0
+            batch = future.result()
             return None if was_cleared else batch
 
 

@@ -24,11 +24,14 @@ from coati.experience import BufferItem, Experience, split_experience_batch
 from coati.ledger import DeliveryLog, RoundOrder
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import BUFFER, WEIGHTS, Span, Timeline
+from coati.peers import Peers
+from coati.ray.batch_queue import BatchQueue
 from coati.ray.callbacks import TrainerCallback, connect, dispatch
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 from coati.ray.environment import leave_out_of_collections, set_up_log
-from coati.ray.maker_watch import MakerWatch
+from coati.ray.peers import RayPeers
 from coati.trainer.fit_loop import FitLoop
+from coati.trainer.maker_watch import MakerWatch
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,8 @@ class DetachedTrainer(ABC):
         *,
         deadlines: Deadlines | None = None,
         seed: int = 0,
+        peers: Peers | None = None,
+        queue: BatchQueue | None = None,
     ) -> None:
         self.callbacks = list(callbacks)
         self.debug = debug
@@ -69,7 +74,8 @@ class DetachedTrainer(ABC):
         self.dataloader_pin_memory = dataloader_pin_memory
         self._seed = seed
         self.maker_names = tuple(experience_maker_holder_name_list)
-        self._buffer = DetachedReplayBuffer(train_batch_size, limit=buffer_limit)
+        self._peers = peers or RayPeers()
+        self._buffer = DetachedReplayBuffer(train_batch_size, limit=buffer_limit, queue=queue)
         self._deliveries = DeliveryLog()
         self._rounds = RoundOrder()
         self._delivery_lock = threading.Lock()
@@ -79,7 +85,7 @@ class DetachedTrainer(ABC):
         self._stop = threading.Event()
         self._state = "idle"
         self._is_exhausted = False  # whether this fit has seen the last of its data
-        self._watch = MakerWatch((), self.deadlines)
+        self._watch = MakerWatch((), self.deadlines, peers=self._peers)
         self._num_batches = 0
         self._num_samples = 0
         set_up_log(debug=debug, records=self._records)
@@ -119,14 +125,14 @@ class DetachedTrainer(ABC):
         self._state, self._is_exhausted = "fitting", False
         leave_out_of_collections()
         self._timeline.take()  # what came before is nobody's time in the metrics of this fit
-        self._watch = MakerWatch(self.maker_names, self.deadlines)
+        self._watch = MakerWatch(self.maker_names, self.deadlines, peers=self._peers)
         try:
             loop.run(total_steps, update_steps, train_epochs)
         except BaseException:
             self._state = "failed"
             raise
         finally:
-            self._buffer.stop_looking()
+            self._buffer.stop_prefetching()
         self._state = "finished"
 
     def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
@@ -214,7 +220,7 @@ class DetachedTrainer(ABC):
 
     def _look_ahead(self) -> None:
         if not self._is_exhausted:
-            self._buffer.look_ahead(self._prepared)
+            self._buffer.prefetch(self._prepared)
 
     def _train_and_count(self, experience: Experience) -> dict[str, Any]:
         with self._timeline.span("train"):
@@ -268,7 +274,7 @@ class DetachedTrainer(ABC):
                     f"{self._buffer.num_items_waiting + len(self._rounds)} are there. "
                     f"Makers: {self._watch.describe()}."
                 )
-            self._watch.speak(waited)
+            self._watch.log_wait(waited)
         return None
 
     def _prepared(self, batch: Experience) -> Experience:
@@ -277,7 +283,7 @@ class DetachedTrainer(ABC):
 
     def _fail_if_rounds_are_lost(self) -> None:
         """Items wait for rounds of a maker that is gone: those will not come, and the others wait for weights."""
-        if len(self._rounds) > 0 and (gone := self._watch.gone()):
+        if len(self._rounds) > 0 and (gone := self._watch.dead()):
             raise PeerDied(
                 f"maker {', '.join(gone)} is gone, and {len(self._rounds)} samples wait for rounds that it had to "
                 "make. See its log."
@@ -285,7 +291,7 @@ class DetachedTrainer(ABC):
 
     def _last_batch(self) -> Experience | None:
         """What finished makers have left behind; items whose earlier rounds never came are trained on too."""
-        self._buffer.stop_looking()
+        self._buffer.stop_prefetching()
         batch = self._buffer.try_sample(0.0)
         if batch is not None:
             return batch

@@ -90,7 +90,7 @@ def leave_out_of_collections() -> None:
 
 def is_actor() -> bool:
     """Whether this is an actor's process, and not a debugger's or a test's."""
-    return ray.get_runtime_context().get_actor_id() is not None
+    return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 def has_part_of_a_gpu() -> bool:

@@ -1,0 +1,230 @@
+"""The replay buffer: items in, whole batches out. The queue is in this process."""
+
+import threading
+
+import pytest
+import torch
+from ray_testing import Background
+from thread_peers import PATIENCE, LocalQueue
+from tiny import experience, item, items
+
+from coati.errors import ConfigError, DataError, DeadlineExceeded
+from coati.experience import EXPERIENCE_FIELDS, make_experience_batch
+from coati.ray.detached_replay_buffer import DetachedReplayBuffer
+
+
+@pytest.fixture
+def make_buffer():
+    return lambda *args, **kwargs: DetachedReplayBuffer(*args, **kwargs, queue=LocalQueue())
+
+
+def ids(batch):
+    return batch.sample_ids.tolist()
+
+
+def blocked_producer(buffer, new_items):
+    """A producer in a thread that has been seen to find the buffer full."""
+    found_full = threading.Event()
+    move = buffer._move_outbox
+
+    def noting_move():
+        is_empty = move()
+        if not is_empty:
+            found_full.set()
+        return is_empty
+
+    buffer._move_outbox = noting_move
+    producer = Background(buffer.extend, new_items)
+    assert found_full.wait(PATIENCE)
+    buffer._move_outbox = move
+    assert producer.is_running
+    return producer
+
+
+def test_items_are_batched_across_extends_in_order(make_buffer):
+    buffer = make_buffer(4)
+    # 3 + 6 + 2 items = 2 batches of 4 and 3 left over.
+    for first, count in ((0, 3), (3, 6), (9, 2)):
+        buffer.extend(items(first, count))
+    assert (buffer.get_length(), buffer.num_items_waiting) == (2, 3)
+    assert ids(buffer.sample()) == [0, 1, 2, 3]
+    assert ids(buffer.sample()) == [4, 5, 6, 7]
+    assert buffer.get_length() == 0
+    assert ids(buffer.flush()) == [8, 9, 10]
+    assert buffer.flush() is None
+
+
+def test_append_splits_a_batch_into_items(make_buffer):
+    buffer = make_buffer(2)
+    buffer.append(experience(0, 3))
+    buffer.append(experience(3, 1))
+    assert [ids(buffer.sample()) for _ in range(2)] == [[0, 1], [2, 3]]
+
+
+def test_values_arrive_bit_for_bit_in_their_dtypes(make_buffer):
+    buffer = make_buffer(3)
+    sent = [item(1), item(2, num_prompt=5, num_actions=1), item(2**40, num_actions=6)]
+    sent[1].values = torch.tensor([float("nan")])
+    for one in sent:
+        one.reference_log_probs = one.action_log_probs.to(torch.bfloat16)
+    buffer.extend(sent)
+    got, expected = buffer.sample(), make_experience_batch(sent)
+    for name in EXPERIENCE_FIELDS:
+        ours, theirs = getattr(got, name), getattr(expected, name)
+        if theirs is None:
+            assert ours is None
+            continue
+        assert ours.dtype == theirs.dtype, name
+        assert torch.equal(ours.nan_to_num(9.0), theirs.nan_to_num(9.0)), name
+    assert got.action_mask.dtype == torch.bool
+    assert got.sample_ids.tolist()[2] == 2**40
+    got.values.add_(1.0)  # what comes out may be written to
+
+
+def test_at_the_limit_a_producer_blocks_until_a_batch_is_taken(make_buffer):
+    buffer = make_buffer(2, limit=1)
+    buffer.extend(items(0, 2))
+    producer = blocked_producer(buffer, items(2, 4))
+    assert buffer.get_length() == 1
+    assert ids(buffer.sample()) == [0, 1]
+    assert ids(buffer.sample()) == [2, 3]
+    assert ids(buffer.sample()) == [4, 5]
+    producer.result()
+
+
+def test_a_producer_that_gives_up_has_lost_nothing(make_buffer):
+    buffer = make_buffer(1, limit=1)
+    buffer.extend(items(0, 1))
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.05 s for room .*limit 1 batches.*nothing is lost"):
+        buffer.extend(items(1, 2), timeout_seconds=0.05)
+    assert [ids(buffer.sample()) for _ in range(3)] == [[0], [1], [2]]
+
+
+def test_clear_drops_everything_and_releases_a_blocked_producer(make_buffer):
+    buffer = make_buffer(2, limit=1)
+    buffer.extend(items(0, 2))
+    producer = blocked_producer(buffer, items(2, 5))
+    buffer.clear()
+    producer.result()
+    assert (buffer.get_length(), buffer.num_items_waiting) == (0, 0)
+    # It goes on working, limit and all.
+    buffer.extend(items(10, 2))
+    blocked = blocked_producer(buffer, items(12, 2))
+    assert ids(buffer.sample()) == [10, 11]
+    assert ids(buffer.sample()) == [12, 13]
+    blocked.result()
+
+
+def test_an_item_that_does_not_fit_is_refused_and_harms_nothing(make_buffer):
+    buffer = make_buffer(2)
+    buffer.extend(items(0, 1))
+    ragged = item(1)
+    ragged.values = torch.zeros(9)
+    with pytest.raises(DataError, match=r"values must be \[3\], got \[9\]"):
+        buffer.extend([item(5), ragged])
+    buffer.extend(items(1, 1))
+    assert ids(buffer.sample()) == [0, 1]
+
+
+def test_sample_says_what_it_waited_for(make_buffer):
+    buffer = make_buffer(4)
+    buffer.extend(items(0, 3))
+    with pytest.raises(DeadlineExceeded, match=r"worker 2 waited 0\.05 s for a batch of 4 samples.*; 3 samples"):
+        buffer.sample(worker_rank=2, timeout_seconds=0.05)
+    buffer.extend(items(3, 1))
+    assert ids(buffer.sample()) == [0, 1, 2, 3]
+
+
+def test_a_waiting_consumer_gets_the_batch_when_it_comes(make_buffer):
+    buffer = make_buffer(2)
+    consumer = Background(buffer.sample)
+    buffer.extend(items(0, 1))
+    assert consumer.is_running
+    buffer.extend(items(1, 1))
+    assert ids(consumer.result()) == [0, 1]
+
+
+def test_concurrent_producers_lose_and_repeat_nothing(make_buffer):
+    buffer = make_buffer(4, limit=2)
+    producers = [Background(buffer.extend, items(100 * n, 10)) for n in range(4)]
+    seen = [sample for _ in range(10) for sample in ids(buffer.sample(timeout_seconds=PATIENCE))]
+    for producer in producers:
+        producer.result()
+    assert sorted(seen) == [100 * n + k for n in range(4) for k in range(10)]
+
+
+@pytest.mark.parametrize(("arguments", "rule"), [((0,), "sample_batch_size"), ((1, -1), "buffer limit")])
+def test_impossible_sizes_are_refused(arguments, rule):
+    with pytest.raises(ConfigError, match=rule):
+        DetachedReplayBuffer(*arguments)
+
+
+def test_a_batch_taken_ahead_is_prepared_elsewhere_and_counts_as_waiting(make_buffer):
+    buffer = make_buffer(2, limit=1)
+    prepared_in = []
+
+    def prepare(batch):
+        prepared_in.append(threading.current_thread())
+        return batch
+
+    buffer.prefetch(prepare)  # nothing is there yet
+    assert buffer.try_sample(0.0) is None
+    buffer.extend(items(0, 2))
+    producer = blocked_producer(buffer, items(2, 2))  # whether it is still in the queue or already taken
+    buffer.prefetch(prepare)  # one at a time: it does nothing more
+    assert buffer.get_length() == 1
+    assert ids(buffer.sample()) == [0, 1]
+    producer.result()
+    assert ids(buffer.sample()) == [2, 3]
+    assert len(prepared_in) == 1
+    assert prepared_in[0] is not threading.current_thread()
+
+
+def test_a_prefetch_that_is_stopped_loses_nothing(make_buffer):
+    buffer = make_buffer(1)
+    buffer.prefetch()
+    buffer.stop_prefetching()
+    buffer.extend(items(0, 2))
+    assert [ids(buffer.try_sample(0.0)) for _ in range(2)] == [[0], [1]]
+    taken = threading.Event()
+    buffer.prefetch(lambda batch: taken.set() or batch)
+    buffer.extend(items(2, 2))
+    assert taken.wait(PATIENCE)
+    buffer.stop_prefetching()
+    assert buffer.get_length() == 2
+    assert [ids(buffer.try_sample(0.0)) for _ in range(2)] == [[2], [3]]
+
+
+def test_clear_drops_a_batch_that_was_taken_ahead_and_not_the_next(make_buffer):
+    buffer = make_buffer(1)
+    taken, may_go_on = threading.Event(), threading.Event()
+
+    def hold(batch):
+        taken.set()
+        assert may_go_on.wait(PATIENCE)
+        return batch
+
+    buffer.prefetch(hold)
+    buffer.extend(items(0, 1))
+    assert taken.wait(PATIENCE)
+    buffer.clear()
+    assert buffer.get_length() == 0
+    may_go_on.set()
+    buffer.extend(items(5, 1))
+    assert ids(buffer.sample()) == [5]
+    buffer.prefetch()  # begun before the next clear, but it takes what comes after
+    buffer.clear()
+    buffer.extend(items(7, 1))
+    assert ids(buffer.sample()) == [7]
+
+
+def test_what_fails_while_looking_ahead_is_raised_where_the_batch_is_asked_for(make_buffer):
+    buffer = make_buffer(1)
+
+    def fail(batch):
+        raise MemoryError("no room on the card")
+
+    buffer.prefetch(fail)
+    buffer.extend(items(0, 1))
+    with pytest.raises(MemoryError, match="no room on the card"):
+        buffer.sample()

@@ -1,0 +1,238 @@
+"""The trainer's loop and buffer, in this process; its makers are on threads."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+from ray_testing import Background, RecordingTrainer
+from thread_peers import PATIENCE, LocalQueue, ThreadPeers
+from tiny import experience, items
+
+from coati.config import Deadlines
+from coati.errors import ActorNotFound, ConfigError, DataError, DeadlineExceeded, PeerDied
+from coati.ray import detached_trainer_base
+from coati.ray.callbacks import TrainerCallback
+from coati.trainer import maker_watch
+
+QUICK = Deadlines(start_seconds=0.05, batch_seconds=PATIENCE, update_seconds=PATIENCE, grace_seconds=0.05)
+
+
+class FakeMaker:
+    def __init__(self):
+        self.state = "working"
+
+    def progress(self):
+        return SimpleNamespace(state=self.state)
+
+
+@pytest.fixture
+def makers():
+    return ThreadPeers(maker=FakeMaker())
+
+
+@pytest.fixture
+def make_trainer(makers, monkeypatch):
+    monkeypatch.setattr(detached_trainer_base, "_SLICE_SECONDS", 0.01)
+    monkeypatch.setattr(maker_watch, "_POLL_SECONDS", 0.01)
+    options = {"train_batch_size": 2, "deadlines": QUICK, "peers": makers}
+    return lambda names=(), **kwargs: RecordingTrainer(list(names), **{**options, "queue": LocalQueue(), **kwargs})
+
+
+class Storyteller(TrainerCallback):
+    def __init__(self):
+        self.story = []
+
+
+for hook in [name for name in vars(TrainerCallback) if name.startswith("on_")]:
+
+    def _note(self, *args, _hook=hook):
+        numbers = [arg for arg in args if isinstance(arg, int)]
+        self.story.append(" ".join([_hook.removeprefix("on_"), *map(str, numbers)]))
+
+    setattr(Storyteller, hook, _note)
+
+
+def test_hooks_episodes_epochs_and_remainder_come_in_the_order_of_the_contract(make_trainer):
+    teller = Storyteller()
+    trainer = make_trainer(callbacks=[teller])
+    trainer.story = teller.story
+    trainer.buffer_extend(items(0, 6))
+    trainer.fit(total_steps=3, update_steps=2, train_epochs=2)
+    batch = ["batch_start", "train", "batch_end"]
+    # 3 = one episode of 2 batches and a remainder of 1; each batch is trained on twice.
+    assert teller.story == [
+        "fit_start",
+        *["episode_start 0", "epoch_start 0", *batch, *batch, "epoch_end 0"],
+        *["epoch_start 1", *batch, *batch, "epoch_end 1"],
+        *["update_start", "update 1", "update_end", "episode_end 0"],
+        *["episode_start 1", "epoch_start 0", *batch, "epoch_end 0", "epoch_start 1", *batch, "epoch_end 1"],
+        *["update_start", "update 2", "update_end", "episode_end 1"],
+        "fit_end",
+    ]
+    assert trainer.trained[:2] == [[0, 1], [2, 3]]
+    assert sorted(trainer.trained[2:4]) == [[0, 1], [2, 3]]
+    assert trainer.trained[4:] == [[4, 5], [4, 5]]
+
+
+def test_the_buffer_takes_and_tells_while_fit_computes(make_trainer):
+    trainer = make_trainer()
+    in_step, may_go_on = threading.Event(), threading.Event()
+
+    def hold():
+        in_step.set()
+        assert may_go_on.wait(PATIENCE)
+
+    trainer.in_step = hold
+    trainer.buffer_extend(items(0, 2))
+    fit = Background(trainer.fit, 3, 1)
+    assert in_step.wait(PATIENCE)
+    trainer.buffer_append(experience(2, 2))
+    trainer.buffer_extend(items(4, 2))
+    assert trainer.buffer_get_length() == 2
+    assert trainer.progress().state == "fitting"
+    may_go_on.set()
+    fit.result()
+    assert trainer.trained == [[0, 1], [2, 3], [4, 5]]
+    progress = trainer.progress()
+    assert (progress.state, progress.num_batches, progress.num_samples, progress.version) == (
+        "finished",
+        3,
+        6,
+        3,
+    )
+
+
+def test_the_next_batch_is_prepared_while_one_is_trained_on(make_trainer):
+    trainer = make_trainer()
+    prepared = []
+    is_next_ready = threading.Event()
+
+    def prepare(batch):
+        prepared.append(batch.sample_ids.tolist())
+        if prepared[-1] == [2, 3]:
+            is_next_ready.set()
+        return batch
+
+    def wait_for_next():
+        assert is_next_ready.wait(PATIENCE)
+
+    trainer._prepared = prepare
+    trainer.in_step = wait_for_next  # the first step ends only when the second batch is ready
+    trainer.buffer_extend(items(0, 4))
+    trainer.fit(2, 1)
+    assert trainer.trained == [[0, 1], [2, 3]]
+    assert prepared[:2] == [[0, 1], [2, 3]]
+
+
+def test_when_makers_are_finished_the_last_partial_batch_is_trained_on(make_trainer, makers):
+    makers["maker"].target.state = "finished"
+    trainer = make_trainer(["maker"])
+    trainer.buffer_extend(items(0, 5))
+    trainer.fit(total_steps=100, update_steps=2)
+    assert trainer.trained == [[0, 1], [2, 3], [4]]
+    assert trainer.version == 2  # after batches 0 and 1, and after the partial one
+
+
+def test_makers_that_die_while_fit_waits_are_an_error(make_trainer, makers):
+
+    class Killer(TrainerCallback):
+        def on_episode_start(self, episode):  # fit has seen the maker, and begins to wait
+            makers.kill("maker")
+
+    trainer = make_trainer(["maker"], callbacks=[Killer()])
+    with pytest.raises(PeerDied, match="maker is gone"):
+        trainer.fit(1, 1)
+    assert trainer.progress().state == "failed"
+
+
+def test_makers_that_die_while_fit_computes_are_an_error(make_trainer, makers):
+    trainer = make_trainer(["maker"])
+    trainer.in_step = lambda: makers.kill("maker")
+    trainer.buffer_extend(items(0, 2))
+    with pytest.raises(PeerDied, match="maker is gone"):
+        trainer.fit(2, 1)
+
+
+def test_a_maker_name_that_does_not_exist_is_named(make_trainer):
+    trainer = make_trainer(["no-such-maker"])
+    with pytest.raises(ActorNotFound, match="no-such-maker"):
+        trainer.fit(1, 1)
+
+
+def test_a_trainer_fed_by_hand_needs_no_makers(make_trainer):
+    trainer = make_trainer(["no-such-maker"])
+    trainer.buffer_append(experience(0, 4))
+    trainer.fit(2, 2)
+    assert trainer.trained == [[0, 1], [2, 3]]
+
+
+def test_waiting_too_long_for_a_batch_says_what_is_there(make_trainer, makers):
+    trainer = make_trainer(["maker"], deadlines=QUICK.model_copy(update={"batch_seconds": 0.1}))
+    trainer.buffer_extend(items(0, 1))
+    with pytest.raises(DeadlineExceeded, match=r"1 are there.*maker is working"):
+        trainer.fit(1, 1)
+
+
+def test_the_same_delivery_twice_is_trained_on_once(make_trainer):
+    trainer = make_trainer()
+    sent = items(0, 4)
+    for number, one in enumerate(sent):
+        one.delivery_id = ("maker>trainer", number)
+    trainer.buffer_extend(sent[:2])
+    trainer.buffer_extend(sent[:3])  # a retry, and one more
+    trainer.buffer_extend(sent[2:])
+    trainer.fit(2, 1)
+    assert trainer.trained == [[0, 1], [2, 3]]
+    assert trainer.buffer_get_length() == 0
+
+
+def test_a_refused_delivery_does_not_count_as_delivered(make_trainer):
+    trainer = make_trainer()
+    sent = items(0, 2)
+    for number, one in enumerate(sent):
+        one.delivery_id = ("maker>trainer", number)
+    good, sent[1].kl = sent[1].kl, sent[1].kl[:1]
+    with pytest.raises(DataError, match=r"kl must be \[3\], got \[1\]"):
+        trainer.buffer_extend(sent)
+    sent[1].kl = good
+    trainer.buffer_extend(sent)
+    trainer.fit(1, 1)
+    assert trainer.trained == [[0, 1]]
+
+
+class Clumsy(TrainerCallback):
+    def on_batch_end(self, metrics, experience):
+        raise ZeroDivisionError("one by nothing")
+
+
+def test_a_callback_that_raises_names_itself(make_trainer):
+    trainer = make_trainer(callbacks=[Clumsy()])
+    trainer.buffer_extend(items(0, 2))
+    with pytest.raises(ZeroDivisionError, match="one by nothing") as caught:
+        trainer.fit(1, 1)
+    assert caught.value.__notes__ == ["raised in the callback Clumsy, hook on_batch_end"]
+    assert trainer.progress().state == "failed"
+
+
+def test_stop_ends_fit_after_the_batch_in_work(make_trainer):
+    trainer = make_trainer()
+    trainer.in_step = trainer.stop
+    trainer.buffer_extend(items(0, 6))
+    trainer.fit(3, 3)
+    assert trainer.trained == [[0, 1]]
+    assert trainer.story == ["train", "update 1"]  # what was learnt is published
+    assert trainer.buffer_get_length() == 2
+
+
+def test_stop_ends_a_wait_for_data(make_trainer, makers):
+    trainer = make_trainer(["maker"])
+    fit = Background(trainer.fit, 1, 1)
+    trainer.stop()
+    fit.result()
+    assert trainer.trained == []
+
+
+@pytest.mark.parametrize("steps", [(0, 1), (1, 0), (1, 1, 0)])
+def test_impossible_numbers_of_steps_are_refused(make_trainer, steps):
+    with pytest.raises(ConfigError, match="must be 1 or more, got 0"):
+        make_trainer().fit(*steps)
