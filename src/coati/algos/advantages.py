@@ -1,13 +1,19 @@
-"""From scores to advantages: the KL-shaped reward, returns, and generalised advantage estimation.
+"""From scores to advantages: the KL-shaped reward, returns, GAE with a critic, and groups without one.
 
 A row's response is a prefix: True in the mask up to the last response token, False after it. The episode ends
 there, so the value after the last response token is 0.
+
+Without a critic, scores are compared with those of other responses to the same prompt. `group_ids` say which responses
+belong together, in any order and any number. All responses of a group must be in the same call: a group that is split
+over micro-batches or ranks would get two baselines. Scores are data, and results are detached.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from coati.algos.masked import zero_padding
+from coati.algos.masked import at_least_float32, divide_by_count, spread, zero_padding
 from coati.errors import DataError
 
 
@@ -32,7 +38,7 @@ def shaped_rewards(
             f"{tuple(scores.shape)}. Reduce per-token scores to one number per response first."
         )
     clean_kl = zero_padding(kl, mask, name="kl")
-    # An estimate may overflow to inf where nobody asked for a penalty, and 0 * inf is nan.
+    # An estimate may overflow to inf where there is no penalty, and 0 * inf is nan.
     penalty = clean_kl * -kl_coef if kl_coef != 0 else torch.zeros_like(clean_kl)
     tokens_from_here = mask.flip(-1).cumsum(-1).flip(-1)  # [B, T] counts this token and all after it
     is_last = mask & (tokens_from_here == 1)
@@ -120,3 +126,155 @@ def discounted_sums(
     for column, factor in zip(columns[-2::-1], decays[-2::-1], strict=True):
         sums.append(column + factor * sums[-1])
     return torch.stack(sums[::-1], dim=1)
+
+
+def grpo_advantages(
+    scores: Tensor,  # [B] one score per response
+    group_ids: Tensor,  # [B] integers
+    *,
+    normalize_std: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """(score - group mean) / (group standard deviation + eps), `[B]`; undivided without `normalize_std`.
+
+    The standard deviation is the population's (divided by n). Undivided, as in Dr. GRPO, a prompt weighs as
+    much as its scores spread. A group of equal scores, or of one, gets exact zeros, whatever `eps`.
+
+    >>> scores, group_ids = torch.tensor([1.0, 5.0, 3.0, 7.0]), torch.tensor([0, 1, 0, 1])
+    >>> grpo_advantages(scores, group_ids, eps=0.0).tolist()
+    [-1.0, -1.0, 1.0, 1.0]
+    >>> grpo_advantages(torch.tensor([1.0, 4.0]), torch.tensor([0, 0]), normalize_std=False).tolist()
+    [-1.5, 1.5]
+    """
+    groups = _groups(scores, group_ids)
+    centered = groups.above_lowest - groups.mean_of(groups.above_lowest)
+    if not normalize_std:
+        return centered
+    variance = groups.mean_of(centered.square())
+    # Zeros over anything are zeros, but 0 / 0 is not.
+    divisor = torch.where(variance > 0, variance.sqrt() + eps, torch.ones_like(variance))
+    return centered / divisor
+
+
+def rloo_advantages(
+    scores: Tensor,  # [B] one score per response
+    group_ids: Tensor,  # [B] integers
+) -> Tensor:
+    """Score minus the mean score of the *other* responses of its group, `[B]`.
+
+    A response alone in its group has nothing to be held against and gets 0.
+
+    >>> rloo_advantages(torch.tensor([1.0, 2.0, 6.0, 9.0]), torch.tensor([7, 7, 7, 8])).tolist()
+    [-3.0, -1.5, 4.5, 0.0]
+    """
+    groups = _groups(scores, group_ids)
+    # Counted from the lowest score of the group, which drops out of the difference; alone, that is oneself.
+    others = groups.sum_of(groups.above_lowest) - groups.above_lowest
+    return groups.above_lowest - divide_by_count(others, groups.size - 1)
+
+
+def reinforce_returns(
+    token_rewards: Tensor,  # [B, T] KL penalties and score: see `shaped_rewards`
+    mask: Tensor,  # [B, T] bool, a prefix of True in each row
+    *,
+    gamma: float,
+    group_ids: Tensor | None = None,  # [B] integers
+) -> Tensor:
+    """Discounted returns, `[B, T]`, zeros on padding: REINFORCE++ before it whitens them over the batch.
+
+    With `group_ids`, the variant with a baseline: every token of a response gives up the mean return of its
+    group, where a response's return is that of its first token, and rows without a token do not count.
+
+    >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.ones(2, 2, dtype=torch.bool)
+    >>> reinforce_returns(rewards, mask, gamma=1.0).tolist()
+    [[1.0, 1.0], [3.0, 3.0]]
+    >>> reinforce_returns(rewards, mask, gamma=1.0, group_ids=torch.tensor([0, 0])).tolist()
+    [[-1.0, -1.0], [1.0, 1.0]]
+    """
+    returns = discounted_returns(token_rewards.detach(), mask, gamma=gamma)  # [B, T]
+    if group_ids is not None:
+        _check_ids(group_ids, mask.shape[:1])
+        has_tokens = mask.any(-1)
+        firsts = returns[:, :1].sum(-1)  # [B], 0 for a row without a token
+        baseline = torch.zeros_like(firsts)
+        groups = _groups(firsts[has_tokens], group_ids[has_tokens], name="returns")
+        baseline[has_tokens] = groups.lowest + groups.mean_of(groups.above_lowest)
+        returns = returns - spread(baseline, mask)
+    return returns
+
+
+def has_signal(
+    scores: Tensor,  # [B] one score per response
+    group_ids: Tensor,  # [B] integers
+) -> Tensor:
+    """False for the responses of groups whose scores are all equal, `[B]` bool.
+
+    Their group advantages are zero, so training on them teaches nothing; DAPO samples other prompts instead.
+    A response alone in its group has no signal either.
+
+    >>> has_signal(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([5, 5, 6, 6])).tolist()
+    [True, True, False, False]
+    """
+    groups = _groups(scores, group_ids)
+    return groups.sum_of(groups.above_lowest) > 0
+
+
+class _Groups(NamedTuple):
+    """Scores `[B]` counted from the lowest of their group.
+
+    So counted, equal scores are exact zeros, where the rounding of a mean would leave noise for a division by
+    the standard deviation to blow up.
+    """
+
+    members: Tensor  # [B] 0, 1, ... in place of the ids
+    size: Tensor  # [B] responses in the group
+    lowest: Tensor  # [B] score
+    above_lowest: Tensor  # [B]
+
+    def sum_of(self, values: Tensor) -> Tensor:
+        """At each response the sum of `values` `[B]` over its group."""
+        return _group_sums(values, self.members)
+
+    def mean_of(self, values: Tensor) -> Tensor:
+        """At each response the mean of `values` `[B]` over its group."""
+        return divide_by_count(self.sum_of(values), self.size)
+
+
+def _groups(scores: Tensor, group_ids: Tensor, *, name: str = "scores") -> _Groups:
+    if scores.dim() != 1:
+        raise DataError(
+            f"scores must be [B], one for each response, got shape {tuple(scores.shape)}. "
+            "Reduce per-token scores to one number per response first."
+        )
+    _check_ids(group_ids, scores.shape)
+    if not bool(scores.isfinite().all()):
+        raise DataError(
+            f"{name} must be finite to be compared, got {scores[~scores.isfinite()][0].item()}. "
+            "Drop the responses whose reward failed before the advantages are made."
+        )
+    wide = at_least_float32(scores.detach())
+    members = torch.unique(group_ids, return_inverse=True)[1]  # [B]
+    # There are never more groups than responses, so [B] has room for one number per group.
+    lowest = torch.zeros_like(wide).scatter_reduce(0, members, wide, "amin", include_self=False)[members]
+    return _Groups(
+        members=members,
+        size=_group_sums(torch.ones_like(members), members),
+        lowest=lowest,
+        above_lowest=wide - lowest,
+    )
+
+
+def _group_sums(values: Tensor, members: Tensor) -> Tensor:
+    return torch.zeros_like(values).index_add(0, members, values)[members]
+
+
+def _check_ids(group_ids: Tensor, expected: torch.Size) -> None:
+    if group_ids.shape != expected:
+        raise DataError(
+            f"group_ids must be {list(expected)}, one for each response, got shape {tuple(group_ids.shape)}. "
+            "Repeat each prompt's id once per response."
+        )
+    if group_ids.is_floating_point() or group_ids.dtype == torch.bool:
+        raise DataError(
+            f"group_ids must be integers, got {group_ids.dtype}. Number the prompts and pass their numbers."
+        )

@@ -1,240 +1,247 @@
-"""Log-probabilities of tokens, and entropies, from logits.
+"""Log-probabilities of tokens, and entropies, from logits or straight from hidden states.
 
-`logprobs_of` and `entropy_of` are the definitions, in plain autograd. `logprobs_and_entropy` gives the same
-numbers and gradients for training: it widens to float32 one chunk of tokens at a time, keeps nothing but the
-logits it was given, and recomputes each chunk in the backward pass straight into one gradient buffer.
-(`torch.utils.checkpoint` over slices would hold the chunks' gradients and their concatenation at once.)
-Where the hidden states and the head are at hand, `coati.algos.head_logprobs` needs no logits at all.
+Both work on a chunk of tokens at a time and compute each chunk again in the backward pass, with the gradient in closed
+form: with p = softmax(logits / temperature), H its entropy and a the token,
 
-In all three, `temperature` divides the logits: a number, or a tensor whose shape leads that of the tokens,
-such as `[B]` for one temperature per sample. Where the optional `mask` is False, logits and tokens may be
-garbage, the results are 0 and no gradient flows.
+    d log p_a / dz = onehot(a) - p   and   dH / dz = -p · (log p + H),   where z = logits / temperature.
+
+`logprobs_and_entropy` holds the logits it was given, their gradient, and a chunk in float32. For
+`head_logprobs_and_entropy` no `[tokens, vocabulary]` tensor exists: the output head is applied to a chunk, what is
+wanted of its logits is read off, and they are dropped. Memory is tokens × hidden and a chunk × vocabulary (at most
+1 GiB with the kernels of a GPU); the price is one more product with the head. A token's numbers do not depend on the
+size of the chunks, and sums over tokens (the head's gradient) are kept in float32 at least.
+
+`temperature` divides the logits: a number, or a tensor whose shape leads that of the tokens, such as `[B]` for one
+temperature per sample. Results are float32, or float64 for float64 inputs. Differentiable once.
 """
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from coati.algos.masked import at_least_float32
+from coati.algos.head_operations import TorchHead, add_product, head_operations, wide_format
 from coati.errors import ConfigError, DataError
 
 
-def logprobs_of(
-    logits: Tensor,  # [..., T, V]
-    tokens: Tensor,  # [..., T] token ids
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,  # [..., T] bool
-) -> Tensor:
-    """Log-probability of each token under softmax(logits / temperature), `[..., T]`.
-
-    >>> logits = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
-    >>> round(logprobs_of(logits, torch.tensor([2])).item(), 4)  # -log 4
-    -1.3863
-    """
-    _check_shapes(logits, tokens, mask)
-    scale = temperature_per_token(temperature, logits.shape[:-1], like=logits)
-    return _pick(_log_softmax(logits, scale, mask), tokens, mask)
-
-
-def entropy_of(
-    logits: Tensor,  # [..., T, V]
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,  # [..., T] bool
-) -> Tensor:
-    """Entropy in nats of softmax(logits / temperature) at each position, `[..., T]`.
-
-    A logit of -inf is a token that cannot come; it adds nothing.
-
-    >>> round(entropy_of(torch.tensor([[0.0, 0.0, float("-inf")]])).item(), 4)  # log 2
-    0.6931
-    """
-    _check_shapes(logits, None, mask)
-    return _entropy(
-        _log_softmax(logits, temperature_per_token(temperature, logits.shape[:-1], like=logits), mask), mask
-    )
-
-
-@overload
-def logprobs_and_entropy(
-    logits: Tensor,
-    tokens: Tensor,
-    *,
-    temperature: float | Tensor = ...,
-    mask: Tensor | None = ...,
-    chunk_tokens: int = ...,
-    with_entropy: Literal[True] = ...,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def logprobs_and_entropy(
-    logits: Tensor,
-    tokens: Tensor,
-    *,
-    temperature: float | Tensor = ...,
-    mask: Tensor | None = ...,
-    chunk_tokens: int = ...,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor | None]: ...
 def logprobs_and_entropy(
     logits: Tensor,  # [..., T, V]
     tokens: Tensor,  # [..., T] token ids
     *,
     temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,  # [..., T] bool
     chunk_tokens: int = 4096,
     with_entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """`logprobs_of` and `entropy_of` together, `[..., T]` each, at most `chunk_tokens` positions at a time.
+    """Log-prob of each token under softmax(logits / temperature), and the entropy of that, `[..., T]` each.
 
-    Beyond the logits, memory is a few `[chunk_tokens, V]` tensors, and in the backward pass the gradient of
-    the logits itself. Without `with_entropy` the second result is None. Differentiable once.
+    Without `with_entropy` the second result is None. A logit of -inf is a token that cannot come; it adds nothing.
 
-    >>> logits = torch.zeros(1, 2, 4)
-    >>> logprobs, entropy = logprobs_and_entropy(logits, torch.tensor([[0, 3]]), chunk_tokens=1)
-    >>> bool(torch.equal(logprobs, logprobs_of(logits, torch.tensor([[0, 3]]))))
-    True
+    >>> logprobs, entropy = logprobs_and_entropy(torch.tensor([[0.0, 0.0, float("-inf")]]), torch.tensor([1]))
+    >>> round(logprobs.item(), 4), round(entropy.item(), 4)  # -log 2, log 2
+    (-0.6931, 0.6931)
     """
-    _check_shapes(logits, tokens, mask)
+    shape = logits.shape[:-1]
+    if logits.dim() < 2 or tokens.shape != shape:
+        raise DataError(
+            f"logits must be [..., tokens, vocabulary] and tokens have that shape without the vocabulary, got "
+            f"{tuple(logits.shape)} and {tuple(tokens.shape)}. Pass logits[:, :-1] with tokens[:, 1:]."
+        )
     if chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens must be 1 or more, got {chunk_tokens}. Use 4096, or less to save memory.")
-    scale = temperature_per_token(temperature, logits.shape[:-1], like=logits)
-    # [N, T, ...]: chunks are cut as views along N and T, because flattening a slice of the logits, such as
-    # logits[:, prompt:-1], into [N * T, V] would copy all of it.
-    flat_logits = logits.unsqueeze(0) if logits.dim() == 2 else logits.flatten(0, -3)
+    scale = temperature_per_token(temperature, shape, like=logits)
+    # Chunks are cut as views along the last two dimensions, because flattening a slice of the logits, such as
+    # logits[:, prompt:-1], would copy all of it.
+    flat_logits = logits.unsqueeze(0) if logits.dim() == 2 else logits.flatten(0, -3)  # [N, T, V]
     rows = flat_logits.shape[:2]
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         flat_logits,
-        tokens.reshape(rows),
+        tokens.long().reshape(rows),
         None if scale is None else scale.reshape(*rows, 1),
-        None if mask is None else mask.reshape(rows),
         chunk_tokens,
         with_entropy,
     )
-    shape = logits.shape[:-1]
     return logprobs.reshape(shape), entropy.reshape(shape) if with_entropy else None
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Log-probs and entropies of `[N, T, V]` logits, with the gradient in closed form.
-
-    With p = softmax(z / τ), H its entropy and a the token:
-    d log p_a / dz = (onehot(a) - p) / τ   and   dH / dz = -p · (log p + H) / τ.
-    """
-
     @staticmethod
     def forward(
         ctx: Any,
         logits: Tensor,  # [N, T, V]
         tokens: Tensor,  # [N, T]
         scale: Tensor | None,  # [N, T, 1] temperature
-        mask: Tensor | None,  # [N, T]
         chunk_tokens: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.save_for_backward(logits, tokens, scale, mask)
-        ctx.chunk_tokens = chunk_tokens
-        # An entropy that only feeds a metric has no gradient; None instead of zeros saves its whole pass.
+        # An entropy that only feeds a metric has no gradient; None instead of zeros saves its part of the backward.
         ctx.set_materialize_grads(False)
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        logprobs = torch.empty(tokens.shape, dtype=dtype, device=logits.device)
+        ctx.chunk_tokens = chunk_tokens
+        logprobs = torch.empty(tokens.shape, dtype=wide_format(logits.dtype), device=logits.device)
         entropy = torch.empty_like(logprobs) if with_entropy else None
-        for at in _chunks(tokens.shape[0], tokens.shape[1], chunk_tokens):
-            chunk_mask = None if mask is None else mask[at]
-            log_p = _log_softmax(logits[at], None if scale is None else scale[at], chunk_mask)
-            logprobs[at] = _pick(log_p, tokens[at], chunk_mask)
+        operations = TorchHead(logits.device)
+        for at in _blocks(tokens.shape, chunk_tokens):
+            reading = operations.read_off(logits[at], tokens[at], _part(scale, at), with_entropy=with_entropy)
+            logprobs[at] = reading.logprobs
             if entropy is not None:
-                entropy[at] = _entropy(log_p, chunk_mask)
+                assert reading.entropy is not None
+                entropy[at] = reading.entropy
+        ctx.save_for_backward(logits, tokens, scale, entropy)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None, None, None]:
-        logits, tokens, scale, mask = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)  # [N, T, V], the only full-size tensor made here
-        for at in _chunks(tokens.shape[0], tokens.shape[1], ctx.chunk_tokens):
-            chunk_scale = None if scale is None else scale[at]
-            chunk_mask = None if mask is None else mask[at]
-            grad = _chunk_gradient(
-                _log_softmax(logits[at], chunk_scale, chunk_mask),
-                _safe_tokens(tokens[at], chunk_mask),
-                None if grad_logprobs is None else grad_logprobs[at],
-                None if grad_entropy is None else grad_entropy[at],
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, tokens, scale, entropy = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)  # [N, T, V], the only tensor of full size made here
+        operations = TorchHead(logits.device)
+        for at in _blocks(tokens.shape, ctx.chunk_tokens):
+            parts = (_part(scale, at), None, _part(grad_logprobs, at), _part(grad_entropy, at), _part(entropy, at))
+            grad_logits[at] = operations.gradient(logits[at], tokens[at], *parts)
+        return grad_logits, *[None] * 4
+
+
+def head_logprobs_and_entropy(
+    hidden: Tensor,  # [N, d]
+    weight: Tensor,  # [V, d]
+    tokens: Tensor,  # [N] token ids
+    *,
+    bias: Tensor | None = None,  # [V]
+    temperature: float | Tensor = 1.0,  # or [N]
+    with_entropy: bool = True,
+    chunk_tokens: int = 0,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(linear(hidden, weight, bias) / temperature) at each token, and its entropy, `[N]` each.
+
+    `chunk_tokens` is how many tokens' logits exist at once; 0 chooses by the size of the vocabulary. Without
+    `with_entropy` the second result is None. Gradients are of `hidden`, `weight` and `bias`. Under autocast logits are
+    computed in its format, as a linear layer's would be.
+
+    >>> weight = torch.tensor([[0.0], [1.0]])
+    >>> logprobs, entropy = head_logprobs_and_entropy(torch.zeros(3, 1), weight, torch.tensor([0, 1, 1]))
+    >>> [round(value, 4) for value in logprobs.tolist()]  # two tokens, equally likely: -log 2
+    [-0.6931, -0.6931, -0.6931]
+    """
+    _check_head(hidden, weight, tokens, bias)
+    if chunk_tokens < 0:
+        raise ConfigError(f"chunk_tokens must be 0 (chosen by vocabulary) or more, got {chunk_tokens}.")
+    scale = temperature_per_token(temperature, tokens.shape, like=hidden)
+    if scale is not None and bool((scale == 1).all()):
+        scale = None
+    device_type = hidden.device.type
+    is_autocast = torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device_type) if is_autocast else hidden.dtype
+    if chunk_tokens == 0:
+        chunk_tokens = head_operations(hidden.device, dtype).chunk_tokens(len(tokens), weight.shape[0])
+    logprobs, entropy = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, tokens.long().contiguous(), scale, dtype, chunk_tokens, with_entropy
+    )
+    return logprobs, entropy
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [N, d]
+        weight: Tensor,  # [V, d]
+        bias: Tensor | None,  # [V]
+        tokens: Tensor,  # [N]
+        scale: Tensor | None,  # [N, 1] temperature
+        dtype: torch.dtype,
+        chunk_tokens: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        # An entropy that only feeds a metric has no gradient; None instead of zeros saves its part of the backward.
+        ctx.set_materialize_grads(False)
+        ctx.dtype, ctx.chunk_tokens = dtype, chunk_tokens
+        narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        operations = head_operations(hidden.device, dtype)
+        logprobs = torch.empty(tokens.shape, dtype=wide_format(dtype), device=hidden.device)
+        entropy = torch.empty_like(logprobs) if with_entropy else None
+        sums: list[Tensor] = []
+        for at in _spans(len(tokens), chunk_tokens):
+            logits = F.linear(hidden[at].to(dtype), narrow_weight, narrow_bias)
+            reading = operations.read_off(logits, tokens[at], _part(scale, at), with_entropy=with_entropy)
+            del logits  # before the next chunk's are there
+            logprobs[at] = reading.logprobs
+            if entropy is not None:
+                assert reading.entropy is not None
+                entropy[at] = reading.entropy
+            if reading.sums is not None:
+                sums.append(reading.sums)
+        ctx.save_for_backward(hidden, weight, bias, tokens, scale, entropy, torch.cat(sums, 1) if sums else None)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, tokens, scale, entropy, sums = ctx.saved_tensors
+        dtype, wide = ctx.dtype, wide_format(ctx.dtype)
+        narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        operations = head_operations(hidden.device, dtype)
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
+        has_gradient = grad_logprobs is not None or grad_entropy is not None
+        for at in _spans(len(tokens), ctx.chunk_tokens) if has_gradient else ():
+            narrow_hidden = hidden[at].to(dtype)
+            logits = F.linear(narrow_hidden, narrow_weight, narrow_bias)
+            grad = operations.gradient(
+                logits,
+                tokens[at],
+                _part(scale, at),
+                None if sums is None else sums[:, at],
+                _part(grad_logprobs, at),
+                _part(grad_entropy, at),
+                _part(entropy, at),
             )
-            if chunk_scale is not None:
-                grad /= chunk_scale
-            if chunk_mask is not None:
-                grad.masked_fill_(~chunk_mask.unsqueeze(-1), 0.0)
-            grad_logits[at] = grad
-        return grad_logits, None, None, None, None, None
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=wide)
+            if grad_hidden is not None:
+                grad_hidden[at] = (grad @ narrow_weight).to(hidden.dtype)
+            if grad_weight is not None:
+                add_product(grad_weight, grad.T, narrow_hidden)
+            del logits, grad
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *[None] * 5,
+        )
 
 
-def _chunk_gradient(
-    log_p: Tensor,  # [n, t, V]
-    tokens: Tensor,  # [n, t]
-    grad_logprobs: Tensor | None,  # [n, t]
-    grad_entropy: Tensor | None,  # [n, t]
-) -> Tensor:
-    """Gradient of the loss by logits / temperature, `[n, t, V]`."""
-    p = log_p.exp()
-    if grad_entropy is not None:
-        p_log_p = p * _finite(log_p)
-        entropy = -p_log_p.sum(-1, keepdim=True)
-        grad = p_log_p.add_(p * entropy).mul_(-grad_entropy.unsqueeze(-1))
-    else:
-        grad = torch.zeros_like(p)
-    if grad_logprobs is not None:
-        by_logprob = grad_logprobs.unsqueeze(-1)
-        grad -= p.mul_(by_logprob)
-        grad.scatter_add_(-1, tokens.unsqueeze(-1), by_logprob)
-    return grad
+def _part(tensor: Tensor | None, at: Any) -> Tensor | None:
+    return None if tensor is None else tensor[at]
 
 
-def _chunks(num_rows: int, row_length: int, chunk_tokens: int) -> Iterator[tuple[slice, slice]]:
-    """Index pairs that cover `[num_rows, row_length]`, each at most `chunk_tokens` positions."""
-    rows_per_chunk = max(1, chunk_tokens // max(1, row_length))
-    for row in range(0, num_rows, rows_per_chunk):
-        for column in range(0, row_length, chunk_tokens):
-            yield slice(row, row + rows_per_chunk), slice(column, column + chunk_tokens)
+def _spans(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    for start in range(0, num_tokens, chunk_tokens):
+        yield slice(start, min(start + chunk_tokens, num_tokens))
 
 
-def _log_softmax(logits: Tensor, scale: Tensor | None, mask: Tensor | None) -> Tensor:
-    """log softmax(logits / scale) in at least float32; uniform where `mask` is False."""
-    wide = at_least_float32(logits)
-    if mask is not None:
-        wide = wide.masked_fill(~mask.unsqueeze(-1), 0.0)
-    if scale is not None:
-        wide = wide / scale.to(wide.dtype)
-    return wide.log_softmax(-1)
+def _blocks(shape: torch.Size, chunk_tokens: int) -> Iterator[tuple[slice, slice]]:
+    """Index pairs that cover two dimensions, each at most `chunk_tokens` positions."""
+    num_rows, row_length = shape
+    for rows in _spans(num_rows, max(1, chunk_tokens // max(1, row_length))):
+        for columns in _spans(row_length, chunk_tokens):
+            yield rows, columns
 
 
-def _pick(log_p: Tensor, tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """The entry of `log_p` `[..., V]` at each token, 0 where `mask` is False."""
-    picked = log_p.gather(-1, _safe_tokens(tokens, mask).unsqueeze(-1)).squeeze(-1)
-    return picked if mask is None else picked.masked_fill(~mask, 0.0)
-
-
-def _entropy(log_p: Tensor, mask: Tensor | None) -> Tensor:
-    """Entropy of `log_p` `[..., V]`, 0 where `mask` is False."""
-    entropy = -(log_p.exp() * _finite(log_p)).sum(-1)
-    return entropy if mask is None else entropy.masked_fill(~mask, 0.0)
-
-
-def _finite(log_p: Tensor) -> Tensor:
-    # A token that cannot come has log p = -inf, and 0 * -inf is nan; 0 times the lowest float is 0.
-    return log_p.clamp(min=torch.finfo(log_p.dtype).min)
-
-
-def _safe_tokens(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    # Padding often carries -100 or another id that is no index.
-    tokens = tokens.long()
-    return tokens if mask is None else tokens.masked_fill(~mask, 0)
+def _check_head(hidden: Tensor, weight: Tensor, tokens: Tensor, bias: Tensor | None) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise DataError(
+            f"hidden states must be [tokens, hidden] and the head's weight [vocabulary, hidden], got "
+            f"{tuple(hidden.shape)} and {tuple(weight.shape)}. Flatten the batch first."
+        )
+    if tokens.shape != hidden.shape[:1]:
+        raise DataError(f"tokens must be [{hidden.shape[0]}], one for each hidden state, got {tuple(tokens.shape)}.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise DataError(f"the head's bias must be [{weight.shape[0]}], got {tuple(bias.shape)}.")
 
 
 def temperature_per_token(temperature: float | Tensor, shape: torch.Size, *, like: Tensor) -> Tensor | None:
@@ -264,19 +271,3 @@ def _temperature_rule(value: object) -> str:
         f"temperature must be positive and finite, got {value}. Use the temperature that the tokens were "
         "sampled with, or 1.0 for greedy decoding."
     )
-
-
-def _check_shapes(logits: Tensor, tokens: Tensor | None, mask: Tensor | None) -> None:
-    if logits.dim() < 2:
-        raise DataError(
-            f"logits must be [..., tokens, vocabulary], got shape {tuple(logits.shape)}. Add a token dimension."
-        )
-    expected = tuple(logits.shape[:-1])
-    for name, tensor in (("tokens", tokens), ("mask", mask)):
-        if tensor is not None and tuple(tensor.shape) != expected:
-            raise DataError(
-                f"{name} must have the shape of the logits without the vocabulary, {expected}, got "
-                f"{tuple(tensor.shape)}. Pass logits[:, :-1] with tokens[:, 1:]."
-            )
-    if mask is not None and mask.dtype != torch.bool:
-        raise DataError(f"mask must be a bool tensor, got {mask.dtype}. Convert it with mask.bool().")

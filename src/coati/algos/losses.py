@@ -1,20 +1,23 @@
-"""The losses of PPO, as sums over response tokens divided by `num_tokens`.
+"""The losses: PPO's clipped surrogate and value loss, GSPO's sequence-level ratio, and how tokens add up.
 
-`num_tokens` counts the response tokens of the whole optimizer step, over all micro-batches and ranks, and
-comes from outside: then the losses, the fractions and the gradients of micro-batches simply add up. (With
-gradients averaged over ranks, as DDP does, multiply the loss by the number of ranks.) A `num_tokens` of 0
-gives 0, not nan.
+Denominators (`num_tokens`, `num_sequences`) count the whole optimizer step, over all micro-batches and ranks, and come
+from outside: then the losses, the fractions and the gradients of micro-batches simply add up. (With gradients averaged
+over ranks, as DDP does, multiply the loss by the number of ranks.) A denominator of 0 gives 0, not nan. Rows are never
+split over micro-batches.
 
 Only the first argument of each loss is differentiated. Everything else is data, and is detached here.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from coati.algos.kl import k3
-from coati.algos.masked import divide_by_count, masked_sum, zero_padding
+from coati.algos.masked import divide_by_count, masked_sum, spread, zero_padding
+from coati.errors import ConfigError
+
+LossNormalization = Literal["token", "sequence", "constant"]
 
 
 class PolicyLossOutput(NamedTuple):
@@ -65,8 +68,11 @@ def clipped_policy_loss(
     clip_low: float,
     clip_high: float,
     num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
+    reduction: Tensor | None = None,  # [B, T] share of each token, from `loss_weights`; None divides by num_tokens
 ) -> PolicyLossOutput:
     """PPO's clipped surrogate, to be minimised; ratios are clipped to [1 - clip_low, 1 + clip_high].
+
+    With `reduction` the loss is -Σ share · surrogate. The numbers beside the loss stay means over tokens.
 
     >>> logprobs, behavior = torch.tensor([[1.5, 0.5]]).log(), torch.zeros(1, 2)
     >>> advantages, mask = torch.tensor([[1.0, -1.0]]), torch.tensor([[True, True]])
@@ -77,35 +83,7 @@ def clipped_policy_loss(
     (-0.2, 1.0)
     """
     tokens = policy_tokens(logprobs, behavior_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high)
-    return reduce_policy_tokens(tokens, num_tokens=num_tokens)
-
-
-def weighted_policy_loss(
-    logprobs: Tensor,  # [B, T] current policy
-    behavior_logprobs: Tensor,  # [B, T] policy that sampled the tokens
-    advantages: Tensor,  # [B, T]
-    mask: Tensor,  # [B, T] bool, True on response tokens
-    *,
-    clip_low: float,
-    clip_high: float,
-    weights: Tensor,  # [B, T] share of each token in the loss, such as `loss_weights` gives
-    num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
-) -> PolicyLossOutput:
-    """`clipped_policy_loss` with another normalisation: the loss is -Σ weight · surrogate.
-
-    `num_tokens` is the denominator of the numbers beside the loss, which stay means over tokens.
-
-    >>> logprobs, mask = torch.zeros(1, 2), torch.tensor([[True, True]])
-    >>> out = weighted_policy_loss(
-    ...     logprobs, logprobs, torch.tensor([[1.0, 2.0]]), mask, clip_low=0.2, clip_high=0.2,
-    ...     weights=torch.tensor([[0.5, 0.25]]), num_tokens=2,
-    ... )
-    >>> out.loss.item()  # -(0.5 · 1 + 0.25 · 2)
-    -1.0
-    """
-    tokens = policy_tokens(logprobs, behavior_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high)
-    shares = zero_padding(weights.detach(), mask, name="weights")
-    return reduce_policy_tokens(tokens, num_tokens=num_tokens, weights=shares)
+    return reduce_policy_tokens(tokens, mask, num_tokens=num_tokens, reduction=reduction)
 
 
 def policy_tokens(
@@ -162,15 +140,16 @@ def clipped_surrogate(
 
 def reduce_policy_tokens(
     tokens: PolicyTokens,
+    mask: Tensor,  # [B, T] bool, True on response tokens
     *,
     num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
-    weights: Tensor | None = None,  # [B, T] zeros on padding
+    reduction: Tensor | None,  # [B, T]
 ) -> PolicyLossOutput:
-    """-Σ surrogate / num_tokens, or -Σ weight · surrogate given weights; the rest over num_tokens."""
-    if weights is None:
+    """-Σ surrogate / num_tokens, or -Σ share · surrogate given shares; the rest over num_tokens."""
+    if reduction is None:
         loss = divide_by_count(-tokens.surrogate.sum(), num_tokens)
     else:
-        loss = -(weights * tokens.surrogate).sum()
+        loss = -(zero_padding(reduction.detach(), mask, name="reduction") * tokens.surrogate).sum()
     return PolicyLossOutput(
         loss=loss,
         clip_fraction=divide_by_count(tokens.is_clipped.to(tokens.surrogate.dtype).sum(), num_tokens),
@@ -226,3 +205,96 @@ def entropy_bonus(
     1.0
     """
     return divide_by_count(masked_sum(entropy, mask), num_tokens)
+
+
+def loss_weights(
+    mask: Tensor,  # [B, T] bool, True on response tokens
+    *,
+    mode: LossNormalization,
+    num_tokens: Tensor | float | None = None,  # scalar: response tokens in the whole step, over all ranks
+    num_sequences: Tensor | float | None = None,  # scalar: responses in the whole step, over all ranks
+    max_length: int | None = None,  # most tokens that a response may have
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Weights `[B, T]`, zeros on padding, so that Σ weight · loss is a step's loss.
+
+    - "token": 1 / num_tokens. Every token counts the same (PPO, DAPO).
+    - "sequence": 1 / (length of its response · num_sequences). Every response counts the same (GRPO), so a
+      token of a long one counts less.
+    - "constant": 1 / (max_length · num_sequences). Every token counts the same, in this step and in any
+      other, whatever the lengths (Dr. GRPO).
+
+    Only what the mode divides by must be given. Whether responses without a token count is the caller's choice.
+
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> loss_weights(mask, mode="sequence", num_sequences=2).tolist()
+    [[0.25, 0.25], [0.5, 0.0]]
+    >>> loss_weights(mask, mode="constant", num_sequences=2, max_length=4).tolist()
+    [[0.125, 0.125], [0.125, 0.0]]
+    """
+    if mode not in get_args(LossNormalization):
+        raise ConfigError(
+            f"the normalisation of a loss must be one of {', '.join(get_args(LossNormalization))}, got "
+            f"{mode!r}. Use token unless responses should count the same whatever their length."
+        )
+    ones = zero_padding(torch.ones(mask.shape, dtype=dtype, device=mask.device), mask)
+    if mode == "token":
+        return divide_by_count(ones, _needed("num_tokens", num_tokens, mode))
+    per_sequence = divide_by_count(ones, _needed("num_sequences", num_sequences, mode))
+    if mode == "sequence":
+        return divide_by_count(per_sequence, mask.sum(-1, keepdim=True))
+    return divide_by_count(per_sequence, _needed("max_length", max_length, mode))
+
+
+def sequence_policy_loss(
+    logprobs: Tensor,  # [B, T] current policy
+    behavior_logprobs: Tensor,  # [B, T] policy that sampled the tokens
+    advantages: Tensor,  # [B] one per response, or [B, T]
+    mask: Tensor,  # [B, T] bool, True on response tokens
+    *,
+    clip_low: float,
+    clip_high: float,
+    num_sequences: Tensor | float,  # scalar: responses in the whole step, over all ranks
+) -> PolicyLossOutput:
+    """GSPO: PPO's clipped surrogate with one ratio per response, s = exp(mean over its tokens of log ratio).
+
+    With advantages `[B]` the loss is -Σ min(s · A, clip(s) · A) / num_sequences, and its gradient goes
+    through s: each of the n tokens of a response gets s · A / n. With advantages `[B, T]` it is the paper's
+    GSPO-token: the mean over a response of min(s · A_t, clip(s) · A_t), where the gradient s · A_t / n of a
+    token comes from its own advantage. Where the advantages of a response are equal the two are the same.
+
+    In the output `clip_fraction` and `approx_kl` are means over responses of means over their tokens, and
+    `ratio_max` is of s. A clip range for s must be much narrower than one for tokens: 3e-4 and 4e-4 in the
+    paper.
+
+    >>> logprobs, behavior = torch.tensor([[4.0, 0.25], [2.25, 9.0]]).log(), torch.zeros(2, 2)
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> out = sequence_policy_loss(
+    ...     logprobs, behavior, torch.tensor([3.0, 2.0]), mask, clip_low=0.5, clip_high=0.5, num_sequences=2
+    ... )
+    >>> out.loss.item(), out.clip_fraction.item()  # -(1 · 3 + 1.5 · 2) / 2
+    (-3.0, 0.5)
+    """
+    current = zero_padding(logprobs, mask, name="logprobs")
+    behavior = zero_padding(behavior_logprobs.detach(), mask, name="behavior_logprobs")
+    gains = spread(advantages, mask) if advantages.dim() == 1 else advantages
+    gains = zero_padding(gains.detach(), mask, name="advantages")
+    lengths = mask.sum(-1, keepdim=True)  # [B, 1]
+    log_s = divide_by_count((current.detach() - behavior).sum(-1, keepdim=True), lengths)  # [B, 1]
+    # The value of log s at every token, and the gradient of the token's own log-prob. The weight 1 / n of the
+    # token below then makes it the gradient through the mean.
+    log_ratio = log_s + (current - current.detach())  # [B, T]
+    surrogate, is_clipped = clipped_surrogate(log_ratio, gains, clip_low=clip_low, clip_high=clip_high)
+    weights = loss_weights(mask, mode="sequence", num_sequences=num_sequences, dtype=surrogate.dtype)
+    return PolicyLossOutput(
+        loss=-(weights * surrogate).sum(),
+        clip_fraction=zero_padding(weights, is_clipped).sum(),
+        approx_kl=(weights * k3(behavior, current.detach())).sum(),
+        ratio_max=largest(zero_padding(log_ratio.detach().exp(), mask)),
+    )
+
+
+def _needed(name: str, value: Tensor | float | None, mode: str) -> Tensor | float:
+    if value is None:
+        raise ConfigError(f"the normalisation {mode!r} divides by {name}, got none. Pass {name} of the whole step.")
+    return value

@@ -117,3 +117,20 @@ def masked_whiten(
     if not shift_mean:
         whitened = whitened + mean
     return zero_padding(whitened, mask)
+
+
+def spread(
+    advantages: Tensor,  # [B] one per response
+    mask: Tensor,  # [B, T] bool, True on response tokens
+) -> Tensor:
+    """Each response's advantage at every one of its tokens, `[B, T]`, zeros on padding.
+
+    >>> spread(torch.tensor([2.0, 3.0]), torch.tensor([[True, True], [True, False]])).tolist()
+    [[2.0, 2.0], [3.0, 0.0]]
+    """
+    if advantages.shape != mask.shape[:1]:
+        raise DataError(
+            f"advantages must be [{mask.shape[0]}], one for each row of the mask, got shape "
+            f"{tuple(advantages.shape)}. What is [B, T] already needs no spreading."
+        )
+    return zero_padding(advantages.unsqueeze(-1).expand(mask.shape), mask, name="advantages")

@@ -12,7 +12,6 @@ from coati.algos import (
     kl_penalty,
     loss_weights,
     sequence_policy_loss,
-    weighted_policy_loss,
 )
 from coati.config import AlgorithmSettings
 from coati.errors import DataError
@@ -89,7 +88,7 @@ def _clipped(
         whole_way = kl_estimate(behavior, logprobs.detach(), mask, kind="k3")
         per_response = loss_weights(mask, mode="sequence", num_sequences=counts.sequences, dtype=whole_way.dtype)
         return out._replace(approx_kl=(per_response * whole_way).sum())
-    is_plain = algorithm.normalization == "token"
+    reduction = None if algorithm.normalization == "token" else shares
     if proximal is not None:
         return decoupled_policy_loss(
             logprobs,
@@ -100,11 +99,11 @@ def _clipped(
             **clip,
             weights=token_weights(part, algorithm),
             num_tokens=counts.tokens,
-            reduction=None if is_plain else shares,
+            reduction=reduction,
         )
-    if is_plain:
-        return clipped_policy_loss(logprobs, behavior, advantages, mask, **clip, num_tokens=counts.tokens)
-    return weighted_policy_loss(logprobs, behavior, advantages, mask, **clip, weights=shares, num_tokens=counts.tokens)
+    return clipped_policy_loss(
+        logprobs, behavior, advantages, mask, **clip, num_tokens=counts.tokens, reduction=reduction
+    )
 
 
 def _reference_of(part: Experience, algorithm: AlgorithmSettings) -> Tensor:

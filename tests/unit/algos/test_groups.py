@@ -11,7 +11,7 @@ from coati.algos import (
     grpo_advantages,
     has_signal,
     masked_whiten,
-    reinforce_plus_plus_advantages,
+    reinforce_returns,
     rloo_advantages,
     spread,
 )
@@ -22,6 +22,11 @@ NAN, INF = float("nan"), float("inf")
 
 def dr_grpo_advantages(scores, group_ids):
     return grpo_advantages(scores, group_ids, normalize_std=False)
+
+
+def reinforce_plus_plus_advantages(token_rewards, mask, *, gamma, group_ids=None, eps=1e-8):
+    """Returns as makers compute them, whitened as the learner does."""
+    return masked_whiten(reinforce_returns(token_rewards, mask, gamma=gamma, group_ids=group_ids), mask, eps=eps)
 
 
 ESTIMATORS = [grpo_advantages, dr_grpo_advantages, rloo_advantages, has_signal]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs a CUDA device, or TRITON_INTERPRET=1",
 )
 
-from coati.algos import head_kernels, head_logprobs, head_logprobs_and_entropy, head_operations  # noqa: E402
+from coati.algos import head_kernels, head_logprobs_and_entropy, head_operations  # noqa: E402
 from coati.algos.head_operations import TorchHead, TritonHead, why_no_head_kernels  # noqa: E402
 
 # Of float32 arithmetic, and of one rounding to the format that gradients are written in.
@@ -133,7 +133,7 @@ def test_the_whole_function_with_kernels_gives_what_it_gives_with_torch(chunk_to
         temperature = torch.linspace(0.5, 2.0, 8, device=DEVICE)
     results = []
     for head in both_heads(dtype):
-        monkeypatch.setattr(head_logprobs, "head_operations", lambda *_, head=head: head)
+        monkeypatch.setattr("coati.algos.logprobs.head_operations", lambda *_, head=head: head)
         inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
         logprobs, entropy = head_logprobs_and_entropy(
             *inputs[:2], tokens, bias=inputs[2], temperature=temperature, chunk_tokens=chunk_tokens

@@ -9,8 +9,23 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coati.algos import entropy_of, head_logprobs_and_entropy, logprobs_of
+from coati.algos import head_logprobs_and_entropy
 from coati.errors import ConfigError, DataError
+
+
+def log_softmax(logits, temperature):
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return (wide / torch.as_tensor(temperature, dtype=wide.dtype).reshape(-1, 1)).log_softmax(-1)
+
+
+def logprobs_of(logits, tokens, *, temperature=1.0):
+    """The definition, in plain autograd."""
+    return log_softmax(logits, temperature).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy_of(logits, *, temperature=1.0):
+    log_p = log_softmax(logits, temperature)
+    return -(log_p.exp() * log_p).sum(-1)
 
 
 def random_case(seed, *, tokens=6, width=4, vocab=7, with_bias=False, dtype=torch.float64):

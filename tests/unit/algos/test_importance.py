@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coati.algos import WeightSums, effective_sample_size, importance_weights, ratio_tails, weight_sums
+from coati.algos import WeightSums, importance_weights, ratio_tails, weight_sums
 from coati.errors import ConfigError, DataError
 
 NAN, INF = float("nan"), float("inf")
@@ -14,6 +14,10 @@ GARBAGE = [NAN, INF, -INF, 1e308]
 LEVELS = ("token", "sequence")
 KINDS = ("truncate", "mask", "none")
 ALL = pytest.mark.parametrize(("level", "kind"), list(itertools.product(LEVELS, KINDS)))
+
+
+def effective_sample_size(log_ratios, mask, *, level):
+    return weight_sums(log_ratios, mask, level=level).effective_sample_size()
 
 
 def random_batch(seed, *, batch=5, length=4, scale=0.7):

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coati.algos import clipped_policy_loss, loss_weights, policy_tokens, weighted_policy_loss
+from coati.algos import clipped_policy_loss, loss_weights
+from coati.algos.losses import policy_tokens
 from coati.errors import ConfigError, DataError
 
 NAN, INF = float("nan"), float("inf")
@@ -96,8 +97,8 @@ def test_wrong_modes_masks_and_shapes_are_refused():
         loss_weights(mask, mode="mean")
     with pytest.raises(DataError, match=r"mask must be a bool tensor"):
         loss_weights(mask.long(), mode="token", num_tokens=4)
-    with pytest.raises(DataError, match=r"weights must have the shape of its mask"):
-        weighted_policy_loss(zero, zero, zero, mask, **CLIP, weights=torch.zeros(2), num_tokens=4)
+    with pytest.raises(DataError, match=r"reduction must have the shape of its mask"):
+        clipped_policy_loss(zero, zero, zero, mask, **CLIP, reduction=torch.zeros(2), num_tokens=4)
 
 
 def test_policy_tokens_by_hand():
@@ -130,13 +131,13 @@ def test_weighted_loss_is_its_sum_ignores_padding_and_adds_up(seed, mode, garbag
     def loss_at(inputs, rows):
         first, second, third, weights = (x[rows] for x in inputs)
         return with_gradient(
-            weighted_policy_loss,
+            clipped_policy_loss,
             first,
             second,
             third,
             mask[rows],
             **CLIP,
-            weights=weights,
+            reduction=weights,
             num_tokens=mask.sum(),
         )
 
@@ -166,13 +167,13 @@ def test_weighted_loss_differentiates_only_the_policy_and_exactly():
     tensors = [x.requires_grad_() for x in random_batch(1)[:3]]
     mask = random_batch(1)[3]
     weights = weights_of(mask, "sequence", like=mask).requires_grad_()
-    out = weighted_policy_loss(*tensors, mask, **CLIP, weights=weights, num_tokens=9)
+    out = clipped_policy_loss(*tensors, mask, **CLIP, reduction=weights, num_tokens=9)
     out.loss.backward()
     assert tensors[0].grad.abs().sum() > 0
     assert [x.grad for x in (*tensors[1:], weights)] == [None] * 3
     assert not any(x.requires_grad for x in out[1:])
     _, behavior, advantages = (x.detach() for x in tensors)
     assert torch.autograd.gradcheck(
-        lambda x: weighted_policy_loss(x, behavior, advantages, mask, **CLIP, weights=weights, num_tokens=9).loss,
+        lambda x: clipped_policy_loss(x, behavior, advantages, mask, **CLIP, reduction=weights, num_tokens=9).loss,
         tensors[0].detach().requires_grad_(),
     )

@@ -10,7 +10,6 @@ from coati.algos import (
     decoupled_policy_loss,
     importance_weights,
     loss_weights,
-    weighted_policy_loss,
 )
 from coati.errors import DataError
 
@@ -159,8 +158,8 @@ def test_another_reduction_is_the_weighted_loss_of_weighted_advantages():
     (current, proximal, behavior, advantages, weights), mask = random_batch(5)
     reduction = loss_weights(mask, mode="constant", num_sequences=5, max_length=9, dtype=torch.float64)
     out = decoupled(current, proximal, behavior, advantages, weights, mask, mask.sum(), reduction)
-    expected = weighted_policy_loss(
-        current, proximal, advantages * weights, mask, **CLIP, weights=reduction, num_tokens=mask.sum()
+    expected = clipped_policy_loss(
+        current, proximal, advantages * weights, mask, **CLIP, reduction=reduction, num_tokens=mask.sum()
     )
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-12, atol=0)
     assert out.clip_fraction == expected.clip_fraction

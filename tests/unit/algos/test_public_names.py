@@ -11,15 +11,11 @@ import coati.algos
     "name",
     [
         "advantages",
-        "groups",
-        "head_logprobs",
         "importance",
         "kl",
         "logprobs",
         "losses",
         "masked",
-        "off_policy",
-        "sequence_losses",
     ],
 )
 def test_docstring_examples_run(name):

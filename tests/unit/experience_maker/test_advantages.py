@@ -5,7 +5,7 @@ import doctest
 import pytest
 import torch
 
-from coati.algos import masked_whiten, reinforce_plus_plus_advantages, shaped_rewards
+from coati.algos import masked_whiten, reinforce_returns, shaped_rewards
 from coati.errors import DataError
 from coati.experience_maker import advantages
 from coati.experience_maker.advantages import estimate_advantages
@@ -53,7 +53,7 @@ def test_by_hand(kind, kl_coef, expected):
 def test_reinforce_plus_plus_is_the_returns_whitened_by_the_learner():
     rewards = shaped_rewards(SCORES, KL, MASK, kl_coef=0.5)
     for kind, groups in (("returns", None), ("returns_above_group", GROUPS)):
-        whole = reinforce_plus_plus_advantages(rewards, MASK, gamma=0.9, group_ids=groups)
+        whole = masked_whiten(reinforce_returns(rewards, MASK, gamma=0.9, group_ids=groups), MASK)
         torch.testing.assert_close(masked_whiten(estimate(kind, kl_coef=0.5, gamma=0.9), MASK), whole)
 
 

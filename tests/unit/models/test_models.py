@@ -211,7 +211,7 @@ def test_a_new_head_starts_at_zero_on_causal_lm_and_bare_body(request, kind, fam
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_classification_model_brings_its_head(request, family):
-    config = request.getfixturevalue(f"{family}_config")(num_labels=1)
+    config = request.getfixturevalue(family)(num_labels=1).config
     torch.manual_seed(3)
     kind = LlamaForSequenceClassification if family == "llama" else GPT2ForSequenceClassification
     model = kind(config).eval()
