@@ -58,9 +58,8 @@ def run(name: str, seed: int, options: dict) -> dict:
     torch.set_num_threads(1)
     from coati import assembly
     from coati.cli.run import quiet_libraries
+    from coati.demo.evaluation import evaluate
     from coati.demo.grammar import PROMPTS
-    from coati.demo.report import distinct_fraction
-    from coati.evaluation import evaluate
     from coati.monitor import RunLog
     from coati.synchronous import SynchronousRun
 
@@ -82,7 +81,7 @@ def run(name: str, seed: int, options: dict) -> dict:
         "before": before.reward,
         "reward": after.reward,
         "kl": after.kl,
-        "distinct": distinct_fraction([sample.text for sample in after.samples[:64]]),
+        "distinct": after.distinct_fraction,
         "samples": [sample.text for sample in after.samples[:3]],
         "dropped": log.num_dropped,
     }
@@ -90,7 +89,7 @@ def run(name: str, seed: int, options: dict) -> dict:
 
 def main() -> None:
     from coati.config.algorithm import ALGORITHMS
-    from coati.demo.cache import ensure_base_model
+    from coati.demo.base_model import ensure_base_model
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))

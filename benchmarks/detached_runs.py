@@ -100,8 +100,7 @@ class Workload:
         import torch
         from transformers import LlamaForCausalLM
 
-        from coati.demo.pretrain import build_model_config
-        from coati.demo.tokenizer import build_tokenizer
+        from coati.demo.base_model import build_model_config, build_tokenizer
 
         path = folder / f"model-{self.hidden}-{self.layers}-{self.inner}-{self.kv_heads}-{self.vocabulary}"
         if not path.exists():

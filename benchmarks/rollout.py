@@ -50,7 +50,7 @@ def make_model(device: str):
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     if device == "cpu":
-        from coati.demo.cache import ensure_base_model
+        from coati.demo.base_model import ensure_base_model
 
         return AutoModelForCausalLM.from_pretrained(ensure_base_model(None)).eval()
     torch.manual_seed(0)

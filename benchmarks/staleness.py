@@ -32,9 +32,9 @@ import transformers
 from staleness_run import METHODS, MORE_METHODS, SETTINGS, Cell, about, base_rewards, recipe_of, run_cell
 
 from coati.cli.run import quiet_libraries
-from coati.demo.cache import ensure_base_model
-from coati.demo.extras import import_extra
+from coati.demo.base_model import ensure_base_model
 from coati.demo.grammar import PROMPTS
+from coati.demo.reward import import_extra
 
 ETAS = (0, 1, 2, 4, 8)
 SEEDS = (1, 2, 3, 4, 5)  # the settings were chosen with seed 0

@@ -15,8 +15,8 @@ import torch
 from coati import assembly
 from coati.cli.run import quiet_libraries
 from coati.config import RunSettings, build_config
+from coati.demo.evaluation import evaluate
 from coati.demo.grammar import PROMPTS
-from coati.evaluation import evaluate
 from coati.experience_buffer import BatchCollector, make_experience_batch, split_experience_batch
 from coati.experience_maker import Experience, NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline

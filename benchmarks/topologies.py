@@ -49,8 +49,8 @@ def settings(makers: int, trainers: int, *, base: str, folder: str, steps: int, 
 def run(makers: int, trainers: int, options: dict) -> dict:
     """Train once on a private Ray and evaluate before and after."""
     from coati.cli.run import quiet_libraries
+    from coati.demo.evaluation import evaluate
     from coati.demo.grammar import PROMPTS
-    from coati.evaluation import evaluate
     from coati.monitor import RunLog, read_jsonl
     from coati.ray.launcher import DetachedRun
 
@@ -80,7 +80,7 @@ def run(makers: int, trainers: int, options: dict) -> dict:
 
 
 def main() -> None:
-    from coati.demo.cache import ensure_base_model
+    from coati.demo.base_model import ensure_base_model
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shapes = "makers x trainers; both must divide 60"

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from coati.cli.main import main
-from coati.demo.cache import ensure_base_model
+from coati.demo.base_model import ensure_base_model
 from coati.demo.grammar import PROMPTS
 
 

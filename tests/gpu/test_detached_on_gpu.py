@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from coati.config import build_config
 from coati.config.plan import output_files
-from coati.demo.cache import ensure_base_model
+from coati.demo.base_model import ensure_base_model
 from coati.demo.grammar import PROMPTS
 from coati.monitor import RunLog, read_jsonl
 

@@ -15,7 +15,7 @@ import ray
 import torch
 
 from coati.config import build_config
-from coati.demo.cache import ensure_base_model
+from coati.demo.base_model import ensure_base_model
 from coati.monitor import RunLog
 from coati.ray import cluster as cluster_module
 from coati.ray import launcher

@@ -22,7 +22,7 @@ from ray_testing import PATIENCE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coati.config import build_config
-from coati.demo.cache import ensure_base_model
+from coati.demo.base_model import ensure_base_model
 from coati.errors import ConfigError
 from coati.ray import cluster as cluster_module
 

@@ -14,16 +14,15 @@ from rich.table import Table
 
 from coati.cli.run import EXIT_STOPPED, RunOutcome, execute, quiet_libraries
 from coati.config import RunSettings, build_config
-from coati.demo.extras import check_demo_extras
 from coati.demo.grammar import PROMPTS
-from coati.demo.report import distinct_fraction, grammatical_fraction, plot_rewards
+from coati.demo.plot import plot_rewards
+from coati.demo.reward import import_extra
 from coati.run_folder import open_run_folder
 
 if TYPE_CHECKING:
-    from coati.evaluation import Evaluation
+    from coati.demo.evaluation import Evaluation
 
 NUM_EVALUATED = 256  # enough that the mean reward is good to about 0.03
-NUM_COMPARED = 64  # distinctness is counted among the first so many
 NUM_SHOWN = 3
 
 
@@ -31,7 +30,8 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
     """Build the base model, show it, train it on Ray, show it again."""
     console = Console()
     started = time.monotonic()
-    check_demo_extras()
+    for module in ("vaderSentiment", "matplotlib"):
+        import_extra(module)  # an error now, not after the training
     quiet_libraries(verbose)
     console.print(
         "[bold]coati demo[/]\nA small Llama that writes film opinions, good and bad, learns to write kind ones. "
@@ -59,7 +59,7 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
 
 
 def _evaluate(console: Console, config: RunSettings, model: Path, title: str) -> dict[str, float]:
-    from coati.evaluation import evaluate
+    from coati.demo.evaluation import evaluate
 
     with console.status(f"sampling the {'trained' if title == 'After' else 'untrained'} model"):
         evaluation = evaluate(config, str(model), num_samples=NUM_EVALUATED)
@@ -98,7 +98,7 @@ def _command(name: str) -> str:
 
 
 def _base_model(console: Console) -> Path:
-    from coati.demo.cache import ensure_base_model
+    from coati.demo.base_model import ensure_base_model
 
     columns = (
         TextColumn("{task.description}"),
@@ -130,12 +130,11 @@ def _show_samples(console: Console, title: str, evaluation: "Evaluation") -> Non
 
 
 def _numbers(evaluation: "Evaluation") -> dict[str, float]:
-    compared = evaluation.samples[:NUM_COMPARED]
     return {
         "reward": evaluation.reward,
         "kl": evaluation.kl,
-        "distinct": distinct_fraction([sample.text for sample in compared]),
-        "grammatical": grammatical_fraction([sample.text for sample in evaluation.samples]),
+        "distinct": evaluation.distinct_fraction,
+        "grammatical": evaluation.grammatical_fraction,
     }
 
 
@@ -146,7 +145,7 @@ def _show_numbers(console: Console, before: dict[str, float], after: dict[str, f
     for label, key, style in (
         ("mean reward", "reward", ".2f"),
         ("KL to the initial model, nats per sample", "kl", ".2f"),
-        (f"distinct among {NUM_COMPARED}", "distinct", ".0%"),
+        ("distinct among 64", "distinct", ".0%"),
         ("sentences of the grammar it was pretrained on", "grammatical", ".0%"),
     ):
         table.add_row(label, format(before[key], style), f"[bold]{after[key]:{style}}[/]")
@@ -154,7 +153,8 @@ def _show_numbers(console: Console, before: dict[str, float], after: dict[str, f
 
 
 def _close(console: Console, config: RunSettings, outcome: RunOutcome, *, seconds: float) -> None:
-    plot = plot_rewards(config.output_folder / "reward.png", outcome.log.rewards, outcome.log.kls)
+    plot = config.output_folder / "reward.png"
+    plot_rewards(plot, outcome.log.rewards, outcome.log.kls)
     console.print(f"Reward curve:  {plot}", highlight=False)
     console.print(f"Model:         {outcome.files.model}", highlight=False)
     console.print(f"Metrics:       {outcome.files.metrics}", highlight=False)

@@ -1,5 +1,4 @@
-"""What `coati demo` runs on, with no network: a film grammar, a small model of it, a reward and a report.
+"""What `coati demo` runs on, without a network: a film grammar, a small model of it, a reward and a plot.
 
-Start at `coati.demo.cache.ensure_base_model` for the model and `coati.demo.grammar.PROMPTS` for the prompts.
-This package imports nothing by itself, so that naming it stays free of torch.
+Importing the package imports nothing else, so that naming it stays free of torch.
 """

@@ -5,12 +5,12 @@ was superb .`. Praise, blame and neutral words are balanced so that the mean sen
 zero: a policy trained towards praise has far to go. There are enough words of praise that it can get there
 without repeating itself.
 
-One table of weighted rules drives both directions, sampling and recognising, so the two cannot drift apart.
-Left out: questions, negated verbs, anything recursive. Every sentence is short by construction.
+One table of weighted rules serves sampling and recognition. No rule is recursive, so every sentence is short.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -100,19 +100,21 @@ def _expand(symbol: str, rng: random.Random) -> list[str]:
     return [word for part in rule.symbols for word in _expand(part, rng)]
 
 
-@cache
-def _vocabulary() -> tuple[str, ...]:
-    words = {part for rules in GRAMMAR.values() for rule in rules for part in rule.symbols if part not in GRAMMAR}
-    return tuple(sorted(words))
-
-
 def vocabulary() -> list[str]:
     """List every word of the language, full stop included, in alphabetical order."""
-    return list(_vocabulary())
+    parts = {part for rules in GRAMMAR.values() for rule in rules for part in rule.symbols}
+    return sorted(parts - GRAMMAR.keys())
+
+
+def first_words(symbol: str = _START) -> set[str]:
+    """Return the words that a sentence can begin with."""
+    if symbol not in GRAMMAR:
+        return {symbol}
+    return {word for rule in GRAMMAR[symbol] for word in first_words(rule.symbols[0])}
 
 
 def is_grammatical(text: str) -> bool:
-    """Say whether `text` is one complete sentence of the grammar, words set apart by white space.
+    """Say whether `text` is one complete sentence of the grammar; white space between words does not matter.
 
     Example:
         >>> is_grammatical("the film was very good .")
@@ -120,43 +122,15 @@ def is_grammatical(text: str) -> bool:
         >>> is_grammatical("the film were very good .")
         False
     """
-    words = text.split()
-    return len(words) in _ends(_START, words, 0)
+    return _sentence_pattern().fullmatch(" ".join(text.split())) is not None
 
 
-def can_continue(text: str) -> bool:
-    """Say whether `text` is an opening: a proper prefix, in whole words, of at least one sentence.
-
-    Example:
-        >>> can_continue("i thought the"), can_continue("the the")
-        (True, False)
-    """
-    words = text.split()
-    return _is_prefix((_START,), words)
+@cache
+def _sentence_pattern() -> re.Pattern[str]:
+    return re.compile(_pattern(_START))
 
 
-def _ends(symbol: str, words: Sequence[str], start: int) -> set[int]:
-    """Return every position at which `symbol`, begun at `start`, can be complete."""
-    rules = GRAMMAR.get(symbol)
-    if rules is None:
-        return {start + 1} if start < len(words) and words[start] == symbol else set()
-    ends: set[int] = set()
-    for rule in rules:
-        reached = {start}
-        for part in rule.symbols:
-            reached = {end for position in reached for end in _ends(part, words, position)}
-        ends |= reached
-    return ends
-
-
-def _is_prefix(pending: tuple[str, ...], words: Sequence[str]) -> bool:
-    """Say whether the `pending` symbols can produce `words` and at least one word more."""
-    if not pending:
-        return False
-    if not words:
-        return True
-    first, rest = pending[0], pending[1:]
-    rules = GRAMMAR.get(first)
-    if rules is None:
-        return words[0] == first and _is_prefix(rest, words[1:])
-    return any(_is_prefix(rule.symbols + rest, words) for rule in rules)
+def _pattern(symbol: str) -> str:
+    if symbol not in GRAMMAR:
+        return re.escape(symbol)
+    return f"(?:{'|'.join(' '.join(map(_pattern, rule.symbols)) for rule in GRAMMAR[symbol])})"

@@ -10,10 +10,13 @@ from coati import assembly
 from coati.algos import kl_estimate
 from coati.config import RunSettings
 from coati.cpu import set_up_cpu
+from coati.demo.grammar import is_grammatical
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.models import Actor, action_logprobs
 from coati.rewards.texts import decode_completions, decode_prompts
 from coati.rollout import GenerateOptions, RolloutRequest, make_engine
+
+NUM_COMPARED = 64
 
 # Far from the ids of any training run, so that the draws are fresh.
 _FIRST_SAMPLE_ID = 1 << 50
@@ -31,7 +34,7 @@ class EvaluatedSample:
     @property
     def text(self) -> str:
         """Prompt and response as one text."""
-        return f"{self.prompt} {self.response}".strip()
+        return self.prompt + self.response
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,8 +56,14 @@ class Evaluation:
 
     @property
     def distinct_fraction(self) -> float:
-        """Share of different texts among the samples."""
-        return len({sample.text for sample in self.samples}) / len(self.samples)
+        """Share of different texts among the first `NUM_COMPARED` samples."""
+        compared = self.samples[:NUM_COMPARED]
+        return len({sample.text for sample in compared}) / len(compared)
+
+    @property
+    def grammatical_fraction(self) -> float:
+        """Share of complete sentences of the film grammar."""
+        return sum(is_grammatical(sample.text) for sample in self.samples) / len(self.samples)
 
 
 @torch.no_grad()

@@ -1,0 +1,196 @@
+"""The demo's base model: a small Llama that is taught the film grammar once and kept in a cache, without a download.
+
+Under a hundred thousand parameters, 160 AdamW steps on fresh sentences, one thread, about five seconds. The same seed
+gives the same bits on one machine.
+"""
+
+import hashlib
+import inspect
+import math
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from coati.config.model_folder import folder_problem
+from coati.cpu import set_up_cpu
+from coati.demo import grammar
+from coati.demo.grammar import first_words, sample_sentence, vocabulary
+from coati.errors import ConfigError
+
+PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+
+CONTEXT_LENGTH = 64
+"""Tokens that the model can see; the longest sentence of the grammar is under a third of it."""
+
+# Measured share of grammatical samples, drawn freely at temperature 1: 89 % after 80 steps, 90 % after 100,
+# at least 94 % after 160 for seeds 0, 1 and 2, in 5 to 6 s. Training towards a reward costs some of it.
+_STEPS, _BATCH_SIZE = 160, 32
+_PEAK_LEARNING_RATE, _WARMUP_STEPS = 1e-2, 20
+
+ProgressCallback = Callable[[int, int, float], None]
+"""Called after every step with the step (from 1), the number of steps and the loss in nats per token."""
+
+
+def ensure_base_model(root: Path | None = None, *, on_progress: ProgressCallback | None = None) -> Path:
+    """Return the folder of the base model, which is trained first if the cache does not have it.
+
+    The cache is `$COATI_CACHE`, or `coati` in the user's cache folder. Treat the folder as read-only.
+    """
+    root = _default_cache() if root is None else root
+    # Whatever decides the weights is in these two files.
+    recipe = "".join(inspect.getsource(module) for module in (grammar, sys.modules[__name__]))
+    entry = root / f"film-base-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
+    if entry.is_dir() and not folder_problem(entry):
+        return entry
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        workshop = tempfile.TemporaryDirectory(prefix=".building-", dir=root)
+    except OSError as error:
+        raise ConfigError(
+            f"The cache folder {root} cannot be written ({error}). Set COATI_CACHE to another."
+        ) from error
+    with workshop:
+        built = Path(workshop.name) / "new"
+        pretrain(built, on_progress=on_progress)
+        if entry.is_dir() and folder_problem(entry):
+            shutil.rmtree(entry)
+        if not entry.exists():  # else another process has finished first
+            built.rename(entry)
+    return entry
+
+
+def _default_cache() -> Path:
+    if chosen := os.environ.get("COATI_CACHE"):
+        return Path(chosen).expanduser()
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG rules say that a relative path there is invalid and to be ignored.
+    return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "coati"
+
+
+def pretrain(
+    folder: Path,
+    *,
+    seed: int = 0,
+    steps: int = _STEPS,
+    batch_size: int = _BATCH_SIZE,
+    on_progress: ProgressCallback | None = None,
+) -> None:
+    """Train the base model from nothing and save it, with its tokenizer, in `folder`."""
+    tokenizer = build_tokenizer()
+    threads, mkldnn = torch.get_num_threads(), torch.backends.mkldnn.enabled
+    set_up_cpu(1)  # sums that are split over a different number of threads round differently
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
+            torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also reseed the caller's GPUs
+            model = LlamaForCausalLM(build_model_config(tokenizer))
+            _train(model, tokenizer, random.Random(seed), steps, batch_size, on_progress or (lambda *_: None))
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.mkldnn.enabled = mkldnn
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _train(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rng: random.Random,
+    steps: int,
+    batch_size: int,
+    on_progress: ProgressCallback,
+) -> None:
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=_PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True
+    )
+    # Rise linearly, then fall along a half cosine to zero: the small last steps make the samples clean.
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min(1.0, (step + 1) / _WARMUP_STEPS) * 0.5 * (1.0 + math.cos(math.pi * step / steps)),
+    )
+    model.train()
+    for step in range(1, steps + 1):
+        sentences = [f"{sample_sentence(rng)}{tokenizer.eos_token}" for _ in range(batch_size)]
+        # Right padding under a causal mask: no word sees padding, so no attention mask is needed.
+        ids: Tensor = tokenizer(sentences, padding=True, padding_side="right", return_tensors="pt")[
+            "input_ids"
+        ]  # [B, S]
+        logits: Tensor = model(input_ids=ids[:, :-1], use_cache=False).logits  # [B, S-1, V]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids[:, 1:].flatten(), ignore_index=tokenizer.pad_token_id
+        )
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        on_progress(step, steps, loss.item())
+
+
+def build_model_config(
+    tokenizer: PreTrainedTokenizerFast, *, hidden_size: int = 64, num_layers: int = 2, num_heads: int = 4
+) -> LlamaConfig:
+    """Describe the demo's Llama for `tokenizer`: its vocabulary, its special tokens, its context."""
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Build the tokenizer of the film grammar: one id per word, plus padding, start, end and unknown.
+
+    It puts `<bos>` in front of a text and never appends `<eos>`, so that a prompt stays open. A word carries the space
+    before it, as in the tokenizers of large models; words that open sentences have a second id, without the space.
+
+    Example:
+        >>> tokenizer = build_tokenizer()
+        >>> ids = tokenizer("The film was good.").input_ids
+        >>> tokenizer.decode(ids, skip_special_tokens=True)
+        'the film was good .'
+    """
+    tokens = [PAD, BOS, EOS, UNK, *sorted(first_words()), *(f" {word}" for word in vocabulary())]
+    ids = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(models.WordLevel(vocab=ids, unk_token=UNK))
+    # People type "The film was good."; the language is lower case, with a space before the full stop.
+    backend.normalizer = normalizers.Sequence(
+        [
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex(r"\s*\."), " ."),
+            normalizers.Replace(Regex(r"\s+"), " "),
+            normalizers.Strip(left=False, right=True),
+        ]
+    )
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?[^ ]+"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, ids[BOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNK,
+        padding_side="left",
+        model_max_length=CONTEXT_LENGTH,
+        # The clean-up would glue the full stop to the word before it, and texts would not round-trip.
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,49 @@
+"""Fresh samples of a model: scored, compared with the initial model, and drawn apart from training."""
+
+import json
+import math
+
+import pytest
+
+from coati.cli.demo import demo_config
+from coati.demo.base_model import pretrain
+from coati.demo.evaluation import EvaluatedSample, Evaluation, evaluate
+from coati.demo.grammar import PROMPTS
+
+
+def sample(response, reward=0.0, kl=0.0):
+    return EvaluatedSample(prompt="the film", response=response, reward=reward, kl=kl)
+
+
+def test_means_by_hand():
+    # rewards 1 and 3, one without score; KL 0.5, 1 and 1.5; two texts among three, two sentences
+    samples = (sample(" was good .", 1.0, 0.5), sample(" was", 3.0, 1.0), sample(" was good .", math.nan, 1.5))
+    found = Evaluation(samples=samples)
+    assert (found.reward, found.kl) == (2.0, 1.0)
+    assert found.distinct_fraction == found.grammatical_fraction == pytest.approx(2 / 3)
+    assert samples[0].text == "the film was good ."
+    assert math.isnan(Evaluation(samples=samples[2:]).reward)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluation")
+    for seed, name in enumerate(("initial", "trained")):
+        pretrain(folder / name, seed=seed, steps=1, batch_size=2)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return demo_config(folder / "initial", seed=0, output=folder)
+
+
+def test_as_many_samples_as_asked_for_each_with_its_text_and_score(config):
+    trained = str(config.output_folder / "trained")
+    found = evaluate(config, trained, num_samples=70)
+    assert len(found.samples) == 70
+    assert {one.prompt for one in found.samples} == set(PROMPTS)
+    assert all(len(one.response.split()) <= 16 and -1 <= one.reward <= 1 for one in found.samples)
+    assert found.distinct_fraction > 0.5
+    assert found.kl != 0.0
+    assert evaluate(config, trained, num_samples=70) == found
+
+
+def test_the_initial_model_has_no_distance_to_itself(config):
+    assert evaluate(config, config.reference_path, num_samples=2).kl == 0.0
