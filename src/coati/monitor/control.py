@@ -1,8 +1,8 @@
 """Requests to a running job, through two small files in its folder.
 
-`control.json` holds a request (`coati scale`); `state.json` what the run reports: that it is alive, how many makers it
-has, and its answer to the request. Both are replaced as a whole, so a reader never sees half of one. Only requests in a
-file that the run's own user owns are followed; no port is opened.
+`control.json` holds a request (`coati scale`); `state.json` what the run reports: its status, how many makers it has,
+and its answer to the request. Both are replaced as a whole, so a reader never sees half of one. Only requests in a file
+that the run's own user owns are followed; no port is opened.
 """
 
 import contextlib
@@ -28,8 +28,6 @@ MAX_MAKERS = 64
 _CONTROL, _STATE = "control.json", "state.json"
 _POLL_SECONDS = 0.2
 _MAX_REQUEST_BYTES = 4096
-# A run on another machine whose state has not changed for this long is taken for dead. The driver may be busy saving.
-_SILENCE_SECONDS = 60.0
 
 
 class MakersRequest(NamedTuple):
@@ -46,9 +44,7 @@ class RunState:
     status: Literal["starting", "running", "ended"]
     pid: int
     host: str
-    beat: int  # goes up by one with every write
     makers: int
-    makers_wanted: int
     cores: int = 0  # that the actors share; 0 on a cluster
     message: str = ""
     request_id: str = ""  # the newest request that the run has begun
@@ -62,13 +58,7 @@ class RunControl:
         self._folder = folder
         self._has_warned = False
         self._state = RunState(
-            status="starting",
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            beat=0,
-            makers=makers,
-            makers_wanted=makers,
-            cores=cores,
+            status="starting", pid=os.getpid(), host=socket.gethostname(), makers=makers, cores=cores
         )
         self._last_seen = _signature(folder / _CONTROL)  # what is there already was not meant for this run
         self.report()
@@ -88,11 +78,11 @@ class RunControl:
 
     def begin(self, request: MakersRequest) -> None:
         """Report that this request is being worked on."""
-        self.report(request_id=request.request_id, makers_wanted=request.makers, answer="working", message="")
+        self.report(request_id=request.request_id, answer="working", message="")
 
     def report(self, **changes: Any) -> None:
         """Write the state with these fields changed."""
-        self._state = dataclasses.replace(self._state, beat=self._state.beat + 1, **changes)
+        self._state = dataclasses.replace(self._state, **changes)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             _replace(self._folder / _STATE, dataclasses.asdict(self._state))
@@ -113,63 +103,33 @@ def ask_for_makers(
 ) -> RunState:
     """Ask the run in `folder` for this number of makers, and wait until it has them.
 
-    Raises ConfigError if no run is alive there, ScalingRefused if the run refuses or a later request replaced this one,
+    Raises ConfigError if no run is alive there, ScalingRefused if the run refuses or works on another request,
     DeadlineExceeded if it takes longer.
     """
     if not 1 <= makers <= MAX_MAKERS:
         raise ConfigError(f"--makers must be a whole number from 1 to {MAX_MAKERS}, got {makers}.")
     state = _state_of_living_run(folder)
+    if state.answer == "working":
+        raise ScalingRefused(f"the run is working on another request ({state.message}). Try again when it is done.")
     request = MakersRequest(uuid.uuid4().hex, makers)
     _replace(folder / _CONTROL, request._asdict())
-    on_progress(_what_comes_first(state))
-    started = changed = clock()
-    is_replaced = False
+    on_progress(f"the run has {counted(state.makers, 'maker')} and is {state.status}; waiting for it to begin")
+    started = clock()
     while True:
-        newest = _state_of_living_run(folder)
-        now = clock()
-        changed, state = (now if newest.beat != state.beat else changed), newest
+        state = _state_of_living_run(folder)
         if state.request_id == request.request_id:
             if state.answer == "done":
                 return state
             if state.answer == "refused":
                 raise ScalingRefused(state.message)
             on_progress(state.message)
-        elif is_replaced:  # for a whole turn, so the run did not read ours just before
-            raise ScalingRefused(
-                f"a later request took the place of this one, for {counted(makers, 'maker')}. "
-                f"The run has {counted(state.makers, 'maker')} now."
-            )
-        else:
-            is_replaced = _is_replaced(folder, request)
-        if now - changed >= _SILENCE_SECONDS and state.host != socket.gethostname():
-            raise ConfigError(
-                f"the run in {str(folder)!r} (process {state.pid} on {state.host}) has reported nothing for "
-                f"{now - changed:.0f} s. Check that it is still running."
-            )
-        if now - started >= deadline_seconds:
+        if clock() - started >= deadline_seconds:
             raise DeadlineExceeded(
-                f"waited {deadline_seconds:g} s for the run in {str(folder)!r} to have {counted(makers, 'maker')}; it "
-                f"has {state.makers}{': ' + state.message if state.message else ''}. The request stays valid."
+                f"waited {deadline_seconds:g} s for the run in {str(folder)!r} (process {state.pid} on {state.host}) "
+                f"to have {counted(makers, 'maker')}; it has {state.makers}"
+                f"{': ' + state.message if state.message else ''}. The request stays valid."
             )
         sleep(_POLL_SECONDS)
-
-
-def _what_comes_first(state: RunState) -> str:
-    """Say what the run does before it begins with a new request."""
-    have = f"the run has {counted(state.makers, 'maker')}"
-    if state.status == "starting":
-        return f"{have} and is still starting; waiting for it to train"
-    if state.answer == "working":
-        doing = f" ({state.message})" if state.message else ""
-        return f"{have} and is changing to {state.makers_wanted} for an earlier request{doing}; waiting for that to end"
-    return f"{have}; waiting for it to begin"
-
-
-def _is_replaced(folder: Path, request: MakersRequest) -> bool:
-    try:
-        return _read_request(folder / _CONTROL).request_id != request.request_id
-    except (DataError, OSError):
-        return False
 
 
 def _state_of_living_run(folder: Path) -> RunState:
@@ -222,17 +182,15 @@ def _read_request(path: Path) -> MakersRequest:
         text = file.read(_MAX_REQUEST_BYTES)
     try:
         fields = json.loads(text)
-        makers = fields["makers"]
-        if type(makers) is not int or not 1 <= makers <= MAX_MAKERS:
-            raise DataError(f"{path}: makers must be a whole number from 1 to {MAX_MAKERS}, got {str(makers)[:40]}.")
-        return MakersRequest(str(fields["request_id"]), makers)
+        request = MakersRequest(str(fields["request_id"]), fields["makers"])
+        if type(request.makers) is not int or not 1 <= request.makers <= MAX_MAKERS:
+            raise ValueError(f"makers must be a whole number from 1 to {MAX_MAKERS}")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(
             f"{path} must hold a request_id and a number of makers as JSON ({type(error).__name__}: {error}). "
             "Write it with coati scale."
         ) from None
+    return request
 
 
 def _replace(path: Path, fields: dict[str, Any]) -> None:

@@ -52,29 +52,20 @@ class WarningRecorder(logging.Handler):
     def __init__(self, records: RecordLog[dict[str, Any]]) -> None:
         super().__init__(logging.WARNING)
         self._records = records
-        self._seen = DistinctTexts()
+        self._seen: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the message if it is new."""
         text = record.getMessage()
-        if self._seen.add(text):
+        if (key := without_numbers(text)) not in self._seen:
+            self._seen.add(key)
             self._records.append({"warning": text})
 
 
-class DistinctTexts:
-    """Tells new texts from those seen before; texts that differ only in numbers count as one.
+def without_numbers(text: str) -> str:
+    """Return what messages have in common that differ only in numbers.
 
-    >>> seen = DistinctTexts()
-    >>> seen.add("waited 10 s"), seen.add("waited 20 s"), seen.add("gave up")
-    (True, False, True)
+    >>> without_numbers("maker-1 waited 20.5 s")
+    'maker-1 waited 0 s'
     """
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def add(self, text: str) -> bool:
-        """Remember a text; return whether it is new."""
-        key = re.sub(r"(?<![\w-])\d[\d.,]*", "0", text)  # not the number of maker-1
-        is_new = key not in self._seen
-        self._seen.add(key)
-        return is_new
+    return re.sub(r"(?<![\w-])\d[\d.,]*", "0", text)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from coati.monitor.metrics import Metric, MetricBag
 from coati.monitor.progress import RunSnapshot
-from coati.monitor.records import DistinctTexts
+from coati.monitor.records import without_numbers
 from coati.monitor.timeline import LEAVE, WORK, Span
 from coati.monitor.trackers import JsonlFile, Tracker
 
@@ -66,7 +66,7 @@ class RunLog:
         self._step = 0
         self._num_samples = 0
         self._next_sampled_version = 0
-        self._warnings = DistinctTexts()
+        self._warnings: set[str] = set()
         self.rewards: list[tuple[float, float]] = []  # (version, mean reward)
         self.kls: list[tuple[float, float]] = []  # (version, KL per sample)
         self.num_dropped = 0
@@ -123,8 +123,9 @@ class RunLog:
     def warnings(self, actor: str, records: Iterable[Mapping[str, Any]]) -> None:
         """Show each distinct warning among an actor's records once."""
         for record in records:
-            if "warning" in record and self._warnings.add(record["warning"]):
-                logger.warning("%s: %s", actor, record["warning"])
+            if (text := record.get("warning")) and (key := without_numbers(text)) not in self._warnings:
+                self._warnings.add(key)
+                logger.warning("%s: %s", actor, text)
 
     def spans(self, actor: str, spans: Sequence[Span]) -> None:
         """Write down what an actor did when, one span a line, as long as there is room."""

@@ -190,7 +190,7 @@ class DetachedRun:
     def _end_scaling(self, answer: str, message: str) -> None:
         self._scaling = None
         makers = len(self._crew.membership.members)
-        self._control.report(answer=answer, message=message, makers=makers, makers_wanted=makers)
+        self._control.report(answer=answer, message=message, makers=makers)
         self._say(message)
 
     def _finish_some(self, waiting: dict[PendingCall, str], *, timeout: float) -> None:
