@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from coati.experience_maker import Experience, NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.ledger import ages_of
+from coati.peers import LocalPeers
 from coati.trainer.fit_loop import FitLoop
 from coati.trainer.ppo import PPOLearner
-from coati.weights import ServedModels, WeightChunk, WeightStage, new_header, weight_messages
+from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
 
 NUM_EVALUATED = 256
 NO_CAP = 1e9  # a cap that no weight of these runs reaches: `ratio_max` in runs.jsonl shows it
@@ -109,7 +111,9 @@ class StaleRun:
             max_staleness=config.topology.max_staleness,
         )
         self._pipeline = self._make_pipeline()
-        self._stage = WeightStage(self._pipeline.maker.trained_models)
+        maker = SimpleNamespace(update_experience_maker=WeightReceiver(self._pipeline.served).receive)
+        recipients = Recipients(LocalPeers(maker=maker), ["maker"], start_seconds=60.0, update_seconds=600.0)
+        self._sender = WeightSender(self.learner, recipients, timeline=self._pipeline.timeline)
         self._collector = BatchCollector(config.train.batch_size)
         self._waiting: deque[Experience] = deque()
         self._prompts = iter(assembly.make_prompts(config))
@@ -118,7 +122,7 @@ class StaleRun:
 
     def run(self) -> None:
         train = self._config.train
-        self._publish()
+        self._sender.send(self._version, fully_update=True)
         loop = FitLoop(
             next_batch=self._next_batch,
             train=self._train,
@@ -170,22 +174,7 @@ class StaleRun:
 
     def _publish_next_version(self) -> None:
         self._version += 1
-        self._publish()
-
-    def _publish(self) -> None:
-        learner = self.learner
-        header = new_header(version=self._version, source="the benchmark")
-        shards = (
-            (label, shard)
-            for label, model in learner.models.items()
-            for shard in learner.strategy.get_model_state_dict_shard(model)
-        )
-        self._stage.begin(header.update_id, version=header.version, source=header.source)
-        for message in weight_messages(header, shards):
-            if isinstance(message, WeightChunk):
-                self._stage.add_chunk(message)
-            else:
-                self._pipeline.served.offer(self._stage.finish(message))
+        self._sender.send(self._version)
 
 
 def run_cell(cell: Cell, base: str, prompts: str) -> dict[str, Any]:

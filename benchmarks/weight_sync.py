@@ -5,8 +5,8 @@
     python benchmarks/weight_sync.py --sizes 512 --makers 2 --load none --verify off
     python benchmarks/weight_sync.py --device cuda --params 0.5B --makers 1     one card for both, weights stay on it
 
-Each maker is a Ray actor with the real stage and served models; the update goes through the real publisher and weight
-channel, and is over when every maker serves the new version.
+Each maker is a Ray actor with the real receiver and served models; the update goes through the real sender, and is over
+when every maker serves the new version.
 
 `--load busy` (the default): each maker's compute thread "generates" without pause, in steps of about a millisecond,
 with the weights free for a commit between batches of steps. The pause is the longest gap between two steps while the
@@ -31,6 +31,7 @@ import statistics
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import ray
@@ -38,23 +39,14 @@ import torch
 from checked import check_device, one_or_more, zero_or_more
 from torch import nn
 
-from coati.config import Deadlines
-from coati.ray.weight_channel import WeightChannel
-from coati.ray.weight_path import WeightPath
+from coati.monitor.timeline import Timeline
+from coati.ray.peers import RayPeers
 from coati.trainer.strategies import DDPStrategy
-from coati.weights import (
-    DeviceSnapshots,
-    MemorySnapshots,
-    ServedModels,
-    WeightStage,
-    new_header,
-    weight_messages,
-    why_not_shared,
-)
+from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender, shared_memory_of
 
 LAYER_MB = 4
 STEPS_PER_BATCH = 16
-PATHS = {type(None): "store", MemorySnapshots: "shared", DeviceSnapshots: "device"}
+PATHS = {"ByValue": "store", "HostMemory": "shared", "CardMemory": "device"}
 DEADLINE_SECONDS = 120.0
 
 
@@ -92,25 +84,18 @@ class BenchMaker:
         torch.set_num_threads(1)
         modules = {"actor": build(megabytes)}
         self._served = ServedModels(modules)
-        self._stage = WeightStage(modules, newest_weight=self._served.newest_weight, let_go=self._served.let_go)
+        self._receiver = WeightReceiver(self._served)
         self._should_run = True
         self._may_generate = threading.Event()
         self._gaps: list[float] = []
-        self._work = torch.randn(256, 256, device=self._stage.device)
+        self._work = torch.randn(256, 256, device=self._receiver.device)
 
-    def why_not_shared(self, probe) -> str:
-        return why_not_shared(probe, self._stage.device)
+    def sharing_fault(self, probe) -> str | None:
+        return self._receiver.sharing_fault(probe)
 
     @ray.method(concurrency_group="model_io")
-    def update_experience_maker(
-        self, update=None, chunk=None, chunks=(), manifest=None, others_check=(), checked=(), **_
-    ) -> None:
-        if update is not None:
-            self._stage.begin(update.update_id, version=update.version, source=update.source, lender=update.lender)
-        for part in (*chunks, *([chunk] if chunk is not None else [])):
-            self._stage.add_chunk(part, may_trust=part.index in others_check)
-        if manifest is not None:
-            self._served.offer(self._stage.finish(manifest, checked=checked))
+    def update_experience_maker(self, *, message) -> None:
+        self._receiver.receive(message)
 
     @ray.method(concurrency_group="compute")
     def generate(self) -> None:
@@ -176,8 +161,16 @@ def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace
     source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda") if is_cuda else np.ones(num_bytes, dtype=np.uint8)
     target = torch.zeros_like(source) if is_cuda else np.zeros_like(source)
     strategy = DDPStrategy(device=arguments.device)
-    channel = WeightChannel(names, deadlines=Deadlines())
-    snapshots = None if arguments.host else WeightPath(channel, strategy.device).snapshots
+    learner = SimpleNamespace(models={"actor": module}, strategy=strategy)
+    recipients = Recipients(RayPeers(), names, start_seconds=DEADLINE_SECONDS, update_seconds=DEADLINE_SECONDS)
+    sender = WeightSender(
+        learner,
+        recipients,
+        timeline=Timeline(),
+        shared=None if arguments.host else shared_memory_of(strategy.device),
+        verify_updates=arguments.verify,
+        chunk_mib=arguments.chunk_mib,
+    )
     copies, updates, pauses, commits = [], [], [], []
     for version in range(arguments.warmups + arguments.repeats):
         copies.append(plain_copy_seconds(source, target))
@@ -185,10 +178,7 @@ def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace
             ray.get([maker.set_generating.remote(True) for maker in makers])
             time.sleep(0.2)  # until every maker is in the middle of its work
         started = time.perf_counter()
-        header = new_header(version=version, source="benchmark", snapshots=snapshots)
-        shards = (("actor", s) for s in strategy.get_model_state_dict_shard(module, shard_size=arguments.chunk_mib))
-        messages = weight_messages(header, shards, has_checksums=arguments.verify != "off", snapshots=snapshots)
-        channel.send(header, messages, fully_update=False, snapshots=snapshots)
+        sender.send(version)
         assert all(ray.get([maker.wait_until_served.remote(version) for maker in makers]))
         updates.append(time.perf_counter() - started)
         pauses.append(max(ray.get([maker.pause_seconds.remote() for maker in makers])))
@@ -202,7 +192,7 @@ def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace
         statistics.median(values[arguments.warmups :]) for values in (copies, updates, pauses, commits)
     )
     return {
-        "path": PATHS[type(snapshots)],
+        "path": PATHS[type(sender.transport).__name__],
         "megabytes": megabytes,
         "makers": num_makers,
         "copy_ms": copy * 1e3,

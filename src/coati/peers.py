@@ -107,6 +107,65 @@ class Peers(ABC):
         self._known.pop(name, None)
 
 
+class LocalCall(PendingCall):
+    """A call of an object in this process, which has ended when it is made."""
+
+    def __init__(self, name: str, call: Callable[[], Any]) -> None:
+        self._error: RemoteError | None = None
+        try:
+            self._value = call()
+        except Exception as error:
+            self._error = remote_error(name, error)
+
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def result(self, timeout: float) -> Any:  # noqa: ARG002
+        """Return what the method returned, or raise RemoteError."""
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    @classmethod
+    def wait(cls, calls: Sequence[PendingCall], num_done: int, timeout: float) -> None:
+        """Nothing to wait for."""
+
+
+class LocalPeer(Peer):
+    """An object in this process. Arguments are not copied."""
+
+    def __init__(self, name: str, target: Any) -> None:
+        super().__init__(name)
+        self._target = target
+
+    def has(self, method: str) -> bool:
+        """Whether the object has the method."""
+        return hasattr(self._target, method)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> LocalCall:
+        """Make the call, in the caller's thread."""
+        return LocalCall(self.name, lambda: getattr(self._target, method)(*args, **kwargs))
+
+
+class LocalPeers(Peers):
+    """Objects in this process, by name."""
+
+    def __init__(self, **targets: Any) -> None:
+        super().__init__()
+        self._peers = {name: LocalPeer(name, target) for name, target in targets.items()}
+
+    def _lookup(self, name: str) -> LocalPeer | None:
+        return self._peers.get(name)
+
+    def _names(self) -> Iterable[str]:
+        return self._peers
+
+    def share(self, value: Any) -> Any:
+        """Return the value: nothing is copied here."""
+        return value
+
+
 def wait_any(calls: Iterable[PendingCall], timeout: float) -> list[PendingCall]:
     """Wait until at least one call is done, or `timeout` seconds have passed; return those that are done."""
     return _wait(list(calls), 1, timeout)

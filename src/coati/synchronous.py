@@ -1,12 +1,13 @@
 """The whole system in one process: make a batch, learn from it, update the maker, repeat.
 
-It runs the same objects as the Ray actors (pipeline, gate, collector, learner, weight stage), one after the
-other, with an on-policy gate. So it is what an asynchronous run is held against, and where a debugger works.
+It runs the same objects as the Ray actors (pipeline, gate, collector, learner, weight sender and receiver), one after
+the other, with an on-policy gate. So it is what an asynchronous run is held against, and where a debugger works.
 """
 
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 from coati import assembly
 from coati.config import RunSettings
@@ -20,9 +21,10 @@ from coati.ledger import age_metrics
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Timeline
+from coati.peers import LocalPeers
 from coati.trainer.fit_loop import FitLoop
 from coati.trainer.ppo import PPOLearner
-from coati.weights import ServedModels, WeightManifest, WeightStage, make_canary, new_header, weight_messages
+from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
 
 
 class SynchronousRun:
@@ -57,7 +59,7 @@ class SynchronousRun:
             optimizer_class=strategy.optimizer_class,
         )
         self._pipeline = self._make_pipeline()
-        self._stage = WeightStage(self._pipeline.maker.trained_models)
+        self._weights = self._make_sender()
         self._collector = BatchCollector(config.train.batch_size)
         self._ready: deque[Experience] = deque()
         self._stream = assembly.make_prompts(config)
@@ -67,7 +69,7 @@ class SynchronousRun:
         """Train as the config says."""
         train = self._config.train
         self._log.begin()
-        self._publish()
+        self._weights.send(self._version, fully_update=True)
         loop = FitLoop(
             next_batch=self._next_batch,
             train=self._train,
@@ -159,27 +161,26 @@ class SynchronousRun:
         self._num_spans = page.cursor
         self._log.spans("this process", page.records)
 
+    def _make_sender(self) -> WeightSender:
+        """What a trainer sends its makers with, and a receiver in this process."""
+        topology, deadlines = self._config.topology, self._config.deadlines
+        receiver = WeightReceiver(self._pipeline.served)
+        recipients = Recipients(
+            LocalPeers(maker=SimpleNamespace(update_experience_maker=receiver.receive)),
+            ["maker"],
+            start_seconds=deadlines.start_seconds,
+            update_seconds=deadlines.update_seconds,
+        )
+        return WeightSender(
+            self._learner,
+            recipients,
+            timeline=self._timeline,
+            adapters_only=topology.update_lora_weights,
+            verify_updates=topology.verify_updates,
+            chunk_mib=topology.chunk_mib,
+        )
+
     def _publish_next_version(self) -> None:
         self._version += 1
         with self._timeline.span("publish"):
-            self._publish()
-
-    def _publish(self) -> None:
-        """The same messages that travel over Ray, handed over by hand."""
-        learner, topology = self._learner, self._config.topology
-        header = new_header(version=self._version, source="the synchronous loop")
-        shards = (
-            (label, shard)
-            for label, model in learner.models.items()
-            for shard in learner.strategy.get_model_state_dict_shard(model, shard_size=topology.chunk_mib)
-        )
-        canary = None
-        if topology.verify_updates == "canary":
-            canary = make_canary(learner.strategy.unwrap_model(learner.actor))
-        has_checksums = topology.verify_updates != "off"
-        self._stage.begin(header.update_id, version=header.version, source=header.source)
-        for message in weight_messages(header, shards, has_checksums=has_checksums, canary=canary):
-            if isinstance(message, WeightManifest):
-                self._pipeline.served.offer(self._stage.finish(message))
-            else:
-                self._stage.add_chunk(message)
+            self._weights.send(self._version)

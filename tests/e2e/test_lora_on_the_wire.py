@@ -3,12 +3,12 @@
 import pytest
 import torch
 from transformers import LlamaConfig
+from weight_testing import Maker, deliver, header_of, messages_of
 
 from coati.errors import WeightUpdateError
 from coati.models import Actor, Critic, LoRASettings
 from coati.models.lora import LoRAConstructor, copy_without_adapters
 from coati.trainer.strategies.state_chunks import iter_state_chunks
-from coati.weights import PlainUpdates, ServedModels, WeightStage, new_header, weight_messages
 
 CONFIG = LlamaConfig(
     hidden_size=16,
@@ -49,34 +49,17 @@ def train(models, seed):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
 
 
-def publish(models, stage, served, version, *, is_partial):
+def publish(models, maker, version, *, is_partial):
     """Tiny chunks, so that every update takes many."""
-
-    def shards():
-        for label, model in models.items():
-            trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-            for chunk in iter_state_chunks(model, max_bytes=256):
-                yield label, {name: t for name, t in chunk.items() if name in trainable or not is_partial}
-
-    header = new_header(version=version, source="trainer")
-    settings = {label: LoRAConstructor.extract_lora_config(model) for label, model in models.items()}
-    *chunks, manifest = weight_messages(header, shards(), is_partial=is_partial, lora=settings)
-    assert len(chunks) > 5
-    stage.begin(header.update_id, version=version, source=header.source)
-    for chunk in chunks:
-        stage.add_chunk(chunk)
-    assert served.offer(stage.finish(manifest))
-    return sum(chunk.nbytes for chunk in chunks)
+    sent = messages_of(models, header=header_of(version), is_partial=is_partial, max_bytes=256)
+    assert len(sent.chunks) > 5
+    deliver(sent, maker)
+    return sent.nbytes
 
 
 def outputs(models):
     with torch.no_grad():
         return models["actor"](TOKENS).logits, models["critic"](TOKENS)
-
-
-def receiver(models):
-    served = ServedModels(models)
-    return WeightStage(models, newest_weight=served.newest_weight), served
 
 
 @pytest.mark.parametrize("has_adapters", [True, False], ids=["adapters on both sides", "a maker without adapters"])
@@ -86,33 +69,26 @@ def test_many_adapter_updates_over_many_chunks_leave_base_plus_the_last_delta(tr
         "actor": Actor.from_config(CONFIG, lora=LORA).eval(),
         "critic": Critic.from_config(CONFIG, lora=LORA).eval(),
     }
-    maker = with_adapters if has_adapters else plain_maker
-    stage, served = receiver(maker)
-    full = publish(trainer, stage, served, 0, is_partial=False)
+    maker = Maker(with_adapters if has_adapters else plain_maker)
+    full = publish(trainer, maker, 0, is_partial=False)
     for version in range(1, 6):
         train(trainer, version)
-        adapters = publish(trainer, stage, served, version, is_partial=True)
-    for got, expected in zip(outputs(maker), outputs(trainer), strict=True):
+        adapters = publish(trainer, maker, version, is_partial=True)
+    for got, expected in zip(outputs(maker.models), outputs(trainer), strict=True):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    assert served.version == 5
+    assert maker.served.version == 5
     assert adapters < full / 2
 
 
 def test_a_full_plain_update_between_adapter_updates_becomes_the_base(trainer, plain_maker):
-    stage, served = receiver(plain_maker)
+    maker = Maker(plain_maker)
     train(trainer, 1)
-    publish(trainer, stage, served, 1, is_partial=True)
+    publish(trainer, maker, 1, is_partial=True)
     torch.manual_seed(99)  # other base weights, sent by a plain call
     fresh = {"actor": Actor.from_config(CONFIG), "critic": Critic.from_config(CONFIG)}
-    update = PlainUpdates(stage, allow_partial=False).take(
-        {label: model.state_dict() for label, model in fresh.items()},
-        {},
-        fully_update=True,
-        chunk_start=None,
-        chunk_end=None,
-    )
-    served.offer(update)
-    publish(trainer, stage, served, served.version + 1, is_partial=True)
+    dicts = {label: model.state_dict() for label, model in fresh.items()}
+    maker.receiver.receive_plain(dicts, {}, fully_update=True)
+    publish(trainer, maker, maker.served.version + 1, is_partial=True)
     name = "model.layers.0.self_attn.q_proj"
     layer = trainer["actor"].model.get_submodule(f"base_model.model.{name}")
     delta = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
@@ -121,18 +97,17 @@ def test_a_full_plain_update_between_adapter_updates_becomes_the_base(trainer, p
 
 
 def test_the_base_of_an_adapter_is_the_pending_weight_if_one_waits_for_a_batch_to_end(trainer, plain_maker):
-    stage, served = receiver(plain_maker)
+    maker = Maker(plain_maker)
     torch.manual_seed(99)
     fresh = {"actor": Actor.from_config(CONFIG), "critic": Critic.from_config(CONFIG)}
     dicts = {label: model.state_dict() for label, model in fresh.items()}
     name = "model.layers.1.mlp.up_proj"
     train(trainer, 1)
-    with served.use():  # a batch is in work: both updates wait for it
-        plain = PlainUpdates(stage, allow_partial=False)
-        served.offer(plain.take(dicts, {}, fully_update=True, chunk_start=None, chunk_end=None))
+    with maker.served.use():  # a batch is in work: both updates wait for it
+        maker.receiver.receive_plain(dicts, {}, fully_update=True)
         settings = {"actor": LoRAConstructor.extract_lora_config(trainer["actor"])}
         adapters = LoRAConstructor.filter_state_dict_lora(trainer["actor"].state_dict())
-        served.offer(plain.take({"actor": adapters}, settings, fully_update=False, chunk_start=None, chunk_end=None))
+        maker.receiver.receive_plain({"actor": adapters}, settings)
     layer = trainer["actor"].model.get_submodule(f"base_model.model.{name}")
     delta = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
     expected = fresh["actor"].model.get_submodule(name).weight + delta
@@ -140,23 +115,20 @@ def test_the_base_of_an_adapter_is_the_pending_weight_if_one_waits_for_a_batch_t
 
 
 def test_trainable_weights_that_are_not_lora_travel_too(trainer, plain_maker):
-    stage, served = receiver(plain_maker)
     train(trainer, 3)
-    publish(trainer, stage, served, 1, is_partial=True)
+    publish(trainer, Maker(plain_maker), 1, is_partial=True)
     assert torch.equal(plain_maker["critic"].value_head.weight, trainer["critic"].value_head.weight)
 
 
 def test_adapters_without_their_settings_are_rejected_and_change_nothing(trainer, plain_maker):
-    stage, served = receiver(plain_maker)
+    maker = Maker(plain_maker, allow_partial_plain=True)
     train(trainer, 1)
     before = [tensor.clone() for tensor in outputs(plain_maker)]
     adapters = LoRAConstructor.filter_state_dict_lora(trainer["actor"].state_dict())
     with pytest.raises(WeightUpdateError, match="without settings"):
-        PlainUpdates(stage, allow_partial=True).take(
-            {"actor": adapters}, {}, fully_update=False, chunk_start=None, chunk_end=None
-        )
+        maker.receiver.receive_plain({"actor": adapters}, {})
     assert all(torch.equal(one, other) for one, other in zip(before, outputs(plain_maker), strict=True))
-    assert served.version == 0
+    assert maker.served.version == 0
 
 
 def bytes_of_half_billion_shape(num_layers):

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig
+from weight_testing import Maker, deliver, header_of, messages_of
 
 from coati.errors import WeightUpdateError
 from coati.models import Actor, LoRASettings
-from coati.models.lora import LoRAConstructor, copy_without_adapters, plain_name
-from coati.weights import ServedModels, WeightStage, new_header, weight_messages
+from coati.models.lora import copy_without_adapters, plain_name
 
 NUM_UPDATES = 1000
-TENSORS_IN_A_CHUNK = 2
 # The smallest models that have everything: some layers with adapters, some frozen, and a critic trained as it is.
 CONFIG = LlamaConfig(
     hidden_size=4,
@@ -56,47 +55,21 @@ def state_of(models):
 
 
 class Sender:
-    """A trainer whose trainable weights are drawn anew for each version."""
+    """A trainer whose trainable weights are drawn again for each version."""
 
     def __init__(self, models, source="trainer"):
         self._models, self._source = models, source
-        self._trainable = trainable(models)
-        self._lora = {label: LoRAConstructor.extract_lora_config(model) for label, model in models.items()}
 
     @torch.no_grad()
     def train(self, seed):
         generator = torch.Generator().manual_seed(seed)
-        for parameter in self._trainable.values():
+        for parameter in trainable(self._models).values():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
-    def messages(self, version, *, is_partial=True):
-        """All messages of one update, as copies: what is on its way does not change with the trainer."""
-        weights = self._trainable if is_partial else state_of(self._models)
-        header = new_header(version=version, source=self._source)
-        shards = [
-            (label, {name: weights[label, name].detach().clone() for name in names[start : start + TENSORS_IN_A_CHUNK]})
-            for label in self._models
-            for names in [[name for owner, name in weights if owner == label]]
-            for start in range(0, len(names), TENSORS_IN_A_CHUNK)
-        ]
-        return header, list(weight_messages(header, shards, is_partial=is_partial, lora=self._lora))
-
-
-class Maker:
-    """The maker's end of the channel: a stage and the models it serves from."""
-
-    def __init__(self, models):
-        self.models = models
-        self.served = ServedModels(models)
-        self._stage = WeightStage(models, newest_weight=self.served.newest_weight)
-
-    def receive(self, header, messages):
-        """Stage, verify and offer one update; False if it is kept for later or comes too late."""
-        self._stage.begin(header.update_id, version=header.version, source=header.source)
-        *chunks, manifest = messages
-        for chunk in chunks:
-            self._stage.add_chunk(chunk)
-        return self.served.offer(self._stage.finish(manifest))
+    def update(self, version, *, is_partial=True):
+        """One update, as a copy: what is on its way does not change with the trainer."""
+        header = header_of(version, self._source)
+        return messages_of(self._models, header=header, is_partial=is_partial, max_bytes=64)
 
 
 def assert_base_plus_delta(maker, base, last):
@@ -132,26 +105,27 @@ def test_a_thousand_adapter_updates_leave_base_plus_the_last_delta():
     num_rejected = num_merged = num_late = 0
     for version in range(1, NUM_UPDATES + 1):
         sender.train(version)
-        header, messages = sender.messages(version, is_partial=version % 250 != 0)
-        assert len(messages) > 3  # several chunks and the manifest
+        sent = sender.update(version, is_partial=version % 250 != 0)
+        assert len(sent.chunks) > 2
         last_good = version == NUM_UPDATES
         fate = 1.0 if last_good else dice.random()
         for maker in makers:
             if fate < 0.1:
                 num_rejected += 1
-                torn = [message for index, message in enumerate(messages) if index != version % 3]
+                torn = [chunk for chunk in sent.chunks if chunk.index != version % 3]
                 with pytest.raises(WeightUpdateError, match=f"first: {version % 3}"):
-                    maker.receive(header, torn)
+                    deliver(sent._replace(chunks=torn), maker)
             elif fate < 0.2:
                 num_merged += 1
                 with maker.served.use():  # two updates wait for a batch to end: the same one, sent twice
-                    assert not maker.receive(header, messages)
-                    assert not maker.receive(header, messages)
+                    deliver(sent, maker)
+                    deliver(sent, maker)
             else:
-                assert maker.receive(header, messages)
+                deliver(sent, maker)
+                assert maker.served.version == version
             if fate > 0.95 and maker.served.version == version:
                 num_late += 1
-                assert not maker.receive(*sender.messages(version - 1))  # somebody's old weights
+                deliver(sender.update(version - 1), maker)  # old weights
     last = {key: parameter.detach() for key, parameter in trainable(trainer).items()}
     for maker in makers:
         assert maker.served.version == NUM_UPDATES
@@ -166,9 +140,10 @@ def test_weights_that_come_too_late_do_not_become_the_base(has_adapters):
     base = state_of(without_adapters(trainer))
     maker = Maker(models_with_adapters() if has_adapters else without_adapters(trainer))
     sender.train(1)
-    assert maker.receive(*sender.messages(5, is_partial=False))
+    deliver(sender.update(5, is_partial=False), maker)
     other = Sender(models_with_adapters(seed=1), source="another trainer")
-    assert not maker.receive(*other.messages(3, is_partial=False))
+    deliver(other.update(3, is_partial=False), maker)
+    assert maker.served.version == 5
     sender.train(2)
-    assert maker.receive(*sender.messages(6))
+    deliver(sender.update(6), maker)
     assert_base_plus_delta(maker, base, {key: parameter.detach() for key, parameter in trainable(trainer).items()})

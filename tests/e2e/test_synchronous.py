@@ -15,6 +15,7 @@ from coati.config.algorithm import ALGORITHMS
 from coati.errors import DataError, RewardError
 from coati.monitor.run_log import RunLog
 from coati.synchronous import SynchronousRun
+from coati.weights import WeightReceiver
 
 REWARDS = """
 import itertools
@@ -278,3 +279,20 @@ def test_a_run_with_adapters_on_tied_embeddings_saves_them(run, folder, tmp_path
     adapters = [value for name, value in loaded.state_dict().items() if "lora_B" in name]
     assert len(adapters) > 0
     assert any(value.abs().max() > 0 for value in adapters)  # B starts at zero
+
+
+def test_weights_reach_the_maker_as_in_a_detached_run(run, monkeypatch):
+    messages, receive = [], WeightReceiver.receive
+    monkeypatch.setattr(
+        WeightReceiver, "receive", lambda self, message: (messages.append(message), receive(self, message))
+    )
+    run(
+        lora={"rank": 2},
+        model={"dtype": "bfloat16"},
+        train={"mixed_precision": True, "total_steps": 2},
+        topology={"update_lora_weights": True},
+    )
+    manifests = [message.manifest for message in messages if message.manifest is not None]
+    assert [manifest.is_partial for manifest in manifests] == [False, True, True]
+    dtypes = {spec.dtype for manifest in manifests for info in manifest.chunks for spec in info.tensors}
+    assert dtypes == {"bfloat16"}

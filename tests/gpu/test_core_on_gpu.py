@@ -4,6 +4,7 @@ import copy
 
 import torch
 from transformers import LlamaConfig
+from weight_testing import Maker, deliver, messages_of
 
 from coati.config import TrainSettings
 from coati.experience_buffer import make_experience_batch, split_experience_batch
@@ -11,7 +12,6 @@ from coati.experience_maker import NaiveExperienceMaker
 from coati.models import Actor, Critic, RewardModel
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy
-from coati.weights import ServedModels, WeightStage, new_header, weight_messages
 
 CONFIG = LlamaConfig(
     hidden_size=32,
@@ -79,14 +79,9 @@ def test_weights_from_one_gpu_model_commit_into_another_bit_for_bit_in_bfloat16(
     source = Actor.from_config(CONFIG, dtype=torch.bfloat16).to("cuda")
     target = Actor.from_config(CONFIG, dtype=torch.bfloat16).to("cuda")
     addresses = {name: tensor.data_ptr() for name, tensor in target.state_dict().items()}
-    stage, served = WeightStage({"actor": target}), ServedModels({"actor": target})
-    header = new_header(version=1, source="test")
-    shards = (("actor", shard) for shard in DDPStrategy().get_model_state_dict_shard(source))
-    *chunks, manifest = weight_messages(header, shards)
-    stage.begin(header.update_id, version=1, source="test")
-    for chunk in chunks:
-        stage.add_chunk(chunk)
-    assert served.offer(stage.finish(manifest))
+    maker = Maker({"actor": target})
+    deliver(messages_of({"actor": source}, max_bytes=2**20), maker)
+    assert maker.served.version == 1
     for name, tensor in target.state_dict().items():
         assert torch.equal(tensor, source.state_dict()[name])
         assert tensor.data_ptr() == addresses[name]  # in place: a captured graph would still read it

@@ -69,15 +69,15 @@ def test_weights_move_on_the_card_and_arrive_to_the_bit(cluster, verify_updates)
     )
 
     def addresses(self):
-        return [p.data_ptr() for module in self._served._modules.values() for p in module.parameters()]
+        return [p.data_ptr() for module in self._served.modules.values() for p in module.parameters()]
 
     def forbid_the_host_path(self):
-        import coati.weights.publisher as publisher
+        import coati.weights.transports as transports
 
         def refuse(*_):
             raise AssertionError("a weight went through host memory")
 
-        publisher.encode = refuse
+        transports.encode = refuse
 
     before = ray.get(maker.__ray_call__.remote(addresses), timeout=240)
     ray.get(trainer.__ray_call__.remote(forbid_the_host_path), timeout=240)
@@ -91,7 +91,7 @@ def test_weights_move_on_the_card_and_arrive_to_the_bit(cluster, verify_updates)
     )
     served, seconds, path = ray.get(
         maker.__ray_call__.remote(
-            lambda self: (digests(self._served._modules), self._served.last_commit_seconds, str(self._stage.device))
+            lambda self: (digests(self._served.modules), self._served.last_commit_seconds, str(self._receiver.device))
         ),
         timeout=60,
     )
@@ -107,7 +107,7 @@ def test_weights_move_on_the_card_and_arrive_to_the_bit(cluster, verify_updates)
 
 
 def test_the_checksum_of_the_card_is_the_checksum_of_the_host():
-    from coati.weights.device import device_checksum
+    from coati.weights.card_memory import device_checksum
 
     data = torch.randint(0, 256, (40_000_001,), dtype=torch.uint8)
     assert device_checksum(data.cuda()) == device_checksum(data)

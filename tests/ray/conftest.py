@@ -20,7 +20,7 @@ from coati.monitor import RunLog
 from coati.ray import cluster as cluster_module
 from coati.ray import launcher
 
-for name in ("ray_testing", "tiny", "thread_peers"):  # workers cannot import what only pytest finds
+for name in ("ray_testing", "tiny", "thread_peers", "weight_testing"):  # workers cannot import what only pytest finds
     ray.cloudpickle.register_pickle_by_value(importlib.import_module(name))
 
 

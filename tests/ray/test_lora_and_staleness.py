@@ -17,6 +17,7 @@ from ray_testing import (
     tiny_llama,
     trainer_models,
 )
+from weight_testing import Noting, connect
 
 from coati.config import build_config
 from coati.errors import ConfigError, StalenessExceeded
@@ -79,6 +80,7 @@ def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
         self.version += 1
         self._update_remote_makers()
+        self._end_publishing()
 
     for seed in range(5):
         ray.get(trainer.__ray_call__.remote(shake, seed))
@@ -124,7 +126,7 @@ def test_an_address_where_nobody_answers_is_told_at_once():
 def test_a_sync_in_the_middle_of_an_episode_waits_for_a_whole_version(keep):
     trainer = make_ppo_trainer([])
     keep(trainer._buffer)
-    sent, trained = [], threading.Event()
+    maker, trained = Noting(), threading.Event()
     real_step = trainer._learner.step
 
     def step(batch):
@@ -132,23 +134,18 @@ def test_a_sync_in_the_middle_of_an_episode_waits_for_a_whole_version(keep):
         trained.set()
         return metrics
 
-    def start(header, messages, *, fully_update, snapshots=None):
-        list(messages)
-        sent.append((header.version, trainer._num_steps_unpublished, fully_update))
-        return lambda: 0
-
     trainer._learner.step = step
-    trainer._publisher.channel.start = start
+    connect(trainer, maker=maker)
     fit = Background(trainer.fit, 2, 2)
     trainer.buffer_append(experience(0, 4))
     assert trained.wait(PATIENCE)  # one of two steps is done: the weights have no version
     sync = Background(trainer.sync_models_to_remote_makers)
-    assert sent == []
+    assert maker.updates == []
     trainer.buffer_append(experience(4, 4))
     fit.result()
     sync.result()
     # fit's own update of the two steps as version 1, and then the sync of that same version.
-    assert sent == [(1, 2, False), (1, 0, True)]
+    assert maker.updates == [(1, None, False), (1, None, True)]
 
 
 def test_a_sync_after_steps_by_hand_is_a_version_of_its_own(keep):

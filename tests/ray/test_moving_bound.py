@@ -6,10 +6,10 @@ import pytest
 import ray
 import torch
 from ray_testing import PATIENCE, Background, experience, make_maker, make_ppo_trainer, numbered, trainer_models
+from weight_testing import Noting, connect, deliver, header_of, messages_of
 
 from coati.ledger import VersionSignals, WorkShare
 from coati.ray.callbacks import MakerCallback
-from coati.weights import WeightChunk, new_header, weight_messages
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -29,20 +29,14 @@ class Recorder:
 
 @pytest.fixture
 def make_trainer(keep):
-    """A trainer without makers, and the list of (version, bound) that it would have sent."""
+    """A trainer, and a maker that notes what it is sent."""
 
     def make(**kwargs):
         trainer = make_ppo_trainer([], **kwargs)
         keep(trainer._buffer)
-        sent = []
-
-        def start(header, messages, *, fully_update, snapshots=None):
-            list(messages)
-            sent.append((header.version, header.max_staleness))
-            return lambda: 0
-
-        trainer._publisher.channel.start = start
-        return trainer, sent
+        maker = Noting()
+        connect(trainer, maker=maker)
+        return trainer, maker
 
     return make
 
@@ -50,12 +44,13 @@ def make_trainer(keep):
 def test_a_bound_goes_out_with_every_version(make_trainer):
     # Whatever is measured the bound rises, as soon as the one before shows in the data: 0, 1 (one version more), 2.
     eager = {"target_kl": 1e9, "target_effective_samples": 0.0, "target_idle": 0.0}
-    trainer, sent = make_trainer(staleness_control="adaptive", max_staleness=2, **eager)
+    trainer, maker = make_trainer(staleness_control="adaptive", max_staleness=2, **eager)
     trainer.sync_models_to_remote_makers()
     for index in range(4):
         trainer.buffer_append(experience(4 * index, 4))
     trainer.fit(4, 1)
     trainer.sync_models_to_remote_makers()
+    sent = [(version, bound) for version, bound, _ in maker.updates]
     assert sent == [(0, 0), (1, 1), (2, 1), (3, 2), (4, 2), (4, 2)]
     records = [record["metrics"] for record in trainer.records_since(0).records]
     assert [metrics["staleness/bound"] for metrics in records if "staleness/bound" in metrics] == [0, 1, 1, 2, 2, 2]
@@ -65,10 +60,10 @@ def test_a_bound_goes_out_with_every_version(make_trainer):
 
 
 def test_a_fixed_bound_stays_out_of_the_updates(make_trainer):
-    trainer, sent = make_trainer(max_staleness=2)
+    trainer, maker = make_trainer(max_staleness=2)
     trainer.buffer_append(experience(0, 4))
     trainer.fit(1, 1)
-    assert sent == [(1, None)]
+    assert maker.updates == [(1, None, False)]
     assert not any("staleness/bound" in record["metrics"] for record in trainer.records_since(0).records)
 
 
@@ -122,13 +117,10 @@ def test_a_maker_waits_as_the_newest_bound_says_and_leaves_no_prompt_out(sinks):
     share = WorkShare(rounds_per_version=2, total_rounds=8, max_staleness=1)
     maker = make_maker(list(sinks)[:1], share=share, callbacks=[Signal()])
 
+    models = dict(zip(("actor", "critic"), trainer_models(), strict=True))
+
     def send(version, bound):
-        header = new_header(version=version, source="the test", max_staleness=bound)
-        models = zip(("actor", "critic"), trainer_models(), strict=True)
-        maker.update_experience_maker(update=header)
-        for message in weight_messages(header, [(label, model.state_dict()) for label, model in models]):
-            name = "chunk" if isinstance(message, WeightChunk) else "manifest"
-            maker.update_experience_maker(**{name: message})
+        deliver(messages_of(models, header=header_of(version, max_staleness=bound)), maker)
 
     loop = Background(maker.workingloop, lambda: [numbered(0, 8)])
     assert made.acquire(timeout=PATIENCE)

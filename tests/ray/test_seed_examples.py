@@ -164,7 +164,7 @@ def test_document_003_a_ppo_trainer_with_two_makers(keep, tmp_path):
     saved = AutoModelForCausalLM.from_pretrained(path).state_dict()
     served = ray.get(
         makers[0].__ray_call__.remote(
-            lambda self: {name: t.clone() for name, t in self._served._modules["actor"].state_dict().items()}
+            lambda self: {name: t.clone() for name, t in self._served.modules["actor"].state_dict().items()}
         )
     )
     assert {f"model.{name}" for name in saved} == set(served)

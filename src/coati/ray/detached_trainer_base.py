@@ -94,7 +94,11 @@ class DetachedTrainer(ABC):
 
     @abstractmethod
     def _update_remote_makers(self, fully_update: bool = False, **kwargs: Any) -> None:
-        """Send the current weights to the makers."""
+        """Send the current weights to the makers, as version `self.version`.
+
+        `fit` calls it after each episode, and the weights need not have arrived when it returns; a sync calls it with
+        `fully_update`.
+        """
 
     @abstractmethod
     def training_step(self, experience: Experience) -> dict[str, Any]:
@@ -234,17 +238,13 @@ class DetachedTrainer(ABC):
         self.version += 1
         self._timeline.version = self.version
         with self._timeline.span("publish"):
-            self._publish()
-
-    def _publish(self) -> None:
-        """Send the makers a new version; it need not have arrived when this returns."""
-        self._update_remote_makers()
+            self._update_remote_makers()
 
     def _check_published(self) -> None:  # noqa: B027
-        """Raise what went wrong with a version on its way: without it, makers may not send what we wait for."""
+        """Raise what went wrong with an update that has ended: without it, makers may not send what `fit` waits for."""
 
     def _end_publishing(self) -> None:  # noqa: B027
-        """Wait until whatever was published has arrived; raise what went wrong."""
+        """Wait until the last update has arrived; raise what went wrong with it."""
 
     def _next_batch(self) -> Experience | None:
         """Wait for a batch. None: a stop came, or all makers are finished and nothing is left."""

@@ -24,10 +24,11 @@ from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator, nu
 from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.environment import apply_env_info, processors_for, remote, set_up_gpu, set_up_log
 from coati.ray.options import TrainerOptions
-from coati.ray.publishing import WeightPublisher
+from coati.ray.peers import RayPeers
 from coati.trainer.batch_mover import BatchMover
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import Strategy
+from coati.weights import Recipients, WeightSender, shared_memory_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,12 +100,17 @@ class PPOTrainer(DetachedTrainer):
         self._version_metrics: dict[str, float] = {}  # of the version made last
         self._is_fresh = False  # whether the batch in hand is trained on for the first time
         self._num_steps_unpublished = 0
-        self._publisher = WeightPublisher(
+        self._sender = WeightSender(
             self._learner,
-            self.maker_names if options.updated_makers is None else options.updated_makers,
-            deadlines=self.deadlines,
+            Recipients(
+                RayPeers(),
+                self.maker_names if options.updated_makers is None else options.updated_makers,
+                start_seconds=self.deadlines.start_seconds,
+                update_seconds=self.deadlines.update_seconds,
+            ),
             timeline=self._timeline,
-            sends_adapters_only=topology.update_lora_weights,
+            shared=shared_memory_of(self._learner.device),
+            adapters_only=topology.update_lora_weights,
             verify_updates=topology.verify_updates,
             chunk_mib=topology.chunk_mib,
         )
@@ -185,16 +191,16 @@ class PPOTrainer(DetachedTrainer):
         """
         with self._weights():  # not in the middle of an update
             updated = maker_names if updated_makers is None else updated_makers
-            self._publisher.change_makers(updated, newcomers=newcomers)
+            self._sender.change_makers(updated, newcomers=newcomers)
         super().change_makers(maker_names, newcomers=newcomers)
 
     def newcomer_faults(self) -> dict[str, str]:
         """Why makers that joined did not take the last update, by name."""
-        return self._publisher.channel.faults
+        return self._sender.recipients.faults
 
     def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
         """Sync if the weights are those of a version; checked and sent under one lock, so no step comes between."""
-        self._publisher.settle()  # before the lock, which a step waits for
+        self._sender.settle()  # before the lock, which a step waits for
         with self._weights():
             if not self._num_steps_unpublished or self._state != "fitting":
                 self.version += self._num_steps_unpublished > 0  # trained by hand since the last version
@@ -203,10 +209,11 @@ class PPOTrainer(DetachedTrainer):
         self._stop.wait(min(seconds, 0.2))
         return False
 
-    def _update_remote_makers(self, fully_update: bool = False, *, waits: bool = True, **config: Any) -> None:
-        """Publish the weights as version `self.version`; `config` may hold `shard_size` in MiB.
+    def _update_remote_makers(self, fully_update: bool = False, **config: Any) -> None:
+        """Send the weights as version `self.version`; `config` may hold `shard_size` in MiB.
 
-        Without `waits` it returns when the weights have been read; `fit` asks later what the makers said to them.
+        A full update has been verified by the makers when this returns. Otherwise the weights have been read, and `fit`
+        raises later what went wrong.
         """
         metrics = dict(self._version_metrics)
         bound = None if self._staleness is None else self._staleness.max_staleness
@@ -218,9 +225,9 @@ class PPOTrainer(DetachedTrainer):
             metrics.update({"weights/publish_seconds": seconds, "weights/bytes": float(num_bytes)})
             self._records.append(record)
 
-        publish = self._publisher.send if waits else self._publisher.begin
+        send = self._sender.send if fully_update else self._sender.start
         with self._weights():
-            publish(self.version, fully_update=fully_update, max_staleness=bound, on_arrival=note, **config)
+            send(self.version, fully_update=fully_update, max_staleness=bound, on_arrival=note, **config)
             self._num_steps_unpublished = 0
 
     @ray.method(concurrency_group="model_io")
@@ -320,16 +327,12 @@ class PPOTrainer(DetachedTrainer):
                 path = Path(self.options.save_folder) / f"version-{self.version}"
                 self._save(self._learner.actor, str(path), True, None)
 
-    def _publish(self) -> None:
-        self._publisher.check()
-        self._update_remote_makers(waits=False)
-
     def _check_published(self) -> None:
-        self._publisher.check()
+        self._sender.check()
 
     def _end_publishing(self) -> None:
-        self._publisher.settle()
-        self._publisher.check()
+        self._sender.settle()
+        self._sender.check()
         self._learner.check_progress()
 
     def _save(self, model: nn.Module, path: str, only_rank0: bool, sharded: bool | None) -> None:

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -37,17 +37,7 @@ from coati.ray.options import MakerOptions
 from coati.ray.peers import RayPeers
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy
-from coati.weights import (
-    LentChunk,
-    PlainUpdates,
-    ServedModels,
-    ShareProbe,
-    UpdateHeader,
-    WeightChunk,
-    WeightManifest,
-    WeightStage,
-    why_not_shared,
-)
+from coati.weights import MemoryProbe, ServedModels, WeightMessage, WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +114,12 @@ class MakerHolder:
             engine="reference" if options.rollout is None else options.rollout.engine,
             seed=options.seed,
         )
-        updated = maker.trained_models
         self._served = ServedModels(maker.trained_models, name=f"maker {self._name}")
-        self._stage = WeightStage(updated, newest_weight=self._served.newest_weight, let_go=self._served.let_go)
-        self._plain_updates = PlainUpdates(self._stage, allow_partial=update_lora_weights)
+        self._receiver = WeightReceiver(
+            self._served,
+            allow_partial_plain=update_lora_weights,
+            on_verified=lambda header: self._pipeline.bounds.note(header.version, header.max_staleness),
+        )
         self._pipeline = ExperiencePipeline(
             maker,
             self._served,
@@ -215,49 +207,31 @@ class MakerHolder:
         chunk_start: bool | None = None,
         chunk_end: bool | None = None,
         *,
-        update: UpdateHeader | None = None,
-        chunk: WeightChunk | None = None,
-        chunks: Sequence[LentChunk] = (),
-        manifest: WeightManifest | None = None,
-        others_check: Collection[int] = (),
-        checked: Collection[int] = (),
+        message: WeightMessage | None = None,
     ) -> None:
         """Take part of a weight update, or all of it.
 
-        A trainer of this project sends a header, chunks (one, or several that it lends) and a manifest; the last
-        chunks may come with the manifest. It names lent chunks that other makers of the host check (`others_check`),
-        and those that they found right (`checked`). Plain calls work too: `chunk_start=True`, any number of state
-        dicts, `chunk_end=True`, in one call or several. Either way the update is staged, verified as a whole and
-        committed at once; if anything is wrong it is rejected and the old weights go on serving.
+        A `WeightSender` sends messages. Plain calls work too: `chunk_start=True`, any number of state dicts,
+        `chunk_end=True`, in one call or several. Either way the update is staged, verified as a whole and committed
+        at once; if anything is wrong it is rejected, and the maker keeps its current weights.
         """
         with self._timeline.span("receive", WEIGHTS):
-            if update is not None:
-                self._stage.begin(update.update_id, version=update.version, source=update.source, lender=update.lender)
-            elif chunk is not None:
-                self._stage.add_chunk(chunk)
-            elif chunks or manifest is not None:
-                for lent in chunks:
-                    self._stage.add_chunk(lent, may_trust=lent.index in others_check)
-                if manifest is not None:
-                    whole = self._stage.finish(manifest, checked=checked)
-                    self._pipeline.bounds.note(manifest.header.version, manifest.header.max_staleness)
-                    self._served.offer(whole)
+            if message is not None:
+                self._receiver.receive(message)
             else:
-                verified = self._plain_updates.take(
+                self._receiver.receive_plain(
                     {"actor": new_actor_state_dict, "critic": new_critic_state_dict},
                     {"actor": new_actor_lora_config_dict, "critic": new_critic_lora_config_dict},
                     fully_update=fully_update,
                     chunk_start=chunk_start,
                     chunk_end=chunk_end,
                 )
-                if verified is not None:
-                    self._served.offer(verified)
 
     # What the outside may ask at any time.
 
-    def why_not_shared(self, probe: ShareProbe) -> str:
-        """Why this maker cannot take weights straight from a trainer's memory; empty if it can."""
-        return why_not_shared(probe, self._stage.device)
+    def sharing_fault(self, probe: MemoryProbe) -> str | None:
+        """Why this maker cannot read weights in a trainer's memory; None if it can."""
+        return self._receiver.sharing_fault(probe)
 
     def progress(self) -> MakerProgress:
         """Where this maker stands."""

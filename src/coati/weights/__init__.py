@@ -1,43 +1,25 @@
-"""Weights on their way from trainers to makers: published in chunks, staged, verified, committed whole."""
+"""Weights on their way from trainers to makers: sent in chunks, staged, verified, committed whole.
 
-from coati.weights.canary import Canary, make_canary
-from coati.weights.device import DeviceSnapshots
-from coati.weights.lent import LentChunk, ShareProbe, Snapshots
-from coati.weights.manifest import (
-    DEFAULT_CHUNK_MIB,
-    UpdateHeader,
-    VerifyUpdates,
-    WeightChunk,
-    WeightManifest,
-    check_verify_updates,
-)
-from coati.weights.plain_updates import PlainUpdates
-from coati.weights.publisher import new_header, weight_messages
-from coati.weights.reader import why_not_shared
-from coati.weights.served import ServedModels
-from coati.weights.shared_memory import MemorySnapshots
-from coati.weights.stage import PLAIN_UPDATE, VerifiedUpdate, WeightStage
+sender ── WeightMessage: header, chunks, manifest ──► receiver ── VerifiedUpdate ──► served models
+"""
+
+from coati.weights.message import MemoryProbe, UpdateHeader, VerifyUpdates, WeightManifest, WeightMessage
+from coati.weights.receiver import WeightReceiver
+from coati.weights.recipients import Recipients
+from coati.weights.sender import DEFAULT_CHUNK_MIB, WeightSender, shared_memory_of
+from coati.weights.served import ServedModels, VerifiedUpdate
 
 __all__ = [
     "DEFAULT_CHUNK_MIB",
-    "PLAIN_UPDATE",
-    "Canary",
-    "DeviceSnapshots",
-    "LentChunk",
-    "MemorySnapshots",
-    "PlainUpdates",
+    "MemoryProbe",
+    "Recipients",
     "ServedModels",
-    "ShareProbe",
-    "Snapshots",
     "UpdateHeader",
     "VerifiedUpdate",
     "VerifyUpdates",
-    "WeightChunk",
     "WeightManifest",
-    "WeightStage",
-    "check_verify_updates",
-    "make_canary",
-    "new_header",
-    "weight_messages",
-    "why_not_shared",
+    "WeightMessage",
+    "WeightReceiver",
+    "WeightSender",
+    "shared_memory_of",
 ]

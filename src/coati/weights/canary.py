@@ -70,8 +70,8 @@ def tolerance_of(actor: nn.Module) -> float:
     return max((_TOLERANCES.get(dtype, _TOLERANCE_16_BIT) for dtype in dtypes), default=_TOLERANCE_16_BIT)
 
 
-def canary_fault(actor: nn.Module, canary: Canary) -> str:
-    """What is wrong with the receiver's actor, or nothing."""
+def canary_fault(actor: nn.Module, canary: Canary) -> str | None:
+    """What is wrong with the receiver's actor; None if it computes what the sender's does."""
     found = canary_logprobs(actor)
     if len(found) != len(canary.logprobs):
         return f"its log-probs of the canary are {len(found)}, expected {len(canary.logprobs)}"
@@ -79,7 +79,7 @@ def canary_fault(actor: nn.Module, canary: Canary) -> str:
     difference = sum(differences) / max(1, len(differences))
     tolerance = max(canary.tolerance, tolerance_of(actor))
     if difference <= tolerance:  # and not with nan on either side
-        return ""
+        return None
     return (
         f"its log-probs of the canary differ by {difference:.3g} nats on average, and {tolerance:g} is allowed: "
         f"expected {_shown(canary.logprobs)}, found {_shown(found)}"

@@ -1,15 +1,16 @@
 """The models a maker serves from, and the short critical section in which they change.
 
-`use()` brackets a piece of work that must see one version of the weights. An update offered meanwhile waits
-and is committed when the work ends, or before the next begins; an update offered while nobody works is
-committed at once. Nothing is ever locked across calls.
+`use()` brackets work that must see one version of the weights. An update offered meanwhile is committed when the work
+ends, or before the next begins; an update offered while the models are free is committed at once. Nothing is locked
+across calls.
 """
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,14 +19,27 @@ from torch import Tensor, nn
 from coati.errors import DeadlineExceeded, WeightUpdateError
 from coati.monitor.timeline import Timeline
 from coati.weights.canary import Canary, canary_fault
-from coati.weights.lent import copy_all
-from coati.weights.stage import VerifiedUpdate
+from coati.weights.transports import copy_all
 
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True)
+class VerifiedUpdate:
+    """A whole update, ready to be committed: (module, name) to tensor, under the receiver's own names."""
+
+    update_id: str
+    version: int | None  # None: a plain call, which carries no version
+    source: str
+    tensors: Mapping[tuple[str, str], Tensor]
+    is_full: bool  # every weight of every module of the receiver
+    adopt: Callable[[], None] = lambda: None  # called on acceptance: its base weights are W₀ of later adapters
+    canary: Canary | None = None  # what the actor must compute afterwards
+    lender: str | None = None  # the sender's memory that some of the tensors are in; None: the receiver's own
+
+
 class _Pending(NamedTuple):
-    """Weights that wait until nobody works with the models."""
+    """Weights that wait until the models are free."""
 
     version: int
     tensors: Mapping[tuple[str, str], Tensor]
@@ -42,23 +56,29 @@ class ServedModels:
 
     def __init__(self, modules: Mapping[str, nn.Module], *, name: str = "this maker") -> None:
         """`name` is what errors call the owner of the models."""
-        self._modules = dict(modules)
-        self._name = name
+        self.modules = dict(modules)
+        self.name = name
         self._changed = threading.Condition()
         self._num_users = 0
-        self._fault = ""  # not empty: the models are torn or wrong and must not serve
+        self._fault: str | None = None  # why the models are torn or wrong and must not serve
         self._pending: _Pending | None = None
         self._version = 0
         self._num_commits = 0
         self._full_commits = 0
         self._last_commit_seconds = 0.0
-        self.timeline = Timeline()  # exchanged by whoever keeps one for the whole actor
+        self.timeline = Timeline()  # replaced by the owner's
 
     @property
     def version(self) -> int:
         """Version of the weights that serve now."""
         with self._changed:
             return self._version
+
+    @property
+    def newest_version(self) -> int:
+        """Version that serves, or will when the pending update is committed."""
+        with self._changed:
+            return self._newest()
 
     @property
     def num_commits(self) -> int:
@@ -77,7 +97,7 @@ class ServedModels:
         """Work with the models; yields the version that serves throughout."""
         with self._changed:
             self._commit_if_free()
-            if self._fault:
+            if self._fault is not None:
                 raise WeightUpdateError(f"{self._fault}. Send a full update before the models serve again.")
             self._num_users += 1
             version = self._version
@@ -89,8 +109,7 @@ class ServedModels:
                 try:
                     self._commit_if_free()
                 except WeightUpdateError as error:
-                    # The work that ends here was done with whole weights and must not be lost. The fault stands, and
-                    # the next one who wants to work is told.
+                    # The work that ends here used whole weights and must not be lost. The next `use` raises the fault.
                     logger.error("%s", error)
 
     def newest_weight(self, module: str, name: str) -> Tensor:
@@ -98,14 +117,13 @@ class ServedModels:
         with self._changed:
             if self._pending is not None and (module, name) in self._pending.tensors:
                 return self._pending.tensors[module, name].detach().clone()
-            live: Tensor = self._modules[module].state_dict()[name]
+            live: Tensor = self.modules[module].state_dict()[name]
             return live.detach().clone()
 
     def commit_point(self) -> int:
-        """For the one who works with the models: take a pending update now, between two steps of the work.
+        """Commit a pending update between two steps of the caller's own work; returns the version that serves now.
 
-        Returns the version that serves from here on. With several users at work nothing is taken: the others have
-        not said that they can bear it.
+        With several users at work nothing is committed.
         """
         with self._changed:
             if self._num_users == 1:
@@ -117,25 +135,25 @@ class ServedModels:
             return self._version
 
     def offer(self, update: VerifiedUpdate) -> bool:
-        """Commit now if nobody works with the models, else as soon as they are free. True: committed now.
+        """Commit now if the models are free, else as soon as they are. True: committed now.
 
-        An update older than what serves, from anyone, is dropped: weights never go back.
+        An update older than what serves is dropped, whoever sent it: versions never go back.
         """
         with self._changed:
             newest = self._newest()
             version = newest + 1 if update.version is None else update.version
             if version < newest:
-                logger.warning("weights of version %d from %s come too late: have %d", version, update.source, newest)
+                logger.warning("dropped weights of version %d from %s: have %d", version, update.source, newest)
                 return False
             update.adopt()
             self._pending = _merged(self._pending, update, version)
             self._changed.notify_all()  # some wait for a version to be pending, others for it to serve
             return self._commit_if_free()
 
-    def let_go(self, lender: str) -> None:
-        """Look no more at the memory of this name: its owner overwrites it when this returns.
+    def release(self, lender: str) -> None:
+        """Stop reading the memory of this name: its owner overwrites it when this returns.
 
-        Weights that still wait there are copied. That happens beside the work of others, and not in its way.
+        Weights that still wait there are copied, without holding up other work.
         """
         while True:
             with self._changed:  # a commit that reads from there has ended when the lock is ours
@@ -173,28 +191,28 @@ class ServedModels:
 
     @torch.no_grad()
     def _commit_if_free(self) -> bool:
-        """Copy the pending update, if there is one, into the models, if nobody works with them."""
+        """Copy the pending update, if there is one, into the models, if they are free."""
         if self._pending is None or self._num_users > 0:
             return False
         update, self._pending = self._pending, None
         started = time.perf_counter()
         targets: dict[tuple[str, str], Tensor] = {
             (label, name): tensor
-            for label, module in self._modules.items()
+            for label, module in self.modules.items()
             for name, tensor in module.state_dict().items()
         }
         try:
             copy_all([targets[key] for key in update.tensors], list(update.tensors.values()))
-            fault = "" if update.canary is None else canary_fault(self._modules["actor"], update.canary)
+            fault = None if update.canary is None else canary_fault(self.modules["actor"], update.canary)
         except BaseException as error:
             # Verified weights do not fail to copy, devices do. Half a model must never serve.
-            self._fault = f"{self._name}: a commit of version {update.version} failed half way: {error}"
+            self._fault = f"{self.name}: a commit of version {update.version} failed half way: {error}"
             raise
-        if fault:
-            self._fault = f"{self._name} does not compute what the sender of version {update.version} does: {fault}"
-            raise WeightUpdateError(f"{self._fault}. Nothing is served until a full update passes.")
+        if fault is not None:
+            self._fault = f"{self.name} does not compute what the sender of version {update.version} does: {fault}"
+            raise WeightUpdateError(f"{self._fault}. It serves nothing until a full update passes.")
         if update.is_full:
-            self._fault = ""
+            self._fault = None
         self._version = update.version
         self._num_commits += 1
         self._full_commits += update.is_full
@@ -212,9 +230,5 @@ def _merged(old: _Pending | None, new: VerifiedUpdate, version: int) -> _Pending
     if old is None:
         return _Pending(version, new.tensors, lenders, new.is_full, new.canary)
     return _Pending(
-        version,
-        {**old.tensors, **new.tensors},
-        {**old.lenders, **lenders},
-        old.is_full or new.is_full,
-        new.canary,
+        version, {**old.tensors, **new.tensors}, {**old.lenders, **lenders}, old.is_full or new.is_full, new.canary
     )

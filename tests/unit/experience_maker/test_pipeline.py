@@ -15,8 +15,7 @@ from coati.experience_maker.pipeline import (
 )
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.ledger.admission import WorkShare
-from coati.weights import ServedModels
-from coati.weights.stage import VerifiedUpdate
+from coati.weights import ServedModels, VerifiedUpdate
 
 
 class FakeMaker(ExperienceMaker):

@@ -11,8 +11,7 @@ from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.models import Actor, Critic, RewardModel
 from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
-from coati.weights import ServedModels
-from coati.weights.stage import VerifiedUpdate
+from coati.weights import ServedModels, VerifiedUpdate
 
 CONFIG = LlamaConfig(
     hidden_size=16,

@@ -1,21 +1,12 @@
-"""Two small modules that hold everything a weight update can trip over, and how to send and hash them."""
+"""Two small modules that hold everything a weight update can trip over, and how to hash them."""
 
 import hashlib
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
-
-from coati.trainer.strategies.state_chunks import iter_state_chunks
-from coati.weights import UpdateHeader, WeightChunk, WeightManifest, WeightStage, new_header, weight_messages
-
-
-class Sent(NamedTuple):
-    header: UpdateHeader
-    chunks: list[WeightChunk]
-    manifest: WeightManifest
+from weight_testing import Maker
 
 
 class TinyActor(nn.Module):
@@ -30,14 +21,6 @@ class TinyActor(nn.Module):
         self.register_buffer("num_seen", torch.tensor(0))
         self.register_buffer("is_open", torch.tensor([True, False]))
         self.register_buffer("nothing", torch.zeros(0, 3))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -57,33 +40,8 @@ def make_models() -> Callable[[int], dict[str, nn.Module]]:
 
 
 @pytest.fixture
-def publish() -> Callable[..., Sent]:
-    """All messages of one update, in chunks of at most `max_bytes`."""
-
-    def run(models, *, version=1, source="trainer 0", is_partial=False, max_bytes=64) -> Sent:
-        header = new_header(version=version, source=source)
-        shards = (
-            (label, {name: tensor.clone() for name, tensor in chunk.items()})
-            for label, model in models.items()
-            for chunk in iter_state_chunks(model, max_bytes=max_bytes)
-        )
-        *chunks, manifest = weight_messages(header, shards, is_partial=is_partial)
-        return Sent(header, chunks, manifest)
-
-    return run
-
-
-@pytest.fixture
-def receive() -> Callable:
-    """Stage a whole update and finish it."""
-
-    def run(stage: WeightStage, sent: Sent):
-        stage.begin(sent.header.update_id, version=sent.header.version, source=sent.header.source)
-        for chunk in sent.chunks:
-            stage.add_chunk(chunk)
-        return stage.finish(sent.manifest)
-
-    return run
+def maker(make_models) -> Maker:
+    return Maker(make_models(0))
 
 
 @pytest.fixture

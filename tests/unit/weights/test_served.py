@@ -1,18 +1,16 @@
 """Models change between two pieces of work, never during one."""
 
+import dataclasses
 import random
 import threading
 
 import pytest
 import torch
+from thread_peers import PATIENCE
+from weight_testing import Maker, header_of, messages_of
 
 from coati.errors import DeadlineExceeded, WeightUpdateError
-from coati.weights import ServedModels, VerifiedUpdate, WeightStage
-from coati.weights.checksum import checksum
-from coati.wire import WireTensor
-
-# A wait that ends by an event and not by time; long enough that a loaded machine cannot fail the test.
-PATIENCE = 60.0
+from coati.weights import ServedModels, VerifiedUpdate
 
 
 @pytest.fixture
@@ -187,7 +185,7 @@ def test_waiting_for_a_committed_version_ends_when_it_serves(served_models, make
 def test_waiting_for_a_full_update_says_what_was_waited_for(served_models, make_models):
     _, served = served_models
     served.offer(update_of({"actor": make_models(1)["actor"]}, version=1, is_full=False))
-    with pytest.raises(DeadlineExceeded, match=r"waited 0\.01 s for weights of maker-0, and none came"):
+    with pytest.raises(DeadlineExceeded, match=r"0\.01 s for weights of maker-0"):
         served.wait_for_full_update(deadline_seconds=0.01, what="weights of maker-0")
     waiter = threading.Thread(target=lambda: served.wait_for_full_update(deadline_seconds=PATIENCE, what="weights"))
     waiter.start()
@@ -202,37 +200,30 @@ def test_waiting_for_a_full_update_says_what_was_waited_for(served_models, make_
 
 def damaged(chunk, dice):
     """A chunk with a flipped bit or without its last tensor, under its old checksum."""
-    tensors = dict(chunk.tensors)
-    name = dice.choice([name for name, wire in tensors.items() if wire.nbytes])
     if dice.random() < 0.5:
-        array = tensors[name].array.copy()
-        raw = array.reshape(-1).view("uint8")
-        raw[dice.randrange(raw.size)] ^= 1 << dice.randrange(8)
-        tensors[name] = WireTensor(array, tensors[name].dtype)
-    else:
-        del tensors[name]
-    assert checksum(tensors) != chunk.checksum
-    return type(chunk)(
-        header=chunk.header, index=chunk.index, module=chunk.module, tensors=tensors, checksum=chunk.checksum
-    )
+        return dataclasses.replace(chunk, arrays=chunk.arrays[:-1])
+    arrays = [array.copy() for array in chunk.arrays]
+    raw = dice.choice([array for array in arrays if array.nbytes]).reshape(-1).view("uint8")
+    raw[dice.randrange(raw.size)] ^= 1 << dice.randrange(8)
+    return dataclasses.replace(chunk, arrays=tuple(arrays))
 
 
 def delivered(sent, dice):
-    """The calls that reach the maker, after the network has had its way with them."""
-    calls = [("chunk", chunk) for chunk in sent.chunks]
-    dice.shuffle(calls)
+    """The messages that reach the maker, after the network has had its way with them."""
+    chunks = list(sent.chunks)
+    dice.shuffle(chunks)
     if dice.random() < 0.3:
-        calls.insert(dice.randrange(len(calls)), dice.choice(calls))
+        chunks.insert(dice.randrange(len(chunks)), dice.choice(chunks))
     fate = dice.random()
-    position = dice.randrange(len(calls))
+    position = dice.randrange(len(chunks))
     if fate < 0.15:
-        calls[position] = ("chunk", damaged(calls[position][1], dice))
+        chunks[position] = damaged(chunks[position], dice)
     elif fate < 0.3:
-        lost = calls[position][1]
-        calls = [call for call in calls if call[1] is not lost]
+        lost = chunks[position].index
+        chunks = [chunk for chunk in chunks if chunk.index != lost]
     elif fate < 0.4:
-        return [("begin", sent.header), *calls[:position]]  # the sender dies here
-    return [("begin", sent.header), *calls, ("manifest", sent.manifest)]
+        return [sent.start(), *map(sent.part, chunks[:position])]  # the sender dies here
+    return [sent.start(), *map(sent.part, chunks), sent.end()]
 
 
 def interleaved(first, second, dice):
@@ -244,10 +235,11 @@ def interleaved(first, second, dice):
     return merged
 
 
-def test_whatever_the_network_does_only_published_weights_serve(make_models, publish, fingerprint):
+def test_whatever_the_network_does_only_published_weights_serve(make_models, fingerprint):
     dice = random.Random(20240)
     models = make_models(0)
-    served, stage = ServedModels(models), WeightStage(models)
+    maker = Maker(models)
+    served = maker.served
     published = {(0, fingerprint(models))}
     seen: set[tuple[int, str]] = set()
     stop, looked = threading.Event(), threading.Semaphore(0)
@@ -268,15 +260,11 @@ def test_whatever_the_network_does_only_published_weights_serve(make_models, pub
         for source in ("trainer 0", "trainer 1"):  # two different models claim each version
             sender = make_models(dice.randrange(2**30))
             published.add((version, fingerprint(sender)))
-            pair.append(delivered(publish(sender, version=version, source=source), dice))
-        for kind, message in interleaved(*pair, dice):
+            pair.append(delivered(messages_of(sender, header=header_of(version, source)), dice))
+        for message in interleaved(*pair, dice):
             try:
-                if kind == "begin":
-                    stage.begin(message.update_id, version=message.version, source=message.source)
-                elif kind == "chunk":
-                    stage.add_chunk(message)
-                else:
-                    served.offer(stage.finish(message))
+                maker.update_experience_maker(message=message)
+                if message.manifest is not None:
                     accepted.append(version)
             except WeightUpdateError:
                 num_rejected += 1

@@ -1,0 +1,179 @@
+"""What travels from a sender of weights to a receiver: a header, chunks of tensors, and a manifest that lists them.
+
+Every call carries one `WeightMessage`. The manifest comes last and says what the update consists of, so that a receiver
+can tell a whole update from a torn one.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from coati.models.lora import LayerLoRA
+from coati.weights.canary import Canary
+
+VerifyUpdates = Literal["checksum", "canary", "off"]
+"""What a receiver checks beyond names, shapes, dtypes and counts: bytes; bytes and what the actor computes; neither."""
+
+# Tensors in one buffer begin at multiples of this: any dtype is aligned, and so are vectorised loads.
+ALIGNMENT = 256
+
+
+class TensorSpec(NamedTuple):
+    """Name, shape and dtype of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateHeader:
+    """Identifies an update. `update_id` is unique, so two updates can never mix."""
+
+    update_id: str
+    version: int
+    source: str
+    follows: int | None = None
+    """The version that this sender sent before this one; None for its first update."""
+    is_sync: bool = False
+    """Whether all weights are sent because a sync was asked for; only then may the version be any."""
+    max_staleness: int | None = None
+    """The staleness bound while this version serves; None: the receiver keeps the one it has."""
+    lender: str | None = None
+    """The sender's memory that this update overwrites. A receiver answers the header when it reads it no more."""
+
+    def __str__(self) -> str:
+        return f"weight update {self.update_id} (version {self.version}) from {self.source}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkInfo:
+    """What the manifest lists of a chunk: some tensors of one module ("actor" or "critic"), in order."""
+
+    module: str
+    tensors: tuple[TensorSpec, ...]
+    start: int = 0
+    """Where its bytes begin in the sender's buffer, if they are lent."""
+    checksum: int | None = None
+    """Over the module, the specs and the bytes; None with verify_updates = "off"."""
+
+    @property
+    def nbytes(self) -> int:
+        """Payload in bytes."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A chunk on its way: with its bytes, or with what opens them in the sender's memory."""
+
+    index: int
+    info: ChunkInfo
+    arrays: tuple[np.ndarray, ...] = ()
+    handle: Any = None
+    """None: the bytes are in `arrays`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightManifest:
+    """Everything an update consists of."""
+
+    chunks: tuple[ChunkInfo, ...]
+    is_partial: bool = False
+    """Only some of the model's weights travel (LoRA adapters and other trainable weights)."""
+    lora: Mapping[str, Mapping[str, LayerLoRA]] = dataclasses.field(default_factory=dict)
+    """Module to layer to adapter settings, for a receiver whose model has no adapters."""
+    canary: Canary | None = None
+    """What the sender's actor computes; the receiver compares after the commit."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightMessage:
+    """One call to a receiver: the start of an update, some of its chunks, its end, or several of these."""
+
+    header: UpdateHeader
+    is_start: bool = False
+    chunks: tuple[Chunk, ...] = ()
+    checked_elsewhere: frozenset[int] = frozenset()
+    """Lent chunks whose bytes another receiver checks: it reads the same memory."""
+    manifest: WeightManifest | None = None
+    must_check_all: bool = False
+    """With the manifest: a receiver that had to check chunks for others failed to, so each checks what is left."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryProbe:
+    """A few bytes of the memory that a sender would lend. A receiver tries to read them."""
+
+    place: str  # the card, or the host's memory
+    handle: Any
+    checksum: int
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    """Specs of tensors, in order."""
+    return tuple(
+        TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in tensors.items()
+    )
+
+
+def layout(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
+    """Where each tensor begins in a chunk's buffer, and the room that all take.
+
+    Both sides compute it from the specs, so no offset travels and none can be wrong.
+
+    >>> layout((TensorSpec("a", (3,), "float32"), TensorSpec("b", (), "bool")))
+    ((0, 256), 512)
+    """
+    offsets, end = [], 0
+    for spec in specs:
+        offsets.append(end)
+        end += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
+    return tuple(offsets), max(end, ALIGNMENT)
+
+
+def views(buffer: Tensor, start: int, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+    """The tensors of a chunk, in place in a flat uint8 buffer."""
+    offsets, size = layout(specs)
+    if start < 0 or start + size > buffer.numel():
+        raise ValueError(f"the chunk's bytes {start} to {start + size} are not in a buffer of {buffer.numel()}")
+    return {
+        spec.name: buffer[start + offset : start + offset + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
+        for spec, offset in zip(specs, offsets, strict=True)
+    }
+
+
+def checksum(info: ChunkInfo, parts: Iterable[Any]) -> int:
+    """XXH3 over a chunk's description and its bytes: any flipped bit changes it.
+
+    It runs at the speed of memory. It is no protection against a sender with bad intentions.
+    """
+    digest = xxhash.xxh3_64(f"{info.module} {info.tensors}".encode())
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()
+
+
+def raw_bytes(array: np.ndarray) -> memoryview:
+    """An array's memory, flat."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that torch calls by this name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return dtype

@@ -1,0 +1,216 @@
+"""The makers that a sender updates: who is there, who joined, who failed; and the calls of one update to them."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError, WeightUpdateError
+from coati.peers import Peer, Peers, PendingCall, wait_any
+from coati.weights.message import MemoryProbe
+
+logger = logging.getLogger(__name__)
+
+# Newcomers have this share of the time that an update may take. The rest is for the others, who wait for them.
+NEWCOMER_TIME_SHARE = 0.5
+
+
+@dataclasses.dataclass
+class _Recipient:
+    name: str
+    is_synced: bool  # has had all weights
+    is_on_trial: bool = False  # has joined, and has no work yet
+    is_lost: bool = False
+    is_late: bool = False  # a newcomer that is sent nothing while it is one
+    fault: str | None = None  # why a newcomer did not take the last update
+
+    @property
+    def is_newcomer(self) -> bool:
+        return not self.is_synced or self.is_on_trial
+
+    @property
+    def is_updated(self) -> bool:
+        return not self.is_lost and not self.is_late
+
+
+class Recipients:
+    """Makers by name.
+
+    Newcomers are makers that joined later and that the run does not depend on yet. A failing newcomer misses the
+    update, `faults` says why, and the others are updated as if it were not on the list.
+    """
+
+    def __init__(self, peers: Peers, names: Sequence[str], *, start_seconds: float, update_seconds: float) -> None:
+        self.peers = peers
+        self.update_seconds = update_seconds
+        self._start_seconds = start_seconds
+        self._all = {name: _Recipient(name, is_synced=True) for name in names}
+
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether makers have joined that had no full update yet: the next one must be full."""
+        return any(not one.is_synced and one.is_updated for one in self._all.values())
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """Why newcomers did not take the last update. Kept until they take one, or are off the list."""
+        return {one.name: one.fault for one in self._all.values() if one.fault is not None}
+
+    def change(self, names: Sequence[str], *, newcomers: Collection[str] = ()) -> None:
+        """Take another list, from the next update on; must not be called during one.
+
+        A maker that was not on it is a newcomer until it has taken a full update, and for as long as it is named
+        in `newcomers`.
+        """
+        for name in self._all.keys() - set(names):
+            self.peers.forget(name)
+        self._all = {name: self._all.get(name) or _Recipient(name, is_synced=False) for name in names}
+        for one in self._all.values():
+            one.is_on_trial = one.name in newcomers
+            one.is_late &= one.is_on_trial  # a maker with work needs weights to finish it, late or not
+
+    def attempt(self) -> "Attempt":
+        """The calls of one update, to all makers that can be called now."""
+        newcomers = {one.name for one in self._all.values() if one.is_newcomer}
+        return Attempt(self._found(), newcomers=newcomers, seconds=self.update_seconds)
+
+    def all_can_open(self, probe: MemoryProbe, *, fallback: str) -> bool:
+        """Whether every maker can read the sender's memory; False without makers. Logs which cannot, and why.
+
+        A newcomer that does not answer decides nothing.
+        """
+        asked = [self._can_open(name, peer, probe, fallback) for name, peer in self._found().items()]
+        answers = [answer for answer in asked if answer is not None]
+        return bool(answers) and all(answers)
+
+    def note(self, version: int, attempt: "Attempt", *, is_full: bool) -> None:
+        """Keep what came of an update.
+
+        A maker that died is left out from now on; one that could not be reached is sent the next update. Raises
+        WeightUpdateError if a maker rejected it, PeerDied if none is left.
+        """
+        rejected = []
+        has_old = any(not one.is_newcomer for one in self._all.values())
+        for one in (self._all[name] for name in attempt.peers):
+            error = attempt.failed.get(one.name)
+            if error is None:
+                one.fault = None
+                one.is_synced |= is_full
+                continue
+            reason = str(error.cause if isinstance(error, RemoteError) else error).strip()
+            if one.is_newcomer:
+                one.fault = reason
+            one.is_lost = isinstance(error, PeerDied)
+            one.is_late = isinstance(error, DeadlineExceeded)
+            if one.is_lost:
+                logger.error("maker %s died and is sent no more weights: %s", one.name, reason)
+            elif isinstance(error, RemoteError) and not one.is_newcomer:
+                rejected.append(f"maker {one.name}: {reason}")
+            else:
+                logger.error("maker %s missed the weights of version %d: %s", one.name, version, reason)
+        if rejected:
+            raise WeightUpdateError(f"weights of version {version} were rejected. {'; '.join(rejected)}")
+        if has_old and all(one.is_lost for one in self._all.values()):
+            raise PeerDied(f"every maker ({', '.join(self._all)}) is gone; none takes the weights.")
+
+    def _found(self) -> dict[str, Peer]:
+        """Makers to call: newcomers that are there, and all others, or ActorNotFound."""
+        found: dict[str, Peer] = {}
+        for one in self._all.values():
+            if not one.is_updated:
+                continue
+            if not one.is_newcomer:
+                found[one.name] = self.peers.find(one.name, role="maker", timeout=self._start_seconds)
+            elif (peer := self.peers.find_now(one.name)) is not None:
+                found[one.name] = peer
+            else:
+                one.fault = "no actor has this name"
+        return found
+
+    def _can_open(self, name: str, peer: Peer, probe: MemoryProbe, fallback: str) -> bool | None:
+        """None: a newcomer that did not say."""
+        one = self._all[name]
+        seconds = self.update_seconds * (NEWCOMER_TIME_SHARE if one.is_newcomer else 1.0)
+        try:
+            if peer.has("sharing_fault"):
+                fault = peer.call("sharing_fault", probe).result(seconds)
+            else:
+                fault = "it takes plain updates only"
+        except DeadlineExceeded:
+            what = f"did not say within {seconds:g} s whether it can open the trainer's memory"
+            if not one.is_newcomer:
+                raise DeadlineExceeded(f"maker {name} {what}.") from None
+            one.is_late, one.fault = True, f"it {what}"
+            return None
+        except (PeerDied, PeerUnavailable, RemoteError) as error:
+            if one.is_newcomer and not isinstance(error, RemoteError):
+                return None  # the update itself will show what it is
+            fault = f"it could not be asked: {error}"
+        if fault is not None:
+            logger.warning("sending weights %s, because of maker %s: %s", fallback, name, fault)
+        return fault is None
+
+
+class Attempt:
+    """The calls of one update, and what became of them."""
+
+    def __init__(self, peers: Mapping[str, Peer], *, newcomers: Collection[str], seconds: float) -> None:
+        self.peers = dict(peers)
+        self.failed: dict[str, PeerDied | PeerUnavailable | RemoteError | DeadlineExceeded] = {}
+        self._newcomers = newcomers
+        self._newcomer_seconds = seconds * NEWCOMER_TIME_SHARE
+        self._deadline = time.monotonic() + seconds
+        self._calls: dict[PendingCall, str] = {}
+        self._since: dict[str, float] = {}  # of makers with open calls: when they were last free, or answered
+
+    @property
+    def healthy(self) -> list[str]:
+        """Makers that have not failed so far."""
+        return [name for name in self.peers if name not in self.failed]
+
+    def call_all(self, message: Any) -> None:
+        """Send a message to every maker that has taken all so far; the others cannot complete the update anyway."""
+        for name in self.healthy:
+            self.call(name, message)
+
+    def call(self, name: str, message: Any) -> None:
+        """Send a message to one maker."""
+        if name not in self._calls.values():
+            self._since[name] = time.monotonic()
+        self._calls[self.peers[name].call("update_experience_maker", message=message)] = name
+
+    def wait(self, *, until_in_flight: int = 0) -> None:
+        """Wait for answers until at most so many calls are open. Late newcomers are left out.
+
+        Raises DeadlineExceeded if any other maker is late.
+        """
+        while len(self._calls) > until_in_flight:
+            now = time.monotonic()
+            done = wait_any(self._calls, min(map(self._end, self._calls.values())) - now)
+            for call in done:
+                name = self._calls.pop(call)
+                self._since[name] = time.monotonic()
+                try:
+                    call.result(0.0)
+                except (PeerDied, PeerUnavailable, RemoteError) as error:
+                    self.failed.setdefault(name, error)
+            if not done:
+                self._leave_out_late()
+
+    def _end(self, name: str) -> float:
+        # A newcomer's time counts from its own last answer: an update may be long because of others.
+        is_newcomer = name in self._newcomers
+        return min(self._deadline, self._since[name] + self._newcomer_seconds) if is_newcomer else self._deadline
+
+    def _leave_out_late(self) -> None:
+        now = time.monotonic()
+        late = sorted({name for name in self._calls.values() if now >= self._end(name)})
+        if others := [name for name in late if name not in self._newcomers]:
+            raise DeadlineExceeded(f"makers {', '.join(others)} did not take a weight update in time.")
+        for name in late:
+            self.failed[name] = DeadlineExceeded(
+                f"it did not take a weight update within {self._newcomer_seconds:g} s, the share of "
+                "deadlines.update_seconds that a newcomer has. Is its machine slower, or further away?"
+            )
+        self._calls = {call: name for call, name in self._calls.items() if name not in late}

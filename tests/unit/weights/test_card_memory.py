@@ -1,0 +1,178 @@
+"""Weights that stay on one card: the same code as on a card, with CPU tensors in one process."""
+
+import dataclasses
+import doctest
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from weight_testing import deliver, header_of, messages_of
+
+import coati.weights.card_memory as card_module
+from coati.errors import WeightUpdateError
+from coati.weights.card_memory import CardHandle, CardMemory, card_fault, device_checksum
+from coati.weights.transports import copy_all
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def memory():
+    return CardMemory(CPU)
+
+
+def test_docstring_examples_run():
+    result = doctest.testmod(card_module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+# The checksum.
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 100), st.data())
+def test_any_flipped_bit_changes_the_checksum(size, data):
+    original = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    changed = original.clone()
+    changed[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert device_checksum(changed) != device_checksum(original)
+
+
+def test_the_checksum_counts_on_over_rows_by_hand(monkeypatch):
+    words = torch.tensor([5, 6, 7, -1, 9], dtype=torch.int64)
+    # 5·1 + 6·3 + 7·5 - 1·7 + 9·9 = 132, whatever the rows
+    for row in (1, 2, 3, 5, 100):
+        monkeypatch.setattr(card_module, "_ROW_WORDS", row)
+        assert device_checksum(words.view(torch.uint8)) == 132
+    assert device_checksum(words.flip(0).view(torch.uint8)) != 132
+
+
+def test_the_checksum_wraps_around():
+    # (2⁶³ - 1)·1 + (2⁶³ - 1)·3 = 2⁶⁵ - 4, which is -4 modulo 2⁶⁴
+    words = torch.tensor([2**63 - 1, 2**63 - 1], dtype=torch.int64)
+    assert device_checksum(words.view(torch.uint8)) == 2**64 - 4
+
+
+# Round trips.
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_weights_arrive_to_the_bit(has_checksums, make_models, memory, maker, fingerprint):
+    sent = messages_of(make_models(7), transport=memory, has_checksums=has_checksums)
+    assert len(sent.chunks) > 2
+    assert all(isinstance(chunk.handle, CardHandle) and not chunk.arrays for chunk in sent.chunks)
+    assert sent.nbytes == 40 + 80 + 8 + 2 + 20
+    deliver(sent, maker)
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
+
+
+def test_the_next_update_uses_the_same_buffers_and_leaves_what_is_staged_alone(make_models, memory, maker, fingerprint):
+    first = messages_of(make_models(7), transport=memory)
+    with maker.served.use():
+        deliver(first, maker)
+        second = messages_of(make_models(8), transport=memory, header=header_of(2))  # overwrites what was cloned
+        assert [chunk.handle for chunk in first.chunks] == [chunk.handle for chunk in second.chunks]
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
+    deliver(second, maker)
+    assert fingerprint(maker.models) == fingerprint(make_models(8))
+
+
+def test_a_retired_snapshot_is_never_written_again(make_models, memory, maker, fingerprint):
+    first = messages_of(make_models(7), transport=memory)
+    memory.retire()  # the update failed, and a slow maker still reads
+    messages_of(make_models(8), transport=memory)
+    deliver(first, maker)
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
+
+
+# Damage.
+
+
+def changed(sent, **changes):
+    return sent._replace(chunks=[dataclasses.replace(sent.chunks[0], **changes), *sent.chunks[1:]])
+
+
+def with_info(sent, **changes):
+    return changed(sent, info=dataclasses.replace(sent.chunks[0].info, **changes))
+
+
+def overwrite_the_snapshot(sent):
+    sent.chunks[0].handle.arguments[0][3] ^= 1
+    return sent
+
+
+def lie_about_the_checksum(sent):
+    return with_info(sent, checksum=sent.chunks[0].info.checksum ^ 1)
+
+
+def lose_a_tensor(sent):
+    return with_info(sent, tensors=sent.chunks[0].info.tensors[:-1])
+
+
+def move_to_another_module(sent):
+    return with_info(sent, module="critic")
+
+
+def start_elsewhere(sent):
+    return with_info(sent, start=256)
+
+
+def a_handle_that_does_not_open(sent):
+    def fail(_):
+        raise RuntimeError("invalid device context")
+
+    return changed(sent, handle=CardHandle(fail, (0,)))
+
+
+def a_handle_of_another_chunk(sent):
+    return changed(sent, handle=sent.chunks[1].handle)
+
+
+DAMAGES = [
+    (overwrite_the_snapshot, "chunk 0 of .* is corrupt"),
+    (lie_about_the_checksum, "chunk 0 of .* is corrupt"),
+    (lose_a_tensor, "chunk 0 of .* is corrupt"),
+    (move_to_another_module, "chunk 0 of .* is corrupt"),
+    (start_elsewhere, "chunk 0 of .* is unreadable"),
+    (a_handle_that_does_not_open, "chunk 0 of .* is unreadable"),
+    (a_handle_of_another_chunk, "chunk 0 of .* is (corrupt|unreadable)"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+def test_a_damaged_update_is_rejected_whole_and_the_next_works(
+    damage, message, make_models, memory, maker, fingerprint
+):
+    before = fingerprint(maker.models)
+    with pytest.raises(WeightUpdateError, match=message):
+        deliver(damage(messages_of(make_models(7), transport=memory)), maker)
+    assert maker.receiver.open_updates == ()
+    assert fingerprint(maker.models) == before
+    deliver(messages_of(make_models(7), transport=memory), maker)
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
+
+
+# Who can use it.
+
+
+def test_a_receiver_on_the_same_card_can_and_one_elsewhere_says_why_not(memory, maker):
+    probe = memory.probe()
+    assert maker.sharing_fault(probe) is None
+    assert "GPU-7" in maker.sharing_fault(dataclasses.replace(probe, place="GPU-7"))
+
+
+def test_memory_that_cannot_be_opened_or_reads_otherwise_is_a_fault_and_no_crash(memory):
+    def fail(_):
+        raise RuntimeError("peer access is not supported")
+
+    probe = memory.probe()
+    assert "peer access" in card_fault(dataclasses.replace(probe, handle=CardHandle(fail, (0,))), CPU)
+    assert "other bytes" in card_fault(dataclasses.replace(probe, checksum=1), CPU)
+
+
+def test_a_commit_copies_mixed_dtypes_and_rounds_to_the_target():
+    targets = [torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(0), torch.tensor(0)]
+    copy_all(targets, [torch.ones(2), torch.full((2,), 1.00390625), torch.zeros(0), torch.tensor(5)])
+    assert [target.tolist() for target in targets] == [[1.0, 1.0], [1.0, 1.0], [], 5]

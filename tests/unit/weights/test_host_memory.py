@@ -1,0 +1,357 @@
+"""Weights lent in shared memory: views that alias, memory that is released before it is overwritten, who cannot."""
+
+import dataclasses
+import errno
+import itertools
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from weight_testing import Maker, header_of, messages_of
+
+import coati.weights.host_memory as host_memory
+from coati.errors import WeightUpdateError
+from coati.models.lora import LayerLoRA
+from coati.weights.host_memory import HostMemory, MemoryBuffer, MemoryHandle, MemoryReader, memory_fault, open_memory
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
+
+
+@pytest.fixture
+def memory():
+    return HostMemory()
+
+
+def begin(memory, *makers, version=1, names=None):
+    """Begin an update as a sender does: the makers release the set that it will overwrite."""
+    header = header_of(version, lender=memory.begin())
+    for maker in makers:
+        maker.update_experience_maker(message=messages_of({}, header=header).start())
+    memory.lend_to(names if names is not None else [maker.served.name for maker in makers])
+    return header
+
+
+def take(sent, *makers):
+    for maker in makers:
+        for message in (*map(sent.part, sent.chunks), sent.end()):
+            maker.update_experience_maker(message=message)
+
+
+def send(memory, models, *makers, version, **options):
+    """One whole update; returns its chunks."""
+    sent = messages_of(models, transport=memory, header=begin(memory, *makers, version=version), **options)
+    take(sent, *makers)
+    return sent.chunks
+
+
+# Round trips.
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_weights_arrive_to_the_bit(has_checksums, make_models, memory, maker, fingerprint):
+    for version, seed in enumerate((7, 8, 9), start=1):
+        sender = make_models(seed)
+        chunks = send(memory, sender, maker, version=version, has_checksums=has_checksums)
+        assert len(chunks) > 2
+        assert all(isinstance(chunk.handle, MemoryHandle) and not chunk.arrays for chunk in chunks)
+        assert sum(chunk.info.nbytes for chunk in chunks) == 40 + 80 + 8 + 2 + 20
+        assert fingerprint(maker.models) == fingerprint(sender)
+
+
+def test_two_sets_are_filled_in_turn_and_mapped_once(make_models, memory, maker):
+    handles = [[chunk.handle for chunk in send(memory, make_models(seed), maker, version=seed)] for seed in range(1, 5)]
+    assert handles[0] == handles[2]
+    assert handles[1] == handles[3]
+    assert not set(handles[0]) & set(handles[1])
+    assert maker.receiver.num_mapped == len(set(handles[0])) + len(set(handles[1]))
+
+
+def test_many_chunks_share_few_buffers(memory, fingerprint):
+    models = {"actor": torch.nn.ParameterDict({f"w{i}": torch.full((3,), float(i)) for i in range(100)})}
+    maker = Maker({"actor": torch.nn.ParameterDict({f"w{i}": torch.zeros(3) for i in range(100)})})
+    chunks = send(memory, models, maker, version=1, max_bytes=1)
+    # One chunk takes 256 bytes. Each buffer is as large as all before it.
+    sizes = [handle.size // 256 for handle in dict.fromkeys(chunk.handle for chunk in chunks)]
+    assert (len(chunks), sizes) == (100, [1, 1, 2, 4, 8, 16, 32, 64])
+    assert fingerprint(maker.models) == fingerprint(models)
+
+
+def partial(memory, *makers, version, module="actor", lora=None, **tensors):
+    """An update of some weights, not yet delivered."""
+    sent = messages_of({}, header=begin(memory, *makers, version=version), is_partial=True)
+    chunk = memory.pack(0, module, tensors)
+    chunk = dataclasses.replace(chunk, info=dataclasses.replace(chunk.info, checksum=memory.checksum(chunk)))
+    manifest = dataclasses.replace(sent.manifest, chunks=(chunk.info,), lora=lora or {})
+    return sent._replace(chunks=[chunk], manifest=manifest)
+
+
+def test_a_smaller_update_uses_the_buffers_of_a_larger_one(make_models, memory, maker):
+    first = send(memory, make_models(1), maker, version=1)
+    send(memory, make_models(2), maker, version=2)
+    sent = partial(memory, maker, version=3, **{"body.bias": torch.zeros(4)})
+    assert (sent.chunks[0].handle, sent.chunks[0].info.start) == (first[0].handle, first[0].info.start)
+    take(sent, maker)
+    assert maker.models["actor"].body.bias.tolist() == [0.0] * 4
+    assert maker.models["actor"].body.weight.equal(make_models(2)["actor"].body.weight)
+
+
+def test_a_mapping_shows_the_owners_writes_and_refuses_ours():
+    buffer = MemoryBuffer(8)
+    mapped = open_memory(buffer.handle)
+    buffer.data[3] = 9
+    assert mapped.tolist() == [0, 0, 0, 9, 0, 0, 0, 0]
+    pages = [line for line in Path("/proc/self/maps").read_text().splitlines() if f" {buffer.handle.inode} " in line]
+    assert sorted(line.split()[1] for line in pages) == ["r--s", "rw-s"]
+
+
+# Memory that a maker still reads.
+
+
+def test_a_waiting_update_is_copied_before_its_memory_is_overwritten(make_models, memory, maker, fingerprint):
+    with maker.served.use():
+        first = send(memory, make_models(1), maker, version=1)  # in A
+        begin(memory, maker, version=2)  # in B; its sender fails
+        memory.retire()
+        third = messages_of(make_models(3), transport=memory, header=begin(memory, maker, version=3))  # in A again
+        assert [chunk.handle for chunk in third.chunks] == [chunk.handle for chunk in first]  # overwritten
+    assert maker.served.version == 1
+    assert fingerprint(maker.models) == fingerprint(make_models(1))
+
+
+def test_a_set_is_not_overwritten_if_a_maker_was_not_asked(make_models, memory, maker, fingerprint):
+    with maker.served.use():
+        first = send(memory, make_models(1), maker, version=1)  # in A
+        send(memory, make_models(2), version=2)  # in B, to nobody
+        third = send(memory, make_models(3), version=3)  # in A, to nobody: A is retired
+        assert third[0].handle != first[0].handle
+    assert fingerprint(maker.models) == fingerprint(make_models(1))
+
+
+def test_two_updates_during_one_piece_of_work_leave_the_newer_without_a_copy(
+    make_models, memory, maker, fingerprint, monkeypatch
+):
+    with maker.served.use():
+        send(memory, make_models(1), maker, version=1)
+        send(memory, make_models(2), maker, version=2)
+        header = begin(memory, version=3, names=[maker.served.name])
+        monkeypatch.setattr(torch.Tensor, "clone", None)  # nothing of A is needed any more
+        maker.update_experience_maker(message=messages_of({}, header=header).start())
+        monkeypatch.undo()
+        take(messages_of(make_models(3), transport=memory, header=header), maker)
+    assert maker.served.version == 3
+    assert fingerprint(maker.models) == fingerprint(make_models(3))
+
+
+def test_what_only_an_older_waiting_update_touched_is_copied_too(make_models, memory, maker):
+    with maker.served.use():
+        send(memory, make_models(1), maker, version=1)  # A: everything
+        take(partial(memory, maker, version=2, module="critic", bias=torch.tensor([5.0])), maker)  # B
+        messages_of(make_models(9), transport=memory, header=begin(memory, maker, version=3))  # A; never finished
+    assert maker.models["critic"].bias.tolist() == [5.0]
+    assert maker.models["critic"].weight.equal(make_models(1)["critic"].weight)
+    assert maker.models["actor"].body.weight.equal(make_models(1)["actor"].body.weight)
+
+
+def test_the_base_of_an_adapter_does_not_stay_in_the_senders_memory(memory, maker):
+    lora = {"actor": {"body": LayerLoRA(rank=1, alpha=2, dropout=0.0, scale=2.0)}}
+
+    def publish(version, base=None):
+        adapter = {
+            "body.lora_A.default.weight": torch.full((1, 4), float(version)),
+            "body.lora_B.default.weight": torch.ones(4, 1),
+        }
+        weights = adapter if base is None else {"body.base_layer.weight": torch.full((4, 4), base), **adapter}
+        return partial(memory, maker, version=version, lora=lora, **weights)
+
+    take(publish(1, base=100.0), maker)  # A: the base is W₀ from now on
+    take(publish(2), maker)  # B
+    publish(3, base=-7.0)  # overwrites A, and fails
+    take(publish(4), maker)  # B: 100 + 2·1·4
+    assert maker.models["actor"].body.weight.unique().tolist() == [108.0]
+
+
+def test_an_unfinished_update_is_dropped_when_its_memory_is_used_again(memory, maker):
+    header = begin(memory, maker)
+    other = dataclasses.replace(header, update_id="other", source="the same trainer under another name")
+    maker.update_experience_maker(message=messages_of({}, header=other).start())
+    assert maker.receiver.open_updates == ("other",)
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_a_set_is_retired_if_a_maker_that_was_lent_it_does_not_answer(is_deaf, make_models, memory, fingerprint):
+    makers = [Maker(make_models(0), name=name) for name in ("a", "b")]
+    sluggish, answering = makers[1], makers[:1] if is_deaf else makers
+    with sluggish.served.use():
+        first = send(memory, make_models(1), *makers, version=1)
+        send(memory, make_models(2), *answering, version=2)
+        third = send(memory, make_models(3), *answering, version=3)
+        assert (first[0].handle == third[0].handle) is not is_deaf
+    assert fingerprint(makers[0].models) == fingerprint(make_models(3))
+    assert fingerprint(sluggish.models) == fingerprint(make_models(1 if is_deaf else 3))
+
+
+def test_memory_that_its_owner_gave_up_is_unmapped_at_the_next_update(make_models, memory, maker):
+    ours = {chunk.handle for chunk in send(memory, make_models(1), maker, version=1)}
+    assert maker.receiver.num_mapped == len(ours)
+    memory.retire()
+    theirs = {chunk.handle for chunk in send(HostMemory(), make_models(2), maker, version=2)}
+    assert maker.receiver.num_mapped == len(theirs)
+
+
+# Damage.
+
+
+def changed(sent, **changes):
+    chunk = dataclasses.replace(sent.chunks[1], **changes)
+    return sent._replace(chunks=[sent.chunks[0], chunk, *sent.chunks[2:]])
+
+
+def with_info(sent, **changes):
+    return changed(sent, info=dataclasses.replace(sent.chunks[1].info, **changes))
+
+
+def overwrite(sent, memory):
+    region = memory._sets[memory._turn].regions[1]
+    region.buffer.data[region.start + 3] ^= 1
+    return sent
+
+
+def lie_about_the_checksum(sent, memory):
+    return with_info(sent, checksum=sent.chunks[1].info.checksum ^ 1)
+
+
+def lose_a_tensor(sent, memory):
+    return with_info(sent, tensors=sent.chunks[1].info.tensors[:-1])
+
+
+def start_at_another_chunk(sent, memory):
+    return with_info(sent, start=sent.chunks[1].info.start - 256)
+
+
+def start_beyond_the_buffer(sent, memory):
+    return with_info(sent, start=sent.chunks[1].handle.size)
+
+
+def exchange_two_tensors_everywhere(sent, memory):
+    """In the chunk and in the manifest alike: each tensor's bytes are then those of the other."""
+    index = next(
+        i for i, chunk in enumerate(sent.chunks) if chunk.info.module == "actor" and len(chunk.info.tensors) > 1
+    )
+    chunk = sent.chunks[index]
+    names = [spec.name for spec in chunk.info.tensors]
+    tensors = tuple(spec._replace(name=name) for spec, name in zip(chunk.info.tensors, reversed(names), strict=True))
+    chunk = dataclasses.replace(chunk, info=dataclasses.replace(chunk.info, tensors=tensors))
+    chunks = [chunk if number == index else one for number, one in enumerate(sent.chunks)]
+    manifest = dataclasses.replace(sent.manifest, chunks=tuple(one.info for one in chunks))
+    return sent._replace(chunks=chunks, manifest=manifest)
+
+
+def name_other_memory(sent, memory):
+    return changed(sent, handle=dataclasses.replace(sent.chunks[1].handle, inode=0))
+
+
+def name_a_process_that_is_gone(sent, memory):
+    return changed(sent, handle=dataclasses.replace(sent.chunks[1].handle, process=2**31 - 1))
+
+
+DAMAGES = [
+    (overwrite, "chunk 1 of .* is corrupt"),
+    (lie_about_the_checksum, "chunk 1 of .* is corrupt"),
+    (lose_a_tensor, "chunk 1 of .* is corrupt"),
+    (start_at_another_chunk, "chunk 1 of .* is (corrupt|unreadable)"),
+    (start_beyond_the_buffer, "chunk 1 of .* is unreadable"),
+    (exchange_two_tensors_everywhere, "is corrupt"),
+    (name_other_memory, "chunk 1 of .* no longer what its owner shared"),
+    (name_a_process_that_is_gone, "chunk 1 of .* is unreadable: .*No such file"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+def test_a_damaged_update_is_rejected_whole_and_the_next_works(
+    damage, message, make_models, memory, maker, fingerprint
+):
+    before = fingerprint(maker.models)
+    sent = messages_of(make_models(7), transport=memory, header=begin(memory, maker))
+    with pytest.raises(WeightUpdateError, match=message):
+        take(damage(sent, memory), maker)
+    assert maker.receiver.open_updates == ()
+    assert fingerprint(maker.models) == before
+    memory.retire()
+    send(memory, make_models(7), maker, version=2)
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
+
+
+def test_a_chunk_whose_start_is_another_chunks_is_rejected_even_without_checksums(make_models, memory, maker):
+    sent = messages_of(make_models(7), transport=memory, header=begin(memory, maker), has_checksums=False)
+    with pytest.raises(WeightUpdateError, match=r"chunk 1 is not the one the manifest lists|unreadable"):
+        take(start_at_another_chunk(sent, memory), maker)
+
+
+# Chunks that other makers check.
+
+
+@pytest.mark.parametrize("must_check_all", [False, True])
+def test_a_chunk_that_others_check_is_checked_here_too_if_one_of_them_failed(
+    must_check_all, make_models, memory, maker
+):
+    sent = messages_of(make_models(7), transport=memory, header=begin(memory, maker))
+    maker.update_experience_maker(message=sent.part(*sent.chunks, checked_elsewhere=frozenset([1])))
+    overwrite(sent, memory)  # chunk 1
+    if must_check_all:
+        with pytest.raises(WeightUpdateError, match=r"chunk 1 of .* is corrupt"):
+            maker.update_experience_maker(message=sent.end(must_check_all=True))
+    else:
+        maker.update_experience_maker(message=sent.end())
+    assert maker.served.version == int(not must_check_all)
+    assert maker.receiver.open_updates == ()
+
+
+def test_a_chunk_that_comes_again_to_be_checked_is_checked(make_models, memory, maker):
+    sent = messages_of(make_models(7), transport=memory, header=begin(memory, maker))
+    maker.update_experience_maker(message=sent.part(*sent.chunks, checked_elsewhere=frozenset(range(9))))
+    overwrite(sent, memory)
+    with pytest.raises(WeightUpdateError, match="chunk 1 of"):
+        maker.update_experience_maker(message=sent.part(*sent.chunks))
+
+
+# Who can use it.
+
+
+def test_a_receiver_that_reads_the_probe_can_and_others_say_why_not(memory, maker):
+    probe = memory.probe()
+    assert maker.sharing_fault(probe) is None
+    elsewhere = dataclasses.replace(probe.handle, process=2**31 - 1)
+    assert "cannot open" in memory_fault(dataclasses.replace(probe, handle=elsewhere))
+    assert "other bytes" in memory_fault(dataclasses.replace(probe, checksum=probe.checksum ^ 1))
+
+
+def test_chunks_that_there_is_no_memory_for_travel_by_value_and_the_log_says_so_once(
+    make_models, memory, maker, fingerprint, monkeypatch, caplog
+):
+    num_calls = itertools.count(1)
+
+    def scarce(descriptor, offset, size):
+        if next(num_calls) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(host_memory.os, "posix_fallocate", scarce)
+    with caplog.at_level(logging.WARNING):
+        for version in (1, 2, 3):
+            chunks = send(memory, make_models(version), maker, version=version)
+            assert fingerprint(maker.models) == fingerprint(make_models(version))
+    assert [chunk.handle is None for chunk in chunks[:3]] == [False, False, True]
+    assert sum("no shared memory left" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_reader_closes_what_is_gone_and_keeps_what_is_not(make_models, memory):
+    reader = MemoryReader()
+    chunks = send(memory, make_models(1), version=1)
+    for chunk in chunks:
+        reader.read(chunk)
+    reader.end_update()
+    assert reader.num_open == len({chunk.handle for chunk in chunks}) > 1
+    memory.retire()
+    reader.end_update()
+    assert reader.num_open == 0

@@ -1,0 +1,559 @@
+"""An update arrives whole or not at all: round trips, every way to damage one on its way, and plain calls."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from weight_testing import Maker, deliver, header_of, messages_of, value_chunk
+
+from coati.errors import WeightUpdateError
+from coati.models import Actor, Critic
+from coati.weights.receiver import MAX_IDLE_SECONDS
+
+
+def with_info(chunk, **changes):
+    return dataclasses.replace(chunk, info=dataclasses.replace(chunk.info, **changes))
+
+
+def flipped(chunk, bit):
+    """The same chunk with one bit of its payload changed and the checksum it was sent with."""
+    arrays = [array.copy() for array in chunk.arrays]
+    raw = next(array for array in arrays if array.nbytes).reshape(-1).view(np.uint8)
+    raw[(bit // 8) % raw.size] ^= 1 << (bit % 8)
+    return dataclasses.replace(chunk, arrays=tuple(arrays))
+
+
+def replaced(sent, index, chunk):
+    chunks = list(sent.chunks)
+    chunks[index] = chunk
+    return sent._replace(chunks=chunks)
+
+
+# Round trips.
+
+
+def test_actor_and_critic_arrive_to_the_bit(make_models, fingerprint, maker):
+    sender = make_models(7)
+    deliver(messages_of(sender, header=header_of(3)), maker)
+    assert fingerprint(maker.models) == fingerprint(sender)
+    assert maker.served.version == 3
+    assert maker.receiver.open_updates == ()
+    maker.served.wait_for_full_update(deadline_seconds=0.0, what="all weights")
+
+
+def test_a_whole_update_may_come_in_one_message(make_models, fingerprint, maker):
+    sent = messages_of(make_models(7))
+    maker.update_experience_maker(message=dataclasses.replace(sent.end(), is_start=True, chunks=tuple(sent.chunks)))
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
+
+
+def test_tied_weights_travel_once_and_stay_tied(make_models, maker):
+    sender = make_models(7)
+    sent = messages_of(sender)
+    names = [spec.name for info in sent.manifest.chunks for spec in info.tensors]
+    assert "embedding.weight" in names
+    assert "head.weight" not in names
+    deliver(sent, maker)
+    assert maker.models["actor"].head.weight is maker.models["actor"].embedding.weight
+    assert torch.equal(maker.models["actor"].head.weight, sender["actor"].head.weight)
+
+
+def test_dtypes_travel_as_they_are(make_models):
+    sent = messages_of(make_models(7))
+    dtypes = {(info.module, spec.name): spec.dtype for info in sent.manifest.chunks for spec in info.tensors}
+    assert dtypes["actor", "embedding.weight"] == "bfloat16"
+    assert dtypes["actor", "body.weight"] == "float32"
+    assert dtypes["actor", "num_seen"] == "int64"
+    assert dtypes["actor", "is_open"] == "bool"
+    # 20 bf16 (40) + 16 + 4 floats (80) + one int64 (8) + 2 flags + nothing; critic 4 + 1 floats (20)
+    assert sent.nbytes == 40 + 80 + 8 + 2 + 20
+
+
+def test_a_wider_float_is_rounded_to_the_receivers_width(maker, make_models):
+    sender = make_models(7)
+    sender["actor"].float()
+    with torch.no_grad():
+        sender["actor"].embedding.weight.fill_(1.00390625)  # 1 + 2⁻⁸: bfloat16 rounds it to 1
+    deliver(messages_of(sender), maker)
+    assert maker.models["actor"].embedding.weight.dtype == torch.bfloat16
+    assert bool((maker.models["actor"].embedding.weight == 1.0).all())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_transformers_models_round_trip_in_bfloat16(is_tied, fingerprint):
+    def build(seed):
+        actor = Actor(tiny.llama(seed, tie_word_embeddings=is_tied).to(torch.bfloat16))
+        return {"actor": actor, "critic": Critic.from_actor(actor)}
+
+    sender, maker = build(1), Maker(build(2))
+    deliver(messages_of(sender, max_bytes=200), maker)
+    assert fingerprint(maker.models) == fingerprint(sender)
+    assert next(maker.models["actor"].parameters()).dtype == torch.bfloat16
+
+
+def test_chunks_may_come_in_any_order_and_twice(make_models, fingerprint, maker):
+    sent = messages_of(make_models(7))
+    assert len(sent.chunks) >= 3
+    deliver(sent._replace(chunks=[*reversed(sent.chunks), *sent.chunks]), maker)
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
+
+
+# Every kind of damage is an error, and leaves models and receiver as they were.
+
+
+def lose_a_chunk(sent):
+    return sent._replace(chunks=sent.chunks[1:])
+
+
+def lose_the_last_chunk(sent):
+    return sent._replace(chunks=sent.chunks[:-1])
+
+
+def lose_a_tensor(sent):
+    chunk = sent.chunks[0]
+    return replaced(sent, 0, with_info(dataclasses.replace(chunk, arrays=chunk.arrays[:-1])))
+
+
+def lose_a_tensor_and_its_name(sent):
+    chunk = dataclasses.replace(sent.chunks[-1], arrays=sent.chunks[-1].arrays[:-1])
+    return replaced(sent, -1, with_info(chunk, tensors=chunk.info.tensors[:-1]))
+
+
+def shorten_an_array(sent):
+    chunk = sent.chunks[-1]
+    return replaced(sent, -1, dataclasses.replace(chunk, arrays=(chunk.arrays[0][..., :-1], *chunk.arrays[1:])))
+
+
+def flip_a_bit(sent):
+    return replaced(sent, -1, flipped(sent.chunks[-1], 5))
+
+
+def relabel_a_dtype(sent):
+    first, *others = sent.chunks[0].info.tensors
+    return replaced(sent, 0, with_info(sent.chunks[0], tensors=(first._replace(dtype="float16"), *others)))
+
+
+def unknown_dtype(sent):
+    first, *others = sent.chunks[0].info.tensors
+    return replaced(sent, 0, with_info(sent.chunks[0], tensors=(first._replace(dtype="no_grad"), *others)))
+
+
+def chunk_for_another_module(sent):
+    return replaced(sent, 0, with_info(sent.chunks[0], module="critic"))
+
+
+def exchange_two_names_everywhere(sent):
+    """In the chunk and in the manifest alike, as a fault before both were sent would."""
+    chunk = sent.chunks[-1]
+    swapped = tuple(
+        spec._replace(name=other.name)
+        for spec, other in zip(chunk.info.tensors, reversed(chunk.info.tensors), strict=True)
+    )
+    chunk = with_info(chunk, tensors=swapped)
+    listed = (*sent.manifest.chunks[:-1], chunk.info)
+    return replaced(sent, -1, chunk)._replace(manifest=dataclasses.replace(sent.manifest, chunks=listed))
+
+
+def replaced_chunk_with_an_honest_checksum(sent):
+    zeros = {spec.name: torch.zeros(spec.shape, dtype=torch.bfloat16) for spec in sent.chunks[0].info.tensors}
+    return replaced(sent, 0, value_chunk("actor", zeros))
+
+
+def chunk_that_the_manifest_does_not_list(sent):
+    extra = value_chunk("critic", {"bias": torch.zeros(1)}, index=len(sent.chunks))
+    return sent._replace(chunks=[*sent.chunks, extra])
+
+
+def with_tensor(sent, name, tensor, *, index=0):
+    """An honest update (checksums and manifest fit) in which chunk `index` also holds this tensor."""
+    chunk = sent.chunks[index]
+    extra = value_chunk(chunk.info.module, {name: tensor})
+    joined = dataclasses.replace(chunk, arrays=chunk.arrays + extra.arrays)
+    joined = with_info(joined, tensors=chunk.info.tensors + extra.info.tensors)
+    return sent.listing(*[joined if one is chunk else one for one in sent.chunks])
+
+
+def without_tensor(sent, name):
+    kept = []
+    for chunk in sent.chunks:
+        pairs = [(s, a) for s, a in zip(chunk.info.tensors, chunk.arrays, strict=True) if s.name != name]
+        chunk = dataclasses.replace(chunk, arrays=tuple(array for _, array in pairs))
+        kept.append(with_info(chunk, tensors=tuple(spec for spec, _ in pairs)))
+    return sent.listing(*kept)
+
+
+def unknown_name(sent):
+    return with_tensor(sent, "surprise.weight", torch.zeros(2))
+
+
+def missing_name(sent):
+    return without_tensor(sent, "embedding.weight")
+
+
+def instead_of(sent, name, tensor):
+    return with_tensor(without_tensor(sent, name), name, tensor)
+
+
+def wrong_shape(sent):
+    return instead_of(sent, "embedding.weight", torch.zeros(6, 4, dtype=torch.bfloat16))
+
+
+def transposed_shape(sent):
+    return instead_of(sent, "embedding.weight", torch.zeros(4, 5, dtype=torch.bfloat16))
+
+
+def float_for_integer(sent):
+    return instead_of(sent, "num_seen", torch.tensor(1.0))
+
+
+def integer_for_float(sent):
+    return instead_of(sent, "embedding.weight", torch.zeros(5, 4, dtype=torch.int64))
+
+
+def narrower_integer(sent):
+    return instead_of(sent, "num_seen", torch.tensor(1, dtype=torch.int8))
+
+
+def the_same_weight_twice(sent):
+    return with_tensor(sent, "embedding.weight", torch.zeros(5, 4), index=1)
+
+
+def the_same_weight_under_two_names(sent):
+    return with_tensor(sent, "model.embedding.weight", torch.zeros(5, 4), index=1)
+
+
+def unknown_module(sent):
+    return sent.listing(value_chunk("reward", {"bias": torch.zeros(1)}))
+
+
+def empty_update(sent):
+    return sent.listing()
+
+
+DAMAGES = [
+    (lose_a_chunk, "missing 1 of"),
+    (lose_the_last_chunk, "missing 1 of"),
+    (lose_a_tensor, "unreadable"),
+    (lose_a_tensor_and_its_name, "corrupt"),
+    (shorten_an_array, "unreadable"),
+    (flip_a_bit, "corrupt"),
+    (relabel_a_dtype, "unreadable"),
+    (unknown_dtype, "unreadable"),
+    (chunk_for_another_module, "corrupt"),
+    (exchange_two_names_everywhere, "corrupt"),
+    (replaced_chunk_with_an_honest_checksum, "not the one the manifest lists"),
+    (chunk_that_the_manifest_does_not_list, "does not list"),
+    (unknown_name, "surprise.weight"),
+    (missing_name, "lacks 2 of"),  # embedding and head are one tensor with two names
+    (wrong_shape, "shape"),
+    (transposed_shape, "shape"),
+    (float_for_integer, "torch.float32, but it is torch.int64"),
+    (integer_for_float, "torch.int64, but it is torch.bfloat16"),
+    (narrower_integer, "torch.int8, but it is torch.int64"),
+    (the_same_weight_twice, "twice"),
+    (the_same_weight_under_two_names, "twice"),
+    (unknown_module, "'reward'"),
+    (empty_update, "no tensors"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+def test_a_damaged_update_is_rejected_whole_and_the_next_good_one_works(
+    damage, message, make_models, fingerprint, maker
+):
+    before = fingerprint(maker.models)
+    with pytest.raises(WeightUpdateError, match=message):
+        deliver(damage(messages_of(make_models(7))), maker)
+    assert fingerprint(maker.models) == before
+    assert maker.served.version == 0
+    assert maker.receiver.open_updates == ()
+    deliver(messages_of(make_models(8), header=header_of(2)), maker)
+    assert fingerprint(maker.models) == fingerprint(make_models(8))
+
+
+def another_update(sent):
+    return dataclasses.replace(sent.header, update_id="another")
+
+
+def another_version(sent):
+    return dataclasses.replace(sent.header, version=99)
+
+
+@pytest.mark.parametrize("header", [another_update, another_version])
+@pytest.mark.parametrize("position", [0, -1], ids=["chunk", "manifest"])
+def test_a_message_under_another_header_is_rejected(header, position, make_models, maker):
+    sent = messages_of(make_models(7))
+    messages = [*map(sent.part, sent.chunks), sent.end()]
+    messages[position] = dataclasses.replace(messages[position], header=header(sent))
+    maker.update_experience_maker(message=sent.start())
+
+    def receive_all():
+        for message in messages:
+            maker.update_experience_maker(message=message)
+
+    with pytest.raises(WeightUpdateError, match=r"not open here|began as"):
+        receive_all()
+    assert maker.served.version == 0
+
+
+def test_a_rejected_update_takes_no_more_messages(make_models, maker):
+    sent = messages_of(make_models(7))
+    maker.update_experience_maker(message=sent.start())
+    with pytest.raises(WeightUpdateError, match="corrupt"):
+        maker.update_experience_maker(message=sent.part(flipped(sent.chunks[0], 0)))
+    for message in (sent.part(sent.chunks[0]), sent.end()):
+        with pytest.raises(WeightUpdateError, match="not open here"):
+            maker.update_experience_maker(message=message)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10_000))
+def test_any_flipped_bit_is_seen(bit):
+    models = {"m": nn.Linear(3, 3)}
+    sent, maker = messages_of(models), Maker(models)
+    maker.update_experience_maker(message=sent.start())
+    with pytest.raises(WeightUpdateError, match="corrupt"):
+        maker.update_experience_maker(message=sent.part(flipped(sent.chunks[0], bit)))
+
+
+# Without checksums.
+
+
+def test_off_hashes_nothing_and_still_checks_names_shapes_and_counts(make_models, maker, fingerprint, monkeypatch):
+    monkeypatch.setattr("coati.weights.transports.checksum", None)
+    sent = messages_of(make_models(7), has_checksums=False)
+    with pytest.raises(WeightUpdateError, match="missing 1 of"):
+        deliver(lose_a_chunk(sent), maker)
+    with pytest.raises(WeightUpdateError, match="not the one the manifest lists"):
+        deliver(lose_a_tensor_and_its_name(sent), maker)
+    deliver(sent, maker)
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
+
+
+def test_a_chunk_cannot_drop_its_checksum_on_the_way(make_models, maker):
+    sent = messages_of(make_models(7))
+    with pytest.raises(WeightUpdateError, match="chunk 0 is not the one the manifest lists"):
+        deliver(replaced(sent, 0, with_info(flipped(sent.chunks[0], 0), checksum=None)), maker)
+
+
+# Versions.
+
+
+def versions_of(maker, models, *versions, **options):
+    for version in versions:
+        deliver(messages_of(models, header=header_of(version, **options)), maker)
+
+
+def test_a_sender_counts_one_by_one_from_what_it_sent_before(make_models, maker):
+    models = make_models(7)
+    versions_of(maker, models, 1, is_sync=False)  # the first version of a run without a sync
+    versions_of(maker, models, 2, is_sync=False, follows=1)
+    versions_of(maker, models, 2, is_sync=False, follows=2)  # the same again
+    versions_of(maker, models, 9, is_sync=False, follows=8)  # this maker missed some
+    assert maker.served.version == 9
+
+
+@pytest.mark.parametrize("options", [{}, {"follows": 5}, {"is_sync": True}, {"is_sync": True, "follows": 5}])
+def test_an_implausible_version_is_refused_and_later_updates_are_served(options, make_models, maker):
+    models = make_models(7)
+    versions_of(maker, models, 5)
+    with pytest.raises(WeightUpdateError, match="implausible version"):
+        versions_of(maker, models, 2**40 + 1, **{"is_sync": False} | options)
+    with pytest.raises(WeightUpdateError, match="implausible version"):
+        versions_of(maker, models, -1, **{"is_sync": False} | options)
+    versions_of(maker, models, 6, is_sync=False, follows=5)
+    assert maker.served.version == 6
+
+
+def test_only_a_sync_may_start_at_any_version(make_models, maker):
+    models = make_models(7)
+    with pytest.raises(WeightUpdateError, match="sync_models_to_remote_makers"):
+        versions_of(maker, models, 2, is_sync=False)
+    versions_of(maker, models, 57)  # it joined late, or its trainer was restored from a checkpoint
+    assert maker.served.version == 57
+
+
+# Several senders.
+
+
+def test_two_interleaved_senders_never_mix(make_models, fingerprint, maker):
+    first, second = make_models(7), make_models(8)
+    a = messages_of(first, header=header_of(1, "trainer 0"))
+    b = messages_of(second, header=header_of(2, "trainer 1"))
+    for one, other in zip((a.start(), *map(a.part, a.chunks)), (b.start(), *map(b.part, b.chunks)), strict=True):
+        maker.update_experience_maker(message=one)
+        maker.update_experience_maker(message=other)
+    maker.update_experience_maker(message=a.end())
+    assert fingerprint(maker.models) == fingerprint(first)
+    maker.update_experience_maker(message=b.end())
+    assert fingerprint(maker.models) == fingerprint(second)
+
+
+def test_an_update_that_begins_again_forgets_what_it_had(make_models, maker):
+    sent = messages_of(make_models(7))
+    for message in (sent.start(), sent.part(sent.chunks[0]), sent.start(), *map(sent.part, sent.chunks[1:])):
+        maker.update_experience_maker(message=message)
+    with pytest.raises(WeightUpdateError, match="missing 1 of"):
+        maker.update_experience_maker(message=sent.end())
+
+
+def test_a_dead_sender_locks_nothing_and_is_evicted_and_a_slow_one_is_not(make_models, fingerprint):
+    now = [0.0]
+    maker = Maker(make_models(1), clock=lambda: now[0])
+    slow = messages_of(make_models(7), header=header_of(source="slow"))
+    dead = messages_of(make_models(8), header=header_of(source="dead"))
+    maker.update_experience_maker(message=slow.start())
+    maker.update_experience_maker(message=dead.start())
+    maker.update_experience_maker(message=dead.part(dead.chunks[0]))  # and then it is killed
+    for number in range(8):  # many others at the same time evict nobody
+        maker.update_experience_maker(message=messages_of({}, header=header_of(source=f"other {number}")).start())
+    assert {slow.header.update_id, dead.header.update_id} < set(maker.receiver.open_updates)
+    now[0] = MAX_IDLE_SECONDS
+    maker.update_experience_maker(message=slow.part(slow.chunks[0]))
+    now[0] = MAX_IDLE_SECONDS + 1
+    deliver(messages_of(make_models(40), header=header_of(source="late")), maker)
+    assert maker.receiver.open_updates == (slow.header.update_id,)
+    for message in (*map(slow.part, slow.chunks[1:]), slow.end()):
+        maker.update_experience_maker(message=message)
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
+    with pytest.raises(WeightUpdateError, match="Send it again"):
+        maker.update_experience_maker(message=dead.part(dead.chunks[1]))
+
+
+def test_a_sender_that_begins_again_discards_only_its_own_unfinished_update(maker):
+    headers = [header_of(source=source, update_id=f"{source}{number}") for number, source in enumerate("aba")]
+    for header in headers:
+        maker.update_experience_maker(message=messages_of({}, header=header).start())
+    assert set(maker.receiver.open_updates) == {"b1", "a2"}
+
+
+# Partial updates.
+
+
+def test_a_partial_update_changes_what_it_names_and_is_not_a_full_one(make_models, maker):
+    sent = messages_of({}, is_partial=True).listing(
+        value_chunk("actor", {"body.bias": torch.full((4,), 5.0)}),
+        value_chunk("critic", {"bias": torch.full((1,), 6.0)}),
+    )
+    deliver(sent, maker)
+    assert maker.models["actor"].body.bias.tolist() == [5.0] * 4
+    assert maker.models["critic"].bias.tolist() == [6.0]
+    assert torch.equal(maker.models["actor"].body.weight, make_models(0)["actor"].body.weight)
+    with pytest.raises(TimeoutError):  # it touches both modules, and most weights of neither
+        maker.served.wait_for_full_update(deadline_seconds=0.0, what="all weights")
+
+
+def test_one_whole_module_is_accepted_and_is_not_a_full_update(make_models, maker):
+    deliver(messages_of({"actor": make_models(7)["actor"]}), maker)
+    assert torch.equal(maker.models["actor"].body.weight, make_models(7)["actor"].body.weight)
+    with pytest.raises(TimeoutError):
+        maker.served.wait_for_full_update(deadline_seconds=0.0, what="all weights")
+
+
+# The seed's plain calls: state dicts, no manifest.
+
+
+def plain(maker, *, actor=None, critic=None, lora=None, **flags):
+    maker.receiver.receive_plain({"actor": actor, "critic": critic}, lora or {}, **flags)
+
+
+@pytest.mark.parametrize("form", ["tensors", "arrays"])
+def test_start_then_dicts_then_end_commits_at_the_end(form, make_models, fingerprint, maker):
+    sender, before = make_models(7), fingerprint(maker.models)
+    sender["actor"].float()  # numpy has no bfloat16; small integers are exact in both
+    state = sender["actor"].state_dict()
+    if form == "arrays":
+        state = {name: tensor.numpy() for name, tensor in state.items()}
+    names = list(state)
+    plain(maker, chunk_start=True)
+    plain(maker, actor={name: state[name] for name in names[:2]})
+    plain(maker, critic=sender["critic"].state_dict())
+    plain(maker, actor={name: state[name] for name in names[2:]})
+    assert fingerprint(maker.models) == before
+    plain(maker, chunk_end=True)
+    assert maker.served.version == 1
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
+    maker.served.wait_for_full_update(deadline_seconds=0.0, what="all weights")
+
+
+@pytest.mark.parametrize("flags", [{}, {"chunk_start": True, "chunk_end": True}])
+def test_a_whole_plain_update_in_one_call(flags, make_models, fingerprint, maker):
+    states = {label: model.state_dict() for label, model in make_models(7).items()}
+    plain(maker, **states, fully_update=True, **flags)
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
+
+
+def test_a_part_that_raises_rejects_the_whole_plain_update_and_the_next_one_works(make_models, fingerprint, maker):
+    states = {label: model.state_dict() for label, model in make_models(7).items()}
+    before = fingerprint(maker.models)
+    plain(maker, chunk_start=True)
+    plain(maker, actor={**states["actor"], "body.weight": torch.zeros(3, 3)})
+    # The critic alone would be a whole module; after a rejection it must not get in by itself.
+    plain(maker, critic=states["critic"])
+    with pytest.raises(WeightUpdateError, match=r"shape \[3, 3\]"):
+        plain(maker, chunk_end=True)
+    plain(maker, chunk_start=True)
+    with pytest.raises(TypeError):
+        plain(maker, actor={"no.such.weight": object()})
+    for call in ({"critic": states["critic"]}, {"chunk_end": True}):
+        with pytest.raises(WeightUpdateError, match="not open here"):
+            plain(maker, **call)
+    assert fingerprint(maker.models) == before
+    plain(maker, **states)
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
+
+
+def test_names_with_and_without_the_wrappers_prefix():
+    bare, wrapped = tiny.llama(0), Actor(tiny.llama(1))
+    bare_state = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
+    bare_maker, wrapped_maker = Maker({"actor": bare}), Maker({"actor": wrapped})
+    # A bare model's names go into a wrapped one,
+    plain(wrapped_maker, actor=bare_state)
+    assert all(torch.equal(wrapped.model.state_dict()[name], value) for name, value in bare_state.items())
+    # a wrapped model's names into a bare one, and a DDP model's names too.
+    with torch.no_grad():
+        wrapped.model.lm_head.weight.fill_(2.0)
+    plain(bare_maker, actor=wrapped.state_dict())
+    assert bool((bare.lm_head.weight == 2.0).all())
+    with torch.no_grad():
+        bare.lm_head.weight.fill_(3.0)
+    plain(bare_maker, actor={f"module.{name}": value.clone() for name, value in bare.state_dict().items()})
+    assert bool((bare.lm_head.weight == 3.0).all())
+
+
+def test_one_weight_under_two_names_is_refused(make_models):
+    maker = Maker(make_models(0), allow_partial_plain=True)
+    with pytest.raises(WeightUpdateError, match="twice"):
+        plain(maker, critic={"weight": torch.ones(1, 4), "model.weight": torch.zeros(1, 4)})
+
+
+def test_a_partial_plain_update_is_refused_unless_allowed(make_models, fingerprint, maker):
+    before = fingerprint(maker.models)
+    with pytest.raises(WeightUpdateError, match=r"lacks 1 of 2 weights \(first: 'weight'\)"):
+        plain(maker, critic={"bias": torch.ones(1)})
+    assert fingerprint(maker.models) == before
+    lenient = Maker(make_models(0), allow_partial_plain=True)
+    plain(lenient, critic={"bias": torch.full((1,), 4.0)})
+    assert lenient.models["critic"].bias.item() == 4.0
+    with pytest.raises(WeightUpdateError, match="lacks 1 of 2"):
+        plain(lenient, critic={"bias": torch.full((1,), 4.0)}, fully_update=True)
+
+
+def test_an_empty_or_unopened_plain_update_is_refused(maker):
+    with pytest.raises(WeightUpdateError, match="no tensors"):
+        plain(maker)
+    with pytest.raises(WeightUpdateError, match="not open here"):
+        plain(maker, chunk_end=True)
+
+
+def test_a_new_plain_start_discards_what_came_before_it(maker):
+    plain(maker, chunk_start=True)
+    plain(maker, actor={"surprise": torch.zeros(1)})
+    plain(maker, chunk_start=True)
+    plain(maker, critic={"weight": torch.zeros(1, 4), "bias": torch.zeros(1)}, chunk_end=True)
+    assert maker.models["critic"].weight.abs().sum().item() == 0.0

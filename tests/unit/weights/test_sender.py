@@ -1,0 +1,756 @@
+"""One sender and its makers on threads: who commits what, whoever is slow, dies, rejects or joins."""
+
+import itertools
+import threading
+from typing import ClassVar
+
+import pytest
+import tiny
+import torch
+from thread_peers import PATIENCE, ThreadPeers
+from weight_testing import Learner, Maker, PlainStrategy, deliver, header_of, make_sender, messages_of
+
+from coati.errors import ActorNotFound, ConfigError, DeadlineExceeded, PeerDied, WeightUpdateError
+from coati.models import Actor
+from coati.peers import LocalPeers, Peer, PendingCall
+from coati.weights import sender as sender_module
+from coati.weights.card_memory import CardMemory
+from coati.weights.host_memory import HostMemory
+from coati.weights.message import WeightMessage
+from coati.weights.sender import MAX_CHUNKS_IN_FLIGHT
+from coati.weights.transports import ByValue
+
+UPDATE = "update_experience_maker"
+
+
+class Rejecting:
+    """A maker that rejects what it is told to, and otherwise takes anything."""
+
+    def __init__(self):
+        self.versions, self.full = [], []
+        self.rejects = False
+
+    def update_experience_maker(self, *, message):
+        if message.is_start:
+            self.versions.append(message.header.version)
+        if message.manifest is not None:
+            self.full.append(not message.manifest.is_partial)
+        if self.rejects:
+            raise ValueError("the head is wider here")
+
+    def sharing_fault(self, probe):
+        return None
+
+
+def in_background(function, *args, **kwargs):
+    """Run a call in a thread; returns what waits for it and gives what came of it."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append((function(*args, **kwargs), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result():
+        thread.join(PATIENCE)
+        assert outcome, "the background call did not end"
+        value, error = outcome[0]
+        if error is not None:
+            raise error
+        return value
+
+    result.is_running = thread.is_alive
+    return result
+
+
+@pytest.fixture
+def trained(make_models):
+    return make_models(7)
+
+
+TRANSPORTS = [None, HostMemory, lambda: CardMemory(torch.device("cpu"))]
+
+
+# What arrives.
+
+
+@pytest.mark.parametrize("make_shared", TRANSPORTS, ids=["by value", "host memory", "card"])
+@pytest.mark.parametrize("verify_updates", ["checksum", "off"])
+def test_all_makers_serve_what_was_sent(make_shared, verify_updates, make_models, fingerprint):
+    makers = {name: Maker(make_models(0)) for name in ("a", "b")}
+    models = make_models(1)
+    shared = None if make_shared is None else make_shared()
+    # A handle of CPU memory is for this very process: nothing may pickle it.
+    peers = LocalPeers(**makers) if isinstance(shared, CardMemory) else ThreadPeers(**makers)
+    sender = make_sender(Learner(models), peers, list(makers), shared=shared, verify_updates=verify_updates)
+    for version in range(5):
+        with torch.no_grad():
+            models["critic"].bias.fill_(version)
+        sender.send(version, fully_update=version == 0)
+        for maker in makers.values():
+            assert fingerprint(maker.models) == fingerprint(models)
+            assert maker.served.version == version
+
+
+def test_only_the_known_ways_to_verify_are_accepted(trained):
+    with pytest.raises(ConfigError, match="verify_updates"):
+        make_sender(Learner(trained), ThreadPeers(), [], verify_updates="crc")
+
+
+def test_floats_travel_in_the_dtype_that_the_learner_computes_in(trained, make_models):
+    strategy = PlainStrategy()
+    strategy.compute_dtype = torch.bfloat16
+    with torch.no_grad():
+        trained["critic"].weight.fill_(1.00390625)  # 1 + 2⁻⁸: bfloat16 rounds it to 1
+    maker = Maker(make_models(0))
+    make_sender(Learner(trained, strategy), ThreadPeers(maker=maker), ["maker"]).send(1)
+    assert maker.models["critic"].weight.unique().tolist() == [1.0]
+    assert maker.models["actor"].num_seen.item() == trained["actor"].num_seen.item()
+
+
+def test_with_adapters_only_what_is_not_trained_stays_at_home(trained, make_models):
+    trained["actor"].requires_grad_(False)
+    maker = Maker(make_models(0))
+    sender = make_sender(Learner(trained), ThreadPeers(maker=maker), ["maker"], adapters_only=True)
+    sizes = []
+    sender.send(1, on_arrival=lambda _, num_bytes: sizes.append(num_bytes))
+    assert maker.models["critic"].weight.equal(trained["critic"].weight)
+    assert maker.models["actor"].body.weight.equal(make_models(0)["actor"].body.weight)
+    sender.send(1, fully_update=True, on_arrival=lambda _, num_bytes: sizes.append(num_bytes))
+    assert maker.models["actor"].body.weight.equal(trained["actor"].body.weight)
+    assert sizes == [20, 40 + 80 + 8 + 2 + 20]
+
+
+def test_a_canary_travels_if_it_is_asked_for_and_stops_a_maker_that_computes_otherwise():
+    actors = [Actor(tiny.llama(seed, initializer_range=0.5)) for seed in range(3)]
+    maker = Maker({"actor": actors[0]})
+    learner = Learner({"actor": actors[1]})
+    sender = make_sender(learner, ThreadPeers(maker=maker), ["maker"], verify_updates="canary")
+    sender.send(1)
+    maker.models["actor"].model.config.rms_norm_eps = 1.0
+    maker.models["actor"].model.model.norm.variance_epsilon = 1.0  # it computes something else now
+    with pytest.raises(WeightUpdateError, match=r"maker maker: .*does not compute"):
+        sender.send(2)
+
+
+def test_weights_are_read_even_if_no_maker_is_there_to_be_updated(trained):
+    # In a sharded group all ranks gather together; one that did not would leave the others waiting.
+    read = []
+
+    class Gathering(PlainStrategy):
+        def get_model_state_dict_shard(self, model, **options):
+            for shard in super().get_model_state_dict_shard(model, **options):
+                read.extend(shard)
+                yield shard
+
+    make_sender(Learner(trained, Gathering()), ThreadPeers(), []).send(1)
+    assert {"body.weight", "weight"} < set(read)
+
+
+def test_every_chunk_carries_its_own_checksum_and_one_is_read_ahead_of_what_is_sent(make_models, monkeypatch):
+    drawn, ahead = [], []
+
+    class Counting(PlainStrategy):
+        def get_model_state_dict_shard(self, model, **options):
+            for index in range(5):
+                drawn.append(index)
+                yield {f"w{index}": torch.zeros(1)}
+
+    class Noting(Rejecting):
+        def update_experience_maker(self, *, message):
+            checksums = [ByValue().checksum(chunk) for chunk in message.chunks]
+            assert [chunk.info.checksum for chunk in message.chunks] == checksums
+
+    monkeypatch.setattr(sender_module, "MAX_CHUNKS_IN_FLIGHT", 0)  # each chunk is answered before the next is sent
+    peers = ThreadPeers(maker=Noting())
+    peers["maker"].at(UPDATE, "before", lambda _: ahead.append(len(drawn)), None)
+    make_sender(Learner({"actor": torch.nn.Identity()}, Counting()), peers, ["maker"]).send(1)
+    assert ahead[1:] == [2, 3, 4, 5, 5, 5]  # after the start: five chunks and the manifest
+
+
+class WaitedCall(PendingCall):
+    """A call that ends when it is waited for."""
+
+    open_at_wait: ClassVar[list[int]] = []
+
+    def __init__(self):
+        self.has_ended = False
+
+    def done(self):
+        return self.has_ended
+
+    def result(self, timeout):
+        assert self.has_ended
+
+    @classmethod
+    def wait(cls, calls, num_done, timeout):
+        cls.open_at_wait.append(len(calls))
+        calls[0].has_ended = True
+
+
+class WaitedPeer(Peer):
+    def has(self, method):
+        return False
+
+    def call(self, method, *args, **kwargs):
+        return WaitedCall()
+
+
+def test_a_bounded_number_of_chunks_is_in_flight(trained):
+    peers = ThreadPeers()
+    peers.add("a", None), peers.add("b", None)
+    peers._lookup = WaitedPeer
+    WaitedCall.open_at_wait.clear()
+    make_sender(Learner(trained), peers, ["a", "b"], chunk_mib=8 / 2**20).send(1)
+    assert max(WaitedCall.open_at_wait) == 2 * MAX_CHUNKS_IN_FLIGHT + 2
+
+
+# One update after the other.
+
+
+class Slow:
+    """A maker, and a learner whose answers to the manifests are held back."""
+
+    def __init__(self, models, sent):
+        self.maker = Maker(models)
+        self.peers = ThreadPeers(maker=self.maker)
+        self.sender = make_sender(Learner(sent), self.peers, ["maker"], chunk_mib=1.0)
+
+    def hold_manifest(self):
+        return self.peers.hold("maker", UPDATE, nth=4)  # the start, the actor, the critic, the manifest
+
+
+@pytest.fixture
+def slow(make_models, trained):
+    return Slow(make_models(0), trained)
+
+
+def test_start_returns_when_the_weights_are_read_and_they_may_change(slow, make_models, fingerprint):
+    held = slow.hold_manifest()
+    slow.sender.start(1)
+    held.reached()
+    assert slow.maker.served.version == 0
+    with torch.no_grad():
+        slow.sender._learner.models["critic"].weight.zero_()
+    held.release()
+    slow.sender.settle()
+    assert fingerprint(slow.maker.models) == fingerprint(make_models(7))
+
+
+def test_never_two_updates_are_under_way(slow):
+    held = slow.hold_manifest()
+    slow.sender.start(1)
+    held.reached()
+    second = in_background(slow.sender.start, 2)
+    assert len(slow.peers["maker"].calls) == 4
+    held.release()
+    second()
+    slow.sender.settle()
+    assert slow.maker.served.version == 2
+    assert slow.maker.served.num_commits == 2
+
+
+def test_updates_take_one_thread_however_many_they_are(slow):
+    slow.sender.send(1)
+    before = threading.active_count()
+    seen = set()
+    for version in range(2, 6):
+        slow.sender.start(version, on_arrival=lambda *_: seen.add(threading.get_ident()))
+    slow.sender.settle()
+    assert threading.active_count() == before
+    assert len(seen) == 1
+
+
+@pytest.fixture
+def rejecting(trained):
+    target = Rejecting()
+    peers = ThreadPeers(maker=target)
+    return target, peers, make_sender(Learner(trained), peers, ["maker"], chunk_mib=1.0)
+
+
+def test_a_failure_that_was_not_waited_for_is_raised_once_by_check_or_the_next_start(rejecting):
+    target, _, sender = rejecting
+    target.rejects = True
+    sender.start(1)
+    sender.settle()
+    with pytest.raises(WeightUpdateError, match=r"version 1 were rejected\. maker maker: the head is wider"):
+        sender.check()
+    sender.check()
+    sender.start(2)
+    with pytest.raises(WeightUpdateError, match="version 2"):
+        sender.start(3)
+    assert target.versions == [1, 2]  # the third was not begun
+
+
+def test_check_waits_for_nothing(rejecting):
+    target, peers, sender = rejecting
+    held = peers.hold("maker", UPDATE)
+    target.rejects = True
+    sender.start(1)
+    sender.check()
+    held.release()
+    sender.settle()
+    with pytest.raises(WeightUpdateError):
+        sender.check()
+
+
+def test_a_send_raises_what_is_wrong_with_its_own_update_and_leaves_others_failures_to_check(rejecting):
+    target, _, sender = rejecting
+    target.rejects = True
+    sender.start(1)
+    sender.settle()
+    target.rejects = False
+    sender.send(2)
+    target.rejects = True
+    with pytest.raises(WeightUpdateError, match="version 3"):
+        sender.send(3)
+    sender.change_makers(["maker"])
+    with pytest.raises(WeightUpdateError, match="version 1"):
+        sender.check()
+    sender.check()
+
+
+def test_makers_hear_what_the_sender_sent_before_so_that_no_version_can_jump(make_models, trained):
+    makers = {"early": Maker(make_models(0)), "late": Maker(make_models(0))}
+    sender = make_sender(Learner(trained), ThreadPeers(**makers), ["early"])
+    for version in (1, 2, 3):
+        sender.send(version)
+    sender.change_makers(["early", "late"])
+    sender.send(4)  # the newcomer is at 0, and takes it
+    assert [maker.served.version for maker in makers.values()] == [4, 4]
+    with pytest.raises(WeightUpdateError, match="implausible version"):
+        sender.send(2**20)
+
+
+# Makers that fail.
+
+
+def test_a_maker_that_does_not_exist_is_named(trained):
+    sender = make_sender(Learner(trained), ThreadPeers(), ["no-such-maker"], seconds=0.01)
+    with pytest.raises(ActorNotFound, match="no-such-maker"):
+        sender.send(1)
+
+
+def test_a_rejected_update_names_maker_and_reason_and_the_maker_keeps_its_weights(make_models, fingerprint):
+    maker = Maker(make_models(0))
+    wider = {"critic": torch.nn.Linear(9, 1)}
+    with pytest.raises(WeightUpdateError, match=r"maker maker: .*\[1, 9\]"):
+        make_sender(Learner(wider), ThreadPeers(maker=maker), ["maker"]).send(1)
+    assert fingerprint(maker.models) == fingerprint(make_models(0))
+
+
+@pytest.mark.parametrize("shared", [None, HostMemory])
+def test_a_dead_maker_is_left_out_and_the_living_ones_are_updated(shared, make_models, trained, caplog):
+    makers = {name: Maker(make_models(0)) for name in ("a", "b")}
+    peers = ThreadPeers(**makers)
+    sender = make_sender(Learner(trained), peers, list(makers), shared=shared and shared())
+    sender.send(1)
+    peers.kill("a")
+    sender.send(2)
+    sender.send(3)
+    assert makers["b"].served.version == 3
+    assert sum("maker a died" in record.getMessage() for record in caplog.records) == 1
+    peers.kill("b")
+    with pytest.raises(PeerDied, match=r"every maker \(a, b\) is gone"):
+        sender.send(4)
+
+
+@pytest.mark.parametrize("nth", range(1, 5))
+@pytest.mark.parametrize("point", ["before", "after"])
+@pytest.mark.parametrize("shared", [None, HostMemory])
+def test_wherever_a_maker_dies_the_other_serves_the_update(nth, point, shared, make_models, trained, fingerprint):
+    makers = {name: Maker(make_models(0)) for name in ("a", "b")}
+    peers = ThreadPeers(**makers)
+    sender = make_sender(Learner(trained), peers, list(makers), shared=shared and shared())
+    peers.kill_at("a", UPDATE, point, nth=nth)
+    sender.send(1)
+    assert fingerprint(makers["b"].models) == fingerprint(trained)
+    assert fingerprint(makers["a"].models) in {fingerprint(make_models(0)), fingerprint(trained)}
+
+
+@pytest.mark.parametrize("drop", ["drop_call", "drop_reply"])
+@pytest.mark.parametrize("nth", range(1, 4))  # the start, the chunks, the manifest
+def test_a_maker_that_cannot_be_reached_misses_one_update_and_gets_the_next(drop, nth, make_models, trained):
+    makers = {name: Maker(make_models(0)) for name in ("a", "b")}
+    peers = ThreadPeers(**makers)
+    sender = make_sender(Learner(trained), peers, list(makers), shared=HostMemory())
+    getattr(peers, drop)("a", UPDATE, nth=nth)
+    sender.send(1)
+    sender.send(2)
+    assert [maker.served.version for maker in makers.values()] == [2, 2]
+
+
+def test_a_maker_that_is_late_is_an_error(trained):
+    peers = ThreadPeers(maker=Rejecting())
+    held = peers.hold("maker", UPDATE)
+    with pytest.raises(DeadlineExceeded, match="makers maker"):
+        make_sender(Learner(trained), peers, ["maker"], seconds=0.05).send(1)
+    held.release()
+
+
+@pytest.mark.parametrize("nth", range(1, 4))
+def test_a_sender_that_dies_between_chunks_blocks_nobody(nth, make_models, trained, fingerprint, maker):
+    half = messages_of(make_models(5), header=header_of(1, "a trainer that dies"))
+    for message in [half.start(), *map(half.part, half.chunks)][:nth]:
+        maker.update_experience_maker(message=message)
+    make_sender(Learner(trained), ThreadPeers(maker=maker), ["maker"]).send(1)
+    assert fingerprint(maker.models) == fingerprint(trained)
+
+
+def interleavings(first, second):
+    """Every way to merge two sequences of this many calls, as which of the two comes next."""
+    for places in itertools.combinations(range(first + second), first):
+        yield [0 if place in places else 1 for place in range(first + second)]
+
+
+def test_two_senders_to_one_maker_never_mix_whatever_the_order(make_models, fingerprint):
+    published = [make_models(5), make_models(6)]
+    for order in interleavings(4, 4):  # start, actor, critic, manifest of each
+        maker = Maker(make_models(0))
+        updates = [
+            messages_of(models, header=header_of(1, f"trainer {rank}"), max_bytes=1000)
+            for rank, models in enumerate(published)
+        ]
+        calls = [iter([sent.start(), *map(sent.part, sent.chunks), sent.end()]) for sent in updates]
+        for rank in order:
+            maker.update_experience_maker(message=next(calls[rank]))
+            seen = fingerprint(maker.models)
+            assert seen in {fingerprint(make_models(0)), *map(fingerprint, published)}
+        assert seen == fingerprint(published[order[-1]])
+
+
+# Memory that makers share with the sender.
+
+
+def test_no_chunk_is_written_before_every_maker_has_released_its_memory(make_models, trained):
+    makers = {name: Maker(make_models(0)) for name in ("a", "b")}
+    peers = ThreadPeers(**makers)
+    written = threading.Event()
+
+    class Watching(PlainStrategy):
+        def get_model_state_dict_shard(self, model, **options):
+            written.set()
+            return super().get_model_state_dict_shard(model, **options)
+
+    sender = make_sender(Learner(trained, Watching()), peers, list(makers), shared=HostMemory())
+    sender.send(1)
+    written.clear()
+    held = peers.hold("b", UPDATE)
+    sending = in_background(sender.send, 2)
+    held.reached()
+    assert not written.is_set()
+    held.release()
+    sending()
+    assert written.is_set()
+
+
+def test_updates_while_a_maker_works_are_lent_to_it_and_the_newest_is_committed(make_models, fingerprint):
+    maker, models = Maker(make_models(0)), make_models(1)
+    sender = make_sender(Learner(models), ThreadPeers(maker=maker), ["maker"], shared=HostMemory())
+    before = fingerprint(maker.models)
+    with maker.served.use():
+        for version in range(1, 5):  # both sets, twice
+            with torch.no_grad():
+                models["critic"].bias.fill_(version)
+            sender.send(version)
+        assert fingerprint(maker.models) == before
+    assert maker.served.version == 4
+    assert fingerprint(maker.models) == fingerprint(models)
+
+
+class Checking(Maker):
+    """Notes which chunks it was told to check, and may damage what it is lent."""
+
+    def __init__(self, models, damaged=None):
+        super().__init__(models)
+        self.checked = set()
+
+    def update_experience_maker(self, *, message):
+        self.checked |= {chunk.index for chunk in message.chunks} - message.checked_elsewhere
+        super().update_experience_maker(message=message)
+
+
+def four_weights(value):
+    return {"actor": torch.nn.ParameterDict({f"w{i}": torch.full((1,), value) for i in range(4)})}
+
+
+class Damaged(HostMemory):
+    """A bit of one chunk flips after it was hashed."""
+
+    def __init__(self, index=None):
+        super().__init__()
+        self._damaged = index
+
+    def checksum(self, chunk):
+        checksum = super().checksum(chunk)
+        if chunk.index == self._damaged:
+            region = self._sets[self._turn].regions[chunk.index]
+            region.buffer.data[region.start] ^= 1
+        return checksum
+
+
+def lend_four_chunks(peers, *names, damaged=None):
+    make_sender(Learner(four_weights(1.0)), peers, names, shared=Damaged(damaged), chunk_mib=4 / 2**20).send(1)
+
+
+@pytest.mark.parametrize("bytes_per_call", [1, 8, 2**20])
+def test_makers_that_read_the_same_memory_check_each_chunk_once(bytes_per_call, monkeypatch):
+    monkeypatch.setattr(sender_module, "LENT_BYTES_PER_CALL", bytes_per_call)
+    makers = {name: Checking(four_weights(0.0)) for name in ("a", "b")}
+    lend_four_chunks(ThreadPeers(**makers), *makers)
+    assert [maker.checked for maker in makers.values()] == [{0, 2}, {1, 3}]
+    assert [maker.served.version for maker in makers.values()] == [1, 1]
+
+
+@pytest.mark.parametrize("damaged", [0, 3])
+def test_a_chunk_that_one_of_them_finds_damaged_is_served_by_none(damaged):
+    makers = {name: Checking(four_weights(0.0)) for name in ("a", "b")}
+    with pytest.raises(WeightUpdateError) as caught:
+        lend_four_chunks(ThreadPeers(**makers), *makers, damaged=damaged)
+    assert all(f"maker {name}: chunk {damaged} of" in str(caught.value) for name in makers)
+    assert [maker.served.version for maker in makers.values()] == [0, 0]
+
+
+@pytest.mark.parametrize("damaged", [None, 0])
+def test_what_a_maker_that_died_was_to_check_the_others_check(damaged):
+    makers = {name: Checking(four_weights(0.0)) for name in ("a", "b", "c")}
+    peers = ThreadPeers(**makers)
+    peers.kill_at("a", UPDATE, nth=2)
+    if damaged is None:
+        lend_four_chunks(peers, *makers)
+    else:
+        with pytest.raises(WeightUpdateError, match=r"chunk 0 of .* is corrupt"):
+            lend_four_chunks(peers, *makers, damaged=damaged)
+    assert [makers[name].served.version for name in "bc"] == [int(damaged is None)] * 2
+
+
+def handles_in(peers, name):
+    """Of the chunks that a maker was sent, in order."""
+    messages = [kwargs["message"] for method, _, kwargs in peers[name].calls if method == UPDATE]
+    messages = [getattr(message, "value", message) for message in messages]
+    return [chunk.handle for message in messages if isinstance(message, WeightMessage) for chunk in message.chunks]
+
+
+class Elsewhere(Maker):
+    def sharing_fault(self, probe):
+        return "it sits elsewhere"
+
+
+class PlainOnly:
+    def __init__(self, models):
+        self._maker = Maker(models)
+
+    def update_experience_maker(self, *, message):
+        self._maker.update_experience_maker(message=message)
+
+
+@pytest.mark.parametrize("other", [Elsewhere, PlainOnly])
+def test_weights_travel_by_value_if_one_maker_cannot_open_the_senders_memory(other, make_models, trained, caplog):
+    peers = ThreadPeers(near=Maker(make_models(0)), far=other(make_models(0)))
+    sender = make_sender(Learner(trained), peers, ["near", "far"], shared=HostMemory())
+    sender.send(1)
+    sender.send(2)
+    assert set(handles_in(peers, "near")) == {None}
+    assert sum("because of maker far" in record.getMessage() for record in caplog.records) == 1
+    sender.change_makers(["near"])  # asked again
+    sender.send(3)
+    assert None not in handles_in(peers, "near")[-3:]
+    assert [method for method, *_ in peers["near"].calls].count("sharing_fault") == 2
+
+
+def test_a_system_that_shares_no_memory_sends_by_value_and_says_so(trained, make_models, monkeypatch, caplog):
+    monkeypatch.delattr("os.memfd_create")
+    peers = ThreadPeers(maker=Maker(make_models(0)))
+    sender = make_sender(Learner(trained), peers, ["maker"], shared=HostMemory())
+    sender.send(1)
+    sender.send(2)
+    assert set(handles_in(peers, "maker")) == {None}
+    assert sum("memfd_create" in record.getMessage() for record in caplog.records) == 1
+
+
+# Makers that join.
+
+
+class Run:
+    """A sender with one maker, `old`, and `new`, which joins."""
+
+    def __init__(self, models, *, seconds=60.0, first=("old",), joins=True):
+        self.old, self.new = Rejecting(), Rejecting()
+        self.peers = ThreadPeers(old=self.old, new=self.new)
+        self.sender = make_sender(Learner(models), self.peers, first, seconds=seconds, adapters_only=True)
+        self._version = 0
+        if joins:
+            self.send()
+            self.sender.change_makers(["old", "new"])
+
+    def send(self, **options):
+        self._version += 1
+        self.sender.send(self._version, **options)
+
+    @property
+    def recipients(self):
+        return self.sender.recipients
+
+
+@pytest.fixture
+def run(trained):
+    return Run(trained)
+
+
+@pytest.fixture
+def impatient_run(trained):
+    return Run(trained, seconds=0.2)
+
+
+def test_a_maker_that_joins_gets_all_weights_with_the_next_version(run):
+    assert run.recipients.has_newcomers
+    run.send()
+    assert not run.recipients.has_newcomers
+    run.sender.change_makers(["new"])
+    assert not run.recipients.has_newcomers
+    run.send()
+    assert (run.old.versions, run.old.full) == ([1, 2], [False, True])
+    assert (run.new.versions, run.new.full) == ([2, 3], [True, False])
+
+
+def test_a_newcomer_that_rejects_an_update_misses_it_and_gets_the_next(run):
+    run.new.rejects = True
+    run.send()
+    assert run.recipients.faults == {"new": "the head is wider here"}
+    assert run.recipients.has_newcomers
+    run.new.rejects = False
+    run.send()
+    assert run.recipients.faults == {}
+    assert not run.recipients.has_newcomers
+    assert (run.old.versions, run.new.versions) == ([1, 2, 3], [2, 3])
+    run.new.rejects = True  # it is a maker like any other now
+    with pytest.raises(WeightUpdateError, match="maker new: the head is wider here"):
+        run.send()
+
+
+def test_a_newcomer_that_is_not_there_is_not_waited_for(run):
+    run.peers.kill("new")
+    run.send()
+    assert run.recipients.faults == {"new": "no actor has this name"}
+    new = Rejecting()
+    run.peers.add("new", new)
+    run.send()
+    assert run.recipients.faults == {}
+    assert (run.old.versions, new.versions) == ([1, 2, 3], [3])
+
+
+def test_a_newcomer_that_is_late_is_left_out_until_it_has_work(impatient_run):
+    run = impatient_run
+    run.sender.change_makers(["old", "new"], newcomers=["new"])
+    run.send()
+    held = run.peers.hold("new", UPDATE)
+    run.send()
+    assert "within 0.1 s" in run.recipients.faults["new"]
+    run.send()
+    assert (run.old.versions, run.new.versions) == ([1, 2, 3, 4], [2])
+    held.release()
+    run.sender.change_makers(["old", "new"])
+    assert run.recipients.faults.keys() == {"new"}, "it is still there for whoever gave it work"
+    run.send()
+    assert run.new.versions[-1] == 5
+    assert run.recipients.faults == {}
+
+
+def test_what_a_late_newcomer_was_lent_is_not_written_again(make_models, trained):
+    makers = {"old": Maker(make_models(0)), "new": Maker(make_models(0))}
+    peers = ThreadPeers(**makers)
+    sender = make_sender(Learner(trained), peers, ["old"], seconds=2.0, shared=HostMemory())
+    sender.change_makers(["old", "new"], newcomers=["new"])
+    sender.send(1)
+    held = peers.hold("new", UPDATE, nth=2)  # after the start: it was lent the memory
+    sender.send(2)
+    sender.send(3)
+    sender.send(4)
+    handles = handles_in(peers, "old")
+    size = len(handles) // 4
+    assert set(handles[size : 2 * size]).isdisjoint(handles[3 * size :]), "version 4 is in the set of version 2"
+    held.release()
+
+
+def test_a_maker_that_is_late_is_still_an_error_though_newcomers_are_too(impatient_run):
+    held = [impatient_run.peers.hold(name, UPDATE) for name in ("old", "new")]
+    with pytest.raises(DeadlineExceeded, match="makers old did"):
+        impatient_run.send()
+    for hold in held:
+        hold.release()
+
+
+def test_a_newcomer_that_dies_is_left_out_even_if_it_is_all_that_a_trainer_has(trained):
+    run = Run(trained, first=(), joins=False)
+    run.sender.change_makers(["new"])
+    run.peers.kill_at("new", UPDATE)
+    run.send()
+    run.send()
+    assert run.recipients.faults.keys() == {"new"}
+    run.sender.change_makers([])
+    run.sender.change_makers(["new"])
+    new = Rejecting()
+    run.peers.add("new", new)
+    run.send()
+    assert new.versions == [3]
+    run.peers.kill("new")
+    with pytest.raises(PeerDied, match=r"every maker \(new\) is gone"):
+        run.send()
+
+
+def test_a_newcomer_is_on_trial_for_as_long_as_it_has_no_work(run):
+    run.sender.change_makers(["old", "new"], newcomers=["new"])
+    run.send()
+    assert not run.recipients.has_newcomers, "it has all weights"
+    run.new.rejects = True
+    run.send()
+    assert run.recipients.faults == {"new": "the head is wider here"}
+    run.sender.change_makers(["old", "new"])
+    assert run.recipients.faults == {"new": "the head is wider here"}
+    with pytest.raises(WeightUpdateError, match="maker new"):
+        run.send()
+    run.sender.change_makers(["old"])
+    assert run.recipients.faults == {}
+
+
+def test_a_newcomer_that_does_not_answer_does_not_decide_where_weights_go(impatient_run):
+    run = impatient_run
+    probe = HostMemory().probe()
+    assert run.recipients.all_can_open(probe, fallback="by value")
+    held = run.peers.hold("new", "sharing_fault")
+    assert run.recipients.all_can_open(probe, fallback="by value")
+    run.send()
+    assert run.new.versions == [], "a newcomer that does not answer in time is left out"
+    held.release()
+    held = run.peers.hold("old", "sharing_fault")
+    with pytest.raises(DeadlineExceeded, match="maker old"):
+        run.recipients.all_can_open(probe, fallback="by value")
+    held.release()
+
+
+def test_all_ranks_of_a_group_send_all_weights_if_one_of_them_has_a_newcomer(make_models, trained):
+    trained["actor"].requires_grad_(False)
+
+    class Group(PlainStrategy):
+        world_size, others = 2, 0
+
+        def all_reduce_sum(self, tensor):
+            return tensor + self.others
+
+    maker, group = Maker(make_models(0)), Group()
+    sender = make_sender(Learner(trained, group), ThreadPeers(maker=maker), ["maker"], adapters_only=True)
+    sender.send(1)
+    assert maker.models["actor"].body.weight.equal(make_models(0)["actor"].body.weight)
+    group.others = 1
+    sender.send(2)
+    assert maker.models["actor"].body.weight.equal(trained["actor"].body.weight)
+
+
+def test_an_update_made_by_hand_is_what_a_sender_sends(make_models, trained, fingerprint, maker):
+    """The helpers that other tests damage updates with are honest."""
+    deliver(messages_of(trained), maker)
+    assert fingerprint(maker.models) == fingerprint(trained)

@@ -1,0 +1,165 @@
+"""Senders and receivers of weights in one process, and updates made by hand.
+
+maker = Maker(models)
+sender = make_sender(Learner(models), ThreadPeers(maker=maker), ["maker"])
+deliver(messages_of(models), maker)
+"""
+
+import dataclasses
+import uuid
+from typing import NamedTuple
+
+import torch
+from thread_peers import ThreadPeers
+
+from coati.models.lora import LoRAConstructor
+from coati.monitor.timeline import Timeline
+from coati.trainer.strategies.state_chunks import iter_state_chunks
+from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
+from coati.weights.message import Chunk, UpdateHeader, WeightManifest, WeightMessage
+from coati.weights.transports import ByValue
+
+
+class Maker:
+    """The weight side of a maker, as a sender calls it."""
+
+    def __init__(self, models, *, name="this maker", **options):
+        self.models = models
+        self.served = ServedModels(models, name=name)
+        self.receiver = WeightReceiver(self.served, **options)
+
+    def update_experience_maker(self, *, message):
+        self.receiver.receive(message)
+
+    def sharing_fault(self, probe):
+        return self.receiver.sharing_fault(probe)
+
+
+class PlainStrategy:
+    """One rank on the CPU, whose models are whole."""
+
+    world_size, device, compute_dtype = 1, torch.device("cpu"), None
+
+    def unwrap_model(self, model):
+        return model
+
+    def get_model_state_dict_shard(self, model, *, shard_size=64, dtype=None, names=None):
+        for chunk in iter_state_chunks(model, max_bytes=int(shard_size * 2**20), names=names):
+            yield {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in chunk.items()}
+
+
+class Learner:
+    def __init__(self, models, strategy=None):
+        self.models, self.strategy = models, strategy or PlainStrategy()
+
+
+def make_sender(learner, peers, names, *, seconds=60.0, timeline=None, **options):
+    """A sender with chunks of 64 bytes."""
+    recipients = Recipients(peers, names, start_seconds=seconds, update_seconds=seconds)
+    options = {"chunk_mib": 64 / 2**20} | options
+    return WeightSender(learner, recipients, timeline=timeline or Timeline(), **options)
+
+
+class Sent(NamedTuple):
+    """All messages of one update."""
+
+    header: UpdateHeader
+    chunks: list[Chunk]
+    manifest: WeightManifest
+
+    def start(self):
+        return WeightMessage(header=self.header, is_start=True)
+
+    def part(self, *chunks, **options):
+        return WeightMessage(header=self.header, chunks=chunks, **options)
+
+    def end(self, **options):
+        return WeightMessage(header=self.header, manifest=self.manifest, **options)
+
+    @property
+    def nbytes(self):
+        return sum(chunk.info.nbytes for chunk in self.chunks)
+
+    def listing(self, *chunks):
+        """The update with other chunks, numbered and hashed as an honest sender does, and a manifest that fits."""
+        numbered = [hashed(dataclasses.replace(chunk, index=index)) for index, chunk in enumerate(chunks)]
+        manifest = dataclasses.replace(self.manifest, chunks=tuple(chunk.info for chunk in numbered))
+        return self._replace(chunks=numbered, manifest=manifest)
+
+
+def header_of(version=1, source="trainer 0", **options):
+    """A header of a sync, which may have any version."""
+    return UpdateHeader(
+        **{"update_id": uuid.uuid4().hex, "version": version, "source": source, "is_sync": True} | options
+    )
+
+
+def hashed(chunk, transport=None):
+    checksum = (transport or ByValue()).checksum(dataclasses.replace(chunk, info=_unhashed(chunk)))
+    return dataclasses.replace(chunk, info=dataclasses.replace(_unhashed(chunk), checksum=checksum))
+
+
+def _unhashed(chunk):
+    return dataclasses.replace(chunk.info, checksum=None)
+
+
+def value_chunk(module, tensors, index=0):
+    """A chunk by value, with its checksum."""
+    return hashed(ByValue().pack(index, module, tensors))
+
+
+def trainable(model):
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def shards_of(models, *, max_bytes=64, is_partial=False):
+    """Copies of the weights, in chunks; with `is_partial` of what can be trained."""
+    for label, model in models.items():
+        for shard in iter_state_chunks(model, max_bytes=max_bytes, names=trainable(model) if is_partial else None):
+            yield label, {name: tensor.clone() for name, tensor in shard.items()}
+
+
+def messages_of(
+    models, *, transport=None, header=None, has_checksums=True, is_partial=False, max_bytes=64, canary=None
+):
+    """All messages of one update, as a sender makes them."""
+    header, transport = header or header_of(), transport or ByValue()
+    shards = shards_of(models, max_bytes=max_bytes, is_partial=is_partial)
+    chunks = [transport.pack(index, *shard) for index, shard in enumerate(shards)]
+    if has_checksums:
+        chunks = [hashed(chunk, transport) for chunk in chunks]
+    manifest = WeightManifest(
+        chunks=tuple(chunk.info for chunk in chunks),
+        is_partial=is_partial,
+        lora={label: LoRAConstructor.extract_lora_config(model) for label, model in models.items()},
+        canary=canary,
+    )
+    return Sent(header, chunks, manifest)
+
+
+def deliver(sent, *makers):
+    """Send an update to makers, one message after the other."""
+    for maker in makers:
+        for message in (sent.start(), *map(sent.part, sent.chunks), sent.end()):
+            maker.update_experience_maker(message=message)
+
+
+class Noting:
+    """A maker that takes everything and notes the updates: version, staleness bound, whether it is a sync."""
+
+    def __init__(self):
+        self.updates = []
+        self.error = None
+
+    def update_experience_maker(self, *, message):
+        if message.is_start:
+            self.updates.append((message.header.version, message.header.max_staleness, message.header.is_sync))
+        if message.manifest is not None and self.error is not None:
+            raise self.error
+
+
+def connect(trainer, **makers):
+    """Let a trainer in this process send its weights to these objects; returns the peers."""
+    peers = ThreadPeers(**makers)
+    trainer._sender.recipients = Recipients(peers, list(makers), start_seconds=60.0, update_seconds=60.0)
+    return peers
