@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from coati.errors import DataError
-from coati.models import Critic, RewardModel, action_logprobs
+from coati.models import RewardModel, action_logprobs
 from coati.models.actor import packed_scoring_problem, unwrap
+from coati.models.critic import action_values
 from coati.models.packing import SCORED_TOKENS, joined_once, row_parts, row_tokens
 from coati.models.scoring import Scoring, score_hidden
 from coati.models.shared_body import SharedPasses, body_of, shared_bodies
@@ -148,33 +148,3 @@ class GapWatch:
             "rollout/logprob_gap": Mean(gap.mean, float(gap.num_tokens)),
             "rollout/logprob_gap_max": Max(gap.largest),
         }
-
-
-def action_values(
-    critic: nn.Module,
-    sequences: Tensor,
-    attention_mask: Tensor | None,
-    num_actions: int,
-    *,
-    passes: SharedPasses | None = None,
-) -> Tensor:
-    """V(state before each response token), [B, A]: the critic's output one position earlier.
-
-    A critic that already returns [B, A] (a hand-written module) is taken at its word. With `passes` its body may have
-    been run already.
-    """
-    hidden = None if passes is None else passes.hidden_of(critic)
-    if passes is not None and hidden is not None and isinstance(critic, Critic):
-        values = critic.hidden_values(passes.packed, hidden)
-    else:
-        values = critic(sequences, attention_mask)
-    batch, length = sequences.shape
-    came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-    if came == (batch, length) and num_actions < length:
-        values = values[:, length - num_actions - 1 : length - 1]
-    elif came != (batch, num_actions):
-        raise DataError(
-            f"the critic {type(critic).__name__} must return [{batch}, {length}] (one value for each token) "
-            f"or [{batch}, {num_actions}] (one for each response token), got {came}."
-        )
-    return values

@@ -1,21 +1,120 @@
-"""Guards of a training step: memory that runs out, weights and batches that are not finite."""
+"""Guards of a training run: memory that runs out, weights that are not finite, batches that are skipped."""
 
 import contextlib
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.optim import Optimizer
 
-from coati.errors import OutOfMemory
+from coati.config import TrainSettings
+from coati.errors import CheckpointError, OutOfMemory, TrainingDiverged
+from coati.experience import Experience
+from coati.trainer.strategies import Strategy
+from coati.trainer.strategies.state_chunks import local_part
+
+logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_IN_A_ROW = 10
 """Batches that may be skipped one after the other before training ends."""
 
 
+class TrainingHealth:
+    """Counts steps and skipped batches, and ends training that cannot succeed. All ranks must call together."""
+
+    def __init__(
+        self, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], strategy: Strategy
+    ) -> None:
+        self.num_steps = 0
+        self.num_skipped = 0
+        self._num_skipped_in_a_row = 0
+        self._models = models
+        self._optimizers = optimizers
+        self._strategy = strategy
+        broken = [f"{label}: {name}" for label, model in models.items() for name in _names_not_finite(model)]
+        if self._any_rank(bool(broken)):
+            found = f"{len(broken)}, the first {broken[0]!r}" if broken else "some on another rank"
+            raise CheckpointError(
+                f"models to train must have finite weights, got NaN or infinity in {found}. Use another copy of the "
+                "model."
+            )
+
+    def count_step(self) -> None:
+        """Count an optimizer step, and end training if it has made a weight NaN or infinite."""
+        self.num_steps += 1
+        self._num_skipped_in_a_row = 0
+        broken = [label for label, model in self._models.items() if not _is_finite(model)]
+        if self._any_rank(bool(broken)):
+            raise TrainingDiverged(
+                f"weights of the {' and the '.join(broken) or 'model, on another rank,'} are NaN or infinite after "
+                f"optimizer step {self.num_steps}. {self._remedy()}"
+            )
+
+    def count_skipped(self, experience: Experience, num_tokens: int, norms: Mapping[str, float]) -> None:
+        """Count a batch that could not be trained on, and end training if too many come in a row."""
+        self.num_skipped += 1
+        self._num_skipped_in_a_row += 1
+        found = ", ".join(f"{label} {norm}" for label, norm in norms.items())
+        ids = experience.sample_ids.tolist() if experience.sample_ids is not None else "unknown"
+        logger.warning(
+            "batch skipped, optimizer untouched: %d response tokens, gradient norms are %s (sample ids %s)",
+            num_tokens,
+            found,
+            ids,
+        )
+        if self._num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise TrainingDiverged(
+                f"{self._num_skipped_in_a_row} batches in a row were skipped; the last had {num_tokens} response "
+                f"tokens and gradient norms {found}. {self._remedy()}"
+            )
+
+    def check_progress(self) -> None:
+        """Raise `TrainingDiverged` if every batch so far was skipped, so that nothing was learned."""
+        if self.num_skipped > 0 and self.num_steps == 0:
+            raise TrainingDiverged(
+                f"all {self.num_skipped} batches were skipped, so nothing was learned. {self._remedy()}"
+            )
+
+    def _any_rank(self, is_so: bool) -> bool:
+        return bool(self._strategy.all_reduce_sum(torch.tensor(int(is_so))) > 0)
+
+    def _remedy(self) -> str:
+        rates = ", ".join(
+            f"train.{label}_lr is {optimizer.param_groups[0]['lr']:g}" for label, optimizer in self._optimizers.items()
+        )
+        return f"The learning rate may be too high ({rates}): lower it, or check rewards and advantages of the samples."
+
+
+def _is_finite(model: nn.Module) -> bool:
+    """Whether no trained weight that this rank holds is NaN or infinite."""
+    weights = [local_part(weight.detach()) for weight in model.parameters() if weight.requires_grad]
+    return math.isfinite(nn.utils.get_total_norm([weight for weight in weights if weight.numel() > 0], math.inf))
+
+
+def _names_not_finite(model: nn.Module) -> list[str]:
+    """Names of the weights, frozen ones too, of which this rank holds a part that is NaN or infinite."""
+    parameters = ((name, local_part(weight.detach())) for name, weight in model.named_parameters())
+    return [name for name, weight in parameters if not bool(weight.isfinite().all())]
+
+
 @contextlib.contextmanager
-def explained_out_of_memory(what: str, remedy: str) -> Iterator[None]:
+def pass_memory_explained(label: str, part: Experience, train: TrainSettings) -> Iterator[None]:
+    """Turn running out of memory in a pass into an error with the size of the pass and the settings to change."""
+    limits = f"train.micro_batch_tokens is {train.micro_batch_tokens}"
+    if train.micro_batch_size:
+        limits += f", train.micro_batch_size {train.micro_batch_size}"
+    more = "" if train.activation_checkpointing else ", or set train.activation_checkpointing"
+    with memory_explained(
+        f"the {label}'s pass over {part.num_samples} samples, {part.sequences.numel()} tokens with padding,",
+        f"Lower the limit of a pass ({limits}){more}.",
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def memory_explained(what: str, remedy: str) -> Iterator[None]:
     """Turn torch's out-of-memory error into one that says which work needed the memory and what to change."""
     try:
         yield
@@ -24,20 +123,3 @@ def explained_out_of_memory(what: str, remedy: str) -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         raise OutOfMemory(f"{what} ran out of memory. {remedy} torch said: {str(error).strip()}") from error
-
-
-@torch.no_grad()
-def weights_are_finite(model: nn.Module) -> bool:
-    """Whether no trained weight that this rank holds is NaN or infinite."""
-    weights = [_local(weight) for weight in model.parameters() if weight.requires_grad]
-    return math.isfinite(nn.utils.get_total_norm([weight for weight in weights if weight.numel() > 0], math.inf))
-
-
-@torch.no_grad()
-def names_not_finite(model: nn.Module) -> list[str]:
-    """Names of the weights, frozen ones too, of which this rank holds a part that is NaN or infinite."""
-    return [name for name, weight in model.named_parameters() if not bool(_local(weight).isfinite().all())]
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight.detach()

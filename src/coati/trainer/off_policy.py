@@ -16,10 +16,7 @@ from coati.algos import (
 )
 from coati.config import AlgorithmSettings
 from coati.experience import Experience
-from coati.trainer.joined import StepNumbers
-
-# What `prepare` may write onto a batch.
-PREPARED_FIELDS = ("proximal_log_probs", "values", "advantages", "returns")
+from coati.trainer.step_numbers import StepNumbers
 
 
 def prepare(

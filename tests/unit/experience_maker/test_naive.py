@@ -20,9 +20,9 @@ from coati.experience_maker.advantages import (
     DROPPED_REWARD_NOT_FINITE,
     NoSignal,
 )
-from coati.experience_maker.model_scores import action_values
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.models import Actor, Critic, RewardModel
+from coati.models.critic import action_values
 from coati.rewards import Reward, RewardScorer
 from coati.rollout import ReferenceEngine
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from coati.errors import CheckpointError
 from coati.models.tied_weights import state_tensors, tied_names
-from coati.trainer.strategies.state_chunks import laid_out_like
+from coati.trainer.strategies.state_chunks import laid_out_like, local_part
 
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -159,7 +159,7 @@ def copy_into(module: nn.Module, places: Places, path: Path) -> None:
     target = state_tensors(module)
     try:
         for name, (file, key) in places.items():
-            target[name].copy_(laid_out_like(file.get_tensor(key).to(target[name].device), target[name]))
+            local_part(target[name]).copy_(local_part(laid_out_like(file.get_tensor(key), target[name])))
     except (OSError, SafetensorError) as error:  # it was whole a moment ago
         raise CheckpointError(
             f"could not read {path} to its end: {error}. Part of it is loaded; load it again, or another, before "

@@ -85,7 +85,7 @@ def read_optimizer(optimizer: Optimizer, path: Path) -> dict[str, Any]:
         index, _, key = name.partition(".")
         parameter = parameters[int(index)]
         if isinstance(value, Tensor) and value.shape == parameter.shape:
-            value = laid_out_like(value.to(parameter.device), parameter)
+            value = laid_out_like(value, parameter)
         elif isinstance(value, Tensor) and isinstance(optimizer, Adam) and key != "step":
             raise CheckpointError(  # a fused step would read beyond its end
                 f"{path}: {name} must have the shape of its parameter, {list(parameter.shape)}, got "

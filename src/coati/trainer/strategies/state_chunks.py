@@ -50,6 +50,11 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its shard, if it is sharded, else all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def laid_out_like(whole: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a whole tensor, if `like` is sharded, else the tensor; all ranks pass the same one."""
     if not isinstance(like, DTensor):

@@ -20,7 +20,7 @@ _AllGather = Callable[[Tensor], Tensor]
 
 @dataclasses.dataclass
 class StepNumbers:
-    """This rank's part of the numbers of a step; `joined` gives those of all ranks. All scalars.
+    """This rank's part of the numbers of a step; `over_all_ranks` gives those of all. All scalars.
 
     Ranks must fill in the same names in the same order.
     """
@@ -41,7 +41,7 @@ class StepNumbers:
         value = value.detach().double()
         self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
-    def joined(self, all_gather: _AllGather) -> "StepNumbers":
+    def over_all_ranks(self, all_gather: _AllGather) -> "StepNumbers":
         """The numbers of all ranks' batches joined, by one exchange: `all_gather` makes [W, n] of [n].
 
         One rank keeps its numbers to the last bit.
@@ -50,7 +50,7 @@ class StepNumbers:
             >>> mine, other = StepNumbers(), StepNumbers()
             >>> mine.add("tokens", torch.tensor(3)), other.add("tokens", torch.tensor(4))
             (None, None)
-            >>> mine.joined(lambda vector: torch.stack([vector, other.as_vector()])).shares["tokens"].item()
+            >>> mine.over_all_ranks(lambda vector: torch.stack([vector, other.as_vector()])).shares["tokens"].item()
             7.0
         """
         rows = all_gather(self.as_vector())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coati.algos import masked_moments, masked_whiten, weight_sums
-from coati.trainer.joined import StepNumbers, explained_variance, merge_moments
+from coati.trainer.step_numbers import StepNumbers, explained_variance, merge_moments
 
 VALUES = torch.tensor([[3.0, 5.0, 1e30], [1.0, 9.0, 4.0], [7.0, 1e30, 1e30]], dtype=torch.float64)
 MASK = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
@@ -29,7 +29,7 @@ def test_parts_join_to_the_whole(parts):
     rows = torch.stack([numbers.as_vector() for numbers in everyone])
     whole = numbers_of([0, 1, 2])
     for rank, mine in enumerate(everyone):
-        joined = mine.joined(lambda vector, rank=rank: rows if torch.equal(vector, rows[rank]) else None)
+        joined = mine.over_all_ranks(lambda vector, rank=rank: rows if torch.equal(vector, rows[rank]) else None)
         # 3, 5 · 1, 9, 4 · 7: six tokens, mean 29/6, Σ w = 29, Σ w² = 181
         assert joined.values() == {"tokens": 6.0, "largest": 9.0}
         moments = joined.moments["values"]
@@ -45,7 +45,7 @@ def test_parts_join_to_the_whole(parts):
 
 def test_one_rank_keeps_its_numbers_to_the_bit():
     numbers = numbers_of([0, 2])
-    assert numbers.joined(lambda vector: vector[None]) is numbers
+    assert numbers.over_all_ranks(lambda vector: vector[None]) is numbers
 
 
 def test_equal_numbers_on_all_ranks_have_no_variance_and_no_tokens_no_moments():
