@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from coati.ledger import UNBOUNDED, AdmissionGate, RoundOrder, WorkShare
-from coati.ray.topology import first_updaters
+from coati.ray.run_actors import first_updaters
 
 SHAPES = list(itertools.product(range(1, 9), range(1, 9)))
 LARGE = [(64, 1), (1, 64), (63, 17), (17, 63), (64, 64)]

@@ -149,7 +149,7 @@ def run(cluster, tmp_path, monkeypatch):
 
     @contextlib.contextmanager
     def on_shared_cluster(config, **_):
-        yield cluster_module.ClusterInfo("tests", None)
+        yield cluster_module.ClusterInfo("tests", is_private=False)
 
     monkeypatch.setattr(launcher, "connected", on_shared_cluster)
 

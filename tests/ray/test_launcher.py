@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coati.errors import PeerDied
 from coati.monitor import read_jsonl
 from coati.monitor.report import read_run, run_times
-from coati.ray import crew
+from coati.ray import run_actors
 from coati.ray.detached_trainer_ppo import PPOTrainer
 from coati.ray.experience_maker_holder import MakerHolder
 
@@ -94,8 +94,8 @@ class WitnessTrainer(Witness, PPOTrainer):
 @pytest.fixture
 def witnessed(run, monkeypatch):
     """Runs with makers and trainers that tell more of themselves."""
-    monkeypatch.setattr(crew, "_MAKER", WitnessMaker)
-    monkeypatch.setattr(crew, "_TRAINER", WitnessTrainer)
+    monkeypatch.setattr(run_actors, "_MAKER", WitnessMaker)
+    monkeypatch.setattr(run_actors, "_TRAINER", WitnessTrainer)
     return run
 
 

@@ -19,10 +19,8 @@ from ray_testing import (
 )
 from weight_testing import Noting, connect
 
-from coati.config import build_config
-from coati.errors import ConfigError, StalenessExceeded
+from coati.errors import StalenessExceeded
 from coati.models import Actor, Critic, LoRASettings
-from coati.ray.cluster import connected
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.options import MakerOptions, TrainerOptions
@@ -110,17 +108,6 @@ def test_a_trainer_refuses_what_breaks_the_bound(keep):
     trainer.version = 2
     with pytest.raises(StalenessExceeded, match="2 versions old, but max_staleness is 1"):
         trainer.training_step(batch)
-
-
-def test_an_address_where_nobody_answers_is_told_at_once():
-    config = build_config(
-        {"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {"function": "module:function"}}
-    )
-    with (
-        pytest.raises(ConfigError, match=r"--address must be that of a Ray cluster .* got '127\.0\.0\.1:1'"),
-        connected(config, address="127.0.0.1:1", namespace="n", log_to_driver=False),
-    ):
-        pass
 
 
 def test_a_sync_in_the_middle_of_an_episode_waits_for_a_whole_version(keep):

@@ -29,14 +29,14 @@ class ClusterInfo(NamedTuple):
     """Where a run runs."""
 
     namespace: str
-    log_folder: Path | None  # None on a cluster that is not ours
+    is_private: bool  # started for this run, and ended with it
 
 
 @contextlib.contextmanager
 def connected(
     config: RunSettings, *, address: str | None, namespace: str, log_to_driver: bool
 ) -> Iterator[ClusterInfo]:
-    """Connect for the length of a run. A private Ray ends with it, and its folder too if all went well."""
+    """Connect for the length of a run. A private Ray ends with it; if the run fails, its logs are kept."""
     if address is not None:
         _check_address(address)
         try:
@@ -54,7 +54,7 @@ def connected(
             ) from error
         try:
             _check_resources(config, num_cpus=assembly.num_actors(config))
-            yield ClusterInfo(namespace, None)
+            yield ClusterInfo(namespace, is_private=False)
         finally:
             ray.shutdown()
         return
@@ -67,12 +67,14 @@ def connected(
 def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) -> Iterator[ClusterInfo]:
     num_actors = assembly.num_actors(config)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing leaves this machine
-    # Ray tells of its token authentication on every start. It stays on; the hint is not for our users.
+    # Ray announces its token authentication on every start. It stays on; the hint is not for our users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    folder = Path(tempfile.mkdtemp(prefix="coati-"))  # short: Ray's socket paths have a length limit
+    # Only we may enter it; Ray opens its own folder inside to everybody. Short: socket paths have a length limit.
+    parent = Path(tempfile.mkdtemp(prefix="coati-"))
+    folder = parent / "ray"
     try:
-        with _own_signal_handlers():
+        with _own_signal_handlers(), _owner_only_token():
             ray.init(
                 address="local",
                 namespace=namespace,
@@ -83,17 +85,37 @@ def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) ->
                 _temp_dir=str(folder),
             )
         _check_resources(config, num_cpus=num_actors)
-        yield ClusterInfo(namespace, folder / "session_latest" / "logs")
+        yield ClusterInfo(namespace, is_private=True)
     except RunStopped:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
         raise
     except BaseException:
         ray.shutdown()
-        logger.warning("the logs of all actors are in %s", folder / "session_latest" / "logs")
+        _keep_logs(folder / "session_latest" / "logs", config.output_folder / "ray-logs")
         raise
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(parent, ignore_errors=True)
+
+
+def _keep_logs(logs: Path, place: Path) -> None:
+    """Copy the actors' logs of a failed run to its output folder."""
+    try:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(logs.resolve(), place, ignore_dangling_symlinks=True)
+    except OSError as error:
+        logger.warning("the logs of the actors could not be kept in %s: %s", place, error)
+    else:
+        logger.warning("the logs of all actors are in %s", place)
+
+
+@contextlib.contextmanager
+def _owner_only_token() -> Iterator[None]:
+    """Ray creates its token file readable by all users; make one that appears inside readable by its owner only."""
+    path = Path.home() / ".ray" / "auth_token"
+    existed = path.exists()
+    yield
+    if not existed and path.exists():
+        path.chmod(0o600)
 
 
 @contextlib.contextmanager

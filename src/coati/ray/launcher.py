@@ -38,7 +38,7 @@ from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Span
 from coati.peers import Peer, PendingCall, answer, wait_all, wait_any
 from coati.ray.cluster import connected
-from coati.ray.crew import Crew
+from coati.ray.run_actors import RunActors
 from coati.ray.scaling import Scaler
 from coati.trainer.strategies.folders import add_tokenizer
 
@@ -61,7 +61,7 @@ class DetachedRun:
         on_progress: Callable[[RunSnapshot], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
         log_to_driver: bool = False,
-        make_crew: Callable[..., Crew] = Crew,
+        make_actors: Callable[..., RunActors] = RunActors,
     ) -> None:
         self._config = assembly.with_absolute_paths(config)
         self._log = log
@@ -72,7 +72,7 @@ class DetachedRun:
         self._deadlines = config.deadlines
         self._folder = self._config.output_folder.resolve()
         self._checkpoints = self._folder / "checkpoints"
-        self._crew = make_crew(self._config, checkpoints=self._checkpoints)
+        self._actors = make_actors(self._config, checkpoints=self._checkpoints)
         self._loops: dict[PendingCall, str] = {}  # the pending loops, and whose they are
         self._polls: dict[str, list[PendingCall]] = {}  # pending questions to each actor
         self._incomplete: set[Path] = set()  # checkpoints whose tokenizer could not be written
@@ -89,16 +89,16 @@ class DetachedRun:
             cores = os.cpu_count() or 0 if self._address is None else 0
             self._control = RunControl(self._folder, makers=self._config.topology.makers, cores=cores)
             self._scaler = Scaler(
-                self._crew,
+                self._actors,
                 deadlines=self._deadlines,
-                is_private=cluster.log_folder is not None,
+                is_private=cluster.is_private,
                 start=self._start_maker,
                 is_working=lambda name: name in self._loops.values(),
                 before_end=self._take_leave,
             )
             ending = "failed"
             try:
-                self._crew.create(should_stop=self._should_stop)
+                self._actors.create(should_stop=self._should_stop)
                 self._say("loading models")
                 self._await_actors()
                 self._sync_first_weights()
@@ -112,12 +112,12 @@ class DetachedRun:
                 self._rescue(f"{model_path}-at-failure", error)
                 raise
             finally:
-                self._crew.end()
+                self._actors.kill_all()
                 self._control.report(status="ended", message=ending)
 
     def _await_actors(self) -> None:
         """Wait until every actor is made; one whose constructor raises ends the run with what it raised."""
-        waiting = {actor.call("progress"): name for name, actor in self._actors().items()}
+        waiting = {actor.call("progress"): name for name, actor in self._actors.running.items()}
         deadline = time.monotonic() + self._deadlines.start_seconds
         while waiting:
             if self._should_stop():
@@ -137,13 +137,13 @@ class DetachedRun:
         )
 
     def _train(self) -> None:
-        crew, loops, train = self._crew, self._loops, self._config.train
-        for index, name in enumerate(crew.makers):
-            self._start_maker(name, crew.prompts(PromptPart(index, len(crew.makers))))
-        for name, trainer in crew.trainers.items():
+        actors, loops, train = self._actors, self._loops, self._config.train
+        for index, name in enumerate(actors.makers):
+            self._start_maker(name, actors.prompts(PromptPart(index, len(actors.makers))))
+        for name, trainer in actors.trainers.items():
             loops[trainer.call("fit", train.total_steps, train.update_steps, train.epochs)] = name
         self._control.report(status="running")
-        while any(name in crew.trainers for name in loops.values()):
+        while any(name in actors.trainers for name in loops.values()):
             self._finish_some(loops, timeout=_POLL_SECONDS)
             self.poll_actors(timeout=_POLL_SECONDS)
             if self._should_stop() and not self._is_stopping:
@@ -160,11 +160,11 @@ class DetachedRun:
             logger.warning("%s did not stop within %g s and will be killed", listed(loops.values()), _STOP_SECONDS)
 
     def _start_maker(self, name: str, prompts: Callable[[], Any]) -> None:
-        self._loops[self._crew.makers[name].call("workingloop", prompts)] = name
+        self._loops[self._actors.makers[name].call("workingloop", prompts)] = name
 
     def _follow_requests(self) -> None:
         """Go on with a change of makers, or begin one that was asked for, and say how it stands."""
-        makers = len(self._crew.membership.members)
+        makers = len(self._actors.membership.members)
         if self._is_stopping:
             self._scaling = None
         elif self._scaling is None:
@@ -184,12 +184,12 @@ class DetachedRun:
             logger.warning("%s", error)
             self._end_scaling("refused", str(error))
         else:
-            self._control.report(message=message, makers=len(self._crew.membership.members))
+            self._control.report(message=message, makers=len(self._actors.membership.members))
             self._say(message)
 
     def _end_scaling(self, answer: str, message: str) -> None:
         self._scaling = None
-        makers = len(self._crew.membership.members)
+        makers = len(self._actors.membership.members)
         self._control.report(answer=answer, message=message, makers=makers)
         self._say(message)
 
@@ -207,7 +207,7 @@ class DetachedRun:
 
     def poll_actors(self, *, timeout: float) -> None:
         """Fetch what the actors have recorded and show it. All are asked at once; a busy one is read later."""
-        for name, actor in self._actors().items():
+        for name, actor in self._actors.running.items():
             if name not in self._polls:
                 self._polls[name] = self._ask(name, actor)
         done = set(wait_all([call for calls in self._polls.values() for call in calls], timeout))
@@ -229,14 +229,14 @@ class DetachedRun:
         self._log.spans(name, spans.records)
         if not self._log_to_driver:  # else Ray shows them with the rest of the actor's log
             self._log.warnings(name, page.records)
-        if name not in self._crew.trainers:
+        if name not in self._actors.trainers:
             self._log.maker_records(page.records)
         elif self._is_first_trainer(name):  # the ranks of a group report the same steps
             self._log.trainer_records(page.records)
             self._log.buffer_batches = buffer_batches
 
     def _is_first_trainer(self, name: str) -> bool:
-        return name == next(iter(self._crew.trainers))
+        return name == next(iter(self._actors.trainers))
 
     def _take_leave(self, names: Sequence[str]) -> None:
         """Fetch what makers that have finished recorded, and note when they left."""
@@ -270,11 +270,11 @@ class DetachedRun:
         """A run failed: save what a lone trainer has learned, if it still answers. A group can only save together."""
         if self._log.trainer_version == 0:
             return
-        if len(self._crew.trainers) != 1:
+        if len(self._actors.trainers) != 1:
             saved = "what train.save_every saved is there" if self._config.train.save_every else "nothing is saved"
             error.add_note(f"a group of trainers cannot save alone, so {saved}. Set train.save_every for the next run.")
             return
-        (trainer,) = self._crew.trainers.values()
+        (trainer,) = self._actors.trainers.values()
         elsewhere = (
             Path(tempfile.gettempdir()) / f"coati-{uuid.uuid4().hex[:8]}" / "model-at-failure"
         )  # of another disk
@@ -291,12 +291,12 @@ class DetachedRun:
     def _stop_all(self) -> None:
         if not self._is_stopping:
             self._is_stopping = True
-            for actor in self._actors().values():
+            for actor in self._actors.running.values():
                 actor.call("stop")
 
     def _call_trainers(self, method: str, *args: Any, what: str, seconds: float, **kwargs: Any) -> None:
         """Call a method of all trainers at once, because groups work together, and wait for all of them."""
-        calls = {trainer.call(method, *args, **kwargs): name for name, trainer in self._crew.trainers.items()}
+        calls = {trainer.call(method, *args, **kwargs): name for name, trainer in self._actors.trainers.items()}
         deadline = time.monotonic() + seconds
         while calls:
             done = wait_any(calls, deadline - time.monotonic())
@@ -304,9 +304,6 @@ class DetachedRun:
                 raise DeadlineExceeded(f"waited {seconds:g} s for {what} ({listed(calls.values())} did not answer).")
             for call in done:  # the first error is raised at once: the other ranks may wait for the one that failed
                 answer(call, what, seconds=0.0, who=calls.pop(call))
-
-    def _actors(self) -> dict[str, Peer]:
-        return {**self._crew.makers, **self._crew.trainers}
 
     def _say(self, message: str) -> None:
         self._log.message = message

@@ -20,8 +20,7 @@ from coati.errors import CoatiError, DeadlineExceeded, ScalingRefused, WeightUpd
 from coati.ledger import WorkShare
 from coati.monitor.control import MAX_MAKERS
 from coati.peers import PendingCall, answer, wait_all
-from coati.ray.crew import Crew
-from coati.ray.topology import makers_to_leave, trainer_for_newcomer
+from coati.ray.run_actors import RunActors, makers_to_leave, trainer_for_newcomer
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class _Part(NamedTuple):
 
 
 class Scaler:
-    """Changes the makers of a crew.
+    """Changes the makers of a actors.
 
     `start(name)` begins the loop of a maker that has its place; `is_working(name)` says whether its loop goes on;
     `before_end(names)` is called before makers end, to fetch what they have recorded.
@@ -45,7 +44,7 @@ class Scaler:
 
     def __init__(
         self,
-        crew: Crew,
+        actors: RunActors,
         *,
         deadlines: Deadlines,
         is_private: bool,
@@ -53,7 +52,7 @@ class Scaler:
         is_working: Callable[[str], bool],
         before_end: Callable[[Sequence[str]], None],
     ) -> None:
-        self._crew = crew
+        self._actors = actors
         self._deadlines = deadlines
         self._is_private = is_private
         self._start = start
@@ -64,15 +63,15 @@ class Scaler:
         """Go on until the run has so many makers. Raises ScalingRefused if it cannot, and the run goes on as it was."""
         if not 1 <= makers <= MAX_MAKERS:
             raise ScalingRefused(f"a run can have 1 to {MAX_MAKERS} makers, got {makers}.")
-        have = len(self._crew.membership.members)
+        have = len(self._actors.membership.members)
         if makers > have:
             yield from self._grow(makers - have)
         elif makers < have:
             yield from self._shrink(have - makers)
 
     def _grow(self, count: int) -> Iterator[str]:
-        crew = self._crew
-        names = crew.name_newcomers(count, is_private=self._is_private)
+        actors = self._actors
+        names = actors.name_newcomers(count, is_private=self._is_private)
         try:
             yield from self._prepare(names)
             parts = self._begin_deal(joining=names)
@@ -81,7 +80,7 @@ class Scaler:
             yield from self._turn_away(names)
             reason = str(error) or type(error).__name__
             raise ScalingRefused(f"{listed(names)} could not join, so the run goes on without: {reason}") from error
-        crew.take_in(names)
+        actors.admit(names)
         self._end_deal({name: part for name, part in parts.items() if name not in names})
         for name in names:
             self._start(name, parts[name].loader_fn)
@@ -89,21 +88,21 @@ class Scaler:
 
     def _prepare(self, names: Sequence[str]) -> Iterator[str]:
         """Everything before the deal: newcomers that have their models, and the weights of a version."""
-        crew, start, newcomers = self._crew, self._deadlines.start_seconds, listed(names)
-        crew.create_newcomers(names, is_private=self._is_private)
+        actors, start, newcomers = self._actors, self._deadlines.start_seconds, listed(names)
+        actors.create_newcomers(names, is_private=self._is_private)
         what = f"{newcomers} to start and load {'its' if len(names) == 1 else 'their'} models"
         yield from self._await_all(self._ask_progress(names), seconds=start, what=what)
         for name in names:
-            crew.updaters[name] = trainer_for_newcomer(crew.updaters, len(crew.trainers))
+            actors.updaters[name] = trainer_for_newcomer(actors.updaters, len(actors.trainers))
         yield from self._await_trainers(self._tell_trainers(newcomers=names))
         yield from self._await_weights(names)
 
     def _turn_away(self, names: Sequence[str]) -> Iterator[str]:
         """End newcomers. A trainer in the middle of an update waits for them, so we do not wait for it first."""
-        crew = self._crew
-        were_told = [name for name in names if crew.updaters.pop(name, None) is not None]
+        actors = self._actors
+        were_told = [name for name in names if actors.updaters.pop(name, None) is not None]
         told = self._tell_trainers() if were_told else {}
-        crew.dismiss(names)
+        actors.dismiss(names)
         try:
             yield from self._await_trainers(told)
         except CoatiError as error:  # they have it in their queue, and go on without newcomers that are gone
@@ -123,13 +122,13 @@ class Scaler:
             raise ScalingRefused(f"{listed(names)} joined and had to leave again: {reason}")
 
     def _shrink(self, count: int) -> Iterator[str]:
-        crew = self._crew
+        actors = self._actors
         yield from self._send_away(
-            makers_to_leave({name: crew.updaters[name] for name in crew.membership.members}, count)
+            makers_to_leave({name: actors.updaters[name] for name in actors.membership.members}, count)
         )
 
     def _send_away(self, names: Sequence[str]) -> Iterator[str]:
-        crew = self._crew
+        actors = self._actors
         try:
             parts = self._begin_deal(leaving=names)
         except DeadlineExceeded as error:
@@ -139,13 +138,13 @@ class Scaler:
             yield f"{listed(working)} finishing what was begun, then leaving"
         self._before_end(names)
         for name in names:
-            crew.updaters.pop(name)
+            actors.updaters.pop(name)
         try:
             yield from self._await_trainers(self._tell_trainers())
         except DeadlineExceeded as error:  # a trainer whose makers are all gone would give up
             still_there = "makes nothing more, but stays" if len(names) == 1 else "make nothing more, but stay"
             raise ScalingRefused(f"{listed(names)} {still_there} until the run ends: {error}") from error
-        crew.dismiss(names)
+        actors.dismiss(names)
 
     def _begin_deal(self, *, joining: Sequence[str] = (), leaving: Sequence[str] = ()) -> dict[str, _Part]:
         """Hold everybody and deal: a moment, in which nobody waits for anybody but us.
@@ -153,42 +152,42 @@ class Scaler:
         Newcomers take their parts now, the others in `_end_deal`. If anything fails before that, nobody who works has
         heard of the deal, and all go on as before.
         """
-        crew, start = self._crew, self._deadlines.start_seconds
-        before = crew.membership.shares
+        actors, start = self._actors, self._deadlines.start_seconds
+        before = actors.membership.shares
         try:
-            held = {name: crew.makers[name].call("hold_work") for name in before}
+            held = {name: actors.makers[name].call("hold_work") for name in before}
             standings = _answers(held, "work to be dealt anew", seconds=start)
-            places = crew.membership.redeal(standings, joining=joining, leaving=leaving)
-            parts = {name: _Part(place.share, crew.prompts(place.prompts)) for name, place in places.items()}
-            taken = {name: crew.joining[name].call("deal_work", *parts[name]) for name in joining}
+            places = actors.membership.redeal(standings, joining=joining, leaving=leaving)
+            parts = {name: _Part(place.share, actors.prompts(place.prompts)) for name, place in places.items()}
+            taken = {name: actors.joining[name].call("deal_work", *parts[name]) for name in joining}
             _answers(taken, "newcomers to take their parts", seconds=min(_FIRST_PART_SECONDS, start))
         except BaseException:
-            crew.membership.restore(before)
+            actors.membership.restore(before)
             for name, share in before.items():  # one that was not held in time hears this after it was
-                crew.makers[name].call("deal_work", share, None)
+                actors.makers[name].call("deal_work", share, None)
             raise
         return parts
 
     def _end_deal(self, parts: Mapping[str, _Part]) -> None:
         """Let those who are held go on, with their new parts."""
-        dealt = {name: self._crew.makers[name].call("deal_work", *part) for name, part in parts.items()}
+        dealt = {name: self._actors.makers[name].call("deal_work", *part) for name, part in parts.items()}
         try:
             _answers(dealt, "work to be dealt anew", seconds=self._deadlines.start_seconds)
         except DeadlineExceeded as error:  # they were told, and go on when they come to it
             logger.warning("%s", error)
 
     def _ask_progress(self, names: Sequence[str]) -> dict[str, PendingCall]:
-        return {name: self._crew.joining[name].call("progress") for name in names}
+        return {name: self._actors.joining[name].call("progress") for name in names}
 
     def _ask_faults(self) -> dict[str, PendingCall]:
-        return {name: trainer.call("newcomer_faults") for name, trainer in self._crew.trainers.items()}
+        return {name: trainer.call("newcomer_faults") for name, trainer in self._actors.trainers.items()}
 
     def _tell_trainers(self, *, newcomers: Sequence[str] = ()) -> dict[str, PendingCall]:
         """Say who makes experience now, and whom each trainer updates; nothing is expected of `newcomers` yet."""
-        names = list(self._crew.updaters)
+        names = list(self._actors.updaters)
         told = {}
-        for rank, (trainer_name, trainer) in enumerate(self._crew.trainers.items()):
-            updated = [name for name in names if self._crew.updaters[name] == rank]
+        for rank, (trainer_name, trainer) in enumerate(self._actors.trainers.items()):
+            updated = [name for name in names if self._actors.updaters[name] == rank]
             told[trainer_name] = trainer.call("change_makers", names, updated, newcomers=list(newcomers))
         return told
 
@@ -204,7 +203,7 @@ class Scaler:
         while True:
             calls = {**self._ask_progress(names), **self._ask_faults()}
             answers = yield from self._await_all(calls, seconds=self._deadlines.update_seconds, what=what)
-            if reason := _reason({trainer: answers[trainer] for trainer in self._crew.trainers}, names):
+            if reason := _reason({trainer: answers[trainer] for trainer in self._actors.trainers}, names):
                 raise WeightUpdateError(reason)
             if all(answers[name].has_weights for name in names):
                 return

@@ -15,8 +15,8 @@ from coati.monitor.records import RecordLog
 from coati.monitor.run_log import RunLog
 from coati.ray import cluster as cluster_module
 from coati.ray import launcher
-from coati.ray.crew import Crew
 from coati.ray.launcher import DetachedRun
+from coati.ray.run_actors import RunActors
 
 
 class Actor:
@@ -124,7 +124,7 @@ class Stage:
             self.log,
             on_progress=self._turn,
             should_stop=lambda: self.should_stop,
-            make_crew=functools.partial(Crew, host=self.host),
+            make_actors=functools.partial(RunActors, host=self.host),
         )
 
     def _turn(self, snapshot):
@@ -147,7 +147,7 @@ class Stage:
 def stage(tmp_path, monkeypatch):
     @contextlib.contextmanager
     def here(config, **_):
-        yield cluster_module.ClusterInfo("tests", None)
+        yield cluster_module.ClusterInfo("tests", is_private=False)
 
     monkeypatch.setattr(launcher, "connected", here)
     monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.01)

@@ -15,8 +15,8 @@ from thread_peers import PATIENCE, ThreadPeers
 from coati.config import build_config
 from coati.errors import PeerDied, ScalingRefused
 from coati.ledger import Standing
-from coati.ray import crew as crew_module
-from coati.ray.crew import Crew
+from coati.ray import run_actors
+from coati.ray.run_actors import RunActors
 from coati.ray.scaling import Scaler
 
 
@@ -66,12 +66,12 @@ class Stage:
                 "deadlines": dict.fromkeys(("start_seconds", "batch_seconds", "update_seconds"), seconds),
             }
         )
-        self.crew = Crew(config, checkpoints=None, host=self)
-        self.crew.create(should_stop=lambda: False)
+        self.run_actors = RunActors(config, checkpoints=None, host=self)
+        self.run_actors.create(should_stop=lambda: False)
         self.maker, self.trainer = self.peers["maker-0"].target, self.peers["trainer-0"].target
-        self.maker.shares.append(self.crew.membership.shares["maker-0"])
+        self.maker.shares.append(self.run_actors.membership.shares["maker-0"])
         self.scaler = Scaler(
-            self.crew,
+            self.run_actors,
             deadlines=config.deadlines,
             is_private=True,
             start=lambda name, prompts: self.started.append(name),
@@ -127,7 +127,7 @@ def test_newcomers_are_tried_then_dealt_in_then_counted_on(stage):
     everybody = ["maker-0", "maker-1", "maker-2"]
     assert stage.story == [("told", everybody, everybody[1:]), ("told", everybody, [])]
     assert stage.started == everybody[1:]
-    assert stage.crew.membership.members == tuple(everybody)
+    assert stage.run_actors.membership.members == tuple(everybody)
     assert stage.rounds(*everybody) == Counter(range(12))
 
 
@@ -203,8 +203,8 @@ def test_newcomers_that(fail, reason, made, kind, request):
     with pytest.raises(ScalingRefused, match=rf"maker-1, maker-2 could not join.*{reason}"):
         stage.scale_to(3)
     assert stage.killed == made
-    assert stage.crew.joining == {}
-    assert stage.crew.updaters == {"maker-0": 0}
+    assert stage.run_actors.joining == {}
+    assert stage.run_actors.updaters == {"maker-0": 0}
     told = [what for what in stage.story if what[0] == "told"]
     if told:  # of the newcomers, and then that they are gone
         assert told[1:] == [("told", ["maker-0"], [])]
@@ -212,7 +212,7 @@ def test_newcomers_that(fail, reason, made, kind, request):
     if fail is not meet_a_maker_that_is_not_held_in_time:
         stage.peers["maker-0"].drain()
     assert not stage.maker.is_held
-    assert stage.crew.membership.members == ("maker-0",)
+    assert stage.run_actors.membership.members == ("maker-0",)
     assert stage.rounds("maker-0") == Counter(range(12)), "all of the work is with those who stay"
 
 
@@ -225,24 +225,24 @@ def test_after_a_refusal_others_may_join(stage):
         stage.scale_to(2)
     stage.on_create = lambda name: None
     stage.scale_to(2)
-    assert stage.crew.membership.members == ("maker-0", "maker-3")
+    assert stage.run_actors.membership.members == ("maker-0", "maker-3")
     assert stage.rounds("maker-0", "maker-3") == Counter(range(12))
 
 
 def test_without_room_for_newcomers_what_they_need_and_what_is_free_are_counted(stage):
     stage.free = {"CPU": 1.0}
     with pytest.raises(ScalingRefused, match=r"2 CPUs.* 1 is free"):
-        stage.crew.name_newcomers(2, is_private=False)
+        stage.run_actors.name_newcomers(2, is_private=False)
     stage.free = {}
     with pytest.raises(ScalingRefused, match=r"1 CPU.* 0 are free"):
-        stage.crew.name_newcomers(1, is_private=False)
+        stage.run_actors.name_newcomers(1, is_private=False)
 
 
 def test_on_one_machine_there_are_so_many_actors_for_a_core(stage, monkeypatch):
-    monkeypatch.setattr(crew_module.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(run_actors.os, "cpu_count", lambda: 1)
     with pytest.raises(ScalingRefused, match="9 actors"):
-        stage.crew.name_newcomers(7, is_private=True)
-    assert len(stage.crew.name_newcomers(6, is_private=True)) == 6
+        stage.run_actors.name_newcomers(7, is_private=True)
+    assert len(stage.run_actors.name_newcomers(6, is_private=True)) == 6
 
 
 def test_a_newcomer_that_misses_an_update_while_it_is_dealt_in_leaves_and_its_rounds_go_back(stage):
@@ -254,14 +254,14 @@ def test_a_newcomer_that_misses_an_update_while_it_is_dealt_in_leaves_and_its_ro
     with pytest.raises(ScalingRefused, match=r"maker-1.*it was late"):
         stage.scale_to(2)
     assert stage.started == stage.killed == ["maker-1"]
-    assert stage.crew.membership.members == ("maker-0",)
+    assert stage.run_actors.membership.members == ("maker-0",)
     assert stage.rounds("maker-0", "maker-1") == Counter(range(12))
 
 
 def test_trainers_that_answer_late_do_not_undo_a_deal(hasty):
     hasty.peers.hold("trainer-0", "change_makers", nth=2)  # when newcomers are counted on
     hasty.scale_to(2)
-    assert hasty.crew.membership.members == ("maker-0", "maker-1")
+    assert hasty.run_actors.membership.members == ("maker-0", "maker-1")
     assert hasty.killed == []
 
 
@@ -270,7 +270,7 @@ def test_makers_that_cannot_leave_now_stay(hasty):
     held = hasty.peers.hold("maker-0", "hold_work")
     with pytest.raises(ScalingRefused, match=r"maker-1.*maker-0 did not answer"):
         hasty.scale_to(1)
-    assert hasty.crew.membership.members == ("maker-0", "maker-1")
+    assert hasty.run_actors.membership.members == ("maker-0", "maker-1")
     assert hasty.rounds("maker-0", "maker-1") == Counter(range(12))
     held.release()
     hasty.silence("trainer-0", "change_makers")
@@ -286,4 +286,6 @@ def test_a_member_that_is_dead_when_work_is_dealt_anew_is_an_error_by_name(stage
         stage.scale_to(1)
     stage.peers["maker-0"].drain()
     assert not stage.maker.is_held
-    assert stage.maker.shares[-1] == stage.crew.membership.shares["maker-0"], "the other works by its share as before"
+    assert stage.maker.shares[-1] == stage.run_actors.membership.shares["maker-0"], (
+        "the other works by its share as before"
+    )

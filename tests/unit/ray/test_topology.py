@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coati.ray.topology import first_updaters, makers_to_leave, trainer_for_newcomer
+from coati.ray.run_actors import first_updaters, makers_to_leave, trainer_for_newcomer
 
 
 @settings(max_examples=50, deadline=None)

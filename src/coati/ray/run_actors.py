@@ -1,9 +1,15 @@
-"""The actors of a run: making them as the settings say, where they are placed, and ending them."""
+"""The actors of a run: creating them from the settings, placing them, and ending them.
+
+Every maker sends experience to every trainer in turn. The trainers of a group hold the same weights, so each maker is
+updated by exactly one of them, and keeps its trainer when others join or leave: two trainers would change their lists
+at different versions, and the maker might miss one.
+"""
 
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +27,6 @@ from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.options import MakerOptions, TrainerOptions
 from coati.ray.peers import RayHost
 from coati.ray.placement import Placement
-from coati.ray.topology import first_updaters, makers_updated_by
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +34,15 @@ logger = logging.getLogger(__name__)
 _MAKER: Any = ExperienceMakerHolder
 _TRAINER: Any = DetachedPPOTrainer
 
-# Beyond that, processes that start on one machine take minutes from those that work.
+# With more, starting processes slow the running ones down for minutes.
 _ACTORS_PER_CORE = 8
 
 # Name, actor options and env_info of one actor.
 _Place = tuple[str, dict[str, Any], dict[str, str] | None]
 
 
-class Crew:
-    """Makers and trainers by name, who updates whom, and which makers have a part in what is to come."""
+class RunActors:
+    """Makers and trainers by name, which trainer updates which maker, and the makers' shares of the work."""
 
     def __init__(
         self,
@@ -64,8 +69,13 @@ class Crew:
         )
         self.updaters = first_updaters(names, topology.trainers)
 
+    @property
+    def running(self) -> dict[str, Peer]:
+        """All makers and trainers, without newcomers."""
+        return {**self.makers, **self.trainers}
+
     def create(self, *, should_stop: Callable[[], bool]) -> None:
-        """Reserve their places and make all actors; they load their models after this."""
+        """Reserve resources and create all actors; they load their models after this."""
         self._placement.reserve(deadline_seconds=self._deadlines.start_seconds, should_stop=should_stop)
         for rank, place in enumerate(self._places(self._trainer_names, self._config.topology.gpus_per_trainer)):
             self._create_trainer(rank, place)
@@ -74,10 +84,10 @@ class Crew:
             self.makers[name] = self._create_maker(self._maker_options(name), share)
 
     def name_newcomers(self, count: int, *, is_private: bool) -> list[str]:
-        """Names for makers that are to join. ScalingRefused if there is no room for them."""
+        """Return names for makers that will join. Raises ScalingRefused if there is no room for them."""
         topology = self._config.topology
         free = self._host.free_resources()
-        # A private Ray was given as many CPUs as the run began with. They are a number and no cores.
+        # A private Ray was started with one CPU per actor of the run; these are numbers, not cores.
         num_cpus = 0 if is_private else count
         for kind, need in (("CPU", float(num_cpus)), ("GPU", count * topology.gpus_per_maker)):
             room = free.get(kind, 0.0)
@@ -98,18 +108,18 @@ class Crew:
         return names
 
     def create_newcomers(self, names: Sequence[str], *, is_private: bool) -> None:
-        """Make makers that will join; they are in `joining` until they do."""
+        """Create makers that will join; they are in `joining` until they do."""
         more: dict[str, Any] = {"num_cpus": 0} if is_private else {}
         for name in names:
             options = {**self._placement.newcomer_options(), **self._maker_options(name), **more}
             self.joining[name] = self._create_maker(options, self.membership.share_in_waiting())
 
-    def take_in(self, names: Sequence[str]) -> None:
-        """Newcomers are makers from now on, and whatever ends one of them ends the run."""
+    def admit(self, names: Sequence[str]) -> None:
+        """Count newcomers as makers from now on: if one fails, the run fails."""
         self.makers |= {name: self.joining.pop(name) for name in names}
 
     def dismiss(self, names: Sequence[str]) -> None:
-        """End makers that nobody counts on."""
+        """Kill makers that have no work."""
         for name in names:
             self.updaters.pop(name, None)
             actor = self.makers.pop(name, None) or self.joining.pop(name, None)
@@ -117,11 +127,11 @@ class Crew:
                 self._host.kill(actor)
 
     def prompts(self, part: PromptPart) -> Callable[[], Any]:
-        """What makes the prompt stream of a maker, in the maker."""
+        """Return a function that creates a maker's prompt stream, to be called in the maker."""
         return functools.partial(assembly.make_prompts, self._config, **part._asdict())
 
-    def end(self) -> None:
-        """End everybody and give their places back."""
+    def kill_all(self) -> None:
+        """Kill all actors and release their resources."""
         for actors in (self.trainers, self.makers, self.joining):
             for actor in actors.values():
                 self._host.kill(actor)
@@ -150,7 +160,7 @@ class Crew:
                 seed=config.run.seed,
                 num_threads=assembly.threads_per_actor(config),
                 max_response_tokens=config.rollout.max_new_tokens,
-                updated_makers=makers_updated_by(rank, self._maker_names, topology.trainers),
+                updated_makers=[name for name, updater in self.updaters.items() if updater == rank],
                 save_folder=self._checkpoints,
             ),
         )
@@ -205,3 +215,35 @@ class Crew:
 
 def _actor_options(name: str, num_gpus: float, options: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "num_cpus": 1, "num_gpus": num_gpus, **options}
+
+
+def first_updaters(maker_names: Sequence[str], num_trainers: int) -> dict[str, int]:
+    """Map each maker to the rank of the trainer that sends it weights, spread evenly.
+
+    >>> first_updaters(["a", "b", "c"], 2)
+    {'a': 0, 'b': 1, 'c': 0}
+    """
+    return {name: index % num_trainers for index, name in enumerate(maker_names)}
+
+
+def trainer_for_newcomer(updaters: Mapping[str, int], num_trainers: int) -> int:
+    """Return the rank of the trainer with the fewest makers, which gets one more.
+
+    >>> trainer_for_newcomer({"a": 0, "b": 1, "c": 0}, 2)
+    1
+    """
+    load = Counter(updaters.values())
+    return min(range(num_trainers), key=lambda rank: load[rank])
+
+
+def makers_to_leave(updaters: Mapping[str, int], count: int) -> list[str]:
+    """Choose the makers that leave, so that the rest stays evenly spread: the newest of the busiest trainer.
+
+    >>> makers_to_leave({"a": 0, "b": 1, "c": 0}, 2)
+    ['c', 'b']
+    """
+    names, left = list(updaters), dict(updaters)
+    for _ in range(count):
+        load = Counter(left.values())
+        del left[next(name for name in reversed(left) if load[left[name]] == max(load.values()))]
+    return [name for name in reversed(names) if name not in left]
