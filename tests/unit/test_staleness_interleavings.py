@@ -343,7 +343,7 @@ class Trainer:
 
     def _take_in(self, items):
         ready = self._rounds.add(self._deliveries.fresh(items))
-        self._batches += [make_experience_batch(batch) for batch in self._collector.add(ready)]
+        self._batches += self._collector.add(ready)
         self._run.scheduler.pause("room in the buffer", lambda: len(self._batches) <= BUFFER_LIMIT)
 
     def _next_batch(self):

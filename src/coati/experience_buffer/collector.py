@@ -3,15 +3,12 @@
 from collections import deque
 from collections.abc import Sequence
 
-from coati.errors import ConfigError, DataError
-from coati.experience import BufferItem
+from coati.errors import ConfigError
+from coati.experience import BufferItem, Experience, check_items, pad_items
 
 
 class BatchCollector:
-    """Groups items into batches of `batch_size`; what is left over waits for more, or for `flush`.
-
-    Items are validated before any of them is taken, so a bad one is refused and harms nothing.
-    """
+    """Groups items into batches of `batch_size`; the rest waits for more items, or for `flush`."""
 
     def __init__(self, batch_size: int) -> None:
         if batch_size < 1:
@@ -24,24 +21,25 @@ class BatchCollector:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, items: Sequence[BufferItem]) -> list[list[BufferItem]]:
-        """Take the items and return the batches that are now full."""
-        for item in items:
-            if not isinstance(item, BufferItem):
-                raise DataError(f"a buffer takes BufferItems, got {type(item).__name__}. Use split_experience_batch.")
-            item.validate()
+    def add(self, items: Sequence[BufferItem], *, checked: bool = False) -> list[Experience]:
+        """Take the items and return the batches that are now full.
+
+        Unless they are `checked`, a malformed item is refused, with all others of the call, before any is taken.
+        """
+        if not checked:
+            check_items(items)
         self._waiting.extend(items)
         full = []
         while len(self._waiting) >= self.batch_size:
-            full.append([self._waiting.popleft() for _ in range(self.batch_size)])
+            full.append(pad_items([self._waiting.popleft() for _ in range(self.batch_size)]))
         return full
 
-    def flush(self) -> list[BufferItem]:
-        """Hand out the items that do not fill a batch: at the end of a run they are trained on, not lost."""
+    def flush(self) -> Experience | None:
+        """Return the items that do not fill a batch: at the end of a run they are trained on, not lost."""
         rest = list(self._waiting)
         self._waiting.clear()
-        return rest
+        return pad_items(rest) if rest else None
 
-    def clear(self) -> int:
-        """Drop what is waiting and say how many items that were."""
-        return len(self.flush())
+    def clear(self) -> None:
+        """Drop the items that do not fill a batch."""
+        self._waiting.clear()

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from coati.background import BackgroundThread
 from coati.errors import ConfigError, DeadlineExceeded
-from coati.experience import BufferItem, Experience, make_experience_batch, split_experience_batch
+from coati.experience import BufferItem, Experience, split_experience_batch
 from coati.experience_buffer.collector import BatchCollector
 from coati.ray.batch_queue import BatchQueue
 from coati.wire import WireTensor, decode, encode
@@ -50,6 +51,7 @@ class DetachedReplayBuffer:
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._num_clears = 0
+        self._prefetching = BackgroundThread(name="prefetch")
         self._prefetched: Future[Experience | None] | None = None
         self._num_prefetched = 0  # batches taken out of the queue and not sampled yet: 0 or 1
         self._should_prefetch = False
@@ -59,11 +61,17 @@ class DetachedReplayBuffer:
         """Split a batch into items and add them; blocks while the buffer is full."""
         self.extend(split_experience_batch(experience))
 
-    def extend(self, items: Sequence[BufferItem], *, timeout_seconds: float = DEFAULT_WAIT_SECONDS) -> None:
-        """Add items; blocks while the buffer is full. If any item is bad, none is added."""
+    def extend(
+        self,
+        items: Sequence[BufferItem],
+        *,
+        timeout_seconds: float = DEFAULT_WAIT_SECONDS,
+        checked: bool = False,
+    ) -> None:
+        """Add items; blocks while the buffer is full. If any item is bad, none is added, unless they were `checked`."""
         with self._lock:
-            for batch in self._collector.add(items):
-                self._outbox.append(_pack(make_experience_batch(batch)))
+            for batch in self._collector.add(items, checked=checked):
+                self._outbox.append(_pack(batch))
             num_clears = self._num_clears
         deadline = time.monotonic() + timeout_seconds
         while not self._move_outbox():
@@ -113,11 +121,8 @@ class DetachedReplayBuffer:
         """
         with self._lock:
             if self._prefetched is None:
-                self._prefetched = Future()
                 self._should_prefetch = True
-                threading.Thread(
-                    target=self._run_prefetch, args=(self._prefetched, prepare), name="coati-prefetch", daemon=True
-                ).start()
+                self._prefetched = self._prefetching.run(lambda: self._prefetch(prepare))
 
     def stop_prefetching(self) -> None:
         """End a prefetch that waits for a batch; one that has a batch keeps it for the next `try_sample`."""
@@ -134,8 +139,7 @@ class DetachedReplayBuffer:
     def flush(self) -> Experience | None:
         """Return the samples that do not fill a batch as a smaller one, to be trained on when no more come."""
         with self._lock:
-            rest = self._collector.flush()
-        return make_experience_batch(rest) if rest else None
+            return self._collector.flush()
 
     def clear(self) -> None:
         """Drop everything. The buffer stays usable."""
@@ -162,6 +166,7 @@ class DetachedReplayBuffer:
         with self._lock:
             self._should_prefetch = False
             self._arrived.notify_all()
+        self._prefetching.close()
         self._queue.close()
 
     def _move_outbox(self) -> bool:
@@ -193,12 +198,9 @@ class DetachedReplayBuffer:
                     return None
                 self._arrived.wait(seconds)
 
-    def _run_prefetch(self, future: "Future[Experience | None]", prepare: Callable[[Experience], Experience]) -> None:
-        try:
-            packed = self._take(None, is_prefetch=True)
-            future.set_result(None if packed is None else prepare(_unpack(packed)))
-        except BaseException as error:  # raised where the batch is sampled
-            future.set_exception(error)
+    def _prefetch(self, prepare: Callable[[Experience], Experience]) -> Experience | None:
+        packed = self._take(None, is_prefetch=True)
+        return None if packed is None else prepare(_unpack(packed))
 
     def _hand_over(self, future: "Future[Experience | None]") -> Experience | None:
         with self._lock:

@@ -19,8 +19,8 @@ from typing import Any
 import ray
 
 from coati.config import Deadlines
-from coati.errors import DataError, DeadlineExceeded, PeerDied
-from coati.experience import BufferItem, Experience, split_experience_batch
+from coati.errors import DeadlineExceeded, PeerDied
+from coati.experience import BufferItem, Experience, check_items, split_experience_batch
 from coati.ledger import DeliveryLog, RoundOrder
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import BUFFER, WEIGHTS, Span, Timeline
@@ -206,14 +206,11 @@ class DetachedTrainer(ABC):
     # Inside.
 
     def _take_in(self, items: Sequence[BufferItem]) -> None:
-        for item in items:
-            if not isinstance(item, BufferItem):
-                raise DataError(f"buffer_extend takes a list of BufferItem, got a {type(item).__name__} in it.")
-            item.validate()  # before it is noted as delivered: a refused item was not
+        check_items(items)  # before they are noted as delivered: a refused item was not
         with self._timeline.span("take_in", BUFFER):
             with self._delivery_lock:
                 ready = self._rounds.add(self._deliveries.fresh(items))
-            self._buffer.extend(ready, timeout_seconds=self.deadlines.batch_seconds)
+            self._buffer.extend(ready, timeout_seconds=self.deadlines.batch_seconds, checked=True)
 
     def _notify(self, hook: str, *args: Any) -> None:
         dispatch(self.callbacks, hook, *args)

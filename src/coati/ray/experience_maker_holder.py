@@ -32,7 +32,7 @@ from coati.monitor.timeline import WEIGHTS, Span, Timeline
 from coati.peers import wait_in_slices
 from coati.prompts.source import PromptSource
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, connect, dispatch, num_parameters
-from coati.ray.environment import apply_env_info, leave_out_of_collections, remote, set_up_gpu, set_up_log
+from coati.ray.environment import apply_env_info, is_actor, leave_out_of_collections, remote, set_up_gpu, set_up_log
 from coati.ray.options import MakerOptions
 from coati.ray.peers import RayPeers
 from coati.rollout import GenerateOptions
@@ -303,9 +303,9 @@ def _placed(model: Any, strategy: Strategy) -> Any:
 
 
 def _own_name() -> str:
-    context = ray.get_runtime_context()
-    if context.get_actor_id() is None:  # not in an actor: a debugger's or a test's process
+    if not is_actor():
         return f"maker-{os.getpid()}"
+    context = ray.get_runtime_context()
     return context.get_actor_name() or f"maker-{context.get_actor_id()[:8]}"
 
 
