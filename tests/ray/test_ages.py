@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 import ray
 import torch
+from coati.ray.topology import makers_updated_by
 from ray_testing import (
     PATIENCE,
     item,
@@ -29,7 +30,6 @@ from coati.ray.callbacks import MakerCallback, TrainerCallback
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.options import MakerOptions, TrainerOptions
-from coati.ray.topology import makers_updated_by
 
 BATCH, UPDATE_STEPS, TOTAL_STEPS = 2, 2, 7  # 7 = three versions of two batches, and a remainder
 NUM_TOKENS = 3

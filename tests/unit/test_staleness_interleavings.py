@@ -11,6 +11,7 @@ from collections import deque
 
 import pytest
 import torch
+from coati.ray.topology import makers_updated_by
 from tiny import item
 from torch import nn
 
@@ -23,7 +24,6 @@ from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.ledger import DeliveryLog, RoundOrder, WorkShare, ages_of
 from coati.peers import Peer, Peers, PendingCall
-from coati.ray.topology import makers_updated_by
 from coati.trainer.fit_loop import FitLoop
 from coati.weights import ServedModels, VerifiedUpdate
 
