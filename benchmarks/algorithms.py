@@ -56,7 +56,7 @@ def run(name: str, seed: int, options: dict) -> dict:
     import torch
 
     torch.set_num_threads(1)
-    from coati import assembly
+    from coati import run
     from coati.cli.run import quiet_libraries
     from coati.demo.evaluation import evaluate
     from coati.demo.grammar import PROMPTS
@@ -72,7 +72,7 @@ def run(name: str, seed: int, options: dict) -> dict:
         before = evaluate(config, config.model.path, num_samples=256)
         training.run()
         training.save(f"{folder}/model")
-        assembly.load_tokenizer(config).save_pretrained(f"{folder}/model")
+        run.load_tokenizer(config).save_pretrained(f"{folder}/model")
         after = evaluate(config, f"{folder}/model", num_samples=256)
     return {
         "algorithm": name,

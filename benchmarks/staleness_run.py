@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from coati import assembly
+from coati import run
 from coati.cli.run import quiet_libraries
 from coati.config import RunSettings, build_config
 from coati.demo.evaluation import evaluate
@@ -102,9 +102,9 @@ class StaleRun:
     def __init__(self, config: RunSettings) -> None:
         self._config = config
         self._version = 0
-        strategy = assembly.make_strategy(config, "trainer")
+        strategy = run.make_strategy(config, "trainer")
         self.learner = PPOLearner(
-            *assembly.trainer_models(config),
+            *run.trainer_models(config),
             strategy,
             config.train,
             config.algorithm,
@@ -116,7 +116,7 @@ class StaleRun:
         self._sender = WeightSender(self.learner, recipients, timeline=self._pipeline.timeline)
         self._collector = BatchCollector(config.train.batch_size)
         self._waiting: deque[Experience] = deque()
-        self._prompts = iter(assembly.make_prompts(config))
+        self._prompts = iter(run.make_prompts(config))
         self.rewards_by_version: dict[int, list[float]] = defaultdict(list)
         self.metrics: dict[str, list[float]] = defaultdict(list)
 
@@ -133,7 +133,7 @@ class StaleRun:
 
     def _make_pipeline(self) -> ExperiencePipeline:
         config = self._config
-        actor, critic, scorer, reference = assembly.maker_models(config)
+        actor, critic, scorer, reference = run.maker_models(config)
         maker = NaiveExperienceMaker(
             actor,
             critic,
@@ -146,7 +146,7 @@ class StaleRun:
         return ExperiencePipeline(
             maker,
             ServedModels(maker.trained_models),
-            share=assembly.work_share(config),
+            share=run.work_share(config),
             generate_kwargs=config.rollout.generate_options,
         )
 

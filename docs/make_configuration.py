@@ -20,8 +20,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from coati.config import RewardTerm, RunSettings, load_config, make_plan
+from coati.config.problems import spell
 from coati.config.section import Section
-from coati.config.toml_writer import toml_value
 
 DOCS = Path(__file__).resolve().parent
 
@@ -121,7 +121,7 @@ def _default(field: FieldInfo) -> str:
     if value is PydanticUndefined:
         assert field.default_factory is not None
         value = field.default_factory()  # type: ignore[call-arg]
-    return f"`{toml_value(value)}`"
+    return f"`{spell(value)}`"
 
 
 def _cell(text: str) -> str:

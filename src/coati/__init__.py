@@ -1,8 +1,60 @@
 """Detached reinforcement learning from feedback for language models.
 
 Experience makers generate and score text in their own Ray actors, trainers learn from a replay buffer in
-theirs, and new weights flow back while both keep working. `import coati` is light: it pulls in neither torch
-nor Ray. `docs/design.md` maps the rooms; `coati.ray` is the only one that imports Ray (with `coati.cli`).
+theirs, and new weights flow back while both keep working. `coati.train` runs it all; `docs/library.md` shows how.
+`import coati` is light: names are loaded when they are first used. `docs/design.md` maps the rooms.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what editors and type checkers see
+    from coati.config import RunSettings as RunSettings
+    from coati.config import load_config as load_config
+    from coati.entry import RunResult as RunResult
+    from coati.entry import train as train
+    from coati.experience import Experience as Experience
+    from coati.experience_maker import NaiveExperienceMaker as NaiveExperienceMaker
+    from coati.models import Actor as Actor
+    from coati.models import Critic as Critic
+    from coati.models import RewardModel as RewardModel
+    from coati.monitor import load_metrics as load_metrics
+    from coati.ray.detached_trainer_ppo import DetachedPPOTrainer as DetachedPPOTrainer
+    from coati.ray.detached_trainer_ppo import PPOTrainer as PPOTrainer
+    from coati.ray.experience_maker_holder import ExperienceMakerHolder as ExperienceMakerHolder
+    from coati.ray.experience_maker_holder import MakerHolder as MakerHolder
+    from coati.ray.options import MakerOptions as MakerOptions
+    from coati.ray.options import TrainerOptions as TrainerOptions
+    from coati.trainer.ppo import PPOLearner as PPOLearner
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "train": "coati.entry",
+    "RunResult": "coati.entry",
+    "load_config": "coati.config",
+    "RunSettings": "coati.config",
+    "load_metrics": "coati.monitor",
+    "Experience": "coati.experience",
+    "NaiveExperienceMaker": "coati.experience_maker",
+    "PPOLearner": "coati.trainer.ppo",
+    "Actor": "coati.models",
+    "Critic": "coati.models",
+    "RewardModel": "coati.models",
+    "PPOTrainer": "coati.ray.detached_trainer_ppo",
+    "DetachedPPOTrainer": "coati.ray.detached_trainer_ppo",
+    "MakerHolder": "coati.ray.experience_maker_holder",
+    "ExperienceMakerHolder": "coati.ray.experience_maker_holder",
+    "TrainerOptions": "coati.ray.options",
+    "MakerOptions": "coati.ray.options",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'coati' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*_HOMES, "__version__"]

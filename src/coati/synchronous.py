@@ -9,12 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
-from coati import assembly
+from coati import run
 from coati.config import RunSettings
 from coati.cpu import set_up_cpu
 from coati.experience import Experience, split_experience_batch
 from coati.experience_buffer.collector import BatchCollector
-from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.ledger import age_metrics
@@ -22,8 +21,8 @@ from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Timeline
 from coati.peers import LocalPeers
+from coati.run import Parts
 from coati.trainer.fit_loop import FitLoop
-from coati.trainer.ppo import PPOLearner
 from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
 
 
@@ -35,11 +34,13 @@ class SynchronousRun:
         config: RunSettings,
         log: RunLog,
         *,
+        parts: Parts | None = None,
         on_progress: Callable[[RunSnapshot], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        set_up_cpu(assembly.threads_per_actor(config))
+        set_up_cpu(run.threads_per_actor(config))
         self._config = config
+        self._parts = parts or Parts()
         self._log = log
         self._on_progress = on_progress
         self._should_stop = should_stop
@@ -47,10 +48,10 @@ class SynchronousRun:
         self._timeline = Timeline()
         self._num_spans = 0
         self._num_batches = 0
-        strategy = assembly.make_strategy(config, "trainer")
+        strategy = run.make_strategy(config, "trainer")
         with strategy.model_init_context():
-            models = assembly.trainer_models(config)
-        self._learner = PPOLearner(
+            models = run.trainer_models(config)
+        self._learner = self._parts.learner(
             *models,
             strategy,
             config.train,
@@ -62,7 +63,7 @@ class SynchronousRun:
         self._weights = self._make_sender()
         self._collector = BatchCollector(config.train.batch_size)
         self._ready: deque[Experience] = deque()
-        self._stream = assembly.make_prompts(config)
+        self._stream = run.make_prompts(config)
         self._prompts = self._admitted_prompts()
 
     def run(self) -> None:
@@ -88,11 +89,11 @@ class SynchronousRun:
 
     def _make_pipeline(self) -> ExperiencePipeline:
         config = self._config
-        strategy = assembly.make_strategy(config, "maker")
-        actor, critic, scorer, reference = assembly.maker_models(config)
+        strategy = run.make_strategy(config, "maker")
+        actor, critic, scorer, reference = run.maker_models(config, self._parts.reward)
         actor, reference = strategy.prepare(actor, reference)
         critic = None if critic is None else strategy.prepare(critic)
-        maker = NaiveExperienceMaker(
+        maker = self._parts.maker(
             actor,
             critic,
             scorer,
@@ -105,7 +106,7 @@ class SynchronousRun:
             maker,
             ServedModels(maker.trained_models),
             # Whatever the topology says: here one maker does all the work, for one trainer.
-            share=dataclasses.replace(assembly.work_share(config, max_staleness=0), num_makers=1, num_trainers=1),
+            share=dataclasses.replace(run.work_share(config, max_staleness=0), num_makers=1, num_trainers=1),
             generate_kwargs=config.rollout.generate_options,
             timeline=self._timeline,
         )

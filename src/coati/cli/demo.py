@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from coati.cli.run import EXIT_STOPPED, RunOutcome, execute, quiet_libraries
+from coati.cli.run import EXIT_STOPPED, execute, quiet_libraries
 from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.demo.plot import plot_rewards
 from coati.demo.reward import import_extra
+from coati.entry import RunResult
 from coati.run_folder import open_run_folder
 
 if TYPE_CHECKING:
@@ -152,9 +153,9 @@ def _show_numbers(console: Console, before: dict[str, float], after: dict[str, f
     console.print(table)
 
 
-def _close(console: Console, config: RunSettings, outcome: RunOutcome, *, seconds: float) -> None:
+def _close(console: Console, config: RunSettings, outcome: RunResult, *, seconds: float) -> None:
     plot = config.output_folder / "reward.png"
-    plot_rewards(plot, outcome.log.rewards, outcome.log.kls)
+    plot_rewards(plot, outcome.rewards, outcome.kls)
     console.print(f"Reward curve:  {plot}", highlight=False)
     console.print(f"Model:         {outcome.files.model}", highlight=False)
     console.print(f"Metrics:       {outcome.files.metrics}", highlight=False)

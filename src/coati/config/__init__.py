@@ -6,7 +6,7 @@ and `coati train --dry-run` answer at once.
 
 from coati.config.algorithm import AlgorithmSettings
 from coati.config.checks import preflight
-from coati.config.loading import build_config, load_config
+from coati.config.loading import build_config, dump_config, load_config
 from coati.config.plan import Plan, make_plan
 from coati.config.run_settings import RunSettings
 from coati.config.sections import (
@@ -18,7 +18,6 @@ from coati.config.sections import (
     RewardTerm,
     RolloutSettings,
 )
-from coati.config.toml_writer import dump_config
 from coati.config.training import (
     Deadlines,
     LoggingSettings,

@@ -20,14 +20,17 @@ from coati.prompts.table import FILE_SUFFIXES, load_prompts
 _PEEKED_ROWS = 8
 
 
-def preflight(config: RunSettings) -> list[str]:
-    """Return what would stop the run, each a full message; empty when nothing is known to."""
+def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
+    """Find what would stop the run: full messages; empty when nothing is known to.
+
+    With `has_reward` a program brings the reward, and `[reward]` only names it.
+    """
     return [
         *_model_problems(config),
         *_length_problems(config),
         *_lora_problems(config),
         *_prompt_problems(config),
-        *_reward_problems(config),
+        *([] if has_reward else _reward_problems(config)),
         *_output_problems(config),
     ]
 

@@ -1,31 +1,35 @@
-"""From a TOML file and `section.key=value` overrides to a `RunSettings`, or to one error that says it all."""
+"""From a TOML file or a table, and `section.key=value` overrides, to `RunSettings`, and back to TOML."""
 
 from __future__ import annotations
 
 import copy
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from pydantic import ValidationError
 
-from coati.config.problems import find_problems
+from coati.config.problems import describe
 from coati.config.run_settings import RunSettings
 from coati.errors import ConfigError
 
+# Settings that name files or folders. In a file they count from its folder first.
+_PATHS = ("model.path", "model.critic", "model.reference", "model.tokenizer", "prompts.path", "reward.model")
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunSettings:
+
+def load_config(path: Path | None, overrides: Sequence[str] = (), *, reward: str | None = None) -> RunSettings:
     """Read settings from a TOML file (or none), apply overrides, check everything.
 
-    Three defaults depend on the file and are written out, so that the saved config stands by itself:
-    `run.name` (the file's stem), `run.output` (`runs/<name>`) and `reward.search_paths` (the file's folder).
-    Relative paths count from the working directory.
+    Relative paths in the file count from its folder if they exist there, else from the working directory. Two defaults
+    depend on the file: `run.name` (its stem) and `reward.search_paths` (its folder).
 
     Args:
         path: the TOML file; None starts from nothing but the overrides.
-        overrides: `section.key=value` each, the value in TOML's spelling; what is not TOML counts as a bare
-            text.
+        overrides: `section.key=value` each, the value in TOML's spelling; what is not TOML counts as a bare text.
+        reward: the name of a function that replaces whatever `[reward]` names.
 
     Raises:
         ConfigError: with one line per problem.
@@ -37,36 +41,50 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunSettings
         >>> config.train.epochs, config.reward.function
         (2, 'rewards:f')
     """
-    data = _with_algorithm_table({} if path is None else _read_toml(Path(path)))
-    alone = copy.deepcopy(data)
-    for override in overrides:
-        _apply_override(data, override)
-    filled = _with_file_defaults(data, path)
-    try:
-        return build_config(filled, source="" if path is None else str(path))
-    except ConfigError:
-        in_file = find_problems(_with_file_defaults(alone, path))
-        if path is None or all(problem in in_file for problem in find_problems(filled)):
-            raise
-    return build_config(filled, source=f"{path} with the values of --set")
+    if path is None:
+        return build_config({}, overrides, reward=reward)
+    path = Path(path)
+    data = _with_algorithm_table(_read_toml(path))
+    run = data.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", path.stem)
+    _count_from(path.parent, data)
+    return build_config(data, overrides, reward=reward, source=str(path))
 
 
-def build_config(data: Mapping[str, Any], *, source: str = "") -> RunSettings:
-    """Turn a table of sections into a checked `RunSettings`; `source` is named in the error.
+def build_config(
+    data: Mapping[str, Any], overrides: Sequence[str] = (), *, reward: str | None = None, source: str = ""
+) -> RunSettings:
+    """Turn a table of sections into checked settings; `source` is named in the error, the rest is as in `load_config`.
 
     Raises:
         ConfigError: with one line per problem.
     """
-    sections = _with_algorithm_table(data)
+    sections = copy.deepcopy(_with_algorithm_table(data))
+    for override in overrides:
+        _apply_override(sections, override)
+    if reward is not None:
+        named = sections.get("reward", {})
+        sections["reward"] = {key: named[key] for key in named if key not in ("model", "terms")} | {"function": reward}
+    run = sections.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("output", f"runs/{run.get('name', 'run')}")
+    for name, field in RunSettings.model_fields.items():
+        if field.is_required():
+            sections.setdefault(name, {})  # so that the error names the settings that are missing
     try:
         return RunSettings.model_validate(sections)
-    except ValidationError:
-        problems = find_problems(sections)
-    where = f" in {source}" if source else ""
+    except ValidationError as error:
+        problems = describe(RunSettings, error)
+    where = f" in {source}{' with --set' if overrides else ''}" if source else ""
     noun = "setting is" if len(problems) == 1 else "settings are"
     lines = "\n".join(f"  {problem}" for problem in problems)
-    # `from None` is not needed: the pydantic error is no longer being handled here, so its text never shows.
     raise ConfigError(f"{len(problems)} {noun} wrong{where}:\n{lines}")
+
+
+def dump_config(config: RunSettings) -> str:
+    """Return TOML text with every setting written out; `load_config` reads it back to equal settings."""
+    return tomli_w.dumps(config.model_dump())
 
 
 def _with_algorithm_table(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,39 +100,49 @@ def _read_toml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            f"The settings file must exist, got {path}, which is not there (working directory: "
-            f"{Path.cwd()}). "
-            "Check the path; examples/film/run.toml is a file to start from."
+            f"There is no settings file {path} (working directory: {Path.cwd()}). Check the path; "
+            "examples/film/run.toml is a file to start from."
         ) from None
     except IsADirectoryError:
-        raise ConfigError(
-            f"The settings file must be a TOML file, got the folder {path}. Name the file in it."
-        ) from None
+        raise ConfigError(f"{path} is a folder. Name the TOML file in it.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"The settings file must be readable UTF-8 text, got {path}: {error}. Check its encoding and permissions."
-        ) from None
+        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}.") from None
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
+        short = re.search(r"(?m)^\s*algorithm\s*=\s*(\S+)", text)
+        if short and re.search(r"(?m)^\s*\[\s*algorithm\s*\]", text):
+            raise ConfigError(
+                f"{path} names the algorithm twice: as algorithm = {short[1]} and as the table [algorithm]. Remove the "
+                f"first and write name = {short[1]} under [algorithm]."
+            ) from None
         raise ConfigError(
-            f"{path} must be valid TOML, got: {error}. Check that line: texts need quotes, and tables look "
-            "like [train]."
+            f"{path} is not valid TOML: {error}. Check that line: texts need quotes, and tables look like [train]."
         ) from None
 
 
-def _with_file_defaults(data: Mapping[str, Any], path: Path | None) -> dict[str, Any]:
-    filled = copy.deepcopy(dict(data))
-    run = filled.setdefault("run", {})
-    if isinstance(run, dict):
-        run.setdefault("name", "run" if path is None else Path(path).stem)
-        if isinstance(run["name"], str):
-            run.setdefault("output", f"runs/{run['name']}")
-    reward = filled.get("reward")
-    if isinstance(reward, dict) and path is not None:
-        # Absolute, because actors need not start in the driver's working directory.
-        reward.setdefault("search_paths", [str(Path(path).resolve().parent)])
-    return filled
+def _count_from(folder: Path, data: dict[str, Any]) -> None:
+    """Have relative paths of a file count from its folder, where they exist there."""
+
+    def place(value: Any) -> Any:
+        is_here = isinstance(value, str) and value not in ("", "actor") and (folder / value).exists()
+        return str(folder / value) if is_here else value
+
+    for key in _PATHS:
+        section, _, name = key.partition(".")
+        table = data.get(section)
+        if isinstance(table, dict) and name in table:
+            table[name] = place(table[name])
+    reward = data.get("reward")
+    if isinstance(reward, dict):
+        terms = reward.get("terms")
+        for term in terms if isinstance(terms, list) else ():
+            if isinstance(term, dict) and "model" in term:
+                term["model"] = place(term["model"])
+        paths = reward.setdefault("search_paths", ["."])
+        if isinstance(paths, list):
+            # Absolute, because actors need not start in the driver's working directory.
+            reward["search_paths"] = [str(Path(place(path)).resolve()) if place(path) else path for path in paths]
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
@@ -131,10 +159,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         inner = table.setdefault(part, {})
         if not isinstance(inner, dict):
             outer = ".".join(parts[: depth + 1])
-            raise ConfigError(
-                f"An override must lead to a key of a table, got {override!r}, but {outer} is not a table. "
-                f"Set {outer} as a whole."
-            )
+            raise ConfigError(f"{override!r} sets a key of {outer}, which is not a table. Set {outer} as a whole.")
         table = inner
     table[parts[-1]] = parse_override_value(text.strip())
 

@@ -1,8 +1,6 @@
-"""What is wrong with a table of settings, in words: key, rule, value and remedy, one line per problem.
+"""What is wrong with settings, in words: key, rule, value and remedy, one line per problem.
 
-pydantic finds the problems; here they are said the way a person would say them, and all at once. Rules
-between keys can only be judged when the keys are sound by themselves, so unsound ones are taken out (their
-defaults stand in) and what the rules then say about anything that was taken out is not repeated.
+pydantic finds the problems, all at once; here they are put into words.
 """
 
 from __future__ import annotations
@@ -11,132 +9,145 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from coati.config.run_settings import RunSettings
-from coati.config.section import Section
-from coati.config.toml_writer import toml_value
-from coati.errors import ConfigError
 
-# What stands in for a required key that is missing or wrong while the rest is judged.
-_STAND_IN = "stand-in"
-
-
-def find_problems(data: Mapping[str, Any]) -> list[str]:
-    """Return every problem of the settings in `data`, each a full message; empty when they are sound.
-
-    Example:
-        >>> problems = find_problems({"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {}})
-        >>> len(problems)
-        1
-    """
-    messages = [_unknown((name,), value) for name, value in data.items() if name not in RunSettings.model_fields]
-    sections: dict[str, Section] = {}
-    unsound: set[str] = set()
-    for name, field in RunSettings.model_fields.items():
-        model = field.annotation
-        assert isinstance(model, type)
-        assert issubclass(model, Section)
-        found, keys, sections[name] = _judge_section(name, model, data.get(name, {}))
-        messages += found
-        unsound |= keys
-    between = RunSettings.model_construct(None, **sections).problems()
-    return messages + [line for line in between if not _mentions(line, unsound)]
+# What TRL, verl, OpenRLHF and others call what has another name here.
+_FOREIGN_NAMES = {
+    "train.actor_lr": "lr learning_rate actor_learning_rate",
+    "train.critic_lr": "critic_learning_rate",
+    "train.batch_size": "per_device_train_batch_size train_batch_size ppo_mini_batch_size",
+    "train.micro_batch_size": "gradient_accumulation_steps micro_train_batch_size ppo_micro_batch_size_per_gpu",
+    "train.micro_batch_tokens": "ppo_max_token_len_per_gpu",
+    "train.total_steps": "max_steps num_train_epochs total_training_steps total_epochs num_episodes",
+    "train.epochs": "num_iterations ppo_epochs num_ppo_epochs",
+    "train.warmup_steps": "warmup_ratio lr_warmup_steps",
+    "train.lr_schedule": "lr_scheduler_type",
+    "train.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+    "train.save_every": "save_steps save_freq",
+    "algorithm.name": "adv_estimator advantage_estimator",
+    "algorithm.kl_coef": "beta init_kl_coef kl_loss_coef",
+    "algorithm.eps_clip": "epsilon cliprange clip_ratio",
+    "algorithm.eps_clip_high": "epsilon_high clip_ratio_high",
+    "algorithm.value_clip": "cliprange_value",
+    "algorithm.normalization": "loss_type loss_agg_mode",
+    "rollout.samples_per_prompt": "num_generations n_samples_per_prompt rollout_n",
+    "rollout.max_new_tokens": "max_completion_length max_response_length response_length generate_max_len",
+    "rollout.engine": "use_vllm",
+    "prompts.max_tokens": "max_prompt_length prompt_max_len",
+    "prompts.path": "dataset dataset_name train_files prompt_data",
+    "prompts.column": "prompt_key input_key dataset_text_field",
+    "model.path": "model_name_or_path model_name pretrain",
+    "model.reference": "ref_model ref_model_path",
+    "model.dtype": "torch_dtype bf16 fp16",
+    "reward.function": "reward_funcs reward_func custom_reward_function",
+    "reward.model": "reward_model reward_pretrain",
+    "run.output": "output_dir default_local_dir save_path",
+    "run.name": "run_name experiment_name",
+    "lora.rank": "lora_r lora_rank use_peft",
+    "topology.max_staleness": "async_level staleness_threshold max_head_offpolicyness",
+}
+_OURS = {foreign: ours for ours, names in _FOREIGN_NAMES.items() for foreign in names.split()}
+_ABSENT = {
+    **dict.fromkeys(
+        ("wandb", "report_to", "logger", "project_name", "use_wandb"),
+        "A run writes metrics.jsonl, and TensorBoard files with logging.tensorboard. For another service pass trackers "
+        "to coati.train.",
+    ),
+    **dict.fromkeys(("resume", "resume_from_checkpoint", "resume_mode"), "A run cannot be resumed yet."),
+}
 
 
 def describe(model: type[BaseModel], error: ValidationError) -> list[str]:
-    """Say everything that is wrong with one section, as `find_problems` does for a whole file."""
-    names = (name for name, field in RunSettings.model_fields.items() if field.annotation is model)
-    prefix = next(names, "")
-    return [line for detail in error.errors(include_url=False) for line in _say(prefix, model, detail)]
+    """Put everything that pydantic found wrong with settings into words, one full message per problem."""
+    section = next((name for name, field in RunSettings.model_fields.items() if field.annotation is model), "")
+    return [line for detail in error.errors(include_url=False) for line in _lines(model, section, detail)]
 
 
-def _judge_section(name: str, model: type[Section], values: Any) -> tuple[list[str], set[str], Section]:
-    """Return a section's problems, the dotted keys that are unsound, and a sound section to go on with."""
-    if not isinstance(values, Mapping):
-        line = f"{name} must be a table of settings, got {_spell(values)}. Write its keys under [{name}]."
-        return [line], {f"{name}."}, _stand_in(model)
+def spell(value: Any) -> str:
+    """Write one value as a TOML file does; Python's spelling where TOML has none.
+
+    Example:
+        >>> spell(True), spell({"a": [1, "x"]}), spell(None)
+        ('true', '{ a = [1, "x"] }', 'None')
+    """
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{key} = {spell(item)}" for key, item in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(spell, value))}]"
     try:
-        return [], set(), model.model_validate(dict(values))
-    except ValidationError as error:
-        details = error.errors(include_url=False)
-    messages = [line for detail in details for line in _say(name, model, detail)]
-    bad = {detail["loc"][0] for detail in details if detail["loc"]}
-    if not bad:  # only rules between keys are broken
-        return messages, {f"{name}."}, _stand_in(model)
-    unsound = {f"{name}.{key}" for key in bad}
-    rest = {key: value for key, value in values.items() if key not in bad}
-    rest |= {key: _STAND_IN for key in bad if key in model.model_fields and model.model_fields[str(key)].is_required()}
-    try:
-        return messages, unsound, model.model_validate(rest)
-    except ValidationError as error:
-        between = [line for detail in error.errors(include_url=False) for line in _say(name, model, detail)]
-        messages += [line for line in between if not _mentions(line, unsound)]
-        return messages, {f"{name}."}, _stand_in(model)
+        return tomli_w.dumps({"_": value}).removeprefix("_ = ").rstrip("\n")
+    except TypeError:
+        return str(value)
 
 
-def _stand_in(model: type[Section]) -> Section:
-    """Return a section of defaults, whose own rules nobody will look at."""
-    required = {name: _STAND_IN for name, field in model.model_fields.items() if field.is_required()}
-    return model.model_construct(None, **required)
-
-
-def _say(section: str, model: type[BaseModel], detail: Any) -> list[str]:
+def _lines(model: type[BaseModel], section: str, detail: Any) -> list[str]:
     """Say one pydantic error; a rule between keys may take several lines."""
     kind, value = detail["type"], detail["input"]
-    location = (section, *detail["loc"]) if section else tuple(detail["loc"])
     if kind == "value_error":
         return str(detail["ctx"]["error"]).splitlines()
     owner: type[BaseModel] = model
-    field: FieldInfo | None = None  # the innermost setting that the location leads to; `owner` has it
-    for depth, part in enumerate(detail["loc"]):
-        inner = _inner_model(field) if field is not None else None
-        if field is not None and inner is None:
-            location = location[
-                : depth + 1 + bool(section)
-            ]  # one key into a list or table; deeper parts are pydantic's own
-            break
+    field: FieldInfo | None = None
+    location: list[int | str] = [section] if section else []
+    for part in detail["loc"]:  # down to the innermost setting; deeper parts are pydantic's own
+        inner = None if field is None else _inner_model(field)
         if isinstance(part, str) and (field is None or inner is not None):
             owner = inner or owner
             field = owner.model_fields.get(part)
+        elif field is not None and inner is None and len(location) > 2:
+            break
+        location.append(part)
+    key = _dotted(location)
     if kind == "extra_forbidden" or field is None:
         return [_unknown(location, value, owner)]
-    rule, key = _extra(field, "rule"), _dotted(location)
+    if _inner_model(field) is not None and kind in ("model_type", "model_attributes_type"):
+        return [f"{key} must be a table of settings, got {_short(value)}. Write its keys under [{key}]."]
+    rule = _extra(field, "rule")
     if kind == "missing":
-        return [f"{key} must be {rule}, got nothing: it is required. {_remedy(field)}"]
-    return [f"{key} must be {rule}, got {_spell(value)}. {_remedy(field)}"]
+        return [f"{key} is required: {rule}. {_remedy(field)}"]
+    return [f"{key} must be {rule}, got {_short(value)}. {_remedy(field)}"]
 
 
-def _unknown(location: Sequence[int | str], value: Any, owner: type[BaseModel] = RunSettings) -> str:
-    name, known = str(location[-1]), list(owner.model_fields)
-    close = difflib.get_close_matches(name, known, n=1)
+def _unknown(location: Sequence[int | str], value: Any, owner: type[BaseModel]) -> str:
+    key, name = _dotted(location), str(location[-1])
+    if name == "algorithm" and len(location) == 2:
+        return f"Unknown setting {key}. Write name = {_short(value)} under [algorithm]."
+    known = list(owner.model_fields)
     elsewhere = [
         f"{section}.{name}"
         for section, field in RunSettings.model_fields.items()
         if name in getattr(field.annotation, "model_fields", {})
     ]
-    if close:
+    if name in _ABSENT:
+        remedy = _ABSENT[name]
+    elif name in _OURS:
+        remedy = f"Use {_OURS[name]}: {_about(_OURS[name])}"
+    elif close := difflib.get_close_matches(name, known, n=1):
         remedy = f"Did you mean {_dotted((*location[:-1], close[0]))}?"
     elif elsewhere:
         remedy = f"Did you mean {' or '.join(elsewhere)}?"
     else:
-        remedy = f"The known names there are {', '.join(known)}."
-    what = "section" if len(location) == 1 else "setting"
-    came = f"an unknown name with value {_spell(value)}"
-    return f"{_dotted(location)} must be a known {what}, got {came}. {remedy}"
+        remedy = f"{'The sections are' if len(location) == 1 else f'[{location[0]}] has'} {', '.join(known)}."
+    return f"Unknown {'section' if len(location) == 1 else 'setting'} {key}. {remedy}"
+
+
+def _about(key: str) -> str:
+    section, _, name = key.partition(".")
+    fields = getattr(RunSettings.model_fields[section].annotation, "model_fields", {})
+    about = str(fields[name].description).partition(" Must be ")[0]
+    return about[:1].lower() + about[1:]
 
 
 def _inner_model(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of the tables in a list of tables, such as `reward.terms`."""
-    for kind in get_args(field.annotation):
+    """Return the model of a section, or of the tables in a list of tables such as `reward.terms`."""
+    for kind in (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             return kind
     return None
-
-
-def _mentions(line: str, keys: set[str]) -> bool:
-    return any(key in line for key in keys)
 
 
 def _dotted(location: Sequence[int | str]) -> str:
@@ -146,11 +157,8 @@ def _dotted(location: Sequence[int | str]) -> str:
     return text
 
 
-def _spell(value: Any) -> str:
-    try:
-        text = toml_value(value)
-    except ConfigError:  # a value that TOML cannot write, such as a date: Python's spelling has to do
-        text = str(value)
+def _short(value: Any) -> str:
+    text = spell(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -163,4 +171,4 @@ def _remedy(field: FieldInfo) -> str:
     remedy = _extra(field, "remedy")
     if remedy or field.is_required():
         return remedy
-    return f"Leave it out for the default, {_spell(field.get_default(call_default_factory=True))}."
+    return f"Leave it out for the default, {_short(field.get_default(call_default_factory=True))}."

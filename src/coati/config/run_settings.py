@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 from coati.config.algorithm import AlgorithmSettings
 from coati.config.section import Section
@@ -70,8 +71,24 @@ class RunSettings(Section):
         """Folders where modules of reward functions are looked for, first to last."""
         return [*map(Path, self.reward.search_paths), Path.cwd()]
 
+    def with_absolute_paths(self) -> Self:
+        """Return the same settings with local paths made absolute, so that they mean the same in any process."""
+
+        def absolute(path: str) -> str:
+            return str(Path(path).expanduser().resolve()) if path and Path(path).expanduser().exists() else path
+
+        model, reward = self.model, self.reward
+        places = {key: absolute(getattr(model, key)) for key in ("path", "reference", "tokenizer")}
+        places["critic"] = model.critic if model.critic == "actor" else absolute(model.critic)
+        terms = tuple(term.model_copy(update={"model": absolute(term.model)}) for term in reward.terms)
+        folders = tuple(str(path.resolve()) for path in self.reward_search_paths)
+        changes = {"search_paths": folders, "model": absolute(reward.model), "terms": terms}
+        prompts = self.prompts.model_copy(update={"path": absolute(self.prompts.path)})
+        sections = {"model": model.model_copy(update=places), "prompts": prompts}
+        return self.model_copy(update={**sections, "reward": reward.model_copy(update=changes)})
+
     def problems(self) -> list[str]:
-        """What is wrong between sections."""
+        """Find what is wrong between sections."""
         found = []
         if self.topology.update_lora_weights and not self.lora.rank:
             found.append(

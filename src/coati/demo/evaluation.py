@@ -6,7 +6,7 @@ from itertools import islice
 
 import torch
 
-from coati import assembly
+from coati import run
 from coati.algos import kl_estimate
 from coati.config import RunSettings
 from coati.cpu import set_up_cpu
@@ -72,12 +72,12 @@ def evaluate(config: RunSettings, model_path: str, *, num_samples: int = 64) -> 
     set_up_cpu()
     actor = Actor.from_pretrained(model_path).eval()
     reference = Actor.from_pretrained(config.reference_path).eval()
-    scorer = assembly.make_scorer(config)
+    scorer = run.make_scorer(config)
     options = GenerateOptions.parse(**config.rollout.generate_options).with_tokenizer(scorer.tokenizer)
     engine = make_engine(config.rollout.engine, actor)
     per_batch = config.rollout.prompts_per_batch * config.rollout.samples_per_prompt
     samples: list[EvaluatedSample] = []
-    for raw in islice(assembly.make_prompts(config), -(-num_samples // per_batch)):
+    for raw in islice(run.make_prompts(config), -(-num_samples // per_batch)):
         batch = PromptBatch.parse(raw)
         sample_ids = torch.arange(len(batch)) + _FIRST_SAMPLE_ID + len(samples)
         rollout = engine.generate(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import ray
 
-from coati import assembly
+from coati import run
 from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import ConfigError, RunStopped
@@ -53,7 +53,7 @@ def connected(
                 f"{str(error).strip().splitlines()[0]}{_token_hint(error)}"
             ) from error
         try:
-            _check_resources(config, num_cpus=assembly.num_actors(config))
+            _check_resources(config, num_cpus=run.num_actors(config))
             yield ClusterInfo(namespace, is_private=False)
         finally:
             ray.shutdown()
@@ -65,7 +65,7 @@ def connected(
 
 @contextlib.contextmanager
 def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) -> Iterator[ClusterInfo]:
-    num_actors = assembly.num_actors(config)
+    num_actors = run.num_actors(config)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing leaves this machine
     # Ray announces its token authentication on every start. It stays on; the hint is not for our users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)

@@ -20,9 +20,9 @@ from coati.ledger import SignalMeter, StalenessController, VersionSignals, age_m
 from coati.models.critic import as_critic
 from coati.monitor.timeline import trainer_metrics
 from coati.peers import wait_in_slices
-from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator, num_parameters
+from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator, connect, num_parameters
 from coati.ray.detached_trainer_base import DetachedTrainer
-from coati.ray.environment import apply_env_info, processors_for, remote, set_up_gpu, set_up_log
+from coati.ray.environment import apply_env_info, processors_for, remote, set_up_gpu
 from coati.ray.options import TrainerOptions
 from coati.ray.peers import RayPeers
 from coati.trainer.batch_mover import BatchMover
@@ -73,17 +73,7 @@ class PPOTrainer(DetachedTrainer):
         topology = options.topology
         apply_env_info(env_info)
         set_up_cpu(options.num_threads)
-        set_up_log(debug=debug)
-        self.strategy = strategy_fn()
-        set_up_gpu(self.strategy.device)
-        self._processors = processors_for(self.strategy.device, topology.gpu_sharing)
-        with self.strategy.model_init_context():
-            actor, critic = model_fn()
-        critic = None if critic is None else as_critic(critic)
-        callbacks = list(callbacks)
-        if eval_performance:
-            callbacks.append(TrainerPerformanceEvaluator(num_parameters(actor), num_parameters(critic)))
-        super().__init__(
+        super().__init__(  # before the models, whose warnings it keeps
             experience_maker_holder_name_list,
             train_batch_size=options.train.batch_size,
             buffer_limit=topology.buffer_limit,
@@ -93,6 +83,16 @@ class PPOTrainer(DetachedTrainer):
             deadlines=options.deadlines,
             seed=options.seed,
         )
+        self.strategy = strategy_fn()
+        set_up_gpu(self.strategy.device)
+        self._processors = processors_for(self.strategy.device, topology.gpu_sharing)
+        with self.strategy.model_init_context():
+            actor, critic = model_fn()
+        critic = None if critic is None else as_critic(critic)
+        if eval_performance:
+            evaluator = TrainerPerformanceEvaluator(num_parameters(actor), num_parameters(critic))
+            connect([evaluator], self._timeline)
+            self.callbacks.append(evaluator)
         self._learner = self.make_learner(actor, critic)
         self._max_staleness = None if topology.max_staleness < 0 else topology.max_staleness
         self._staleness = StalenessController(topology) if topology.staleness_control == "adaptive" else None

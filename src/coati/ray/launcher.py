@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from coati import assembly
+from coati import run
 from coati.config import RunSettings
 from coati.counting import listed
 from coati.errors import (
@@ -40,6 +40,7 @@ from coati.peers import Peer, PendingCall, answer, wait_all, wait_any
 from coati.ray.cluster import connected
 from coati.ray.run_actors import RunActors
 from coati.ray.scaling import Scaler
+from coati.run import Parts
 from coati.trainer.strategies.folders import add_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -57,13 +58,14 @@ class DetachedRun:
         config: RunSettings,
         log: RunLog,
         *,
+        parts: Parts | None = None,
         address: str | None = None,
         on_progress: Callable[[RunSnapshot], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
         log_to_driver: bool = False,
         make_actors: Callable[..., RunActors] = RunActors,
     ) -> None:
-        self._config = assembly.with_absolute_paths(config)
+        self._config = config.with_absolute_paths()
         self._log = log
         self._address = address
         self._on_progress = on_progress
@@ -72,7 +74,7 @@ class DetachedRun:
         self._deadlines = config.deadlines
         self._folder = self._config.output_folder.resolve()
         self._checkpoints = self._folder / "checkpoints"
-        self._actors = make_actors(self._config, checkpoints=self._checkpoints)
+        self._actors = make_actors(self._config, checkpoints=self._checkpoints, parts=parts)
         self._loops: dict[PendingCall, str] = {}  # the pending loops, and whose they are
         self._polls: dict[str, list[PendingCall]] = {}  # pending questions to each actor
         self._incomplete: set[Path] = set()  # checkpoints whose tokenizer could not be written
@@ -251,7 +253,7 @@ class DetachedRun:
             if (folder / "tokenizer_config.json").exists() or folder in self._incomplete:
                 continue
             try:
-                add_tokenizer(folder, assembly.load_tokenizer(self._config).save_pretrained)
+                add_tokenizer(folder, run.load_tokenizer(self._config).save_pretrained)
             except CheckpointError as error:
                 self._incomplete.add(folder)  # reported once; its weights are whole
                 logger.warning("%s", error)
@@ -264,7 +266,7 @@ class DetachedRun:
             what=f"the model to be saved to {path}",
             seconds=self._deadlines.update_seconds,
         )
-        assembly.load_tokenizer(self._config).save_pretrained(path)
+        run.load_tokenizer(self._config).save_pretrained(path)
 
     def _rescue(self, path: str, error: Exception) -> None:
         """A run failed: save what a lone trainer has learned, if it still answers. A group can only save together."""
@@ -281,7 +283,7 @@ class DetachedRun:
         for place in (path, str(elsewhere)):
             try:
                 trainer.call("strategy_save_actor", place, only_rank0=True).result(_STOP_SECONDS)
-                assembly.load_tokenizer(self._config).save_pretrained(place)
+                run.load_tokenizer(self._config).save_pretrained(place)
             except (RemoteError, PeerDied, PeerUnavailable, DeadlineExceeded, OSError) as failure:
                 logger.debug("nothing could be saved to %s: %s", place, failure)
             else:

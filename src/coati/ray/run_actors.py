@@ -16,7 +16,7 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from coati import assembly
+from coati import run
 from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import ScalingRefused
@@ -27,6 +27,7 @@ from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.options import MakerOptions, TrainerOptions
 from coati.ray.peers import RayHost
 from coati.ray.placement import Placement
+from coati.run import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,11 @@ class RunActors:
         *,
         checkpoints: Path,
         host: RayHost | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self._host = host or RayHost()
         self._config = config
+        self._parts = parts or Parts()
         self._checkpoints = checkpoints
         self._deadlines = config.deadlines
         topology = config.topology
@@ -65,7 +68,7 @@ class RunActors:
         self.joining: dict[str, Peer] = {}
         self.trainers: dict[str, Peer] = {}
         self.membership = Membership(
-            {name: assembly.work_share(config, maker_index=index) for index, name in enumerate(names)}
+            {name: run.work_share(config, maker_index=index) for index, name in enumerate(names)}
         )
         self.updaters = first_updaters(names, topology.trainers)
 
@@ -80,7 +83,7 @@ class RunActors:
         for rank, place in enumerate(self._places(self._trainer_names, self._config.topology.gpus_per_trainer)):
             self._create_trainer(rank, place)
         for index, name in enumerate(self._maker_names):
-            share = assembly.work_share(self._config, maker_index=index)
+            share = run.work_share(self._config, maker_index=index)
             self.makers[name] = self._create_maker(self._maker_options(name), share)
 
     def name_newcomers(self, count: int, *, is_private: bool) -> list[str]:
@@ -128,7 +131,7 @@ class RunActors:
 
     def prompts(self, part: PromptPart) -> Callable[[], Any]:
         """Return a function that creates a maker's prompt stream, to be called in the maker."""
-        return functools.partial(assembly.make_prompts, self._config, **part._asdict())
+        return functools.partial(run.make_prompts, self._config, **part._asdict())
 
     def kill_all(self) -> None:
         """Kill all actors and release their resources."""
@@ -147,8 +150,8 @@ class RunActors:
             _TRAINER,
             options,
             experience_maker_holder_name_list=self._maker_names,
-            strategy_fn=functools.partial(assembly.make_strategy, config, "trainer"),
-            model_fn=functools.partial(assembly.trainer_models, config),
+            strategy_fn=functools.partial(run.make_strategy, config, "trainer"),
+            model_fn=functools.partial(run.trainer_models, config),
             env_info=env_info,
             train_batch_size=config.train.batch_size,
             buffer_limit=topology.buffer_limit,
@@ -158,10 +161,11 @@ class RunActors:
                 topology=topology,
                 deadlines=self._deadlines,
                 seed=config.run.seed,
-                num_threads=assembly.threads_per_actor(config),
+                num_threads=run.threads_per_actor(config),
                 max_response_tokens=config.rollout.max_new_tokens,
                 updated_makers=[name for name, updater in self.updaters.items() if updater == rank],
                 save_folder=self._checkpoints,
+                learner=self._parts.learner,
             ),
         )
 
@@ -171,8 +175,8 @@ class RunActors:
             _MAKER,
             options,
             detached_trainer_name_list=self._trainer_names,
-            strategy_fn=functools.partial(assembly.make_strategy, config, "maker"),
-            model_fn=functools.partial(assembly.maker_models, config),
+            strategy_fn=functools.partial(run.make_strategy, config, "maker"),
+            model_fn=functools.partial(run.maker_models, config, self._parts.reward),
             sync_models_from_trainers=True,
             update_lora_weights=config.topology.update_lora_weights,
             options=MakerOptions(
@@ -181,8 +185,9 @@ class RunActors:
                 deadlines=self._deadlines,
                 logging=config.logging,
                 seed=config.run.seed,
-                num_threads=assembly.threads_per_actor(config),
+                num_threads=run.threads_per_actor(config),
                 share=share,
+                maker=self._parts.maker,
             ),
         )
         return maker

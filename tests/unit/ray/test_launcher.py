@@ -153,7 +153,7 @@ def stage(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
     tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
-    monkeypatch.setattr(launcher.assembly, "load_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr(launcher.run, "load_tokenizer", lambda _: tokenizer)
     (tmp_path / "out").mkdir()
     return functools.partial(Stage, tmp_path / "out")
 
@@ -320,7 +320,7 @@ def test_a_checkpoint_without_room_for_its_tokenizer_is_reported_once(stage, mon
         if len(one.snapshots) > 20:
             end_training(host)
 
-    monkeypatch.setattr(launcher.assembly, "load_tokenizer", lambda _: Tokenizer())
+    monkeypatch.setattr(launcher.run, "load_tokenizer", lambda _: Tokenizer())
     one.on_turn = checkpoint
     one.go()
     assert len(tried) == 1

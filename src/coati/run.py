@@ -1,12 +1,13 @@
-"""From settings to objects: what each section of a run's config means in models, prompts and rewards.
+"""From settings to objects: the models, prompts, reward and strategy that the sections of a run's config describe.
 
-The synchronous loop and the Ray launcher both build from here, so they train the same thing.
+The synchronous loop and the Ray actors both build from here, so they train the same thing.
 """
 
+import dataclasses
 import logging
 import os
-from collections.abc import Sequence
-from pathlib import Path
+import pickle
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,53 +17,36 @@ from transformers import AutoConfig, AutoTokenizer
 
 from coati.config import RunSettings
 from coati.errors import ConfigError
+from coati.experience_maker import NaiveExperienceMaker
 from coati.ledger import WorkShare
 from coati.models import Actor, Critic, RewardModel
 from coati.models.positions import context_length_of
 from coati.models.shared_body import take_body_of
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import load_prompts
-from coati.rewards import RewardScorer, build_reward, load_reward_function
+from coati.rewards import FunctionReward, Reward, RewardScorer, build_reward, load_reward_function
 from coati.rollout import GenerateOptions
 from coati.trainer.modes import compile_blocks
+from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
 
 logger = logging.getLogger(__name__)
 
 
-def with_absolute_paths(config: RunSettings) -> RunSettings:
-    """The same settings with local paths made absolute, so that they mean the same in another process."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a program brings itself, where settings are not enough."""
 
-    def absolute(path: str) -> str:
-        return str(Path(path).expanduser().resolve()) if path and Path(path).expanduser().exists() else path
-
-    model = config.model
-    return config.model_copy(
-        update={
-            "model": model.model_copy(
-                update={
-                    "path": absolute(model.path),
-                    "critic": model.critic if model.critic == "actor" else absolute(model.critic),
-                    "reference": absolute(model.reference),
-                    "tokenizer": absolute(model.tokenizer),
-                }
-            ),
-            "prompts": config.prompts.model_copy(update={"path": absolute(config.prompts.path)}),
-            "reward": config.reward.model_copy(
-                update={
-                    "search_paths": tuple(str(path.resolve()) for path in config.reward_search_paths),
-                    "model": absolute(config.reward.model),
-                    "terms": tuple(
-                        term.model_copy(update={"model": absolute(term.model)}) for term in config.reward.terms
-                    ),
-                }
-            ),
-        }
-    )
+    reward: Callable[..., Any] | None = None
+    """A reward function; None for what `[reward]` describes."""
+    learner: Callable[..., PPOLearner] = PPOLearner
+    """What makes the learner, such as a subclass with another loss."""
+    maker: Callable[..., Any] = NaiveExperienceMaker
+    """What makes experience, such as a subclass."""
 
 
 def make_strategy(config: RunSettings, role: Literal["trainer", "maker"]) -> Strategy:
-    """The strategy of a trainer, as `[train]` says; a maker trains nothing, and needs but a device (and a group)."""
+    """Make the strategy of a trainer, as `[train]` says; a maker trains nothing and needs only a device."""
     device = None if config.model.device == "auto" else config.model.device
     train = config.train
     common: dict[str, Any] = {
@@ -82,7 +66,7 @@ def make_strategy(config: RunSettings, role: Literal["trainer", "maker"]) -> Str
 
 
 def trainer_models(config: RunSettings) -> tuple[Actor, Critic | None]:
-    """What a trainer trains; no critic where the algorithm needs none.
+    """Load what a trainer trains; no critic where the algorithm needs none.
 
     Seeded, so that every process that builds them gets the same weights.
     """
@@ -99,8 +83,10 @@ def _trained_models(config: RunSettings, dtype: torch.dtype) -> tuple[Actor, Cri
     return actor, critic
 
 
-def maker_models(config: RunSettings) -> tuple[Actor, Critic | None, RewardScorer, Actor]:
-    """What a maker works with: actor, critic, reward and the initial model.
+def maker_models(
+    config: RunSettings, reward: Callable[..., Any] | None = None
+) -> tuple[Actor, Critic | None, RewardScorer, Actor]:
+    """Load what a maker works with: actor, critic, reward (a function, or what `[reward]` says) and the initial model.
 
     With `train.compile` the blocks of those that only score are compiled; the actor is left to the rollout engine. A
     reward model whose body is bit-equal to the reference's shares it.
@@ -111,11 +97,18 @@ def maker_models(config: RunSettings) -> tuple[Actor, Critic | None, RewardScore
         for model in (reference, critic):
             if model is not None:
                 compile_blocks(model)
-    return actor, critic, make_scorer(config, compiled=config.train.compile, body_from=[reference]), reference
+    scorer = make_scorer(config, reward, compiled=config.train.compile, body_from=[reference])
+    return actor, critic, scorer, reference
 
 
-def make_scorer(config: RunSettings, *, compiled: bool = False, body_from: Sequence[nn.Module] = ()) -> RewardScorer:
-    """The reward that `[reward]` describes, over text; `compiled` is worth its time where much is scored.
+def make_scorer(
+    config: RunSettings,
+    function: Callable[..., Any] | None = None,
+    *,
+    compiled: bool = False,
+    body_from: Sequence[nn.Module] = (),
+) -> RewardScorer:
+    """Make the reward over text: a function, or what `[reward]` describes; `compiled` pays where much is scored.
 
     A reward model that has the same body as one of `body_from`, or as one that was loaded before, takes that module.
     """
@@ -134,12 +127,18 @@ def make_scorer(config: RunSettings, *, compiled: bool = False, body_from: Seque
         lenders.append(model)
         return model.to(device).eval()
 
-    reward = build_reward(config.reward, search_paths=config.reward_search_paths, load_model=load_reward_model)
+    settings = config.reward
+    reward: Reward
+    if function is not None:
+        name = settings.function.partition(":")[2]
+        reward = FunctionReward(function, name=name, timeout_seconds=settings.timeout_seconds)
+    else:
+        reward = build_reward(settings, search_paths=config.reward_search_paths, load_model=load_reward_model)
     return RewardScorer(reward, load_tokenizer(config))
 
 
 def load_tokenizer(config: RunSettings) -> Any:
-    """The tokenizer, padding on the left."""
+    """Load the tokenizer, padding on the left."""
     try:
         return AutoTokenizer.from_pretrained(config.tokenizer_path, padding_side="left", trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -171,11 +170,13 @@ def make_prompts(config: RunSettings, *, shard: int = 0, num_shards: int = 1, fi
     )
 
 
-def check_inputs(config: RunSettings) -> None:
+def check_inputs(config: RunSettings, parts: Parts) -> None:
     """Load what can be wrong and is cheap (prompts, tokenizer, reward functions, generate options) before anything
-    starts, so that a mistake is told at once and not by an actor."""
+    starts, so that a mistake is reported at once and not by an actor."""
     GenerateOptions.parse(**config.rollout.generate_options)
     next(iter(make_prompts(config)))
+    if parts.reward is not None:
+        return
     for function in (config.reward.function, *(term.function for term in config.reward.terms)):
         if function:
             load_reward_function(function, config.reward_search_paths)
@@ -216,12 +217,12 @@ def _dtype(config: RunSettings) -> torch.dtype:
 def _loaded(setting: str, path: str, model_class: Any, **kwargs: Any) -> Any:
     try:
         return model_class.from_pretrained(path, **kwargs)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         if "allocate" in str(error):  # there is no memory for it, which is no fault of the folder
             raise
         raise ConfigError(
-            f"{setting} must be a folder or hub name with a transformers model, got {path!r}: {_first_line(error)} "
-            "Is a file torn or missing? Use another copy."
+            f"{setting} {path!r} could not be loaded as a transformers model: {_first_line(error)} "
+            "If a file is damaged or missing, use another copy."
         ) from error
 
 

@@ -1,0 +1,271 @@
+"""`coati.train`: what the command `coati train` does, as a function.
+
+Light to import: torch and Ray come when a run starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coati.config import RunSettings, build_config, load_config, preflight
+from coati.config.hub import avoid_hub_without_network
+from coati.config.plan import OutputFiles, output_files
+from coati.errors import ConfigError
+from coati.monitor import RunLog, RunSnapshot, TensorBoardTracker, Tracker
+from coati.run_folder import check_inputs_outside, open_run_folder
+
+if TYPE_CHECKING:
+    from coati.run import Parts
+    from coati.trainer.ppo import PPOLearner
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run left behind."""
+
+    config: RunSettings
+    """The settings it ran with."""
+    files: OutputFiles
+    """Where everything is; `files.model` is a folder that transformers loads."""
+    rewards: Sequence[tuple[float, float]]
+    """(weight version, mean reward of the samples that it wrote)."""
+    kls: Sequence[tuple[float, float]]
+    """(weight version, mean KL of those samples to the reference)."""
+    num_samples: int
+    num_dropped: int
+    """Samples dropped because their prompt did not fit or their reward was not a finite number."""
+    num_skipped_prompts: int
+    seconds: float
+    was_stopped: bool
+    """Whether it ended before all steps were trained, because it was told to."""
+
+    @property
+    def model(self) -> Path:
+        """The folder of the trained policy."""
+        return self.files.model
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The metrics of the last step. `coati.load_metrics(result.folder)` has those of all."""
+        from coati.monitor import read_jsonl
+
+        rows = read_jsonl(self.files.metrics)
+        return dict(rows[-1]) if rows else {}
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.config.output_folder
+
+
+def train(
+    config: str | os.PathLike[str] | Mapping[str, Any] | RunSettings,
+    *,
+    reward: Callable[..., Any] | None = None,
+    learner: Callable[..., PPOLearner] | None = None,
+    maker: Callable[..., Any] | None = None,
+    overrides: Sequence[str] = (),
+    sync: bool = False,
+    address: str | None = None,
+    overwrite: bool = False,
+    trackers: Sequence[Tracker] = (),
+    on_progress: Callable[[RunSnapshot], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> RunResult:
+    """Train as `coati train` does, and return what came of it.
+
+    Args:
+        config: a TOML file, a table of sections, or settings.
+        reward: a function over prompts, completions and the dataset's columns, which replaces `[reward]`.
+        learner: makes the learner: a subclass of `coati.PPOLearner`, for example.
+        maker: makes the maker: a subclass of `coati.NaiveExperienceMaker`, for example.
+        overrides: `section.key=value` each, as `--set` takes them.
+        sync: train in this process, without Ray.
+        address: the Ray cluster to join; None starts a private one.
+        overwrite: replace an earlier run in the output folder.
+        trackers: where metrics go besides `metrics.jsonl`.
+        on_progress: called with where the run stands, now and then.
+        should_stop: asked between steps; a run that is stopped saves its model.
+
+    Raises:
+        ConfigError: when something is wrong before training starts.
+    """
+    settings = checked(_settings(config, overrides, reward), sync=sync, address=address, has_reward=reward is not None)
+    check_inputs_outside(settings)
+    with open_run_folder(settings, overwrite=overwrite) as delete_earlier:
+        return execute(
+            settings,
+            parts={"reward": reward, "learner": learner, "maker": maker},
+            sync=sync,
+            address=address,
+            trackers=trackers,
+            on_begin=delete_earlier,
+            on_progress=on_progress,
+            should_stop=should_stop,
+        )
+
+
+def checked(config: RunSettings, *, sync: bool, address: str | None, has_reward: bool = False) -> RunSettings:
+    """Return the settings that a run has, on-policy if it is synchronous. ConfigError if it could not start."""
+    if problems := preflight(config, has_reward=has_reward):
+        raise ConfigError("\n".join(problems))
+    avoid_hub_without_network(config)
+    _check_device(config, sync=sync)
+    if not sync:
+        return config
+    if address is not None:
+        raise ConfigError("A synchronous run uses no Ray cluster. Leave out --address, or --sync.")
+    makers, trainers = config.topology.makers, config.topology.trainers
+    if (makers, trainers) != (1, 1):
+        raise ConfigError(
+            f"A synchronous run has one maker and one trainer, got topology.makers = {makers} and topology.trainers = "
+            f"{trainers}. Leave --sync out, or add --set topology.makers=1 --set topology.trainers=1."
+        )
+    # One process takes turns, so every sample comes from the newest weights.
+    on_policy = {"max_staleness": 0, "staleness_control": "fixed", "min_staleness": 0}
+    return config.model_copy(update={"topology": config.topology.model_copy(update=on_policy)})
+
+
+def execute(
+    config: RunSettings,
+    *,
+    parts: Mapping[str, Any] | None = None,
+    sync: bool,
+    address: str | None,
+    trackers: Sequence[Tracker] = (),
+    on_begin: Callable[[], None] = lambda: None,
+    on_progress: Callable[[RunSnapshot], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    log_to_driver: bool = False,
+) -> RunResult:
+    """Run to the end (or until stopped) in a folder that is there, and save the model.
+
+    `on_begin` is called when everything is loaded and training begins; `parts` are fields of `coati.run.Parts`.
+    """
+    files = output_files(config)
+    started = time.monotonic()
+    own = [] if files.tensorboard is None else [TensorBoardTracker(files.tensorboard)]
+    log = RunLog(
+        config.output_folder,
+        total_steps=config.train.optimizer_steps,
+        trackers=[*own, *trackers],
+        samples_every_versions=config.logging.samples_every_versions,
+        max_spans=config.logging.spans_kept,
+        on_begin=on_begin,
+    )
+    try:
+        log.message = "loading libraries"
+        on_progress(log.snapshot())
+        from coati.run import Parts, check_inputs
+
+        brought = Parts(**{name: part for name, part in (parts or {}).items() if part is not None})
+        check_inputs(config, brought)
+        if sync:
+            _run_synchronously(config, brought, log, on_progress, should_stop, str(files.model))
+        else:
+            from coati.ray.launcher import DetachedRun
+
+            DetachedRun(
+                config,
+                log,
+                parts=brought,
+                address=address,
+                on_progress=on_progress,
+                should_stop=should_stop,
+                log_to_driver=log_to_driver,
+            ).run(str(files.model.resolve()))
+        was_stopped = should_stop()
+    finally:
+        log.close()
+    return RunResult(
+        config=config,
+        files=files,
+        rewards=log.rewards,
+        kls=log.kls,
+        num_samples=log.num_samples,
+        num_dropped=log.num_dropped,
+        num_skipped_prompts=log.num_skipped_prompts,
+        seconds=time.monotonic() - started,
+        was_stopped=was_stopped,
+    )
+
+
+def _settings(
+    config: str | os.PathLike[str] | Mapping[str, Any] | RunSettings,
+    overrides: Sequence[str],
+    reward: Callable[..., Any] | None,
+) -> RunSettings:
+    """Read and check the settings; a reward function takes the place of whatever `[reward]` names."""
+    named = None if reward is None else _name_of(reward)
+    if isinstance(config, RunSettings):
+        if overrides:
+            raise ConfigError("overrides need a TOML file or a table, got RunSettings. Change the settings instead.")
+        if named is None:
+            return config
+        section = config.reward.model_copy(update={"function": named, "model": "", "terms": ()})
+        return config.model_copy(update={"reward": section})
+    if isinstance(config, Mapping):
+        return build_config(config, overrides, reward=named)
+    return load_config(Path(config), overrides, reward=named)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Name a function as `reward.function` does; what cannot be imported again gets a name that only tells it apart."""
+    name = getattr(function, "__name__", type(function).__name__)
+    module = getattr(function, "__module__", None) or "python"
+    return f"{module}:{re.sub('[^A-Za-z0-9_]', '_', name)}"
+
+
+def _run_synchronously(
+    config: RunSettings,
+    parts: Parts,
+    log: RunLog,
+    on_progress: Callable[[RunSnapshot], None],
+    should_stop: Callable[[], bool],
+    path: str,
+) -> None:
+    from coati.run import load_tokenizer
+    from coati.synchronous import SynchronousRun
+
+    def save(folder: str) -> None:
+        loop.save(folder)
+        load_tokenizer(config).save_pretrained(folder)
+
+    loop = SynchronousRun(config, log, parts=parts, on_progress=on_progress, should_stop=should_stop)
+    log.message = ""
+    try:
+        loop.run()
+    except Exception as error:
+        if (step := log.snapshot().step) > 0:
+            _save_after_failure(error, save, path + "-at-failure", step)
+        raise
+    log.flush()
+    on_progress(log.snapshot())
+    save(path)
+
+
+def _save_after_failure(error: Exception, save: Callable[[str], None], path: str, step: int) -> None:
+    try:
+        save(path)
+    except Exception as problem:  # the run's own error is the one to report
+        error.add_note(f"The model after step {step} could not be saved to {path}: {problem}")
+    else:
+        error.add_note(f"The model after step {step} was saved to {path}")
+
+
+def _check_device(config: RunSettings, *, sync: bool) -> None:
+    """Ray hides a machine's GPUs from actors that have no share of one."""
+    if sync or not config.model.device.startswith("cuda"):
+        return
+    for name in ("gpus_per_trainer", "gpus_per_maker"):
+        if getattr(config.topology, name) == 0:
+            raise ConfigError(
+                f"topology.{name} must be above 0 while model.device is {config.model.device!r}, got 0. Set it, to 0.5 "
+                'where maker and trainer share a card, or model.device to "cpu".'
+            )

@@ -1,0 +1,72 @@
+"""coati as a library: the page in the docs, and `coati.train` on Ray."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import coati
+from coati.demo.grammar import PROMPTS
+from coati.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "library.md"
+
+
+def test_the_snippets_of_the_page_run(tmp_path, base_model, monkeypatch):
+    pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "runs" / "demo" / "base").symlink_to(base_model)
+    rows = [json.dumps({"prompt": prompt}) for prompt in PROMPTS]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    names = {"__name__": "__main__"}
+    for snippet in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL):
+        exec(compile(snippet, str(PAGE), "exec"), names)
+    assert names["result"].folder == Path("runs/brief")
+    assert names["result"].num_samples == 32
+    assert names["result"].metrics["step"] == 2
+    AutoModelForCausalLM.from_pretrained(names["result"].model)
+    assert list(names["metrics"].index) == [1, 2]
+    assert names["cispo"].metrics["policy/loss"] != names["result"].metrics["policy/loss"]
+    assert names["bounded"].config.reward.function == "__main__:brief"
+
+
+def test_a_file_and_a_function_on_ray(film_run, tmp_path):
+    wanted = "good"
+
+    def good(prompts, completions):  # a closure, which no module could name
+        return [float(wanted in text) for text in completions]
+
+    seen = []
+    result = coati.train(film_run, reward=good, overrides=["train.total_steps=2"], on_progress=seen.append)
+    assert not result.was_stopped
+    assert all(0 <= reward <= 1 for _, reward in result.rewards)
+    assert result.metrics["step"] == seen[-1].step == result.config.train.optimizer_steps
+    assert (result.folder / "config.toml").read_text().count("test_library:good") == 1
+    with pytest.raises(ConfigError, match="earlier run"):
+        coati.train(film_run, reward=good, sync=True)
+
+
+def test_what_cannot_run_is_told_before_anything_starts(film_run):
+    with pytest.raises(ConfigError, match="one maker"):
+        coati.train(film_run, overrides=["topology.makers=2"], sync=True)
+    with pytest.raises(ConfigError, match="overrides"):
+        coati.train(coati.load_config(film_run), overrides=["train.epochs=2"])
+
+
+def test_names_are_listed_and_nothing_heavy_is_imported():
+    code = (
+        "import sys, coati; print(*dir(coati)); coati.train, coati.load_config, coati.load_metrics;"
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    )
+    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"train", "load_metrics", "PPOTrainer", "MakerHolder", "PPOLearner"} <= set(listed)
+    for name in set(listed) - {"__version__"}:
+        assert inspect.getdoc(getattr(coati, name))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = coati.no_such_name
