@@ -38,30 +38,16 @@ def render_prompt(prompt: str | list[dict[str, Any]], tokenizer: Any, *, where: 
 
 
 def tokenize_prompt(text: str, tokenizer: Any, *, is_chat: bool, where: str) -> list[int]:
-    """Return the token ids of a rendered prompt.
+    """Return the token ids of a rendered prompt, without an end token that the tokenizer appends.
 
     Raises:
         DataError: when the tokenizer fails.
     """
+    special = {"add_special_tokens": not is_chat, "verbose": False}  # lengths are judged by the stream
     try:
-        ids = _tokenize(text, tokenizer, add_special_tokens=not is_chat)
-        if is_chat or not ids or ids[-1] != tokenizer.eos_token_id:
-            return ids
-        bare_ids = _tokenize(text, tokenizer, add_special_tokens=False)
+        ids = list(tokenizer(text, **special)["input_ids"])
+        if ids and ids[-1] == tokenizer.eos_token_id and tokenizer("a", **special)["input_ids"][-1] == ids[-1]:
+            ids.pop()  # appended to every text; one that the text itself spells out stays
     except Exception as error:
         raise DataError(f"{where} cannot be tokenized: {type(error).__name__}: {error}. Correct the text.") from error
-    # Drop the end tokens that the tokenizer appended, but none that the text itself spells out.
-    surplus = _trailing(ids, ids[-1]) - _trailing(bare_ids, ids[-1])
-    return ids[: len(ids) - surplus]
-
-
-def _tokenize(text: str, tokenizer: Any, *, add_special_tokens: bool) -> list[int]:
-    # verbose=False: lengths are judged by the stream, so the tokenizer need not warn about them.
-    return list(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
-
-
-def _trailing(ids: list[int], token: int) -> int:
-    count = 0
-    while count < len(ids) and ids[-1 - count] == token:
-        count += 1
-    return count
+    return ids

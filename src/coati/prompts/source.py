@@ -1,8 +1,8 @@
-"""Where a maker draws its batches from: a data loader that can be exchanged between two batches.
+"""Where a maker draws its batches from: a data loader that can be replaced between two batches.
 
-When makers join or leave, the prompts are shared anew. Whoever does that holds all makers, asks how far each has
-come, and gives each another loader, from one position on. A batch that was drawn before stays in work: its prompts
-are nobody else's.
+When makers join or leave, the prompts are divided again: all makers are held, each says how far it has come, and each
+gets another loader that begins at one common position. A batch that was drawn before is finished; no other maker gets
+its prompts.
 """
 
 import itertools
@@ -16,8 +16,7 @@ from coati.errors import DataError, DeadlineExceeded
 LoaderFn = Callable[[], Iterable[Any]]
 
 _SLICE_SECONDS = 1.0
-# For a batch that is being drawn to be there, when the source is to be held.
-_HOLD_SECONDS = 10.0
+_HOLD_SECONDS = 10.0  # how long `hold` waits for a batch that is being drawn
 
 
 class PromptSource:
@@ -33,11 +32,7 @@ class PromptSource:
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        deadline_seconds: float = 1800.0,
-        should_stop: Callable[[], bool] = lambda: False,
+        self, name: str, *, deadline_seconds: float = 1800.0, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
         self._name = name
         self._deadline_seconds = deadline_seconds
@@ -51,7 +46,7 @@ class PromptSource:
         self._iterator: Iterator[Any] | None = None
         self._next_position = 0
         self._skipped_before: Counter[str] = Counter()
-        self._counting = threading.Lock()  # of the loader and what those before it skipped; never held while drawing
+        self._counting = threading.Lock()  # guards the two before; never held while drawing
 
     @property
     def skipped(self) -> Counter[str]:
@@ -60,16 +55,17 @@ class PromptSource:
             return self._skipped_before + Counter(getattr(self._loader, "skipped", {}))
 
     def batches(self, loader_fn: LoaderFn, num_epochs: int = 1, num_steps: int = 0) -> Iterator[Any]:
-        """`num_steps` batches of as many passes as it takes, or else `num_epochs` passes over `loader_fn()`."""
+        """Yield `num_steps` batches of as many passes as it takes, or else `num_epochs` passes over `loader_fn()`."""
         self._loader_fn = loader_fn
         passes = itertools.count() if num_steps > 0 else range(num_epochs)
-        endless = (batch for _ in passes for batch in self._one_pass())
-        return itertools.islice(endless, num_steps) if num_steps > 0 else endless
+        batches = (batch for _ in passes for batch in self._one_pass())
+        return itertools.islice(batches, num_steps) if num_steps > 0 else batches
 
     def hold(self) -> int:
-        """Draw nothing more until `switch`; returns the first position of the order that is beyond all drawn.
+        """Draw nothing until `switch`; return the first position that is beyond all drawn.
 
-        A batch that is being drawn is waited for; if it does not come soon, nothing is held.
+        Raises:
+            DeadlineExceeded: when a batch that is being drawn does not come soon; nothing is held then.
         """
         with self._changed:
             self._is_held = True
@@ -77,17 +73,16 @@ class PromptSource:
                 self._is_held = False
                 self._changed.notify_all()
                 raise DeadlineExceeded(
-                    f"maker {self._name} has been waiting for its data loader for {_HOLD_SECONDS:g} s, so its prompts "
-                    "cannot be shared anew now. Try again later."
+                    f"maker {self._name} has waited for its data loader for {_HOLD_SECONDS:g} s, so its prompts cannot "
+                    "be divided again now. Try again later."
                 )
             return self._next_position
 
     def switch(self, loader_fn: LoaderFn | None) -> None:
-        """Go on, with the batches of another loader unless it is None."""
+        """Draw again, from another loader unless it is None."""
         with self._changed:
             if loader_fn is not None:
-                self._loader_fn = loader_fn
-                self._iterator = None
+                self._loader_fn, self._iterator = loader_fn, None
                 self._num_switches += 1
             self._is_held = False
             self._changed.notify_all()
@@ -100,19 +95,19 @@ class PromptSource:
             yield batch
         if is_empty and not self._should_stop():
             raise DataError(
-                f"dataloader_fn() of maker {self._name} gave no batch. Is the dataset empty, or smaller "
-                "than one batch with drop_last=True?"
+                f"dataloader_fn() of maker {self._name} gave no batch. Is the dataset empty, or smaller than one batch "
+                "with drop_last=True?"
             )
 
     def _draw(self) -> Any:
-        """The next batch; None at the end of the pass, or after a stop."""
+        """Return the next batch; None at the end of the pass, or after a stop."""
         with self._changed:
             if not self._await_switch():
                 return None
             self._is_drawing = True
             iterator, loader_fn, num_switches = self._iterator, self._loader_fn, self._num_switches
         batch = None
-        try:  # without the lock: whoever wants to hold or switch need not wait for a slow loader
+        try:  # without the lock: a slow loader must not block `hold` and `switch`
             if iterator is None:
                 loader, skipped = loader_fn(), self.skipped
                 with self._counting:
@@ -137,5 +132,5 @@ class PromptSource:
             if self._should_stop():
                 return False
         raise DeadlineExceeded(
-            f"maker {self._name} waited {self._deadline_seconds:g} s for its prompts to be shared anew."
+            f"maker {self._name} waited {self._deadline_seconds:g} s for its prompts to be divided again."
         )

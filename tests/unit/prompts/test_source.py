@@ -16,7 +16,7 @@ from coati.prompts.source import PromptSource
 def test_passes_and_steps():
     assert list(PromptSource("m").batches(lambda: [1, 2], num_epochs=2)) == [1, 2, 1, 2]
     assert list(PromptSource("m").batches(lambda: [1, 2], num_steps=3)) == [1, 2, 1]
-    with pytest.raises(DataError, match=r"dataloader_fn\(\) of maker m gave no batch"):
+    with pytest.raises(DataError, match=r"dataloader_fn.* maker m"):
         list(PromptSource("m").batches(list))
 
 
@@ -109,7 +109,7 @@ def test_a_stop_ends_the_wait_and_so_does_the_deadline(monkeypatch):
     source = PromptSource("m", deadline_seconds=0.002, should_stop=lambda: stop.is_set)
     batches = source.batches(lambda: [1])
     source.hold()
-    with pytest.raises(DeadlineExceeded, match=r"maker m waited 0\.002 s for its prompts to be shared anew"):
+    with pytest.raises(DeadlineExceeded, match=r"maker m .*0\.002 s"):
         next(batches)
     stop.is_set = True
     assert list(source.batches(lambda: [1])) == []
@@ -129,7 +129,7 @@ def test_a_loader_that_hangs_is_not_held_and_whoever_asks_hears_so(monkeypatch):
     batches = source.batches(loader)
     drawn = run_in_background(lambda: next(batches), name="draw")
     asked.wait(30)
-    with pytest.raises(DeadlineExceeded, match=r"maker-0 has been waiting for its data loader for 0\.02 s"):
+    with pytest.raises(DeadlineExceeded, match=r"maker-0.*0\.02 s"):
         source.hold()
     answers.set()
     assert drawn.result(timeout=30) == {"group_ids": [4]}
