@@ -153,7 +153,7 @@ class Noting:
 
     def update_experience_maker(self, *, message):
         if message.is_start:
-            self.updates.append((message.header.version, message.header.max_staleness, message.header.is_sync))
+            self.updates.append((message.header.version, message.header.is_sync))
         if message.manifest is not None and self.error is not None:
             raise self.error
 

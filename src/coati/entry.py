@@ -128,7 +128,7 @@ def checked(config: RunSettings, *, sync: bool, address: str | None, has_reward:
             f"{trainers}. Leave --sync out, or add --set topology.makers=1 --set topology.trainers=1."
         )
     # One process takes turns, so every sample comes from the newest weights.
-    on_policy = {"max_staleness": 0, "staleness_control": "fixed", "min_staleness": 0}
+    on_policy = {"max_staleness": 0}
     return config.model_copy(update={"topology": config.topology.model_copy(update=on_policy)})
 
 

@@ -142,19 +142,13 @@ def test_groups_of_two_makers_and_two_sharded_trainers_train_their_shares_and_ar
     assert AutoTokenizer.from_pretrained(checkpoints / "version-3").vocab_size > 0
 
 
-def test_an_adaptive_bound_moves_and_ages_stay_below_its_upper_end(run, make_config, tmp_path):
-    # Targets that everything meets: the bound rises whenever it has settled, 0 → 1, one version later → 2.
+def test_ages_stay_within_the_bound(run, make_config, tmp_path):
     config = make_config(
         max_staleness=2,
-        staleness_control="adaptive",
-        target_kl=1e9,
-        target_effective_samples=0.0,
-        target_idle=0.0,
         train={"total_steps": 5},
     )
     assert run(config)["trainer-0"].num_samples == 10
     rows = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [row["staleness/bound"] for row in rows if "staleness/bound" in row] == [1, 1, 2, 2, 2]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for row in rows:
         assert row["train/age_max"] <= 2

@@ -132,7 +132,7 @@ def test_a_sync_in_the_middle_of_an_episode_waits_for_a_whole_version(keep):
     fit.result()
     sync.result()
     # fit's own update of the two steps as version 1, and then the sync of that same version.
-    assert maker.updates == [(1, None, False), (1, None, True)]
+    assert maker.updates == [(1, False), (1, True)]
 
 
 def test_a_sync_after_steps_by_hand_is_a_version_of_its_own(keep):

@@ -48,7 +48,7 @@ def test_a_step_is_learnt_while_the_makers_verify_the_one_before_and_never_two_a
     done, held = watch_steps(trainer), hold_answer(trainer, maker)
     fit = Background(trainer.fit, 3, 1)
     assert done[1].wait(PATIENCE)  # with version 1 not yet verified
-    assert maker.updates == [(1, None, False)]
+    assert maker.updates == [(1, False)]
     held.release()
     fit.result()
     assert [version for version, *_ in maker.updates] == [1, 2, 3]

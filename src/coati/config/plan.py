@@ -256,9 +256,6 @@ def make_plan(config: RunSettings) -> Plan:
 
 def _staleness(topology: TopologySettings) -> str:
     versions = topology.max_staleness
-    if topology.staleness_control == "adaptive":
-        lowest = counted(topology.min_staleness, "weight version")
-        return f"a sample may be {lowest} behind, or up to {versions:,} where the data bears it"
     if versions < 0:
         return "samples may be any number of weight versions behind"
     if versions == 0:

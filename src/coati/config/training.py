@@ -160,40 +160,6 @@ class TopologySettings(Section):
         rule="a whole number, -1 or more",
         ge=-1,
     )
-    staleness_control: Literal["fixed", "adaptive"] = setting(
-        "fixed",
-        "Whether the staleness bound stays at max_staleness, or moves between min_staleness and max_staleness: up "
-        "while the trainer idles and the data is close to the policy, down when it is not.",
-        rule='"fixed" or "adaptive", and adaptive only with max_staleness of 1 or more',
-    )
-    min_staleness: int = setting(
-        0,
-        "Where an adaptive bound starts, and how low it may go.",
-        rule="a whole number, 0 or more, and at most topology.max_staleness in an adaptive run, 0 in a fixed one",
-        ge=0,
-    )
-    target_kl: float = setting(
-        0.02,
-        "Adaptive: KL between the policies that wrote and that learn (nats per token) up to which the bound may rise; "
-        "at twice this it falls.",
-        rule="a number above 0",
-        gt=0,
-    )
-    target_effective_samples: float = setting(
-        0.5,
-        "Adaptive: effective share of a batch under its importance weights below which the bound falls; it rises only "
-        "from half way between this and 1.",
-        rule="a number, 0 or more and below 1",
-        ge=0,
-        lt=1,
-    )
-    target_idle: float = setting(
-        0.1,
-        "Adaptive: share of its time that a trainer has to wait for data before the bound rises.",
-        rule="a number from 0 to 1",
-        ge=0,
-        le=1,
-    )
     threads_per_actor: int = setting(
         0,
         "torch threads in each actor; 0 = the machine's cores divided among the actors.",
@@ -232,35 +198,7 @@ class TopologySettings(Section):
     )
 
     def problems(self) -> list[str]:
-        """Bounds that leave nothing to control; shares of GPUs that Ray cannot lend, like one and a half."""
-        return [
-            *self._staleness_problems(),
-            *self._gpu_problems(),
-        ]
-
-    def _staleness_problems(self) -> list[str]:
-        if self.staleness_control == "fixed":
-            return (
-                []
-                if self.min_staleness == 0
-                else [
-                    'topology.min_staleness must be 0 while topology.staleness_control is "fixed", got '
-                    f'{self.min_staleness}. Leave it out, or set staleness_control to "adaptive".'
-                ]
-            )
-        if self.max_staleness < 1:
-            return [
-                'topology.max_staleness must be 1 or more while topology.staleness_control is "adaptive", got '
-                f'{self.max_staleness}. Raise it, or set staleness_control to "fixed".'
-            ]
-        if self.min_staleness > self.max_staleness:
-            return [
-                f"topology.min_staleness must be at most topology.max_staleness ({self.max_staleness}), got "
-                f"{self.min_staleness}. Lower it, or raise topology.max_staleness."
-            ]
-        return []
-
-    def _gpu_problems(self) -> list[str]:
+        """Find shares of GPUs that Ray cannot lend, like one and a half."""
         return self._sharing_problems() + [
             f"topology.{key} must be 0, a share below 1, or a whole number, got {share}. "
             f"Use {int(share)} or {int(share) + 1}."

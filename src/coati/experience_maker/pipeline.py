@@ -12,7 +12,6 @@ from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, Make
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.experience_maker.statistics import batch_metrics, sample_texts
 from coati.ledger.admission import UNBOUNDED, AdmissionGate, WorkShare
-from coati.ledger.staleness import BoundSchedule
 from coati.monitor.metrics import Max, Mean, Sum
 from coati.monitor.timeline import Timeline, maker_metrics
 from coati.rewards import RewardScorer
@@ -58,7 +57,6 @@ class ExperiencePipeline:
         self.maker = maker
         self.served = served
         self.gate = AdmissionGate(share) if share is not None else None
-        self.bounds = BoundSchedule()
         self.counts = MakerCounts()
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
@@ -78,13 +76,12 @@ class ExperiencePipeline:
         """Issue as many samples as may be issued now, at most `wanted`; the caller must make them."""
         if self.gate is None:
             return wanted
-        return self.gate.admit(wanted, version=self._bounded_version())
+        return self.gate.admit(wanted, version=self.served.version)
 
     def version_needed(self) -> int | None:
         """The version to wait for before the next sample; None if there is none to wait for."""
         if self.gate is None:
             return None
-        self._bounded_version()
         return self.gate.version_needed()
 
     def wait_for_admission(self, deadline_seconds: float) -> bool:
@@ -111,7 +108,6 @@ class ExperiencePipeline:
         """
         if self.gate is None:
             return True
-        self._bounded_version()
         return self.gate.share.max_staleness != 0
 
     @property
@@ -123,14 +119,6 @@ class ExperiencePipeline:
         """
         is_bounded = self.gate is not None and self.gate.share.max_staleness != UNBOUNDED
         return is_bounded and self.maker.has_time_between_tokens
-
-    def _bounded_version(self) -> int:
-        """The version that serves; a bound that came with it applies from now on."""
-        version = self.served.version
-        bound = self.bounds.at(version)
-        if self.gate is not None and bound is not None:
-            self.gate.limit_staleness(bound)
-        return version
 
     # Making
 

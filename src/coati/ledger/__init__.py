@@ -5,23 +5,18 @@ from coati.ledger.ages import Ages, age_metrics, ages_of
 from coati.ledger.deliveries import DeliveryLog
 from coati.ledger.membership import Membership, Place, PromptPart, Standing
 from coati.ledger.rounds import RoundOrder
-from coati.ledger.staleness import BoundSchedule, SignalMeter, StalenessController, VersionSignals
 
 __all__ = [
     "UNBOUNDED",
     "AdmissionGate",
     "Ages",
-    "BoundSchedule",
     "Deal",
     "DeliveryLog",
     "Membership",
     "Place",
     "PromptPart",
     "RoundOrder",
-    "SignalMeter",
-    "StalenessController",
     "Standing",
-    "VersionSignals",
     "WorkShare",
     "age_metrics",
     "ages_of",

@@ -180,7 +180,6 @@ class AdmissionGate:
 
     def __init__(self, share: WorkShare) -> None:
         self.share = share
-        self._upper_bound = share.max_staleness
         self._num_issued = 0
         self._is_held = False
         self._changed = threading.Condition(threading.RLock())
@@ -213,16 +212,6 @@ class AdmissionGate:
             self.issue(num_samples)
             return num_samples
 
-    def limit_staleness(self, max_staleness: int) -> None:
-        """Another η from now on, at most the one that the share began with; an unbounded share stays so.
-
-        What is issued stays issued: under a lower η the maker waits until the versions have caught up.
-        """
-        bound = min(max_staleness, self._upper_bound)
-        with self._changed:
-            if bound not in (self.share.max_staleness, UNBOUNDED):
-                self.share = dataclasses.replace(self.share, max_staleness=bound)
-
     def issue(self, num_samples: int) -> None:
         """Samples are on their way."""
         with self._changed:
@@ -247,9 +236,9 @@ class AdmissionGate:
             return self.share.rounds_begun(self._num_issued)
 
     def deal(self, share: WorkShare) -> None:
-        """Go on with another share, which must hold everything that is issued; the bound stays as it is."""
+        """Take another share, which must hold everything that is issued."""
         with self._changed:
-            self.share = dataclasses.replace(share, max_staleness=self.share.max_staleness)
+            self.share = share
             self._is_held = False
             self._changed.notify_all()
 

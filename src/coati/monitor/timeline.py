@@ -223,6 +223,7 @@ def trainer_metrics(use: TimeUse) -> dict[str, float]:
     return {
         "trainer/train_seconds": use.spent("train"),
         "trainer/busy_share": use.share("train"),
+        "wait/data_share": use.share("wait_data"),
         "wait/ranks_seconds": use.spent("wait_ranks"),
         "wait/delivery_seconds": use.spent("wait_delivery"),
     }

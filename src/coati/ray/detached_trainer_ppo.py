@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from coati.cpu import set_up_cpu
 from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
 from coati.experience import Experience
-from coati.ledger import SignalMeter, StalenessController, VersionSignals, age_metrics
+from coati.ledger import age_metrics
 from coati.models.critic import as_critic
 from coati.monitor.timeline import trainer_metrics
 from coati.peers import wait_in_slices
@@ -40,8 +40,8 @@ class PPOTrainer(DetachedTrainer):
     returns (actor, critic), the critic None for algorithms without one; `strategy_fn()` returns a `Strategy`. The rest
     is in `options`. An argument that contradicts a setting of `options` is an error.
 
-    With `options.topology.max_staleness` of 0 or more, older batches are refused; an adaptive bound travels to makers
-    with the weights. With `options.train.save_every` all ranks save the actor together, to `options.save_folder`.
+    With `options.topology.max_staleness` of 0 or more, older batches are refused. With `options.train.save_every` all
+    ranks save the actor together, to `options.save_folder`.
     To change the loss, pass a subclass of `PPOLearner` as `options.learner`, or override `make_learner`.
     """
 
@@ -95,10 +95,7 @@ class PPOTrainer(DetachedTrainer):
             self.callbacks.append(evaluator)
         self._learner = self.make_learner(actor, critic)
         self._max_staleness = None if topology.max_staleness < 0 else topology.max_staleness
-        self._staleness = StalenessController(topology) if topology.staleness_control == "adaptive" else None
-        self._signals = SignalMeter()
         self._version_metrics: dict[str, float] = {}  # of the version made last
-        self._is_fresh = False  # whether the batch in hand is trained on for the first time
         self._num_steps_unpublished = 0
         self._sender = WeightSender(
             self._learner,
@@ -147,7 +144,6 @@ class PPOTrainer(DetachedTrainer):
         with self._weights(), processors:
             metrics = self._learner.step(experience)
             self._num_steps_unpublished += 1
-        self._note_signals(metrics)
         return {
             **metrics,
             "trainer/samples_per_second": experience.num_samples / (time.perf_counter() - started),
@@ -216,9 +212,6 @@ class PPOTrainer(DetachedTrainer):
         raises later what went wrong.
         """
         metrics = dict(self._version_metrics)
-        bound = None if self._staleness is None else self._staleness.max_staleness
-        if bound is not None:
-            metrics["staleness/bound"] = float(bound)
         record = {"batch": self._num_batches, "version": self.version, "metrics": metrics}
 
         def note(seconds: float, num_bytes: int) -> None:
@@ -227,7 +220,7 @@ class PPOTrainer(DetachedTrainer):
 
         send = self._sender.send if fully_update else self._sender.start
         with self._weights():
-            send(self.version, fully_update=fully_update, max_staleness=bound, on_arrival=note, **config)
+            send(self.version, fully_update=fully_update, on_arrival=note, **config)
             self._num_steps_unpublished = 0
 
     @ray.method(concurrency_group="model_io")
@@ -299,27 +292,11 @@ class PPOTrainer(DetachedTrainer):
     def _is_sharded(self, sharded: bool | None) -> bool:
         return self.strategy.shards_parameters if sharded is None else sharded
 
-    def _next_batch(self) -> Experience | None:
-        self._signals.begin(now=time.monotonic(), waited=self._timeline.total("wait_data"))
-        self._is_fresh = True  # without a batch too: ranks that have none take part in the step of the others
-        return super()._next_batch()
-
     def _prepared(self, batch: Experience) -> Experience:
         return self._move(super()._prepared(batch))
 
-    def _note_signals(self, metrics: Mapping[str, float]) -> None:
-        """Later epochs are left out: their distance from the data is what was learnt from it, and not its age."""
-        if self._is_fresh:
-            self._is_fresh = False
-            share = "samples" if self._learner.algorithm.importance_level == "sequence" else "tokens"
-            ess = metrics.get(f"off_policy/effective_{share}")
-            self._signals.add(kl=metrics["policy/approx_kl"], effective_samples=ess)
-
     def _publish_next_version(self) -> None:
-        signals = self._signals.take(now=time.monotonic(), waited=self._timeline.total("wait_data"))
-        self._version_metrics = {"wait/data_share": signals.idle, **trainer_metrics(self._timeline.take())}
-        if self._staleness is not None:
-            self._staleness.decide(self._over_all_ranks(signals))
+        self._version_metrics = trainer_metrics(self._timeline.take())
         super()._publish_next_version()
         save_every = self.options.train.save_every
         if save_every and self.version % save_every == 0:
@@ -359,20 +336,6 @@ class PPOTrainer(DetachedTrainer):
             yield
         finally:
             self._weights_lock.release()
-
-    def _over_all_ranks(self, signals: VersionSignals) -> VersionSignals:
-        """The signals of the group, so that all ranks move their bounds alike."""
-        if self.strategy.world_size == 1:
-            return signals
-        ess = signals.effective_samples
-        local = torch.tensor([signals.kl, signals.idle, ess or 0.0], device=self.strategy.device)
-        kl, idle, ess_sum = self.strategy.all_reduce_sum(local).tolist()
-        num_ranks = self.strategy.world_size
-        return VersionSignals(
-            kl=kl / num_ranks,  # of the joined batch, so the same on every rank
-            idle=idle / num_ranks,
-            effective_samples=None if ess is None else ess_sum / num_ranks,
-        )
 
     def _agree(self, has_data: bool, is_stopped: bool) -> bool:
         """All ranks take a step, or none: a rank that went alone would wait for the others for ever."""

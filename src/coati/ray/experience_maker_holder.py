@@ -118,7 +118,6 @@ class MakerHolder:
         self._receiver = WeightReceiver(
             self._served,
             allow_partial_plain=update_lora_weights,
-            on_verified=lambda header: self._pipeline.bounds.note(header.version, header.max_staleness),
         )
         self._pipeline = ExperiencePipeline(
             maker,

@@ -48,8 +48,6 @@ class UpdateHeader:
     """The version that this sender sent before this one; None for its first update."""
     is_sync: bool = False
     """Whether all weights are sent because a sync was asked for; only then may the version be any."""
-    max_staleness: int | None = None
-    """The staleness bound while this version serves; None: the receiver keeps the one it has."""
     lender: str | None = None
     """The sender's memory that this update overwrites. A receiver answers the header when it reads it no more."""
 

@@ -58,10 +58,9 @@ class WeightReceiver:
         served: ServedModels,
         *,
         allow_partial_plain: bool = False,
-        on_verified: Callable[[UpdateHeader], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`allow_partial_plain`: plain calls may send adapters only. `on_verified` is called before the commit."""
+        """`allow_partial_plain`: plain calls may send adapters only."""
         self._served = served
         self._targets = {label: Target(label, module, served.newest_weight) for label, module in served.modules.items()}
         parameters = (tensor for module in served.modules.values() for tensor in module.parameters())
@@ -70,7 +69,6 @@ class WeightReceiver:
         self._in_memory = MemoryReader()
         self._on_card = CardReader(self.device)
         self._allow_partial_plain = allow_partial_plain
-        self._on_verified = on_verified
         self._clock = clock
         self._open: dict[str, _Stage] = {}
         self._plain: _PlainStage | None = None
@@ -117,7 +115,6 @@ class WeightReceiver:
             self._open.pop(header.update_id, None)
             raise
         del self._open[header.update_id]
-        self._on_verified(header)
         self._served.offer(verified)
 
     def receive_plain(

@@ -154,7 +154,6 @@ class WeightSender:
         *,
         on_failure: Callable[[BaseException], None],
         fully_update: bool = False,
-        max_staleness: int | None = None,
         on_arrival: Callable[[float, int], None] = lambda _seconds, _num_bytes: None,
         shard_size: float | None = None,
     ) -> "Future[None]":
@@ -172,7 +171,6 @@ class WeightSender:
             source=self._source,
             follows=self._last_version,
             is_sync=fully_update,
-            max_staleness=max_staleness,
             lender=transport.begin(),
         )
         self._last_version = version

@@ -119,11 +119,6 @@ BROKEN = [
     ("topology.trainers=65", "a whole number from 1 to 64", "65", "default, 1"),
     ("topology.placement=scatter", '"auto", "pack" or "spread"', '"scatter"', 'default, "auto"'),
     ("topology.max_staleness=-2", "-1 or more", "-2", "default, 1"),
-    ("topology.staleness_control=free", '"fixed" or "adaptive"', '"free"', 'default, "fixed"'),
-    ("topology.min_staleness=1", 'while topology.staleness_control is "fixed"', "1", "Leave it out"),
-    ("topology.target_kl=0", "above 0", "0", "default, 0.02"),
-    ("topology.target_effective_samples=1.0", "below 1", "1.0", "default, 0.5"),
-    ("topology.target_idle=1.1", "from 0 to 1", "1.1", "default, 0.1"),
     ("topology.gpus_per_maker=1.5", "whole number", "1.5", "Use 1 or 2"),
     ("topology.gpu_sharing=mps", "must be above 0, and at most 1 together", "0 and 0", 'gpu_sharing to "slices"'),
     ("train.batch_size=0", "1 or more", "0", "default, 16"),
@@ -179,16 +174,6 @@ def test_generate_may_not_repeat_a_setting(option):
     assert f"rollout.generate.{option} must not be set" in message
     assert "got 4" in message
     assert f"take {option} out" in message
-
-
-@pytest.mark.parametrize("upper", [0, -1])
-def test_an_adaptive_bound_needs_room_to_move(upper):
-    message = error_of("topology.staleness_control=adaptive", f"topology.max_staleness={upper}")
-    assert f'topology.max_staleness must be 1 or more while topology.staleness_control is "adaptive", got {upper}' in (
-        message
-    )
-    message = error_of("topology.staleness_control=adaptive", "topology.max_staleness=2", "topology.min_staleness=3")
-    assert "topology.min_staleness must be at most topology.max_staleness (2), got 3. Lower it" in message
 
 
 def test_gpus_on_a_cpu_run():

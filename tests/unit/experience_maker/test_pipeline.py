@@ -123,48 +123,6 @@ def test_nothing_is_admitted_while_work_is_reassigned():
     assert pipeline.admit(5) == 3
 
 
-def test_a_bound_holds_from_the_version_that_brings_it():
-    # 2 rounds for each version, η = 1 to begin with: 4 samples at version 0.
-    pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=20, max_staleness=1))
-    pipeline.bounds.note(1, 0)
-    assert pipeline.admit(9) == 4  # version 1 is known of, but does not serve
-    assert (pipeline.version_needed(), pipeline.wait_for_admission(0.0)) == (1, False)
-    pipeline.served.offer(update(1))  # η = 0: 2 · (0 + 1 + 1) = 4 are out already
-    assert (pipeline.version_needed(), pipeline.wait_for_admission(0.0)) == (2, False)
-    assert pipeline.admit(9) == 0
-    pipeline.bounds.note(2, 1)
-    pipeline.served.offer(update(2))  # η = 1: 2 · (1 + 2 + 1) = 8
-    assert pipeline.wait_for_admission(0.0)
-    assert pipeline.admit(9) == 4
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "is_admitted"),
-    [
-        (0, 1, True),  # version 2 was needed; with η = 1, version 1 allows 2 · (1 + 1 + 1) = 6
-        (0, 0, False),
-        (1, 0, False),  # version 1 was needed; with η = 0 it allows 4, and 4 are out
-        (1, 1, True),
-    ],
-)
-def test_a_bound_that_comes_during_the_wait_decides_what_is_waited_for(first, second, is_admitted):
-    pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=20, max_staleness=2))
-    pipeline.bounds.note(0, first)
-    pipeline.gate.issue(4)
-    asked = []
-
-    def wait_for_version(at_least, *, deadline_seconds, is_committed):
-        asked.append((at_least, deadline_seconds, is_committed))
-        pipeline.bounds.note(1, second)
-        pipeline.served.offer(update(1))
-        return True
-
-    pipeline.served.wait_for_version = wait_for_version
-    assert pipeline.wait_for_admission(7.0) == is_admitted
-    assert asked == [(1, 7.0, True)]  # any newer version may change what is needed
-    assert (pipeline.admit(9) > 0) == is_admitted
-
-
 def test_there_is_no_wait_without_a_gate_or_when_all_is_issued():
     assert pipeline_of().wait_for_admission(0.0)
     pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=2, max_staleness=0))

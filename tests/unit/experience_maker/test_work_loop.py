@@ -218,30 +218,6 @@ def test_only_where_data_may_be_old(llama, max_staleness, is_deferred):
     assert [step for step in rig.run(2) if step in order] == order
 
 
-def test_a_bound_that_falls_to_0_defers_nothing_more(llama):
-    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None, share=share(4, max_staleness=1))
-    rig.pipeline.bounds.note(1, 0)
-    rig.offer(1)
-    told = rig.run(2)
-    assert told.index("deliver 0") < told.index("generate 2")
-
-
-def test_a_bound_that_falls_while_a_batch_is_generated_holds_for_it(llama):
-    def before_token(first):
-        if first == 0:
-            rig.offer(1)  # serves as soon as the batch is generated
-
-    rig = Rig(
-        llama,
-        lambda _: rig.finishing.wait(SECONDS) and None,
-        share=share(4, max_staleness=1),
-        before_token=before_token,
-    )
-    rig.pipeline.bounds.note(1, 0)
-    told = rig.run(2)
-    assert told.index("deliver 0") < told.index("generate 2")
-
-
 def test_a_stop_does_not_wait_for_scores_before_it_is_seen(llama):
     # η = 1 and one batch for each version: the third would need version 1, which never comes.
     stopped = threading.Event()

@@ -153,10 +153,11 @@ def test_metrics_of_two_makers_add_up():
 
 
 def test_metrics_of_a_trainer():
-    metrics = trainer_metrics(TimeUse(8.0, {"train": 6.0, "wait_ranks": 0.5, "wait_delivery": 0.25}))
+    metrics = trainer_metrics(TimeUse(8.0, {"train": 6.0, "wait_data": 1.0, "wait_ranks": 0.5, "wait_delivery": 0.25}))
     assert metrics == {
         "trainer/train_seconds": 6.0,
         "trainer/busy_share": 0.75,
+        "wait/data_share": 0.125,
         "wait/ranks_seconds": 0.5,
         "wait/delivery_seconds": 0.25,
     }
