@@ -15,7 +15,7 @@ import ray
 import torch
 
 from coati.config import build_config
-from coati.demo.base_model import ensure_base_model
+from coati.demo.base_model import pretrain
 from coati.monitor import RunLog
 from coati.ray import cluster as cluster_module
 from coati.ray import launcher
@@ -112,7 +112,9 @@ def broken(completions, **_):
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory):
     """The demo's model, hardly trained."""
-    return ensure_base_model(tmp_path_factory.mktemp("cache"), steps=2, batch_size=2)
+    folder = tmp_path_factory.mktemp("base") / "model"
+    pretrain(folder, steps=2, batch_size=2)
+    return folder
 
 
 @pytest.fixture

@@ -21,8 +21,6 @@ import pytest
 from ray_testing import PATIENCE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coati.demo.base_model import ensure_base_model
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cluster.md"
 # The job server comes with ray[default], which coati does not need; without it the run is started directly.
 CAN_SUBMIT_JOBS = all(
@@ -42,11 +40,6 @@ def test_every_block_of_commands_is_tested():
     named = set(re.findall(r"<!-- tested: (\S+) -->", PAGE.read_text()))
     assert named == {"token", "every-machine", "head", "other", "status", "train", "job", "health"}
     assert PAGE.read_text().count("```sh") == len(named)
-
-
-@pytest.fixture(scope="module")
-def base_model(tmp_path_factory):
-    return ensure_base_model(tmp_path_factory.mktemp("cache"), steps=2, batch_size=2)
 
 
 @pytest.fixture

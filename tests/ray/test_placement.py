@@ -48,7 +48,7 @@ def test_places_that_do_not_come_free_are_waited_for_and_then_said(cluster, make
         with pytest.raises(DeadlineExceeded) as caught:
             placement.reserve(deadline_seconds=0.1)
         text = str(caught.value)
-        assert "waited 0.1 s for places for 9 bundles" in text
+        assert "9 bundles" in text
         assert "9 × (1 CPU)" in text
         assert "The nodes have 1 × (6 CPUs)" in text
         with pytest.raises(RunStopped):
