@@ -69,3 +69,4 @@ class BackgroundThread:
 def _work(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (resolve := calls.get()) is not None:
         resolve()
+        del resolve  # or what the call refers to would live until the next one

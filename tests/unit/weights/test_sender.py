@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import weakref
 from typing import ClassVar
 
 import pytest
@@ -263,6 +264,19 @@ def test_updates_take_one_thread_however_many_they_are(slow):
     slow.sender.settle()
     assert threading.active_count() == before
     assert len(seen) == 1
+
+
+def test_a_sender_that_is_dropped_is_freed_with_its_memory_and_its_thread(make_models, trained):
+    before = set(threading.enumerate())
+    maker = Maker(make_models(0))
+    sender = make_sender(Learner(trained), LocalPeers(maker=maker), ["maker"], shared=HostMemory())
+    sender.send(1)
+    (worker,) = set(threading.enumerate()) - before
+    freed = weakref.ref(sender)
+    del sender
+    worker.join(PATIENCE)
+    assert freed() is None
+    assert not worker.is_alive()
 
 
 @pytest.fixture
