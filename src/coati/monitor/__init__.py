@@ -1,11 +1,21 @@
 """Seeing what a run does: typed metrics, trackers, performance, progress. Imports neither torch nor rich."""
 
-from coati.monitor.metrics import Max, Mean, Metric, MetricBag, Min, Sum
+from coati.monitor.metrics import (
+    Max,
+    Mean,
+    Metric,
+    MetricBag,
+    Min,
+    Sum,
+    TensorBoardTracker,
+    Tracker,
+    load_metrics,
+    read_jsonl,
+)
 from coati.monitor.performance import WorkMeter
 from coati.monitor.progress import RunSnapshot, plain_line, render_progress
 from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Timeline
-from coati.monitor.trackers import TensorBoardTracker, Tracker, load_metrics, read_jsonl
 
 __all__ = [
     "Max",

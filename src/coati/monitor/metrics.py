@@ -1,4 +1,4 @@
-"""Typed metric values: the way to reduce a number travels with the number.
+"""Typed metric values, and the files that they are written to.
 
 `Mean(loss, weight=tokens)` says how two such numbers become one, so no reader has to guess from the name whether to add
 or to average. docs/metrics.md describes every metric.
@@ -6,10 +6,21 @@ or to average. docs/metrics.md describes every metric.
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from coati.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import pandas
+
+logger = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_]*")
 
@@ -26,9 +37,6 @@ class Mean:
 
     value: float
     weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        assert self.weight >= 0, "the weight of a Mean is a count"
 
     def merge(self, other: Mean) -> Mean:
         """Return the mean over both."""
@@ -117,3 +125,107 @@ class MetricBag:
             for name, metric in self._metrics.items()
             if not (isinstance(metric, Mean) and metric.weight == 0)
         }
+
+
+class Tracker(Protocol):
+    """A further place to write metrics to. One that raises is dropped with a warning; the run continues."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step."""
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Write a piece of text, such as a sample, under a tag."""
+
+    def close(self) -> None:
+        """Write out what is left and close the files."""
+
+
+class TensorBoardTracker:
+    """Scalars and texts as TensorBoard event files in a folder. Needs the `tensorboard` package."""
+
+    def __init__(self, folder: str | Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(log_dir=str(folder), flush_secs=10)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one scalar per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+    def text(self, step: int, tag: str, text: str) -> None:
+        """Write a text, shown on TensorBoard's Text page."""
+        self._writer.add_text(tag, text, global_step=step)
+
+    def close(self) -> None:
+        """Flush the event file and close it."""
+        self._writer.close()
+
+
+class JsonlFile:
+    """A file of JSON objects, one a line. A file that cannot be written is reported once and then left alone."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_writable = True
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Add a line for each record. JSON has no NaN or infinity: as values they become null."""
+        if not self._is_writable:
+            return
+        rows = ({key: _finite(value) for key, value in record.items()} for record in records)
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        try:
+            # A lone surrogate cannot be UTF-8; backslashreplace writes it as JSON spells it.
+            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.writelines(lines)
+        except OSError as error:
+            self._is_writable = False
+            logger.warning("%s cannot be written; training continues without it: %s", self._path, error)
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """Read what a `JsonlFile` wrote, also while a run is still writing.
+
+    null becomes NaN. An incomplete last line is left out; a damaged line anywhere else is a `DataError`.
+    """
+    *lines, tail = Path(path).read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        record = _parse(line)
+        if record is None:
+            raise DataError(
+                f"{path}, line {number}: every line must be a JSON object, got {line[:60]!r}. "
+                f"Delete the line, or restore the file."
+            )
+        records.append(record)
+    last = _parse(tail)
+    return records if last is None else [*records, last]
+
+
+def load_metrics(run: str | Path) -> pandas.DataFrame:
+    """Load the metrics of a run's folder as a pandas DataFrame with one row per training step, by `step`.
+
+    Columns are `version`, `time` and the metrics; what a step does not have is NaN.
+    """
+    try:
+        import pandas
+    except ImportError as error:
+        raise ConfigError(
+            f"load_metrics needs pandas, which cannot be imported ({error}). pip install pandas"
+        ) from None
+    return pandas.DataFrame(read_jsonl(Path(run) / "metrics.jsonl")).set_index("step")
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:  # not JSON, or cut inside a character
+        return None
+    if not isinstance(record, dict):
+        return None
+    return {key: math.nan if value is None else value for key, value in record.items()}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -64,39 +64,32 @@ class WorkMeter:
         return _ratio(self.samples, self.seconds)
 
     @property
-    def tokens_per_second(self) -> float:
-        """Throughput in tokens, over the whole period."""
-        return _ratio(self.tokens, self.seconds)
-
-    @property
     def flops_per_second(self) -> float:
         """Achieved FLOP/s in the phase that computes."""
         return _ratio(self.flops, next(iter(self.phase_seconds.values())))
 
-    @property
-    def overall_flops_per_second(self) -> float:
-        """Achieved FLOP/s over the whole period, waiting included."""
-        return _ratio(self.flops, self.seconds)
-
     def render(self) -> str:
         """Return a summary as a few lines of plain text for a log."""
+        seconds, phases = self.seconds, self.phase_seconds
         if self.samples == 0:
-            return f"{self.title}: no samples in {format_seconds(self.seconds)}, so nothing to measure"
-        lines = [
-            f"{self.title}: {self.samples:,} samples, {self.tokens:,} tokens "
-            f"({self.response_tokens:,} in responses) in {format_seconds(self.seconds)}",
-            f"  throughput   {_three_digits(self.samples_per_second)} samples/s, "
-            f"{_three_digits(self.tokens_per_second)} tokens/s "
-            f"({_three_digits(_ratio(self.response_tokens, self.seconds))} in responses)",
-            f"  compute      {format_flops(self.flops_per_second)} in {next(iter(self._phases))}, "
-            f"{format_flops(self.overall_flops_per_second)} overall",
-            f"  per sample   {format_seconds(self.seconds / self.samples)}",
-        ]
-        name_width = max(map(len, self.phase_seconds))
-        for phase, seconds in self.phase_seconds.items():
-            share = _ratio(seconds, self.seconds)
-            lines.append(f"    {phase:<{name_width}}  {format_seconds(seconds / self.samples):>8}  {share:>4.0%}")
-        return "\n".join(lines)
+            return f"{self.title}: no samples in {format_seconds(seconds)}, so nothing to measure"
+        width = max(map(len, phases))
+        return "\n".join(
+            [
+                f"{self.title}: {self.samples:,} samples, {self.tokens:,} tokens "
+                f"({self.response_tokens:,} in responses) in {format_seconds(seconds)}",
+                f"  throughput   {_three_digits(self.samples_per_second)} samples/s, "
+                f"{_three_digits(_ratio(self.tokens, seconds))} tokens/s "
+                f"({_three_digits(_ratio(self.response_tokens, seconds))} in responses)",
+                f"  compute      {format_flops(self.flops_per_second)} in {next(iter(phases))}, "
+                f"{format_flops(_ratio(self.flops, seconds))} overall",
+                f"  per sample   {format_seconds(seconds / self.samples)}",
+                *(
+                    f"    {phase:<{width}}  {format_seconds(spent / self.samples):>8}  {_ratio(spent, seconds):>4.0%}"
+                    for phase, spent in phases.items()
+                ),
+            ]
+        )
 
 
 def format_flops(flops_per_second: float) -> str:

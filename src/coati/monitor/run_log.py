@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from coati.monitor.metrics import Metric, MetricBag
+from coati.monitor.metrics import JsonlFile, Metric, MetricBag, Tracker
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.records import without_numbers
 from coati.monitor.timeline import LEAVE, WORK, Span
-from coati.monitor.trackers import JsonlFile, Tracker
 
 logger = logging.getLogger(__name__)
 

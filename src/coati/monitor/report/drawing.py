@@ -19,8 +19,7 @@ _LANE: Final = 8.0
 _GAP: Final = 12.0
 _AXIS: Final = 22.0
 MAX_ACTORS: Final = 24
-_COLUMNS: Final = (36, 240)  # of the overview, at least and at most
-_STEPS_PER_COLUMN: Final = 3  # fewer, and a column shows where in a step it fell
+_COLUMNS: Final = 60  # of the overview
 _MAX_POINTS: Final = 300
 _SUPERSCRIPTS: Final = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -128,12 +127,6 @@ def thinned(points: Sequence[tuple[float, float]], most: int = _MAX_POINTS) -> l
     return found
 
 
-def num_columns(times: RunTimes) -> int:
-    """Return the number of columns of the overview, each as wide as some steps."""
-    steps = max(sum(piece.what in ("train", "generate") for piece in actor.pieces) for actor in times.actors)
-    return min(max(steps // _STEPS_PER_COLUMN, _COLUMNS[0]), _COLUMNS[1])
-
-
 def columns_of(pieces: Sequence[Piece], start: float, end: float, count: int) -> list[dict[str, float]]:
     """Divide a period into columns of equal width; for each, return the share of every activity."""
     width = (end - start) / count
@@ -150,7 +143,7 @@ def columns_of(pieces: Sequence[Piece], start: float, end: float, count: int) ->
 
 def _stacked(actor: ActorTime, times: RunTimes, top: float) -> Iterable[str]:
     """Work from below, waits on top of it, the rest empty; one path for each activity."""
-    columns = columns_of(actor.pieces, times.start, times.end, num_columns(times))
+    columns = columns_of(actor.pieces, times.start, times.end, _COLUMNS)
     width = (WIDTH - _LEFT) / len(columns)
     levels = [0.0] * len(columns)
     for what in sorted(actor.seconds, key=is_idle):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from coati.errors import ConfigError, DataError
+from coati.monitor.metrics import read_jsonl
 from coati.monitor.timeline import WORK, Span, activity, is_idle
-from coati.monitor.trackers import read_jsonl
 
 _METRICS: Final = "metrics.jsonl"
 _SPANS: Final = "spans.jsonl"

@@ -9,7 +9,7 @@ import pytest
 
 from coati.errors import ConfigError, DataError
 from coati.monitor import TensorBoardTracker, load_metrics, read_jsonl
-from coati.monitor.trackers import JsonlFile
+from coati.monitor.metrics import JsonlFile
 
 
 def test_lines_are_on_disk_when_the_call_returns(tmp_path):
