@@ -57,7 +57,7 @@ def run(name: str, seed: int, options: dict) -> dict:
 
     torch.set_num_threads(1)
     from coati import run
-    from coati.cli.run import quiet_libraries
+    from coati.cli.train import quiet_libraries
     from coati.demo.evaluation import evaluate
     from coati.demo.grammar import PROMPTS
     from coati.monitor import RunLog

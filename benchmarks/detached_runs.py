@@ -196,7 +196,7 @@ class Measured:
 
 def run(workload: Workload, folder: Path, *, makers: int = 1, staleness: int = 1, warmup: int = 4) -> Measured:
     """Train once, on a private Ray, and read the times off the spans."""
-    from coati.cli.run import quiet_libraries
+    from coati.cli.train import quiet_libraries
     from coati.ray.launcher import DetachedRun
 
     quiet_libraries(verbose=False)

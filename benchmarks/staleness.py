@@ -31,7 +31,7 @@ import torch
 import transformers
 from staleness_run import METHODS, MORE_METHODS, SETTINGS, Cell, about, base_rewards, recipe_of, run_cell
 
-from coati.cli.run import quiet_libraries
+from coati.cli.train import quiet_libraries
 from coati.demo.base_model import ensure_base_model
 from coati.demo.grammar import PROMPTS
 from coati.demo.reward import import_extra

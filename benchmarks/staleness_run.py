@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from coati import run
-from coati.cli.run import quiet_libraries
+from coati.cli.train import quiet_libraries
 from coati.config import RunSettings, build_config
 from coati.demo.evaluation import evaluate
 from coati.demo.grammar import PROMPTS

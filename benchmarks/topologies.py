@@ -48,7 +48,7 @@ def settings(makers: int, trainers: int, *, base: str, folder: str, steps: int, 
 
 def run(makers: int, trainers: int, options: dict) -> dict:
     """Train once on a private Ray and evaluate before and after."""
-    from coati.cli.run import quiet_libraries
+    from coati.cli.train import quiet_libraries
     from coati.demo.evaluation import evaluate
     from coati.demo.grammar import PROMPTS
     from coati.monitor import RunLog, read_jsonl

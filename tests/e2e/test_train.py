@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coati.cli.run import quiet_libraries
+from coati.cli.train import quiet_libraries
 from coati.config import load_config
 from coati.run_folder import MARKER
 from coati.synchronous import SynchronousRun

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from coati.cli.run import EXIT_STOPPED, execute, quiet_libraries
+from coati.cli.train import EXIT_STOPPED, execute, quiet_libraries
 from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.demo.plot import plot_rewards

@@ -1,13 +1,21 @@
 """`coati train run.toml`."""
 
+import logging
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
-from coati.cli.run import EXIT_STOPPED, execute
-from coati.config import load_config, make_plan
-from coati.entry import checked
+from coati import entry
+from coati.cli.live import LiveView, StopSignal
+from coati.config import RunSettings, load_config, make_plan
+from coati.config.plan import output_files
+from coati.entry import RunResult, checked
 from coati.run_folder import check_inputs_outside, check_run_folder, open_run_folder
+
+EXIT_STOPPED = 130  # what shells use for "ended by SIGINT"
 
 
 def run_train(
@@ -52,3 +60,50 @@ def run_train(
         console.print(f"TensorBoard: tensorboard --logdir {outcome.files.tensorboard}", highlight=False)
     if outcome.was_stopped:
         raise SystemExit(EXIT_STOPPED)
+
+
+def execute(
+    config: RunSettings,
+    console: Console,
+    *,
+    sync: bool,
+    address: str | None,
+    verbose: bool,
+    on_begin: Callable[[], None] = lambda: None,
+) -> RunResult:
+    """Run to the end (or to a stop signal) in a folder that is there, with a live view, and save the model.
+
+    `on_begin` is called when everything is loaded and training begins.
+    """
+    if config.logging.tensorboard and output_files(config).tensorboard is None:
+        console.print(
+            "TensorBoard is not installed; metrics.jsonl has the metrics. To install it: pip install tensorboard"
+        )
+    quiet_libraries(verbose)
+    with StopSignal(console) as should_stop, LiveView(console) as view:
+        return entry.execute(
+            config,
+            sync=sync,
+            address=address,
+            on_begin=on_begin,
+            on_progress=view.show,
+            should_stop=should_stop,
+            log_to_driver=verbose,
+        )
+
+
+def quiet_libraries(verbose: bool) -> None:
+    """Keep the progress bars and hints of libraries out of the live view, in actors too."""
+    if verbose:
+        logging.getLogger().setLevel(logging.INFO)
+        if os.environ.get("NO_COLOR") or not (sys.stdout.isatty() and sys.stderr.isatty()):
+            os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray colours what it relays, even into files
+        return
+    for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if "transformers" in sys.modules:  # has read the variables already; importing it takes seconds
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -144,9 +145,13 @@ class TensorBoardTracker:
     """Scalars and texts as TensorBoard event files in a folder. Needs the `tensorboard` package."""
 
     def __init__(self, folder: str | Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        self._folder = str(folder)
 
-        self._writer: Any = SummaryWriter(log_dir=str(folder), flush_secs=10)
+    @cached_property
+    def _writer(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds: not before there is something to write
+
+        return SummaryWriter(log_dir=self._folder, flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one scalar per metric."""
@@ -159,7 +164,8 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         """Flush the event file and close it."""
-        self._writer.close()
+        if "_writer" in vars(self):
+            self._writer.close()
 
 
 class JsonlFile:
