@@ -125,7 +125,7 @@ class BenchMaker:
         self._may_generate.clear()
 
     def wait_until_served(self, version: int) -> bool:
-        return self._served.wait_for_version(version, deadline_seconds=DEADLINE_SECONDS, is_committed=True)
+        return self._served.wait_for_version(version, deadline_seconds=DEADLINE_SECONDS)
 
     def pause_seconds(self) -> float:
         return max(self._gaps, default=self._served.last_commit_seconds)

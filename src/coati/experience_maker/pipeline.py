@@ -95,7 +95,7 @@ class ExperiencePipeline:
         needed, version = self.version_needed(), self.served.version
         if needed is not None and version < needed:
             # Pending weights are not enough: they do not serve while the models are in use.
-            self.served.wait_for_version(version + 1, deadline_seconds=deadline_seconds, is_committed=True)
+            self.served.wait_for_version(version + 1, deadline_seconds=deadline_seconds)
             needed, version = self.version_needed(), self.served.version
         return needed is None or version >= needed
 

@@ -21,7 +21,7 @@ import ray
 from torch import nn
 
 from coati.cpu import set_up_cpu
-from coati.errors import ConfigError, DeadlineExceeded
+from coati.errors import ConfigError
 from coati.experience_maker.base import ExperienceMaker
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline
@@ -243,7 +243,7 @@ class MakerHolder:
             num_redirected=self._sender.num_redirected,
             num_unacknowledged=self._sender.num_unacknowledged,
             version=self._served.version,
-            has_weights=self._has_full_update(0.0),
+            has_weights=self._served.wait_for_full_update(0.0),
         )
 
     @ray.method(concurrency_group="experience_io")
@@ -262,20 +262,13 @@ class MakerHolder:
         if self._sync_models_from_trainers:
             logger.info("maker %s waits for a full weight update from its trainers", self._name)
             wait_in_slices(
-                lambda seconds: self._stop.is_set() or self._has_full_update(seconds),
+                lambda seconds: self._stop.is_set() or self._served.wait_for_full_update(seconds),
                 deadline_seconds=self._deadlines.start_seconds,
                 what=lambda: (
                     f"a full weight update of maker {self._name} (call sync_models_to_remote_makers on its trainer)"
                 ),
                 message_every=self._deadlines.message_seconds,
             )
-
-    def _has_full_update(self, seconds: float) -> bool:
-        try:
-            self._served.wait_for_full_update(deadline_seconds=seconds, what="a full weight update")
-        except DeadlineExceeded:
-            return False
-        return True
 
 
 def _make_maker(

@@ -21,12 +21,13 @@ import os
 import uuid
 import weakref
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from coati.weights.message import Chunk, ChunkInfo, MemoryProbe, TensorSpec, checksum, layout, specs_of, views
+from coati.weights.message import Chunk, ChunkInfo, MemoryProbe, checksum, layout, specs_of, views
 from coati.weights.transports import ByValue, ReadChunk, SharedTransport, copy_all
 from coati.wire import tensor_of
 
@@ -77,21 +78,12 @@ class MemoryBuffer:
         return start
 
 
-class _Region:
-    """Room for one chunk, with the views of the last one: updates look alike, and making views takes time."""
+class _Region(NamedTuple):
+    """Room for one chunk."""
 
-    def __init__(self, buffer: MemoryBuffer, start: int, size: int) -> None:
-        self.buffer = buffer
-        self.start = start
-        self.size = size
-        self._specs: tuple[TensorSpec, ...] | None = None
-        self._views: list[Tensor] = []
-
-    def fill(self, specs: tuple[TensorSpec, ...], tensors: Collection[Tensor]) -> None:
-        """Copy a chunk's tensors in."""
-        if specs != self._specs:
-            self._specs, self._views = specs, list(views(self.buffer.data, self.start, specs).values())
-        copy_all(self._views, list(tensors))
+    buffer: MemoryBuffer
+    start: int
+    size: int
 
 
 @dataclasses.dataclass
@@ -164,7 +156,7 @@ class HostMemory(SharedTransport):
                 mib = size / 2**20
                 logger.warning("no shared memory left for %.0f MiB of weights (%s): sending them by value", mib, error)
             return self._by_value.pack(index, module, tensors)
-        region.fill(specs, tensors.values())
+        copy_all(list(views(region.buffer.data, region.start, specs).values()), list(tensors.values()))
         info = ChunkInfo(module=module, tensors=specs, start=region.start)
         return Chunk(index=index, info=info, handle=region.buffer.handle)
 

@@ -23,7 +23,7 @@ from coati.weights.host_memory import MemoryHandle, MemoryReader, memory_fault
 from coati.weights.message import Chunk, MemoryProbe, UpdateHeader, WeightManifest, WeightMessage
 from coati.weights.served import ServedModels, VerifiedUpdate
 from coati.weights.targets import Target
-from coati.weights.transports import ReadChunk, ValueReader
+from coati.weights.transports import ReadChunk, read_value
 from coati.wire import WireTensor, decode
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,6 @@ class WeightReceiver:
         self._targets = {label: Target(label, module, served.newest_weight) for label, module in served.modules.items()}
         parameters = (tensor for module in served.modules.values() for tensor in module.parameters())
         self.device = next((tensor.device for tensor in parameters), torch.device("cpu"))
-        self._by_value = ValueReader()
         self._in_memory = MemoryReader()
         self._on_card = CardReader(self.device)
         self._allow_partial_plain = allow_partial_plain
@@ -197,7 +196,7 @@ class WeightReceiver:
     def _read(self, chunk: Chunk) -> ReadChunk:
         if isinstance(chunk.handle, MemoryHandle):
             return self._in_memory.read(chunk)
-        return self._on_card.read(chunk) if isinstance(chunk.handle, CardHandle) else self._by_value.read(chunk)
+        return self._on_card.read(chunk) if isinstance(chunk.handle, CardHandle) else read_value(chunk)
 
     def _finish(self, stage: _Stage, manifest: WeightManifest, *, must_check_all: bool) -> VerifiedUpdate:
         """Verify an update against its manifest."""

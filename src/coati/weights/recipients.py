@@ -22,8 +22,7 @@ class _Recipient:
     is_synced: bool  # has had all weights
     is_on_trial: bool = False  # has joined, and has no work yet
     is_lost: bool = False
-    is_late: bool = False  # a newcomer that is sent nothing while it is one
-    fault: str | None = None  # why a newcomer did not take the last update
+    fault: str | None = None  # why a newcomer did not take an update
 
     @property
     def is_newcomer(self) -> bool:
@@ -31,14 +30,14 @@ class _Recipient:
 
     @property
     def is_updated(self) -> bool:
-        return not self.is_lost and not self.is_late
+        return not self.is_lost and not (self.is_newcomer and self.fault is not None)
 
 
 class Recipients:
     """Makers by name.
 
-    Newcomers are makers that joined later and that the run does not depend on yet. A failing newcomer misses the
-    update, `faults` says why, and the others are updated as if it were not on the list.
+    Newcomers are makers that joined later and that the run does not depend on yet. A newcomer that fails is sent
+    nothing more, `faults` says why, and the others are updated as if it were not on the list.
     """
 
     def __init__(self, peers: Peers, names: Sequence[str], *, start_seconds: float, update_seconds: float) -> None:
@@ -54,7 +53,7 @@ class Recipients:
 
     @property
     def faults(self) -> dict[str, str]:
-        """Why newcomers did not take the last update. Kept until they take one, or are off the list."""
+        """Why newcomers did not take an update. Kept until they take one, or are off the list."""
         return {one.name: one.fault for one in self._all.values() if one.fault is not None}
 
     def change(self, names: Sequence[str], *, newcomers: Collection[str] = ()) -> None:
@@ -68,7 +67,6 @@ class Recipients:
         self._all = {name: self._all.get(name) or _Recipient(name, is_synced=False) for name in names}
         for one in self._all.values():
             one.is_on_trial = one.name in newcomers
-            one.is_late &= one.is_on_trial  # a maker with work needs weights to finish it, late or not
 
     def attempt(self) -> "Attempt":
         """The calls of one update, to all makers that can be called now."""
@@ -78,11 +76,10 @@ class Recipients:
     def all_can_open(self, probe: MemoryProbe, *, fallback: str) -> bool:
         """Whether every maker can read the sender's memory; False without makers. Logs which cannot, and why.
 
-        A newcomer that does not answer decides nothing.
+        A newcomer that fails decides nothing.
         """
-        asked = [self._can_open(name, peer, probe, fallback) for name, peer in self._found().items()]
-        answers = [answer for answer in asked if answer is not None]
-        return bool(answers) and all(answers)
+        answers = [self._can_open(self._all[name], peer, probe, fallback) for name, peer in self._found().items()]
+        return any(answers) and False not in answers
 
     def note(self, version: int, attempt: "Attempt", *, is_full: bool) -> None:
         """Keep what came of an update.
@@ -99,16 +96,14 @@ class Recipients:
                 one.is_synced |= is_full
                 continue
             reason = str(error.cause if isinstance(error, RemoteError) else error).strip()
+            one.is_lost = isinstance(error, PeerDied)
             if one.is_newcomer:
                 one.fault = reason
-            one.is_lost = isinstance(error, PeerDied)
-            one.is_late = isinstance(error, DeadlineExceeded)
-            if one.is_lost:
-                logger.error("maker %s died and is sent no more weights: %s", one.name, reason)
-            elif isinstance(error, RemoteError) and not one.is_newcomer:
+            elif isinstance(error, RemoteError):
                 rejected.append(f"maker {one.name}: {reason}")
-            else:
-                logger.error("maker %s missed the weights of version %d: %s", one.name, version, reason)
+                continue
+            outcome = "died and is sent no more weights" if one.is_lost else f"missed the weights of version {version}"
+            logger.error("maker %s %s: %s", one.name, outcome, reason)
         if rejected:
             raise WeightUpdateError(f"weights of version {version} were rejected. {'; '.join(rejected)}")
         if has_old and all(one.is_lost for one in self._all.values()):
@@ -118,37 +113,31 @@ class Recipients:
         """Makers to call: newcomers that are there, and all others, or ActorNotFound."""
         found: dict[str, Peer] = {}
         for one in self._all.values():
-            if not one.is_updated:
-                continue
-            if not one.is_newcomer:
+            if one.is_updated and not one.is_newcomer:
                 found[one.name] = self.peers.find(one.name, role="maker", timeout=self._start_seconds)
-            elif (peer := self.peers.find_now(one.name)) is not None:
+            elif one.is_updated and (peer := self.peers.find_now(one.name)) is not None:
                 found[one.name] = peer
-            else:
+            elif one.is_updated:
                 one.fault = "no actor has this name"
         return found
 
-    def _can_open(self, name: str, peer: Peer, probe: MemoryProbe, fallback: str) -> bool | None:
-        """None: a newcomer that did not say."""
-        one = self._all[name]
-        seconds = self.update_seconds * (NEWCOMER_TIME_SHARE if one.is_newcomer else 1.0)
+    def _can_open(self, one: _Recipient, peer: Peer, probe: MemoryProbe, fallback: str) -> bool | None:
+        """None: a newcomer that failed."""
         try:
-            if peer.has("sharing_fault"):
-                fault = peer.call("sharing_fault", probe).result(seconds)
-            else:
+            if not peer.has("sharing_fault"):
                 fault = "it takes plain updates only"
-        except DeadlineExceeded:
-            what = f"did not say within {seconds:g} s whether it can open the trainer's memory"
-            if not one.is_newcomer:
-                raise DeadlineExceeded(f"maker {name} {what}.") from None
-            one.is_late, one.fault = True, f"it {what}"
-            return None
-        except (PeerDied, PeerUnavailable, RemoteError) as error:
-            if one.is_newcomer and not isinstance(error, RemoteError):
-                return None  # the update itself will show what it is
+            else:
+                share = NEWCOMER_TIME_SHARE if one.is_newcomer else 1.0
+                fault = peer.call("sharing_fault", probe).result(self.update_seconds * share)
+        except (DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError) as error:
+            if one.is_newcomer:
+                one.fault = str(error)
+                return None
+            if isinstance(error, DeadlineExceeded):
+                raise
             fault = f"it could not be asked: {error}"
         if fault is not None:
-            logger.warning("sending weights %s, because of maker %s: %s", fallback, name, fault)
+            logger.warning("sending weights %s, because of maker %s: %s", fallback, one.name, fault)
         return fault is None
 
 
@@ -158,11 +147,10 @@ class Attempt:
     def __init__(self, peers: Mapping[str, Peer], *, newcomers: Collection[str], seconds: float) -> None:
         self.peers = dict(peers)
         self.failed: dict[str, PeerDied | PeerUnavailable | RemoteError | DeadlineExceeded] = {}
+        now = time.monotonic()
+        self._ends = {name: now + seconds * (NEWCOMER_TIME_SHARE if name in newcomers else 1.0) for name in peers}
         self._newcomers = newcomers
-        self._newcomer_seconds = seconds * NEWCOMER_TIME_SHARE
-        self._deadline = time.monotonic() + seconds
         self._calls: dict[PendingCall, str] = {}
-        self._since: dict[str, float] = {}  # of makers with open calls: when they were last free, or answered
 
     @property
     def healthy(self) -> list[str]:
@@ -176,8 +164,6 @@ class Attempt:
 
     def call(self, name: str, message: Any) -> None:
         """Send a message to one maker."""
-        if name not in self._calls.values():
-            self._since[name] = time.monotonic()
         self._calls[self.peers[name].call("update_experience_maker", message=message)] = name
 
     def wait(self, *, until_in_flight: int = 0) -> None:
@@ -186,11 +172,10 @@ class Attempt:
         Raises DeadlineExceeded if any other maker is late.
         """
         while len(self._calls) > until_in_flight:
-            now = time.monotonic()
-            done = wait_any(self._calls, min(map(self._end, self._calls.values())) - now)
+            end = min(self._ends[name] for name in self._calls.values())
+            done = wait_any(self._calls, end - time.monotonic())
             for call in done:
                 name = self._calls.pop(call)
-                self._since[name] = time.monotonic()
                 try:
                     call.result(0.0)
                 except (PeerDied, PeerUnavailable, RemoteError) as error:
@@ -198,19 +183,14 @@ class Attempt:
             if not done:
                 self._leave_out_late()
 
-    def _end(self, name: str) -> float:
-        # A newcomer's time counts from its own last answer: an update may be long because of others.
-        is_newcomer = name in self._newcomers
-        return min(self._deadline, self._since[name] + self._newcomer_seconds) if is_newcomer else self._deadline
-
     def _leave_out_late(self) -> None:
         now = time.monotonic()
-        late = sorted({name for name in self._calls.values() if now >= self._end(name)})
-        if others := [name for name in late if name not in self._newcomers]:
+        late = {name for name in self._calls.values() if now >= self._ends[name]}
+        if others := sorted(late.difference(self._newcomers)):
             raise DeadlineExceeded(f"makers {', '.join(others)} did not take a weight update in time.")
         for name in late:
             self.failed[name] = DeadlineExceeded(
-                f"it did not take a weight update within {self._newcomer_seconds:g} s, the share of "
-                "deadlines.update_seconds that a newcomer has. Is its machine slower, or further away?"
+                f"it did not take a weight update within {NEWCOMER_TIME_SHARE:.0%} of deadlines.update_seconds, which "
+                "newcomers have. Is its machine slower, or further away?"
             )
         self._calls = {call: name for call, name in self._calls.items() if name not in late}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from coati.errors import DeadlineExceeded, WeightUpdateError
+from coati.errors import WeightUpdateError
 from coati.monitor.timeline import Timeline
 from coati.weights.canary import Canary, canary_fault
 from coati.weights.transports import copy_all
@@ -63,8 +63,7 @@ class ServedModels:
         self._fault: str | None = None  # why the models are torn or wrong and must not serve
         self._pending: _Pending | None = None
         self._version = 0
-        self._num_commits = 0
-        self._full_commits = 0
+        self._is_synced = False  # whether all weights have come from a sender
         self._last_commit_seconds = 0.0
         self.timeline = Timeline()  # replaced by the owner's
 
@@ -79,12 +78,6 @@ class ServedModels:
         """Version that serves, or will when the pending update is committed."""
         with self._changed:
             return self._newest()
-
-    @property
-    def num_commits(self) -> int:
-        """Updates committed so far."""
-        with self._changed:
-            return self._num_commits
 
     @property
     def last_commit_seconds(self) -> float:
@@ -147,7 +140,6 @@ class ServedModels:
                 return False
             update.adopt()
             self._pending = _merged(self._pending, update, version)
-            self._changed.notify_all()  # some wait for a version to be pending, others for it to serve
             return self._commit_if_free()
 
     def release(self, lender: str) -> None:
@@ -168,23 +160,15 @@ class ServedModels:
                         tensors={**waiting.tensors, **copies}, lenders={**waiting.lenders, **dict.fromkeys(lent)}
                     )
 
-    def wait_for_version(self, at_least: int, *, deadline_seconds: float, is_committed: bool = False) -> bool:
-        """Wait until this version (or a newer one) serves or is pending; False after the deadline.
-
-        With `is_committed` a pending one is not enough.
-        """
-
-        def is_there() -> bool:
-            return (self._version if is_committed else self._newest()) >= at_least
-
+    def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
+        """Wait until this version (or a newer one) serves; False after the deadline."""
         with self._changed:
-            return self._changed.wait_for(is_there, timeout=deadline_seconds)
+            return self._changed.wait_for(lambda: self._version >= at_least, timeout=deadline_seconds)
 
-    def wait_for_full_update(self, *, deadline_seconds: float, what: str) -> None:
-        """Wait for the first update of all modules; DeadlineExceeded names `what` is waited for."""
+    def wait_for_full_update(self, deadline_seconds: float) -> bool:
+        """Wait for the first update of all modules; False after the deadline."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._full_commits > 0, timeout=deadline_seconds):
-                raise DeadlineExceeded(f"waited {deadline_seconds:g} s for {what}, and none came.")
+            return self._changed.wait_for(lambda: self._is_synced, timeout=deadline_seconds)
 
     def _newest(self) -> int:
         return self._version if self._pending is None else self._pending.version
@@ -214,8 +198,7 @@ class ServedModels:
         if update.is_full:
             self._fault = None
         self._version = update.version
-        self._num_commits += 1
-        self._full_commits += update.is_full
+        self._is_synced |= update.is_full
         ended = time.perf_counter()
         self._last_commit_seconds = ended - started
         self.timeline.version = self._version

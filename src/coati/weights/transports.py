@@ -70,17 +70,14 @@ class ByValue(Transport):
         return checksum(chunk.info, map(raw_bytes, chunk.arrays))
 
 
-class ValueReader:
-    """The receiver's side of `ByValue`."""
-
-    def read(self, chunk: Chunk) -> ReadChunk:
-        """The chunk's tensors, in the memory that it came in."""
-        tensors = {}
-        for spec, array in zip(chunk.info.tensors, chunk.arrays, strict=True):
-            if array.shape != spec.shape:
-                raise ValueError(f"weight {spec.name!r} should have shape {spec.shape}, got {array.shape}")
-            tensors[spec.name] = decode(WireTensor(array, spec.dtype))
-        return ReadChunk(chunk.info, tensors, lambda: checksum(chunk.info, map(raw_bytes, chunk.arrays)))
+def read_value(chunk: Chunk) -> ReadChunk:
+    """The receiver's side of `ByValue`: the chunk's tensors, in the memory that it came in."""
+    tensors = {}
+    for spec, array in zip(chunk.info.tensors, chunk.arrays, strict=True):
+        if array.shape != spec.shape:
+            raise ValueError(f"weight {spec.name!r} should have shape {spec.shape}, got {array.shape}")
+        tensors[spec.name] = decode(WireTensor(array, spec.dtype))
+    return ReadChunk(chunk.info, tensors, lambda: checksum(chunk.info, map(raw_bytes, chunk.arrays)))
 
 
 class SharedTransport(Transport):
