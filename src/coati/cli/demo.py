@@ -6,7 +6,6 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,9 +18,6 @@ from coati.demo.plot import plot_rewards
 from coati.demo.reward import import_extra
 from coati.entry import RunResult
 from coati.run_folder import open_run_folder
-
-if TYPE_CHECKING:
-    from coati.demo.evaluation import Evaluation
 
 NUM_EVALUATED = 256  # enough that the mean reward is good to about 0.03
 NUM_SHOWN = 3
@@ -46,30 +42,22 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
     config = demo_config(base, seed=seed, output=output)
     with open_run_folder(config, overwrite=True) as delete_earlier:
         shutil.copytree(cached, base)  # a copy, so that the run's folder does not need the cache
-        Path(config.prompts.path).write_text(_prompts_jsonl(), encoding="utf-8")
+        prompts = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
+        Path(config.prompts.path).write_text(prompts, encoding="utf-8")
         before = _evaluate(console, config, base, "Before")
-        outcome = execute(config, console, sync=sync, address=None, verbose=verbose, on_begin=delete_earlier)
-        if outcome.was_stopped:
-            console.print(f"Stopped. The model so far is in {outcome.files.model}.", highlight=False)
+        result = execute(config, console, sync=sync, address=None, verbose=verbose, on_begin=delete_earlier)
+        if result.was_stopped:
+            console.print(f"Stopped. The model so far is in {result.model}.", highlight=False)
             raise SystemExit(EXIT_STOPPED)
-        after = _evaluate(console, config, outcome.files.model, "After")
+        after = _evaluate(console, config, result.model, "After")
         _show_numbers(console, before, after)
         summary = {"seed": seed, "before": before, "after": after, "seconds": time.monotonic() - started}
         (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        _close(console, config, outcome, seconds=time.monotonic() - started)
-
-
-def _evaluate(console: Console, config: RunSettings, model: Path, title: str) -> dict[str, float]:
-    from coati.demo.evaluation import evaluate
-
-    with console.status(f"sampling the {'trained' if title == 'After' else 'untrained'} model"):
-        evaluation = evaluate(config, str(model), num_samples=NUM_EVALUATED)
-    _show_samples(console, title, evaluation)
-    return _numbers(evaluation)
+        _show_files(console, result, seconds=time.monotonic() - started)
 
 
 def demo_config(base: Path, *, seed: int, output: Path) -> RunSettings:
-    """The demo's settings: on-policy but for one version, so that making and learning overlap."""
+    """Return the demo's settings. Samples may be one version old, so that making and training overlap."""
     return build_config(
         {
             "run": {"name": "demo", "seed": seed, "output": str(output)},
@@ -78,49 +66,30 @@ def demo_config(base: Path, *, seed: int, output: Path) -> RunSettings:
             "reward": {"function": "coati.demo.reward:film_sentiment"},
             "rollout": {"prompts_per_batch": 64, "max_new_tokens": 16},
             "algorithm": {"kl_coef": 0.05},
-            "train": {
-                "total_steps": 80,
-                "batch_size": 64,
-                "actor_lr": 1e-3,
-                "critic_lr": 1e-3,
-                "warmup_steps": 2,
-            },
+            "train": {"total_steps": 80, "batch_size": 64, "actor_lr": 1e-3, "critic_lr": 1e-3, "warmup_steps": 2},
             "topology": {"makers": 1, "trainers": 1, "max_staleness": 1, "buffer_limit": 4},
         }
     )
 
 
-def _command(name: str) -> str:
-    """How to call a program of this environment: by name if it is on the PATH, else by its place."""
-    beside = Path(sys.executable).with_name(name)
-    if shutil.which(name) == str(beside) or not beside.exists():
-        return name
-    return os.path.relpath(beside)
-
-
 def _base_model(console: Console) -> Path:
-    from coati.demo.base_model import ensure_base_model
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with console.status("loading libraries"):
+        from coati.demo.base_model import ensure_base_model
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("loss {task.fields[loss]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
         task = progress.add_task("building the base model (once)", total=None, loss="-", visible=False)
 
         def show(step: int, steps: int, loss: float) -> None:
             progress.update(task, total=steps, completed=step, loss=f"{loss:.2f}", visible=True)
 
-        return ensure_base_model(None, on_progress=show)
+        return ensure_base_model(on_progress=show)
 
 
-def _prompts_jsonl() -> str:
-    return "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
+def _evaluate(console: Console, config: RunSettings, model: Path, title: str) -> dict[str, float]:
+    from coati.demo.evaluation import evaluate
 
-
-def _show_samples(console: Console, title: str, evaluation: "Evaluation") -> None:
+    with console.status(f"sampling the {'trained' if title == 'After' else 'untrained'} model"):
+        evaluation = evaluate(config, str(model), num_samples=NUM_EVALUATED)
     table = Table(title=f"{title}: {NUM_SHOWN} fresh samples", title_justify="left")
     table.add_column("reward", justify="right")
     table.add_column("text ([dim]prompt[/] and response)")
@@ -128,9 +97,6 @@ def _show_samples(console: Console, title: str, evaluation: "Evaluation") -> Non
         color = "green" if sample.reward > 0.05 else "red" if sample.reward < -0.05 else "white"
         table.add_row(f"[{color}]{sample.reward:+.2f}[/]", f"[dim]{sample.prompt}[/]{sample.response}")
     console.print(table)
-
-
-def _numbers(evaluation: "Evaluation") -> dict[str, float]:
     return {
         "reward": evaluation.reward,
         "kl": evaluation.kl,
@@ -153,21 +119,29 @@ def _show_numbers(console: Console, before: dict[str, float], after: dict[str, f
     console.print(table)
 
 
-def _close(console: Console, config: RunSettings, outcome: RunResult, *, seconds: float) -> None:
-    plot = config.output_folder / "reward.png"
-    plot_rewards(plot, outcome.rewards, outcome.kls)
-    console.print(f"Reward curve:  {plot}", highlight=False)
-    console.print(f"Model:         {outcome.files.model}", highlight=False)
-    console.print(f"Metrics:       {outcome.files.metrics}", highlight=False)
-    console.print(f"Whole run:     {seconds:.0f} s", highlight=False)
+def _show_files(console: Console, result: RunResult, *, seconds: float) -> None:
+    plot = result.folder / "reward.png"
+    plot_rewards(plot, result.rewards, result.kls)
     python, coati = _command("python"), _command("coati")
     console.print(
+        f"Reward curve:  {plot}\n"
+        f"Model:         {result.model}\n"
+        f"Metrics:       {result.files.metrics}\n"
+        f"Whole run:     {seconds:.0f} s\n"
         "\n[bold]Try next[/]\n"
         f'  the model:      {python} -c "from transformers import pipeline; '
-        f"print(pipeline('text-generation', '{outcome.files.model}')('the film', max_new_tokens=16))\"\n"
+        f"print(pipeline('text-generation', '{result.model}')('the film', max_new_tokens=16))\"\n"
         f"  another reward: {coati} train examples/film/run.toml   (its rewards.py is yours to change)\n"
-        f"  its time:       {coati} report {config.output_folder}\n"
-        f"  the same run:   {coati} train {outcome.files.config} --set run.output=runs/again",
+        f"  its time:       {coati} report {result.folder}\n"
+        f"  the same run:   {coati} train {result.files.config} --set run.output=runs/again",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _command(name: str) -> str:
+    """How to call a program of this environment: by name if it is on the PATH, else by its path."""
+    program = Path(sys.executable).with_name(name)
+    if shutil.which(name) == str(program) or not program.exists():
+        return name
+    return os.path.relpath(program)
