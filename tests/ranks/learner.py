@@ -31,7 +31,7 @@ from coati.trainer.strategies import (
 )
 
 VOCAB = 23
-NUM_STEPS = 6
+NUM_STEPS = 5
 NUM_MIXED_STEPS = 2
 STRATEGIES = {
     "ddp": lambda **options: DDPStrategy(device="cpu", timeout_seconds=180, **options),

@@ -8,14 +8,11 @@ process group, so it is tested in one process.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from coati.algos import MaskedMoments, WeightSums
-
-_AllGather = Callable[[Tensor], Tensor]
 
 
 @dataclasses.dataclass
@@ -41,8 +38,8 @@ class StepNumbers:
         value = value.detach().double()
         self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
-    def over_all_ranks(self, all_gather: _AllGather) -> "StepNumbers":
-        """The numbers of all ranks' batches joined, by one exchange: `all_gather` makes [W, n] of [n].
+    def over_all_ranks(self, all_gather: Callable[[Tensor], Tensor]) -> "StepNumbers":
+        """Combine the numbers of all ranks' batches, by one exchange: `all_gather` makes [W, n] of [n].
 
         One rank keeps its numbers to the last bit.
 
@@ -56,7 +53,16 @@ class StepNumbers:
         rows = all_gather(self.as_vector())
         if len(rows) == 1:
             return self
-        return functools.reduce(StepNumbers._merge, [self._filled_from(row) for row in rows])
+        of_ranks = iter(rows.unbind(1))  # [W] each
+        return StepNumbers(
+            shares={name: next(of_ranks).sum() for name in self.shares},
+            maxima={name: next(of_ranks).max() for name in self.maxima},
+            moments={name: joined_moments(next(of_ranks), next(of_ranks), next(of_ranks)) for name in self.moments},
+            weights={
+                name: functools.reduce(WeightSums.merge, map(WeightSums, *(next(of_ranks) for _ in WeightSums._fields)))
+                for name in self.weights
+            },
+        )
 
     def as_vector(self) -> Tensor:
         """All numbers in float64, which holds every count and float exactly, in the order of their names' arrival."""
@@ -73,45 +79,24 @@ class StepNumbers:
         scalars = {**self.shares, **self.maxima}
         return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True))  # one wait for the device
 
-    def _filled_from(self, row: Tensor) -> Self:
-        """Another rank's numbers, from its vector; the names are this rank's."""
-        scalars = iter(row.unbind())
 
-        def take(count: int) -> list[Tensor]:
-            return [next(scalars) for _ in range(count)]
-
-        return type(self)(
-            shares=dict(zip(self.shares, take(len(self.shares)), strict=True)),
-            maxima=dict(zip(self.maxima, take(len(self.maxima)), strict=True)),
-            moments={name: MaskedMoments(*take(3)) for name in self.moments},
-            weights={name: WeightSums(*take(3)) for name in self.weights},
-        )
-
-    def _merge(self, other: "StepNumbers") -> "StepNumbers":
-        return StepNumbers(
-            shares={name: value + other.shares[name] for name, value in self.shares.items()},
-            maxima={name: torch.maximum(value, other.maxima[name]) for name, value in self.maxima.items()},
-            moments={name: merge_moments(value, other.moments[name]) for name, value in self.moments.items()},
-            weights={name: value.merge(other.weights[name]) for name, value in self.weights.items()},
-        )
-
-
-def merge_moments(one: MaskedMoments, other: MaskedMoments) -> MaskedMoments:
-    """Mean and variance of the entries of both; of none, zeros.
+def joined_moments(means: Tensor, variances: Tensor, counts: Tensor) -> MaskedMoments:
+    """Mean and variance of the entries of all parts, [W] each; of none, zeros.
 
     Example:
-        >>> def moments(*numbers: float) -> MaskedMoments:
-        ...     return MaskedMoments(*(torch.tensor(number, dtype=torch.float64) for number in numbers))
-        >>> merged = merge_moments(moments(1.0, 0.0, 1.0), moments(4.0, 1.0, 2.0))  # of 1, and of 3 and 5
-        >>> merged.mean.item(), round(merged.variance.item(), 4), merged.num_entries.item()
+        >>> parts = torch.tensor([[1.0, 0.0, 1.0], [4.0, 1.0, 2.0]])  # of 1, and of 3 and 5
+        >>> joined = joined_moments(*parts.unbind(1))
+        >>> joined.mean.item(), round(joined.variance.item(), 4), joined.num_entries.item()
         (3.0, 2.6667, 3.0)
     """
-    count = one.num_entries + other.num_entries
-    share = other.num_entries / count.clamp(min=1)
-    distance = other.mean - one.mean
+    count = counts.sum()
+    shares = counts / count.clamp(min=1)
+    # Relative to one of the parts: the mean of equal means is then exact.
+    pivot = means[counts.argmax()]
+    mean = pivot + (shares * (means - pivot)).sum()
     # From differences of means, not of sums of squares: those of advantages far from 0 would cancel to noise.
-    variance = (1 - share) * one.variance + share * other.variance + share * (1 - share) * distance.square()
-    return MaskedMoments(mean=one.mean + share * distance, variance=variance, num_entries=count)
+    variance = (shares * (variances + (means - mean).square())).sum()
+    return MaskedMoments(mean=torch.where(count > 0, mean, 0.0), variance=variance, num_entries=count)
 
 
 def explained_variance(target: MaskedMoments, residual: MaskedMoments) -> float:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coati.algos import masked_moments, masked_whiten, weight_sums
-from coati.trainer.step_numbers import StepNumbers, explained_variance, merge_moments
+from coati.trainer.step_numbers import StepNumbers, explained_variance, joined_moments
 
 VALUES = torch.tensor([[3.0, 5.0, 1e30], [1.0, 9.0, 4.0], [7.0, 1e30, 1e30]], dtype=torch.float64)
 MASK = torch.tensor([[True, True, False], [True, True, True], [True, False, False]])
@@ -49,13 +49,13 @@ def test_one_rank_keeps_its_numbers_to_the_bit():
 
 
 def test_equal_numbers_on_all_ranks_have_no_variance_and_no_tokens_no_moments():
-    def of(value, count):
-        return masked_moments(torch.full((1, 4), value), torch.arange(4)[None] < count)
+    def joined(*parts):
+        moments = [masked_moments(torch.full((1, 4), value), torch.arange(4)[None] < count) for value, count in parts]
+        return joined_moments(*(torch.stack(column).double() for column in zip(*moments, strict=True)))
 
-    assert merge_moments(of(1e6 / 3, 3), of(1e6 / 3, 4)).variance.item() == 0.0
-    empty = merge_moments(of(5.0, 0), of(5.0, 0))
-    assert [scalar.item() for scalar in empty] == [0.0, 0.0, 0]
-    assert merge_moments(of(5.0, 0), of(2.0, 1)).mean.item() == 2.0
+    assert joined((1e6 / 3, 3), (1e6 / 3, 4)).variance.item() == 0.0
+    assert [scalar.item() for scalar in joined((5.0, 0), (5.0, 0))] == [0.0, 0.0, 0]
+    assert joined((5.0, 0), (2.0, 1)).mean.item() == 2.0
 
 
 def test_explained_variance_of_targets_that_are_all_the_same_is_zero():

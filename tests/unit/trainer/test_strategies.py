@@ -11,16 +11,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from coati.errors import CheckpointError, ConfigError, DeadlineExceeded
-from coati.models import Actor, Critic
+from coati.models import Actor, Critic, action_logprobs
 from coati.models.lora import LoRASettings
 from coati.trainer.optim import HybridAdam
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
 
 STRATEGIES = {
-    "ddp": lambda: DDPStrategy(device="cpu"),
-    "zero1": lambda: LowLevelZeroStrategy(stage=1, device="cpu"),
-    "zero2": lambda: LowLevelZeroStrategy(device="cpu"),
-    "gemini": lambda: GeminiStrategy(device="cpu"),
+    "ddp": lambda **options: DDPStrategy(device="cpu", **options),
+    "zero1": lambda **options: LowLevelZeroStrategy(stage=1, device="cpu", **options),
+    "zero2": lambda **options: LowLevelZeroStrategy(device="cpu", **options),
+    "gemini": lambda **options: GeminiStrategy(device="cpu", **options),
 }
 
 
@@ -38,8 +38,8 @@ def one_process(monkeypatch):
 def make_strategy():
     made: list[Strategy] = []
 
-    def make(name="ddp") -> Strategy:
-        made.append(STRATEGIES[name]())
+    def make(name="ddp", **options) -> Strategy:
+        made.append(STRATEGIES[name](**options))
         return made[-1]
 
     yield make
@@ -430,6 +430,19 @@ def test_our_models_load_what_they_saved(make_strategy, wrapper, name, tmp_path)
     strategy.load_model(fresh, tmp_path / "model")
     for key, value in full_state(strategy, fresh).items():
         assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_mixed_precision_gives_the_numbers_of_a_bfloat16_model_to_the_bit(make_strategy, name):
+    strategy, base = make_strategy(name, compute_dtype=torch.bfloat16), Actor(tiny_llama(tie=True))
+    maker = copy.deepcopy(base)
+    for parameter in maker.parameters():
+        parameter.data = parameter.data.bfloat16()
+    actor, _ = strategy.prepare((base, HybridAdam(base.parameters())))
+    with torch.no_grad():
+        ours, theirs = (action_logprobs(model, batch(0), None, 4)[0] for model in (actor, maker))
+    assert torch.equal(ours, theirs)
+    assert {tensor.dtype for tensor in full_state(strategy, actor).values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

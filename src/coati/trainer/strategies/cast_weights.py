@@ -1,4 +1,9 @@
-"""Weights in one format that compute in another."""
+"""Weights in one format that compute in another, for `DDPStrategy`.
+
+FSDP2's mixed-precision policy gives the same numbers, to the bit (test_strategies.py). It is not used here because it
+needs a process group for a single rank, and because one rank of it took 1.8 times (Gemini) to 2.3 times (ZeRO-2) the
+step of plain data parallelism on an H200 (docs/performance.md, "Strategies on one H200").
+"""
 
 from __future__ import annotations
 
@@ -63,7 +68,7 @@ class CastWeights:
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """`context_fn` of `torch.utils.checkpoint`: what the backward pass computes anew sees the copies of its pass."""
+    """`context_fn` of `torch.utils.checkpoint`: what the backward pass computes again sees the copies of its pass."""
     return contextlib.nullcontext(), _pass.copies or contextlib.nullcontext()
 
 
@@ -78,7 +83,7 @@ class _Place(NamedTuple):
 
 
 class _Copies:
-    """A context in which the copies are where the weights are."""
+    """A context in which the copies take the places of the weights."""
 
     def __init__(self, places: Sequence[_Place], copies: Sequence[Tensor]) -> None:
         self._places = places
