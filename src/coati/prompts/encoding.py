@@ -46,7 +46,7 @@ def tokenize_prompt(text: str, tokenizer: Any, *, is_chat: bool, where: str) -> 
     special = {"add_special_tokens": not is_chat, "verbose": False}  # lengths are judged by the stream
     try:
         ids = list(tokenizer(text, **special)["input_ids"])
-        if ids and ids[-1] == tokenizer.eos_token_id and tokenizer("a", **special)["input_ids"][-1] == ids[-1]:
+        if ids and ids[-1] == tokenizer.eos_token_id and tokenizer("a", **special)["input_ids"][-1:] == ids[-1:]:
             ids.pop()  # appended to every text; one that the text itself spells out stays
     except Exception as error:
         raise DataError(f"{where} cannot be tokenized: {type(error).__name__}: {error}. Correct the text.") from error

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from coati.errors import ConfigError, DataError
+from coati.prompts.encoding import tokenize_prompt
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import PromptTable
 
@@ -308,3 +309,10 @@ def test_streams_that_begin_later_cover_every_position_from_there_on_once(shuffl
 def test_a_stream_far_beyond_all_others_works_too():
     batch = first_batch(table_of("a", "b", "c"), shuffle=True, first_position=2**40)
     assert batch["group_ids"].tolist() == [2**40, 2**40 + 1]
+
+
+def test_an_end_token_that_a_prompt_spells_out_stays_with_a_vocabulary_without_the_letter_a():
+    backend = Tokenizer(models.WordLevel(vocab={"<eos>": 0, "w1": 1}))  # every other word becomes nothing
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
+    assert tokenize_prompt("w1 <eos>", tokenizer, is_chat=False, where="row 0") == [1, 0]
