@@ -22,11 +22,11 @@ from coati.ray import mps
 
 logger = logging.getLogger(__name__)
 
-_KNOCK_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
 
 
 class ClusterInfo(NamedTuple):
-    """Where a run runs."""
+    """The Ray that a run uses."""
 
     namespace: str
     is_private: bool  # started for this run, and ended with it
@@ -49,8 +49,7 @@ def connected(
                 )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"--address must be that of a Ray cluster that can be reached, got {address!r}: "
-                f"{str(error).strip().splitlines()[0]}{_token_hint(error)}"
+                f"no Ray cluster at --address {address!r}: {str(error).strip().splitlines()[0]}{_token_hint(error)}"
             ) from error
         try:
             _check_resources(config, num_cpus=run.num_actors(config))
@@ -120,7 +119,7 @@ def _owner_only_token() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Keep handlers of the program's own: Ray takes SIGTERM for itself, and would abort where we save the model."""
+    """Keep the program's signal handlers: Ray replaces SIGTERM's, and would abort where we save the model."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -134,7 +133,7 @@ def _own_signal_handlers() -> Iterator[None]:
 
 
 def _token_hint(error: BaseException | None) -> str:
-    """What to do about a cluster that wants a token; Ray says so only deep inside of what it raises."""
+    """Return a hint for a cluster that wants a token; Ray mentions it only in a nested error."""
     while error is not None:
         if "AuthenticationError" in f"{type(error).__name__} {error}":
             return (
@@ -146,21 +145,21 @@ def _token_hint(error: BaseException | None) -> str:
 
 
 def _check_address(address: str) -> None:
-    """Ray itself retries an address where nobody answers for many minutes, so knock first."""
+    """Check that something listens: Ray itself retries a dead address for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
-        return  # "auto" and the like: Ray finds out at once
+        return  # "auto" and the like: Ray fails at once
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
         raise ConfigError(
-            f"--address must be that of a Ray cluster that can be reached, got {address!r}: {error}. Start one "
+            f"no Ray cluster at --address {address!r}: {error}. Start one "
             "with 'ray start --head', or leave --address out to start a private Ray."
         ) from error
 
 
 def _check_resources(config: RunSettings, *, num_cpus: int) -> None:
-    """An actor that does not fit would wait for ever, so say it now."""
+    """Raise ConfigError if the actors do not fit; Ray would wait for resources without end."""
     topology = config.topology
     have = ray.cluster_resources()
     num_gpus = topology.makers * topology.gpus_per_maker + topology.trainers * topology.gpus_per_trainer

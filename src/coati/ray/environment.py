@@ -1,8 +1,7 @@
-"""What a worker finds where it runs: five variables of the driver's and nothing else of it; a log; a share of a GPU.
+"""What an actor sets up in its process: five environment variables from the driver, its log, its share of a GPU.
 
-A worker's other variables come from the Ray node it runs on. On a cluster that is the environment in which
-`ray start` ran, and nothing of the driver's. A private local Ray is started by the driver and inherits what
-the driver had at that moment; what is set later stays in the driver.
+All other variables come from the Ray node: on a cluster, the environment in which `ray start` ran; a private Ray
+inherits what the driver had when it started Ray.
 """
 
 import gc
@@ -55,7 +54,7 @@ def set_up_log(*, debug: bool = False, records: RecordLog[dict[str, Any]] | None
 
 
 def set_up_gpu(device: torch.device) -> None:
-    """Do without cuDNN's attention, and leave room on the card for its other users, if Ray gave this actor a part."""
+    """Turn cuDNN's attention off, and limit the memory of an actor that has a share of a GPU."""
     if device.type != "cuda":
         return
     torch.backends.cuda.enable_cudnn_sdp(False)  # for the reason that `without_cudnn_attention` gives
@@ -64,7 +63,7 @@ def set_up_gpu(device: torch.device) -> None:
 
 
 def processors_for(device: torch.device, gpu_sharing: str) -> ProcessorShare | None:
-    """Where a trainer's steps run: with MPS, on its share of the card's processors; None: anywhere."""
+    """Return the share of the card's processors for a trainer's steps; None without MPS, or for a whole card."""
     if gpu_sharing not in ("slices", "mps"):
         raise ConfigError(f'gpu_sharing must be "slices" or "mps", got {gpu_sharing!r}.')
     if gpu_sharing != "mps" or device.type != "cuda" or not has_part_of_a_gpu():
@@ -79,9 +78,9 @@ def processors_for(device: torch.device, gpu_sharing: str) -> ProcessorShare | N
 
 
 def leave_out_of_collections() -> None:
-    """Have the garbage collector pass over what an actor has loaded so far, libraries and models: it stays.
+    """Exclude what an actor has loaded so far from garbage collection; libraries and models stay until it ends.
 
-    Looking through it again and again took 3 % of the steps of a small model. Other processes are left alone.
+    Collecting them took 3 % of the steps of a small model. Does nothing outside an actor.
     """
     if is_actor():
         gc.collect()
@@ -89,17 +88,17 @@ def leave_out_of_collections() -> None:
 
 
 def is_actor() -> bool:
-    """Whether this is an actor's process, and not a debugger's or a test's."""
+    """Whether this process is a Ray actor."""
     return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 def has_part_of_a_gpu() -> bool:
-    """Whether Ray gave this actor less than a whole card, but some."""
+    """Whether Ray gave this actor a share of a GPU, and not a whole one."""
     return 0 < assigned_gpus() < 1
 
 
 def assigned_gpus() -> float:
-    """How many GPUs, or which share of one, Ray gave this actor."""
+    """Return how many GPUs, or which share of one, Ray gave this actor."""
     if not is_actor():
         return 0.0
     return float(ray.get_runtime_context().get_assigned_resources().get("GPU", 0))

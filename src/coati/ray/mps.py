@@ -1,7 +1,7 @@
 """NVIDIA's MPS, with which kernels of several processes run on one card at the same time.
 
-Its daemon belongs to a machine. A run on a private Ray starts one and ends it; on a cluster it is up to whoever starts
-the nodes. One that is there already is used as it is.
+Its daemon belongs to a machine. A run on a private Ray starts one and ends it; on a cluster you start it with the
+nodes. A daemon that is running already is used as it is.
 """
 
 import contextlib
@@ -21,30 +21,30 @@ _CONTROL = "nvidia-cuda-mps-control"
 _PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 _LOGS = "CUDA_MPS_LOG_DIRECTORY"
 _DEFAULT_PIPES = "/tmp/nvidia-mps"  # where CUDA looks unless told otherwise
-_NOBODY = "Cannot find MPS control daemon"  # the control program, of a pipe that nobody listens at
+_NOT_RUNNING = "Cannot find MPS control daemon"  # what the control program answers for a dead daemon's pipe
 _SECONDS = 20.0
 
 
 def is_running() -> bool:
     """Whether a daemon listens where this process's CUDA looks for one.
 
-    It is asked, where the program to ask it with is there: a daemon that was killed leaves its pipe behind.
+    A daemon that was killed leaves its pipe behind, so it is asked if the control program is installed.
     """
     if not (Path(os.environ.get(_PIPES, _DEFAULT_PIPES)) / "control").exists():
         return False
     if shutil.which(_CONTROL) is None:
         return True
     try:
-        return _NOBODY not in _tell([], "get_server_list\n")[1]
+        return _NOT_RUNNING not in _tell([], "get_server_list\n")[1]
     except ConfigError:  # no answer
         return False
 
 
 @contextlib.contextmanager
 def daemon() -> Iterator[None]:
-    """A daemon for the processes that are started inside, gone afterwards; one that is there already is used."""
+    """Run a daemon for the processes that are started inside; use one that is running already."""
     if is_running():
-        logger.info("using the MPS daemon that is there")
+        logger.info("using the MPS daemon that is running")
         yield
         return
     if shutil.which(_CONTROL) is None:
@@ -61,7 +61,7 @@ def daemon() -> Iterator[None]:
             raise ConfigError(_refused(answer or f"exit status {status}"))
         yield
     finally:
-        with contextlib.suppress(ConfigError):  # also one that was slow to start; the run's own end matters more
+        with contextlib.suppress(ConfigError):  # an error here must not hide how the run ended
             _tell([], "quit -t 10\n")
         for name, value in before.items():
             if value is None:
@@ -72,9 +72,9 @@ def daemon() -> Iterator[None]:
 
 
 def _tell(arguments: list[str], text: str = "") -> tuple[int, str]:
-    """Exit status and answer of the control program. ConfigError if it does not come to an end."""
+    """Return exit status and output of the control program. Raises ConfigError if it does not end."""
     command = [_CONTROL, *arguments]
-    # The daemon serves all cards: it would number those of a CUDA_VISIBLE_DEVICES of its own anew.
+    # The daemon serves all cards; with CUDA_VISIBLE_DEVICES it would renumber them.
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
         done = subprocess.run(

@@ -1,12 +1,12 @@
-"""More makers, or fewer, while a run trains.
+"""Add or remove makers while a run trains.
 
-Joining: the new makers load their models; each is added to the update list of one trainer and gets all weights with
-the next version; then the rounds that nobody has begun are dealt anew, and it starts. Until then nobody counts on a
-newcomer: whatever fails, those who joined are turned away, and the run is as it was. Leaving: the deal comes first; who
-leaves finishes what it had been dealt, is taken off the trainers' lists, and ends.
+Joining: a new maker loads its models, is added to the update list of one trainer and gets all weights with the next
+version; then the rounds that no maker has begun are redistributed, and it starts. If anything fails before that, the
+newcomers are removed and the run continues as it was. Leaving: the rounds are redistributed first; the maker finishes
+what it has, is removed from the trainers' lists, and ends.
 
-The driver has other things to do meanwhile, so this is written as a generator that it goes on with at each turn of its
-loop; what is yielded says what is waited for.
+The driver has other work meanwhile, so this is a generator that it advances at each turn of its loop; the yielded text
+says what is waited for.
 """
 
 import logging
@@ -24,22 +24,22 @@ from coati.ray.run_actors import RunActors, makers_to_leave, trainer_for_newcome
 
 logger = logging.getLogger(__name__)
 
-# For a newcomer to take its first part, at most. All others are held meanwhile, and it has nothing else to do.
+# For a newcomer to accept its first share. All other makers are paused meanwhile.
 _FIRST_PART_SECONDS = 30.0
 
 
 class _Part(NamedTuple):
-    """What a maker works on from now on, as it takes it."""
+    """A maker's new share and prompts."""
 
     share: WorkShare
     loader_fn: Callable[[], Any]
 
 
 class Scaler:
-    """Changes the makers of a actors.
+    """Changes the number of makers.
 
-    `start(name)` begins the loop of a maker that has its place; `is_working(name)` says whether its loop goes on;
-    `before_end(names)` is called before makers end, to fetch what they have recorded.
+    `start(name, prompts)` starts the loop of a maker that joined; `is_working(name)` tells whether its loop is running;
+    `before_end(names)` is called before makers are killed, to fetch what they have recorded.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Scaler:
         self._before_end = before_end
 
     def scale_to(self, makers: int) -> Iterator[str]:
-        """Go on until the run has so many makers. Raises ScalingRefused if it cannot, and the run goes on as it was."""
+        """Change the number of makers. Raises ScalingRefused if that fails; the run then continues as it was."""
         if not 1 <= makers <= MAX_MAKERS:
             raise ScalingRefused(f"a run can have 1 to {MAX_MAKERS} makers, got {makers}.")
         have = len(self._actors.membership.members)
@@ -76,10 +76,10 @@ class Scaler:
             yield from self._prepare(names)
             parts = self._begin_deal(joining=names)
         except Exception as error:
-            # Whatever it is (a node that dies, a model that is not there, a bug in a reward), the run can do without.
+            # Whatever it is (a node that dies, a missing model, a bug in a reward), the run does not need newcomers.
             yield from self._turn_away(names)
             reason = str(error) or type(error).__name__
-            raise ScalingRefused(f"{listed(names)} could not join, so the run goes on without: {reason}") from error
+            raise ScalingRefused(f"{listed(names)} could not join; training continues without: {reason}") from error
         actors.admit(names)
         self._end_deal({name: part for name, part in parts.items() if name not in names})
         for name in names:
@@ -87,7 +87,7 @@ class Scaler:
         yield from self._settle(names)
 
     def _prepare(self, names: Sequence[str]) -> Iterator[str]:
-        """Everything before the deal: newcomers that have their models, and the weights of a version."""
+        """Create newcomers, and wait until they have their models and the weights of a version."""
         actors, start, newcomers = self._actors, self._deadlines.start_seconds, listed(names)
         actors.create_newcomers(names, is_private=self._is_private)
         what = f"{newcomers} to start and load {'its' if len(names) == 1 else 'their'} models"
@@ -98,24 +98,24 @@ class Scaler:
         yield from self._await_weights(names)
 
     def _turn_away(self, names: Sequence[str]) -> Iterator[str]:
-        """End newcomers. A trainer in the middle of an update waits for them, so we do not wait for it first."""
+        """Remove newcomers. They are killed first: a trainer in the middle of an update waits for them."""
         actors = self._actors
         were_told = [name for name in names if actors.updaters.pop(name, None) is not None]
         told = self._tell_trainers() if were_told else {}
         actors.dismiss(names)
         try:
             yield from self._await_trainers(told)
-        except CoatiError as error:  # they have it in their queue, and go on without newcomers that are gone
-            logger.warning("not all trainers have said that they know of makers that did not join: %s", error)
+        except CoatiError as error:  # the calls are queued; trainers work without newcomers that died
+            logger.warning("not all trainers have confirmed that makers did not join: %s", error)
 
     def _settle(self, names: Sequence[str]) -> Iterator[str]:
-        """They work, so trainers count on them from now on. One that has missed an update meanwhile leaves again."""
+        """Have trainers depend on makers that joined. One that missed an update meanwhile is removed again."""
         try:
             yield from self._await_trainers(self._tell_trainers())
             faults = yield from self._await_trainers(self._ask_faults())
         except DeadlineExceeded as error:
             joined = f"{listed(names)} {'has' if len(names) == 1 else 'have'} joined"
-            logger.warning("%s, but not all trainers have said that they know: %s", joined, error)
+            logger.warning("%s, but not all trainers have confirmed it: %s", joined, error)
             return
         if reason := _reason(faults, names):
             yield from self._send_away(names)
@@ -132,48 +132,50 @@ class Scaler:
         try:
             parts = self._begin_deal(leaving=names)
         except DeadlineExceeded as error:
-            raise ScalingRefused(f"{listed(names)} cannot leave now, so the run goes on as it was: {error}") from error
+            raise ScalingRefused(
+                f"{listed(names)} cannot be removed now; training continues as before: {error}"
+            ) from error
         self._end_deal(parts)
         while working := [name for name in names if self._is_working(name)]:
-            yield f"{listed(working)} finishing what was begun, then leaving"
+            yield f"{listed(working)} finishing its work, then leaving"
         self._before_end(names)
         for name in names:
             actors.updaters.pop(name)
         try:
             yield from self._await_trainers(self._tell_trainers())
         except DeadlineExceeded as error:  # a trainer whose makers are all gone would give up
-            still_there = "makes nothing more, but stays" if len(names) == 1 else "make nothing more, but stay"
-            raise ScalingRefused(f"{listed(names)} {still_there} until the run ends: {error}") from error
+            are = "is" if len(names) == 1 else "are"
+            raise ScalingRefused(f"{listed(names)} {are} idle but could not be removed: {error}") from error
         actors.dismiss(names)
 
     def _begin_deal(self, *, joining: Sequence[str] = (), leaving: Sequence[str] = ()) -> dict[str, _Part]:
-        """Hold everybody and deal: a moment, in which nobody waits for anybody but us.
+        """Pause all makers and redistribute the rounds that none has begun.
 
-        Newcomers take their parts now, the others in `_end_deal`. If anything fails before that, nobody who works has
-        heard of the deal, and all go on as before.
+        Newcomers get their shares now, the others in `_end_deal`. If anything fails before that, all makers continue
+        with the shares they had.
         """
         actors, start = self._actors, self._deadlines.start_seconds
         before = actors.membership.shares
         try:
             held = {name: actors.makers[name].call("hold_work") for name in before}
-            standings = _answers(held, "work to be dealt anew", seconds=start)
+            standings = _answers(held, "makers to pause", seconds=start)
             places = actors.membership.redeal(standings, joining=joining, leaving=leaving)
             parts = {name: _Part(place.share, actors.prompts(place.prompts)) for name, place in places.items()}
             taken = {name: actors.joining[name].call("deal_work", *parts[name]) for name in joining}
-            _answers(taken, "newcomers to take their parts", seconds=min(_FIRST_PART_SECONDS, start))
+            _answers(taken, "newcomers to accept their work", seconds=min(_FIRST_PART_SECONDS, start))
         except BaseException:
             actors.membership.restore(before)
-            for name, share in before.items():  # one that was not held in time hears this after it was
+            for name, share in before.items():  # one that paused too late gets this after that
                 actors.makers[name].call("deal_work", share, None)
             raise
         return parts
 
     def _end_deal(self, parts: Mapping[str, _Part]) -> None:
-        """Let those who are held go on, with their new parts."""
+        """Resume paused makers with their new shares."""
         dealt = {name: self._actors.makers[name].call("deal_work", *part) for name, part in parts.items()}
         try:
-            _answers(dealt, "work to be dealt anew", seconds=self._deadlines.start_seconds)
-        except DeadlineExceeded as error:  # they were told, and go on when they come to it
+            _answers(dealt, "makers to accept their work", seconds=self._deadlines.start_seconds)
+        except DeadlineExceeded as error:  # the calls are queued, and they resume when they get there
             logger.warning("%s", error)
 
     def _ask_progress(self, names: Sequence[str]) -> dict[str, PendingCall]:
@@ -183,7 +185,7 @@ class Scaler:
         return {name: trainer.call("newcomer_faults") for name, trainer in self._actors.trainers.items()}
 
     def _tell_trainers(self, *, newcomers: Sequence[str] = ()) -> dict[str, PendingCall]:
-        """Say who makes experience now, and whom each trainer updates; nothing is expected of `newcomers` yet."""
+        """Send each trainer the makers of the run and those it updates; `newcomers` have no work yet."""
         names = list(self._actors.updaters)
         told = {}
         for rank, (trainer_name, trainer) in enumerate(self._actors.trainers.items()):
@@ -192,9 +194,9 @@ class Scaler:
         return told
 
     def _await_trainers(self, calls: Mapping[str, PendingCall]) -> Generator[str, None, dict[str, Any]]:
-        """Answers of trainers. One in the middle of a step answers after it."""
+        """Wait for trainers; one in the middle of a step answers after it."""
         return (
-            yield from self._await_all(calls, seconds=self._deadlines.update_seconds, what="the trainers to take note")
+            yield from self._await_all(calls, seconds=self._deadlines.update_seconds, what="the trainers to confirm")
         )
 
     def _await_weights(self, names: Sequence[str]) -> Iterator[str]:
@@ -214,7 +216,7 @@ class Scaler:
     def _await_all(
         self, calls: Mapping[str, PendingCall], *, seconds: float, what: str
     ) -> Generator[str, None, dict[str, Any]]:
-        """The answers, by who gave them. The first that is an error is raised, whoever else is waited for."""
+        """Return the answers by name. Raises the first error at once."""
         deadline = time.monotonic() + seconds
         waiting = {call: name for name, call in calls.items()}
         answers = {}
@@ -233,7 +235,7 @@ def _answers(calls: Mapping[str, PendingCall], what: str, *, seconds: float) -> 
     return {name: answer(call, what, seconds=seconds, who=name) for name, call in calls.items()}
 
 
-def _reason(faults: Mapping[str, Mapping[str, str]], names: Sequence[str]) -> str:
-    """What trainers say of these makers, in a line; empty if there is nothing to say."""
+def _reason(faults: Mapping[str, Mapping[str, str]], names: Sequence[str]) -> str | None:
+    """Return the trainers' complaints about these makers in one line; None if there are none."""
     said = {name: reason for by_name in faults.values() for name, reason in by_name.items() if name in names}
-    return "; ".join(f"{name}: {reason}" for name, reason in said.items())
+    return "; ".join(f"{name}: {reason}" for name, reason in said.items()) or None

@@ -11,7 +11,7 @@ import torch
 from coati.errors import ConfigError
 from coati.experience_maker import Experience
 from coati.ray import cluster, environment, mps
-from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
+from coati.ray.detached_trainer_ppo import PPOTrainer
 
 CONTROL = """#!/bin/sh
 text=$(cat)
@@ -179,8 +179,7 @@ def test_a_trainers_step_runs_on_its_share_and_nothing_else_of_it(has_share):
         _weights=contextlib.nullcontext,
         _learner=SimpleNamespace(step=step),
         _num_steps_unpublished=0,
-        _note_signals=lambda _: order.append("signals"),
         _timeline=SimpleNamespace(total=lambda _: 0.0),
     )
-    DetachedPPOTrainer.__ray_metadata__.modified_class.training_step(trainer, Experience.empty())
-    assert order == (["share", "step", "all", "signals"] if has_share else ["step", "signals"])
+    PPOTrainer.training_step(trainer, Experience.empty())
+    assert order == (["share", "step", "all"] if has_share else ["step"])
