@@ -7,12 +7,11 @@ import dataclasses
 import logging
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from coati.config import RunSettings
@@ -20,8 +19,7 @@ from coati.errors import ConfigError
 from coati.experience_maker import NaiveExperienceMaker
 from coati.ledger import WorkShare
 from coati.models import Actor, Critic, RewardModel
-from coati.models.positions import context_length_of
-from coati.models.shared_body import take_body_of
+from coati.models.calls import context_length_of
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import load_prompts
 from coati.rewards import FunctionReward, Reward, RewardScorer, build_reward, load_reward_function
@@ -88,8 +86,7 @@ def maker_models(
 ) -> tuple[Actor, Critic | None, RewardScorer, Actor]:
     """Load what a maker works with: actor, critic, reward (a function, or what `[reward]` says) and the initial model.
 
-    With `train.compile` the blocks of those that only score are compiled; the actor is left to the rollout engine. A
-    reward model whose body is bit-equal to the reference's shares it.
+    With `train.compile` the blocks of those that only score are compiled; the actor is left to the rollout engine.
     """
     actor, critic = _trained_models(config, _dtype(config))
     reference = _loaded("model.reference", config.reference_path, Actor, dtype=_dtype(config))
@@ -97,34 +94,21 @@ def maker_models(
         for model in (reference, critic):
             if model is not None:
                 compile_blocks(model)
-    scorer = make_scorer(config, reward, compiled=config.train.compile, body_from=[reference])
-    return actor, critic, scorer, reference
+    return actor, critic, make_scorer(config, reward, compiled=config.train.compile), reference
 
 
 def make_scorer(
-    config: RunSettings,
-    function: Callable[..., Any] | None = None,
-    *,
-    compiled: bool = False,
-    body_from: Sequence[nn.Module] = (),
+    config: RunSettings, function: Callable[..., Any] | None = None, *, compiled: bool = False
 ) -> RewardScorer:
-    """Make the reward over text: a function, or what `[reward]` describes; `compiled` pays where much is scored.
-
-    A reward model that has the same body as one of `body_from`, or as one that was loaded before, takes that module.
-    """
+    """Make the reward over text: a function, or what `[reward]` describes; `compiled` pays where much is scored."""
     device = make_strategy(config, "maker").device
-    lenders = list(body_from)
 
     def load_reward_model(path: str) -> RewardModel:
         model: RewardModel = _loaded("reward.model", path, RewardModel)
         if not bool(model.value_head.weight.any()):
             logger.warning("reward model %s has a head of zeros, so every score is 0. Was it ever trained?", path)
-        if (lender := take_body_of(model, lenders)) is not None:
-            whose = "the reference" if lender in body_from else "another reward model"
-            logger.info("reward model %s has the body of %s: one pass for both", path, whose)
-        elif compiled:
+        if compiled:
             compile_blocks(model)
-        lenders.append(model)
         return model.to(device).eval()
 
     settings = config.reward

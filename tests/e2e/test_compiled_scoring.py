@@ -35,7 +35,7 @@ def test_models_of_one_class_share_their_code_and_new_weights_are_seen(monkeypat
     action_mask = torch.ones(3, 4, dtype=torch.bool)
 
     def scores():
-        log_probs, values, _ = score_with_models(
+        log_probs, values = score_with_models(
             reference, critic, sequences, attention_mask, action_mask, temperatures=torch.ones(3)
         )
         num_frames.append(graphs.frame_count)

@@ -1,7 +1,6 @@
 """From settings to objects: every setting arrives, and what cannot be loaded is named."""
 
 import json
-import logging
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from coati.config import build_config
 from coati.errors import ConfigError
 from coati.experience_maker import NaiveExperienceMaker
 from coati.ledger import WorkShare
-from coati.models import RewardModel
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
 
 
@@ -225,7 +223,7 @@ def test_a_maker_takes_updates_for_actor_and_critic_alone(model_folder):
     ("train", "expected"),
     [
         ({}, set()),
-        ({"compile": True}, {"critic", "reference and reward"}),  # one body, which is compiled once
+        ({"compile": True}, {"critic", "reference", "reward"}),
     ],
 )
 def test_makers_compile_what_only_scores(model_folder, monkeypatch, train, expected):
@@ -238,8 +236,7 @@ def test_makers_compile_what_only_scores(model_folder, monkeypatch, train, expec
     )
     actor, critic, scorer, reference = run.maker_models(config)
     reward = scorer.reward._model
-    shared = {"reference and reward": reward.body} if reward.body is reference.model.model else {}
-    models = {"actor": actor, "critic": critic, "reference": reference, "reward": reward, **shared}
+    models = {"actor": actor, "critic": critic, "reference": reference, "reward": reward}
     of = {part: name for name, model in models.items() for part in model.modules()}
     assert [of[part] for part in compiled].count("actor") == 0
     assert {of[part] for part in compiled} == expected
@@ -247,30 +244,6 @@ def test_makers_compile_what_only_scores(model_folder, monkeypatch, train, expec
     compiled.clear()
     run.make_scorer(config)  # as an evaluation does, which scores once
     assert compiled == []
-
-
-def test_reward_models_with_the_body_of_the_reference_or_of_each_other_share_it(model_folder, tmp_path, caplog):
-    heads, other = [], RewardModel.from_pretrained(model_folder)
-    other.body.norm.weight.data[0] = 2.0
-    for index, model in enumerate([RewardModel.from_pretrained(model_folder), other, other]):
-        torch.nn.init.constant_(model.value_head.weight, index + 1.0)
-        heads.append(tmp_path / f"head-{index}")
-        model.save_pretrained(heads[-1])
-    settings = {
-        "model": {"path": str(model_folder), "device": "cpu"},
-        "reward": {"function": "", "terms": [{"model": str(path), "name": path.name} for path in heads]},
-    }
-    with caplog.at_level(logging.INFO, logger="coati.run"):
-        actor, critic, scorer, reference = run.maker_models(config_of(**settings))
-    first, second, third = scorer.models
-    body = reference.model.model
-    assert first.body is body
-    assert second.body is third.body is not body
-    assert all(trained is not body for trained in (actor.model.model, critic.body))
-    assert [model.value_head.weight[0, 0].item() for model in scorer.models] == [1.0, 2.0, 3.0]
-    messages = [record.getMessage() for record in caplog.records if record.name == "coati.run"]
-    said = [message.partition(":")[0].partition(" has the body of ")[2] for message in messages]
-    assert said == ["the reference", "another reward model"]
 
 
 def test_prompts_keep_to_the_sections(model_folder, tmp_path):

@@ -5,18 +5,14 @@ recomputed to measure how far the two are apart.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from coati.models import RewardModel, action_logprobs
-from coati.models.actor import packed_scoring_problem, unwrap
-from coati.models.critic import action_values
+from coati.models import action_logprobs, action_values
+from coati.models.actor import packed_scoring_problem
 from coati.models.packing import SCORED_TOKENS, joined_once, row_parts, row_tokens
-from coati.models.scoring import Scoring, score_hidden
-from coati.models.shared_body import SharedPasses, body_of, shared_bodies
 from coati.monitor.metrics import Max, Mean, Metric
 from coati.rollout import Rollout
 
@@ -33,8 +29,6 @@ class ModelScores(NamedTuple):
     """[B, A]"""
     values: Tensor
     """[B, A]; 0 outside of responses, and everywhere without a critic."""
-    rewards: Tensor
-    """[B, M] by the reward models."""
 
 
 @torch.no_grad()
@@ -46,44 +40,23 @@ def score_with_models(
     action_mask: Tensor,  # [B, A] bool
     temperatures: Tensor,  # [B]
     *,
-    reward_models: Sequence[RewardModel] = (),
     max_tokens: int = SCORED_TOKENS,
 ) -> ModelScores:
-    """Run reference, critic and reward models over the batch, a part at a time; a body that several share runs once."""
+    """Run reference and critic over the batch, a part at a time."""
     num_actions = action_mask.shape[1]
-    bodies = shared_bodies([initial_model, critic, *reward_models]) if num_actions else set()
     costs = row_tokens(sequences, attention_mask, is_packed=not packed_scoring_problem(initial_model))
     parts = []
     for rows in row_parts(costs, max_tokens=max_tokens):
-        part = (sequences[rows], attention_mask[rows])
+        part = (sequences[rows], attention_mask[rows], num_actions)
         with joined_once():
-            passes = SharedPasses(bodies, *part)
-            reference = _reference_logprobs(initial_model, *part, Scoring(num_actions, temperatures[rows]), passes)
+            reference = action_logprobs(initial_model, *part, temperatures=temperatures[rows])[0]
             values = torch.zeros_like(reference)
             if critic is not None:
-                values = action_values(critic, *part, num_actions, passes=passes).masked_fill(~action_mask[rows], 0.0)
-            rewards = [_reward_scores(model, *part, passes) for model in reward_models]
-        parts.append(
-            ModelScores(reference, values, torch.stack(rewards, 1) if rewards else values.new_zeros(len(values), 0))
-        )
+                values = action_values(critic, *part).masked_fill(~action_mask[rows], 0.0)
+        parts.append(ModelScores(reference, values))
     if len(parts) == 1:
         return parts[0]
     return ModelScores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
-
-
-def _reference_logprobs(
-    model: nn.Module, sequences: Tensor, attention_mask: Tensor, scoring: Scoring, passes: SharedPasses
-) -> Tensor:
-    if (hidden := passes.hidden_of(model)) is not None:
-        return score_hidden(unwrap(model), passes.packed, hidden, scoring)[0]
-    return action_logprobs(model, sequences, attention_mask, scoring.num_actions, temperatures=scoring.temperatures)[0]
-
-
-def _reward_scores(model: RewardModel, sequences: Tensor, attention_mask: Tensor, passes: SharedPasses) -> Tensor:
-    if (hidden := passes.hidden_of(model)) is not None:
-        return model.last_values(model.hidden_values(passes.packed, hidden), attention_mask)
-    scores: Tensor = model(sequences, attention_mask)
-    return scores
 
 
 class LogprobGap(NamedTuple):
@@ -105,16 +78,6 @@ def logprob_gap(actor: nn.Module, rollout: Rollout, temperatures: Tensor, *, num
     if not len(gaps):
         return LogprobGap(0.0, 0.0, 0)
     return LogprobGap(float(gaps.mean()), float(gaps.max()), len(gaps))
-
-
-def reward_models_on_device_of(initial_model: nn.Module, reward_models: Iterable[nn.Module]) -> list[RewardModel]:
-    """Select our own reward models on the reference's device: they run with it, and a shared body runs once."""
-    device = next(initial_model.parameters()).device
-    return [
-        model
-        for model in dict.fromkeys(reward_models)
-        if isinstance(model, RewardModel) and next(model.parameters()).device == device and body_of(model) is not None
-    ]
 
 
 class GapWatch:

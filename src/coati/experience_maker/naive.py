@@ -27,14 +27,13 @@ from coati.experience_maker.advantages import (
     estimate_advantages,
 )
 from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch
-from coati.experience_maker.model_scores import GapWatch, reward_models_on_device_of, score_with_models
+from coati.experience_maker.model_scores import GapWatch, score_with_models
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.experience_maker.statistics import reward_term_metrics
 from coati.gpu import Aside
-from coati.models import RewardModel
+from coati.models import RewardModel, as_critic
 from coati.models.actor import unwrap
-from coati.models.critic import as_critic
-from coati.models.positions import context_length_of
+from coati.models.calls import context_length_of
 from coati.monitor.metrics import Sum
 from coati.monitor.timeline import Timeline
 from coati.rewards import PendingScores, RewardScorer
@@ -264,10 +263,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         aside = Aside(sequences.device)
         # The engine drew the tokens by these log-probs, so they are the policy's, whatever a second pass would say.
         logprobs = rollout.rollout_log_probs
-        reward_models = self._reward_models_at_hand(scores)
-        reference_logprobs, values, rewards = score_with_models(
-            self.initial_model, self.critic, *forward, temperatures, reward_models=reward_models
-        )
+        reference_logprobs, values = score_with_models(self.initial_model, self.critic, *forward, temperatures)
         with aside.used():  # launched by the host more slowly than the GPU runs it, which is busy with the others
             batch.metrics |= self._gap_watch.measure(self.actor, rollout, temperatures, version=self.policy_version)
         batch.is_cut = rollout.is_cut
@@ -292,12 +288,9 @@ class NaiveExperienceMaker(ExperienceMaker):
             batch.scores = scores
             return
         # Models score now, because the models are free only until the next batch begins.
-        ready: dict[nn.Module, Tensor] = dict(zip(reward_models, rewards.unbind(1), strict=True))
         if scores is not None:
-            output = scores(ready)
+            output = scores()
             batch.metrics |= reward_term_metrics(scores.terms, len(sequences))
-        elif isinstance(self.reward_model, nn.Module) and self.reward_model in ready:
-            output = ready[self.reward_model]
         else:
             arguments = (*forward, prompts.columns) if isinstance(self.reward_model, RewardScorer) else forward[:2]
             output = self.reward_model(*arguments)
@@ -311,15 +304,6 @@ class NaiveExperienceMaker(ExperienceMaker):
         if not isinstance(scorer, RewardScorer) or type(scorer).__call__ is not RewardScorer.__call__:
             return None
         return scorer.begin(sequences, attention_mask, action_mask, columns)
-
-    def _reward_models_at_hand(self, scores: PendingScores | None) -> list[RewardModel]:
-        """Reward models that run with the other models, a part of the batch at a time."""
-        models: Sequence[nn.Module] = ()
-        if scores is not None and not scores.is_in_background:
-            models = self.reward_model.models
-        elif isinstance(self.reward_model, RewardModel):
-            models = (self.reward_model,)
-        return reward_models_on_device_of(self.initial_model, models)
 
     def _checked_scores(self, output: Any, sequences: Tensor) -> Tensor:
         scores = output["logits"] if isinstance(output, Mapping) else output

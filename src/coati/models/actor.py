@@ -10,12 +10,12 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from coati.config import LoRASettings
+from coati.models.calls import context_length_of, forward_causal, own_config
 from coati.models.deferred import build_deferred
 from coati.models.lora import add_lora
-from coati.models.own import own_config, own_memory
+from coati.models.memory import own_memory
 from coati.models.packing import say_padded_once
-from coati.models.positions import context_length_of
-from coati.models.scoring import Scoring, forward_causal, score_actions, score_padded, scoring_problem
+from coati.models.scoring import Scoring, score_actions, score_padded, scoring_problem
 
 
 class Actor(nn.Module):

@@ -6,7 +6,7 @@ Registered with transformers under the name `coati_packed`. A model that is set 
     CUDA, half precision    torch's variable-length flash kernel, where torch has one
     everything else         rows of like length side by side, one call for each power of two among the lengths
 
-Tokens that rows have in common come once (`coati.models.shared_prefixes`) and are laid out as whole rows here.
+Tokens that rows have in common come once (`coati.models.packing`) and are laid out as whole rows here.
 Grouped queries read their key-value heads as they lie. In the second way rows are filled up behind their end, where
 causality hides it from every real token, so the numbers are those of each row alone.
 """

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from coati.algos import head_logprobs_and_entropy, logprobs_and_entropy
+from coati.models.calls import accepts, forward_causal
 from coati.models.packing import PackedRows, PackedTargets, base_of, packed_hidden, packing_problem
-from coati.models.positions import accepts, position_ids_from_mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,20 +50,7 @@ def score_actions(
     if len(packed) == 0:
         return score_padded(model, sequences, attention_mask, scoring)
     targets = PackedTargets.of(packed, scoring.num_actions)  # before the model: it waits for the device
-    return score_hidden(model, packed, packed_hidden(model, packed), scoring, targets=targets)
-
-
-def score_hidden(
-    model: nn.Module,
-    packed: PackedRows,
-    hidden: Tensor,
-    scoring: Scoring,
-    *,
-    targets: PackedTargets | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The same from the hidden states of the model's body over packed rows, [T, d]."""
-    targets = targets or PackedTargets.of(packed, scoring.num_actions)
-    hidden = packed.at(hidden, targets.predecessors)  # [n, d]
+    hidden = packed.at(packed_hidden(model, packed), targets.predecessors)  # [n, d]
     head = base_of(model).get_output_embeddings()
     temperatures = scoring.temperatures
     logprobs, entropy = head_logprobs_and_entropy(
@@ -105,17 +92,3 @@ def score_padded(
         return logprobs, entropy
     is_padding = attention_mask[:, -scoring.num_actions :] == 0
     return logprobs.masked_fill(is_padding, 0.0), None if entropy is None else entropy.masked_fill(is_padding, 0.0)
-
-
-def forward_causal(
-    model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, *, inner: nn.Module | None = None, **kwargs: Any
-) -> Any:
-    """Call a causal LM, wrapped or not, so that padding on the left does not shift its positions."""
-    inner = inner or model
-    if attention_mask is not None and "position_ids" not in kwargs and accepts(inner, "position_ids"):
-        kwargs["position_ids"] = position_ids_from_mask(attention_mask)
-    if accepts(inner, "use_cache"):
-        kwargs.setdefault("use_cache", False)
-    if not accepts(inner, "input_ids"):  # a hand-written module may call its arguments what it likes
-        return model(input_ids, attention_mask, **kwargs)
-    return model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)

@@ -1,4 +1,4 @@
-"""A decoder body with one number at each token: what `Critic` and `RewardModel` have in common."""
+"""Models with one number at each token: the value function, and the reward as a network."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,21 @@ from transformers import (
 )
 
 from coati.config import LoRASettings
-from coati.errors import CheckpointError, ConfigError
+from coati.errors import CheckpointError, ConfigError, DataError
+from coati.models.actor import Actor, unwrap
+from coati.models.calls import accepts, last_real_position, own_config, position_ids_from_mask
 from coati.models.deferred import build_deferred
-from coati.models.lora import add_lora
-from coati.models.own import own_config, own_memory
-from coati.models.packing import PackedRows, packed_hidden, packing_problem, say_padded_once
-from coati.models.positions import accepts, position_ids_from_mask
+from coati.models.lora import add_lora, copy_without_adapters
+from coati.models.memory import own_memory
+from coati.models.packing import (
+    SCORED_TOKENS,
+    PackedRows,
+    packed_hidden,
+    packing_problem,
+    row_parts,
+    row_tokens,
+    say_padded_once,
+)
 
 HEAD_FILE = "value_head.safetensors"
 _HEAD_NAMES = ("score", "classifier", "v_head", "value_head")
@@ -86,7 +95,7 @@ class ValueHeadModel(nn.Module):
         if problem := packing_problem(self.body):
             say_padded_once(type(self.body).__name__, problem)
         elif len(packed := PackedRows.of(input_ids, attention_mask)) > 0:
-            return self.hidden_values(packed, packed_hidden(self.body, packed))
+            return packed.unpacked(self._values_of(packed_hidden(self.body, packed)))
         kwargs: dict[str, Any] = {}
         if attention_mask is not None and accepts(self.body, "position_ids"):
             kwargs["position_ids"] = position_ids_from_mask(attention_mask)
@@ -95,10 +104,6 @@ class ValueHeadModel(nn.Module):
         hidden = self.body(input_ids=input_ids, attention_mask=attention_mask, **kwargs)[0]
         # A copy, not a view: sharding hangs its backward hook on what a module returns, and a view can lose it.
         return self._values_of(hidden).clone()
-
-    def hidden_values(self, packed: PackedRows, hidden: Tensor) -> Tensor:
-        """The same from the hidden states of the body over packed rows, [T, d]."""
-        return packed.unpacked(self._values_of(hidden))
 
     def _values_of(self, hidden: Tensor) -> Tensor:
         """What the head makes of hidden states, [..., d] to [...]."""
@@ -116,6 +121,65 @@ class ValueHeadModel(nn.Module):
         }
         self.body.save_pretrained(str(path), state_dict=body, **kwargs)  # type: ignore[operator]
         save_file(head, Path(path) / HEAD_FILE, metadata={"kind": json.dumps(type(self).__name__)})
+
+
+class Critic(ValueHeadModel):
+    """V(state) at each token: `forward` gives [B, S], where entry t values the text up to and with token t.
+
+    The value *before* response token t, which GAE needs, is the entry at the position before it.
+    """
+
+    @classmethod
+    def from_actor(cls, actor: Actor | PreTrainedModel, *, lora: LoRASettings | None = None) -> Self:
+        """Start from a copy of the actor's body: reads as well as the actor, shares no weights with it."""
+        return cls(copy_without_adapters(unwrap(actor)).base_model, lora=lora)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Values at each position, [B, S]."""
+        return self.token_values(input_ids, attention_mask)
+
+
+def as_critic(model: nn.Module) -> nn.Module:
+    """Wrap a plain transformers model in a `Critic`; anything else stays as it is."""
+    return Critic(model) if isinstance(model, PreTrainedModel) else model
+
+
+class RewardModel(ValueHeadModel):
+    """One score for each sequence, [B], read at its last real token."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Scores, [B]. Without gradients a large batch is scored a part at a time."""
+        costs = row_tokens(input_ids, attention_mask, is_packed=packs(self))
+        parts = row_parts(costs, max_tokens=0 if torch.is_grad_enabled() else SCORED_TOKENS)
+        if len(parts) > 1:
+            masks = [None if attention_mask is None else attention_mask[rows] for rows in parts]
+            return torch.cat([self._scores(input_ids[rows], mask) for rows, mask in zip(parts, masks, strict=True)])
+        return self._scores(input_ids, attention_mask)
+
+    def _scores(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        values = self.token_values(input_ids, attention_mask)  # [B, S]
+        if attention_mask is None:
+            return values[:, -1]
+        rows = torch.arange(values.shape[0], device=values.device)
+        return values[rows, last_real_position(attention_mask)]
+
+
+def action_values(critic: nn.Module, sequences: Tensor, attention_mask: Tensor | None, num_actions: int) -> Tensor:
+    """V(state before each response token), [B, A]: the critic's output one position earlier.
+
+    A hand-written critic may return [B, A] itself.
+    """
+    values: Tensor = critic(sequences, attention_mask)
+    batch, length = sequences.shape
+    came = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+    if came == (batch, length) and num_actions < length:
+        values = values[:, length - num_actions - 1 : length - 1]
+    elif came != (batch, num_actions):
+        raise DataError(
+            f"the critic {type(critic).__name__} must return [{batch}, {length}] (one value for each token) "
+            f"or [{batch}, {num_actions}] (one for each response token), got {came}."
+        )
+    return values
 
 
 def packs(model: nn.Module) -> bool:

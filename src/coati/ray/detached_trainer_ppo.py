@@ -17,7 +17,7 @@ from coati.cpu import set_up_cpu
 from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
 from coati.experience import Experience
 from coati.ledger import age_metrics
-from coati.models.critic import as_critic
+from coati.models import as_critic
 from coati.monitor.timeline import trainer_metrics
 from coati.peers import wait_in_slices
 from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator, connect, num_parameters

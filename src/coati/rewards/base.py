@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coati.errors import ConfigError
 
@@ -24,7 +24,6 @@ class RewardRequest:
         attention_mask: [B, S].
         action_mask: [B, A] True on response tokens.
         columns: further columns of the dataset, B values each.
-        ready: scores [B] of reward models that have been asked already, together with the reference and the critic.
     """
 
     def __init__(
@@ -36,12 +35,10 @@ class RewardRequest:
         attention_mask: Tensor,
         action_mask: Tensor,
         columns: Mapping[str, list[Any]] | None = None,
-        ready: Mapping[nn.Module, Tensor] | None = None,
     ) -> None:
         self._prompts, self._completions = prompts, completions
         self.sequences, self.attention_mask, self.action_mask = sequences, attention_mask, action_mask
         self.columns = dict(columns or {})
-        self.ready = dict(ready or {})
 
     def __len__(self) -> int:
         return int(self.sequences.shape[0])
@@ -64,9 +61,6 @@ class Reward:
     """What metrics and errors call it."""
     is_host_work = False
     """True for a reward that computes with Python and not with models: it runs on a thread while models score."""
-    models: tuple[nn.Module, ...] = ()
-    """Models that it calls as `model(sequences, attention_mask)`. Makers call those that are `RewardModel`s beforehand;
-    take their scores from `RewardRequest.ready` where they are there."""
     timeout_seconds = 1800.0
     """How long it may take for a batch."""
 
@@ -98,7 +92,6 @@ class WeightedSum(Reward):
         self.name = name
         self.last_terms: dict[str, float] = {}
         self.is_host_work = all(reward.is_host_work for reward, _ in terms)
-        self.models = tuple(model for reward, _ in terms for model in reward.models)
         self.timeout_seconds = sum(reward.timeout_seconds for reward, _ in terms)
         self._terms = tuple(terms)
 

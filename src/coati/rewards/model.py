@@ -20,7 +20,6 @@ class ModelReward(Reward):
     def __init__(self, model: nn.Module, name: str = "model") -> None:
         self.name = name
         self._model = model.eval()
-        self.models = (model,)
 
     def score(self, request: RewardRequest) -> Tensor:
         """Return one score per sample, [B] float32, on the device of the sequences; NaN for non-finite ones.
@@ -28,11 +27,9 @@ class ModelReward(Reward):
         Raises:
             RewardError: when the model does not return one score per sequence.
         """
-        scores = request.ready.get(self._model)  # [B]
-        if scores is None:
-            device = next((parameter.device for parameter in self._model.parameters()), request.sequences.device)
-            with torch.no_grad():
-                scores = self._model(request.sequences.to(device), request.attention_mask.to(device))
+        device = next((parameter.device for parameter in self._model.parameters()), request.sequences.device)
+        with torch.no_grad():
+            scores = self._model(request.sequences.to(device), request.attention_mask.to(device))  # [B]
         if not isinstance(scores, Tensor) or scores.shape != (len(request),):
             came = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             raise RewardError(

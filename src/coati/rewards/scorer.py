@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from coati.background import BackgroundThread
 from coati.errors import ConfigError, RewardError
@@ -46,13 +46,9 @@ class PendingScores:
         if self._future is not None:
             wait([self._future], timeout=min(seconds, self._seconds_left()))
 
-    def __call__(self, ready: Mapping[nn.Module, Tensor] | None = None) -> Tensor:
-        """Return the scores, [B] on the device of the sequences; raise what the reward raised.
-
-        `ready` are scores [B] of reward models that have been asked meanwhile.
-        """
+    def __call__(self) -> Tensor:
+        """Return the scores, [B] on the device of the sequences; raise what the reward raised."""
         if self._future is None:
-            self._request.ready.update(ready or {})
             return self._ask().to(self._request.sequences.device)
         try:
             return self._future.result(timeout=self._seconds_left()).to(self._request.sequences.device)
@@ -90,11 +86,6 @@ class RewardScorer:
         self.reward = reward
         self.tokenizer = tokenizer
         self._thread = BackgroundThread(name="rewards")
-
-    @property
-    def models(self) -> tuple[nn.Module, ...]:
-        """The models that the reward asks."""
-        return self.reward.models
 
     def __call__(
         self,

@@ -14,8 +14,7 @@ from coati.algos import clipped_value_loss, entropy_bonus, masked_moments, maske
 from coati.config import AlgorithmSettings, TrainSettings
 from coati.errors import ConfigError
 from coati.experience import Experience
-from coati.models import action_logprobs
-from coati.models.critic import action_values
+from coati.models import action_logprobs, action_values
 from coati.models.packing import joined_once
 from coati.trainer.health import TrainingHealth, memory_explained, pass_memory_explained
 from coati.trainer.micro_batches import MicroBatches

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from coati.errors import ConfigError
 from coati.models.actor import action_logprobs, unwrap
-from coati.models.positions import context_length_of
+from coati.models.calls import context_length_of
 
 CANARY_TOKENS = 16
 # Mean absolute difference of the log-probs, in nats. Other kernels, other batch shapes and adapters that are merged on

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from coati.errors import WeightUpdateError
 from coati.models.lora import LayerLoRA, LoRAConstructor, has_adapters
-from coati.models.tied_weights import state_tensors, tied_names
+from coati.models.memory import state_tensors, tied_names
 
 _REMEDY = "Update rejected; use the same model on both sides."
 

@@ -21,8 +21,7 @@ from coati.experience_maker.advantages import (
     NoSignal,
 )
 from coati.experience_maker.prompt_batch import PromptBatch
-from coati.models import Actor, Critic, RewardModel
-from coati.models.critic import action_values
+from coati.models import Actor, Critic, RewardModel, action_values
 from coati.rewards import Reward, RewardScorer
 from coati.rollout import ReferenceEngine
 

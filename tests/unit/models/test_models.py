@@ -17,13 +17,12 @@ from transformers import (
 )
 
 import coati.models.actor
-import coati.models.positions
+import coati.models.calls
 from coati.errors import CheckpointError, ConfigError
-from coati.models import Actor, Critic, LoRASettings, RewardModel, action_logprobs
+from coati.models import Actor, Critic, LoRASettings, RewardModel, action_logprobs, as_critic
 from coati.models.actor import unwrap
-from coati.models.critic import as_critic
+from coati.models.calls import context_length_of, last_real_position
 from coati.models.deferred import weights_come_later, with_weights
-from coati.models.positions import context_length_of, last_real_position
 from coati.models.value_head import HEAD_FILE
 
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
@@ -45,7 +44,7 @@ def assert_close(left, right):
     torch.testing.assert_close(left, right, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("module", [coati.models.actor, coati.models.positions])
+@pytest.mark.parametrize("module", [coati.models.actor, coati.models.calls])
 def test_docstring_examples_run(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
@@ -241,7 +240,7 @@ def test_rewards_of_a_large_batch_are_computed_a_part_at_a_time(llama, monkeypat
     reward_model.body.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    monkeypatch.setattr("coati.models.reward_model.SCORED_TOKENS", 6)
+    monkeypatch.setattr("coati.models.value_head.SCORED_TOKENS", 6)
     with torch.no_grad():
         assert_close(reward_model(ids, mask), whole)
     assert calls == [6, 6, 6]

@@ -7,15 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import coati.models.shared_prefixes
+import coati.models.packing
 from coati.models.packed_attention import take_often
-from coati.models.packing import PackedRows
-from coati.models.shared_prefixes import LEAST_TOKENS, SharedPrefixes
+from coati.models.packing import LEAST_TOKENS, PackedRows, SharedPrefixes
 
 
 def test_docstring_examples_run():
-    assert doctest.testmod(coati.models.shared_prefixes).attempted > 0
-    assert doctest.testmod(coati.models.shared_prefixes).failed == 0
+    assert doctest.testmod(coati.models.packing).attempted > 0
+    assert doctest.testmod(coati.models.packing).failed == 0
 
 
 def rows_of(packed):

@@ -11,8 +11,7 @@ from transformers import LlamaConfig
 from coati.algos import gae, masked_whiten, shaped_rewards
 from coati.config import AlgorithmSettings, TrainSettings
 from coati.experience_maker import Experience
-from coati.models import Actor, Critic, action_logprobs
-from coati.models.critic import action_values
+from coati.models import Actor, Critic, action_logprobs, action_values
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy
 

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from coati.algos import clipped_value_loss, entropy_bonus, masked_whiten
-from coati.models import Critic, action_logprobs
-from coati.models.critic import action_values
+from coati.models import Critic, action_logprobs, action_values
 from coati.trainer.objective import StepCounts, policy_objective
 
 IN_FLIGHT = 2  # each of gloo's threads may hold a tensor for a moment after it has arrived

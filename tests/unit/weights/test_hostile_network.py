@@ -25,8 +25,7 @@ from coati.experience import make_experience_batch, split_experience_batch
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.prompt_batch import PromptBatch
-from coati.models import action_logprobs
-from coati.models.critic import action_values
+from coati.models import action_logprobs, action_values
 from coati.weights.message import WeightMessage
 
 NUM_UPDATES = 60

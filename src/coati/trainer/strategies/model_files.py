@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coati.errors import CheckpointError
-from coati.models.tied_weights import state_tensors, tied_names
+from coati.models.memory import state_tensors, tied_names
 from coati.trainer.strategies.state_chunks import laid_out_like, local_part
 
 _WEIGHTS_FILE = "model.safetensors"

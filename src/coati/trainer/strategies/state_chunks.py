@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from coati.models.tied_weights import state_tensors, tied_names
+from coati.models.memory import state_tensors, tied_names
 
 CHUNK_MIB = 64
 

@@ -1,11 +1,40 @@
-"""Positions and limits that a transformers model does not keep for us."""
+"""How transformers models are called: their configs, the arguments they take, positions and limits."""
 
+import copy
 import functools
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
+
+
+def own_config(config: PreTrainedConfig | str | Path) -> PreTrainedConfig:
+    """A config for one model alone: read from its path, or a copy of what came.
+
+    transformers writes into the config that a model is made from (its dtype, its attention), so two models made from
+    one config would be what the second one was asked to be.
+    """
+    if isinstance(config, str | Path):
+        loaded: PreTrainedConfig = AutoConfig.from_pretrained(str(config), trust_remote_code=False)
+        return loaded
+    return copy.deepcopy(config)
+
+
+def forward_causal(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, *, inner: nn.Module | None = None, **kwargs: Any
+) -> Any:
+    """Call a causal LM, wrapped or not, so that padding on the left does not shift its positions."""
+    inner = inner or model
+    if attention_mask is not None and "position_ids" not in kwargs and accepts(inner, "position_ids"):
+        kwargs["position_ids"] = position_ids_from_mask(attention_mask)
+    if accepts(inner, "use_cache"):
+        kwargs.setdefault("use_cache", False)
+    if not accepts(inner, "input_ids"):  # a hand-written module may call its arguments what it likes
+        return model(input_ids, attention_mask, **kwargs)
+    return model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:

@@ -1,7 +1,25 @@
-"""Weights that share one tensor, such as embeddings tied to the output head: they are stored and sent once."""
+"""Where a model's weights lie: in memory of their own, and once where several names share a tensor."""
 
+from typing import TypeVar
+
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def own_memory(model: Model) -> Model:
+    """Copy weights that were just loaded out of the file that they still are, on a machine without GPUs.
+
+    transformers maps safetensors files into memory. A model that stays on the CPU would change while it serves if the
+    file were written to, and its process would end if the file were cut short. Where there are GPUs, models go
+    to one, which is a copy, and the host may have no room for another.
+    """
+    if not torch.cuda.is_available():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
+    return model
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
