@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from coati.config import RewardTerm, RunSettings, load_config, make_plan
 from coati.config.problems import spell
-from coati.config.section import Section
+from coati.config.section import Section, rule_of
 
 DOCS = Path(__file__).resolve().parent
 
@@ -96,22 +96,11 @@ def _section_block(title: str, section: type[Section]) -> str:
     about = " ".join((section.__doc__ or "").split())
     about = about.removeprefix(f"`{title}`: ")
     rows = [
-        f"| `{name}` | {_default(field)} | {_cell(_rule(field))} | {_cell(_about(field))} |"
+        f"| `{name}` | {_default(field)} | {_cell(rule_of(field))} | {_cell(field.description or '')} |"
         for name, field in section.model_fields.items()
     ]
     head = ["| key | default | must be | meaning |", "|---|---|---|---|"]
     return "\n".join([f"### `{title}`", "", f"{about[0].upper()}{about[1:]}", "", *head, *rows])
-
-
-def _rule(field: FieldInfo) -> str:
-    extra = field.json_schema_extra
-    assert isinstance(extra, dict)
-    return str(extra["rule"])
-
-
-def _about(field: FieldInfo) -> str:
-    """The description without the rule that `setting` appended to it."""
-    return (field.description or "").removesuffix(f"Must be {_rule(field)}.").strip()
 
 
 def _default(field: FieldInfo) -> str:

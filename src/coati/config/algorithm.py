@@ -73,50 +73,36 @@ class AlgorithmSettings(Section):
         (0.04, False)
     """
 
-    name: AlgorithmName = setting(
-        "ppo",
-        "How to learn from scores: PPO with a critic, or one of the others, without.",
-        rule="one of " + ", ".join(f'"{name}"' for name in ALGORITHMS),
-    )
-    kl_coef: float = setting(0.1, "Weight of the KL penalty against the reference.", rule="a number, 0 or more", ge=0)
+    name: AlgorithmName = setting("ppo", "How to learn from scores: PPO with a critic, or one of the others, without.")
+    kl_coef: float = setting(0.1, "Weight of the KL penalty against the reference.", ge=0)
     kl_in: Literal["reward", "loss"] = setting(
-        "reward",
-        "Where the KL penalty goes: into each token's reward, or into the loss as a term of its own.",
-        rule='"reward" or "loss"',
+        "reward", "Where the KL penalty goes: into each token's reward, or into the loss as a term of its own."
     )
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
         "k1",
         "Per-token KL estimate.",
         rule='"k1" (unbiased; not in the loss), "k2" (squared) or "k3" (unbiased, never negative)',
     )
-    gamma: float = setting(1.0, "Discount per token.", rule="a number from 0 to 1", ge=0, le=1)
-    lam: float = setting(0.95, "Lambda of GAE.", rule="a number from 0 to 1", ge=0, le=1)
-    eps_clip: float = setting(
-        0.2, "Clips the policy ratio to at least 1 - this.", rule="a number above 0 and below 1", gt=0, lt=1
-    )
+    gamma: float = setting(1.0, "Discount per token.", ge=0, le=1)
+    lam: float = setting(0.95, "Lambda of GAE.", ge=0, le=1)
+    eps_clip: float = setting(0.2, "Clips the policy ratio to at least 1 - this.", gt=0, lt=1)
     eps_clip_high: float = setting(
         0.2,
         "Clips the policy ratio to at most 1 + this; left out, eps_clip, or the algorithm's own where its range is not "
         "symmetric.",
-        rule="a number above 0",
         gt=0,
     )
-    value_clip: float = setting(0.4, "Clips how far new values move from old ones.", rule="a number above 0", gt=0)
+    value_clip: float = setting(0.4, "Clips how far new values move from old ones.", gt=0)
     normalization: Literal["token", "sequence", "constant"] = setting(
         "token",
         "How the tokens of a step add up: all count the same (token), all responses count the same (sequence), or each "
         "token counts 1 / (responses × rollout.max_new_tokens), whatever the lengths (constant).",
-        rule='"token", "sequence" or "constant"',
     )
-    whiten_advantages: bool = setting(
-        True, "Give the advantages of a batch mean 0 and deviation 1.", rule="true or false"
-    )
+    whiten_advantages: bool = setting(True, "Give the advantages of a batch mean 0 and deviation 1.")
     dynamic_sampling: bool = setting(
-        False,
-        "Replace (and count) prompts whose samples all score the same: they teach nothing.",
-        rule="true or false, and true only with an algorithm that compares the samples of a prompt",
+        False, "Replace (and count) prompts whose samples all score the same: they teach nothing."
     )
-    entropy_coef: float = setting(0.0, "Weight of the entropy bonus; 0 = off.", rule="a number, 0 or more", ge=0)
+    entropy_coef: float = setting(0.0, "Weight of the entropy bonus; 0 = off.", ge=0)
     correction: Literal["auto", "none", "decoupled"] = setting(
         "auto",
         "How the policy loss treats data that older weights wrote: clip around the weights that sampled it (none), or "
@@ -127,17 +113,15 @@ class AlgorithmSettings(Section):
         "truncate",
         "What the decoupled loss does with importance weights above the cap: cut them down, drop their tokens, or use "
         "no weights at all.",
-        rule='"truncate", "mask" or "none"',
     )
     importance_level: Literal["token", "sequence"] = setting(
-        "token", "Importance weights of single tokens, or of whole responses.", rule='"token" or "sequence"'
+        "token", "Importance weights of single tokens, or of whole responses."
     )
-    importance_cap: float = setting(2.0, "Largest importance weight.", rule="a number, 1 or more", ge=1)
+    importance_cap: float = setting(2.0, "Largest importance weight.", ge=1)
     estimator: Literal["gae", "vtrace"] = setting(
         "gae",
         "PPO's advantages and critic targets: the maker's (gae), or corrected by the trainer for the data's age "
         "(vtrace).",
-        rule='"gae" or "vtrace"',
     )
 
     @model_validator(mode="before")

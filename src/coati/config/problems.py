@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from coati.config.run_settings import RunSettings
+from coati.config.section import rule_of
 
 # What TRL, verl, OpenRLHF and others call what has another name here.
 _FOREIGN_NAMES = {
@@ -106,7 +107,7 @@ def _lines(model: type[BaseModel], section: str, detail: Any) -> list[str]:
         return [_unknown(location, value, owner)]
     if _inner_model(field) is not None and kind in ("model_type", "model_attributes_type"):
         return [f"{key} must be a table of settings, got {_short(value)}. Write its keys under [{key}]."]
-    rule = _extra(field, "rule")
+    rule = rule_of(field)
     if kind == "missing":
         return [f"{key} is required: {rule}. {_remedy(field)}"]
     return [f"{key} must be {rule}, got {_short(value)}. {_remedy(field)}"]
@@ -138,7 +139,7 @@ def _unknown(location: Sequence[int | str], value: Any, owner: type[BaseModel]) 
 def _about(key: str) -> str:
     section, _, name = key.partition(".")
     fields = getattr(RunSettings.model_fields[section].annotation, "model_fields", {})
-    about = str(fields[name].description).partition(" Must be ")[0]
+    about = str(fields[name].description)
     return about[:1].lower() + about[1:]
 
 
@@ -162,13 +163,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _extra(field: FieldInfo, key: str) -> str:
-    extra = field.json_schema_extra
-    return str(extra.get(key, "")) if isinstance(extra, dict) else ""
-
-
 def _remedy(field: FieldInfo) -> str:
-    remedy = _extra(field, "remedy")
+    extra = field.json_schema_extra
+    remedy = str(extra["remedy"]) if isinstance(extra, dict) else ""
     if remedy or field.is_required():
         return remedy
     return f"Leave it out for the default, {_short(field.get_default(call_default_factory=True))}."

@@ -1,38 +1,46 @@
-"""How one setting is written down: a field with its default, its rule and the way out when it is broken.
-
-A setting states its rule once. The description and the error both come from that one place, so they cannot
-drift apart from each other.
-"""
+"""How a setting is declared, and the base of all sections."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from coati.errors import ConfigError
 
 
-def setting(
-    default: Any = ...,
-    about: str = "",
-    *,
-    rule: str,
-    remedy: str = "",
-    factory: Callable[[], Any] | None = None,
-    **constraints: Any,
-) -> Any:
-    """Declare a field whose rule and remedy are data, so that an error can quote them.
+def setting(default: Any = ..., about: str = "", *, rule: str = "", remedy: str = "", **constraints: Any) -> Any:
+    """Declare a field; `...` as the default makes it required.
 
-    `...` as the default makes the setting required; `factory` builds a default that must not be shared.
+    `rule` says what a value must be where type and constraints do not say it all, `remedy` how to correct a wrong one.
     """
-    if factory is None:
-        constraints["default"] = default
-    else:
-        constraints["default_factory"] = factory
-    description = f"{about} Must be {rule}."
-    return Field(description=description, json_schema_extra={"rule": rule, "remedy": remedy}, **constraints)
+    return Field(default, description=about, json_schema_extra={"rule": rule, "remedy": remedy}, **constraints)
+
+
+def rule_of(field: FieldInfo) -> str:
+    """Say in words what a setting must be: its own rule, or what its type and bounds say.
+
+    >>> rule_of(FieldInfo.from_annotated_attribute(int, setting(1, ge=1)))
+    'a whole number, 1 or more'
+    """
+    extra = field.json_schema_extra
+    if isinstance(extra, dict) and extra["rule"]:
+        return str(extra["rule"])
+    if get_origin(field.annotation) is Literal:
+        *names, last = (f'"{name}"' for name in get_args(field.annotation))
+        return f"{', '.join(names)} or {last}"
+    if field.annotation in (bool, str):
+        return "true or false" if field.annotation is bool else "a text in quotes"
+    bounds = {
+        key: getattr(bound, key) for bound in field.metadata for key in ("ge", "gt", "le", "lt") if hasattr(bound, key)
+    }
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    words = {"ge": f", {low} or more", "gt": f" above {low}", "le": f" and at most {high}", "lt": f" and below {high}"}
+    if "ge" in bounds and high is not None:
+        words = {"ge": f" from {low}", "le": f" to {high}", "lt": f" to below {high}"}
+    noun = "a whole number" if field.annotation is int else "a number"
+    return noun + "".join(word for key, word in words.items() if key in bounds)
 
 
 class Section(BaseModel):

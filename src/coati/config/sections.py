@@ -72,22 +72,18 @@ class ModelSettings(Section):
     tokenizer: str = setting(
         "", "Where the tokenizer is loaded from; empty = model.path.", rule="a path or hub name, or empty"
     )
-    dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "Number format of the weights.", rule='"float32" or "bfloat16"'
-    )
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "Number format of the weights.")
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto",
-        "Where models live; auto = a GPU where an actor was given one.",
-        rule='"auto", "cpu" or "cuda"',
+        "auto", "Where models live; auto = a GPU where an actor was given one."
     )
 
 
 class LoRASettings(Section):
     """`[lora]`: train low-rank adapters, W = W₀ + (alpha / rank) · B·A with W₀ frozen, instead of all weights."""
 
-    rank: int = setting(0, "Rank of the adapters; 0 = off.", rule="a whole number, 0 or more", ge=0)
-    alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", rule="a number above 0", gt=0)
-    dropout: float = setting(0.0, "Dropout on the adapters' input.", rule="a number from 0 to below 1", ge=0, lt=1)
+    rank: int = setting(0, "Rank of the adapters; 0 = off.", ge=0)
+    alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", gt=0)
+    dropout: float = setting(0.0, "Dropout on the adapters' input.", ge=0, lt=1)
     target_modules: tuple[str, ...] = setting(
         (),
         "Names of the layers that get adapters; empty = all linear layers but the output head.",
@@ -125,12 +121,9 @@ class PromptSettings(Section):
         rule="the name of a column",
         min_length=1,
     )
-    shuffle: bool = setting(True, "Shuffle the prompts anew for every pass.", rule="true or false")
+    shuffle: bool = setting(True, "Shuffle the prompts anew for every pass.")
     max_tokens: int = setting(
-        0,
-        "Skip (and count) prompts of more tokens than this; 0 = whatever fits the model's context.",
-        rule="a whole number, 0 or more",
-        ge=0,
+        0, "Skip (and count) prompts of more tokens than this; 0 = whatever fits the model's context.", ge=0
     )
 
 
@@ -139,12 +132,8 @@ class RewardTerm(Section):
 
     function: str = setting("", 'A function over text, as "module:function".', rule='"module:function", or empty')
     model: str = setting("", "A reward model.", rule="a path or hub name in quotes, or empty")
-    weight: float = setting(1.0, "Factor of this term; a negative one is a penalty.", rule="a finite number")
-    name: str = setting(
-        "",
-        "What metrics call it; empty = the function's or the model folder's name.",
-        rule="a text in quotes",
-    )
+    weight: float = setting(1.0, "Factor of this term; a negative one is a penalty.")
+    name: str = setting("", "What metrics call it; empty = the function's or the model folder's name.")
 
     @property
     def label(self) -> str:
@@ -169,9 +158,7 @@ class RewardSettings(Section):
         remedy='For example reward.terms = [{ function = "rewards:praise", weight = 0.5 }].',
         strict=False,
     )
-    timeout_seconds: float = setting(
-        120.0, "Longest that a reward function may take for one batch.", rule="a number above 0", gt=0
-    )
+    timeout_seconds: float = setting(120.0, "Longest that a reward function may take for one batch.", gt=0)
     search_paths: tuple[str, ...] = setting(
         (),
         "Folders where modules of reward functions are looked for, before the working directory; "
@@ -222,44 +209,34 @@ def _function_problems(key: str, function: str) -> list[str]:
 class RolloutSettings(Section):
     """`[rollout]`: how makers generate."""
 
-    prompts_per_batch: int = setting(
-        16, "Prompts that a maker takes at a time.", rule="a whole number, 1 or more", ge=1
-    )
-    samples_per_prompt: int = setting(1, "Responses sampled for each prompt.", rule="a whole number, 1 or more", ge=1)
-    max_new_tokens: int = setting(128, "Longest response, in tokens.", rule="a whole number, 1 or more", ge=1)
-    temperature: float = setting(
-        1.0,
-        "Divides the logits before sampling; 1.0 samples from the model as it is.",
-        rule="a number, 0 or more (and above 0 while rollout.do_sample is true)",
-        ge=0,
-    )
-    top_k: int = setting(0, "Sample among the k likeliest tokens; 0 = off.", rule="a whole number, 0 or more", ge=0)
+    prompts_per_batch: int = setting(16, "Prompts that a maker takes at a time.", ge=1)
+    samples_per_prompt: int = setting(1, "Responses sampled for each prompt.", ge=1)
+    max_new_tokens: int = setting(128, "Longest response, in tokens.", ge=1)
+    temperature: float = setting(1.0, "Divides the logits before sampling; 1.0 samples from the model as it is.", ge=0)
+    top_k: int = setting(0, "Sample among the k likeliest tokens; 0 = off.", ge=0)
     top_p: float = setting(
         1.0,
         "Sample among the likeliest tokens that hold this much probability.",
-        rule="a number above 0 and at most 1",
         remedy="Use 1.0 to keep every token.",
         gt=0,
         le=1,
     )
-    do_sample: bool = setting(True, "Sample; false = always the likeliest token.", rule="true or false")
+    do_sample: bool = setting(True, "Sample; false = always the likeliest token.")
     engine: Literal["native", "reference"] = setting(
         "native",
         "What writes the text: our own engine (models of another shape than Llama, Qwen or Mistral or "
         "in pieces, and options that need it, go to the other by themselves), or transformers' generate.",
-        rule='"native" or "reference"',
     )
     in_flight: bool = setting(
         False,
         "Take new weights between two tokens of a generation, and not only between two batches; every token says which "
         "version wrote it.",
-        rule="true or false",
     )
     generate: dict[str, JsonValue] = setting(
-        about="Further options of transformers' generate, as a table.",
+        {},
+        "Further options of transformers' generate, as a table.",
         rule="a table of options that have no setting of their own",
         remedy='For example rollout.generate = { stop_strings = ["."] }.',
-        factory=dict,
     )
 
     @property

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from coati.config import RunSettings, build_config, dump_config, load_config
 from coati.config.problems import _FOREIGN_NAMES
+from coati.config.section import rule_of
 from coati.errors import ConfigError
 
 MINIMAL = '[model]\npath = "m"\n[prompts]\npath = "p.jsonl"\n[reward]\nfunction = "rewards:praise"\n'
@@ -303,7 +304,7 @@ def test_paths_of_a_file_count_from_its_folder_first(tmp_path, monkeypatch):
         ),
         ({"terms": [{"function": "a:b", "model": "m"}]}, "got both"),
         ({"terms": [{"function": "a:b"}, {"function": "c:b"}]}, "different names, got 'b' 2 times"),
-        ({"terms": [{"function": "a:b", "weight": float("inf")}]}, "must be a finite number, got inf"),
+        ({"terms": [{"function": "a:b", "weight": float("inf")}]}, "weight must be a number, got inf"),
         ({"terms": [{"function": "ab"}]}, r'reward.terms\[0\].function must be "module:function", got "ab"'),
     ],
 )
@@ -391,4 +392,4 @@ def test_every_setting_says_what_it_is_and_what_it_may_be():
     for section, field in RunSettings.model_fields.items():
         for name, setting in field.annotation.model_fields.items():
             assert setting.description, f"{section}.{name}"
-            assert setting.json_schema_extra["rule"] in setting.description, f"{section}.{name}"
+            assert rule_of(setting), f"{section}.{name}"
