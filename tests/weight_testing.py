@@ -145,7 +145,7 @@ def deliver(sent, *makers):
 
 
 class Noting:
-    """A maker that takes everything and notes the updates: version, staleness bound, whether it is a sync."""
+    """A maker that takes everything and notes the updates: version, and whether it is a sync."""
 
     def __init__(self):
         self.updates = []

@@ -13,7 +13,6 @@ from collections import Counter
 import pytest
 import ray
 import torch
-from coati.ray.topology import makers_updated_by
 from ray_testing import (
     PATIENCE,
     item,
@@ -30,6 +29,7 @@ from coati.ray.callbacks import MakerCallback, TrainerCallback
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.options import MakerOptions, TrainerOptions
+from coati.ray.run_actors import first_updaters
 
 BATCH, UPDATE_STEPS, TOTAL_STEPS = 2, 2, 7  # 7 = three versions of two batches, and a remainder
 NUM_TOKENS = 3
@@ -171,6 +171,7 @@ def test_real_actors_held_at_random_keep_the_bound(cluster, keep, unique):
     brake = keep(Brake.remote(seed=5))
     maker_names = [unique(f"maker-{index}") for index in range(num_makers)]
     trainer_names = [unique(f"trainer-{rank}") for rank in range(num_trainers)]
+    updaters = first_updaters(maker_names, num_trainers)
     group = {"world_size": num_trainers, "master_addr": "127.0.0.1", "master_port": free_port(), "local_rank": 0}
     trainers = [
         keep(
@@ -186,7 +187,7 @@ def test_real_actors_held_at_random_keep_the_bound(cluster, keep, unique):
                     topology=TopologySettings(max_staleness=max_staleness),
                     deadlines=DEADLINES,
                     num_threads=1,
-                    updated_makers=makers_updated_by(rank, maker_names, num_trainers),
+                    updated_makers=[one for one, updater in updaters.items() if updater == rank],
                 ),
             )
         )

@@ -11,7 +11,6 @@ from collections import deque
 
 import pytest
 import torch
-from coati.ray.topology import makers_updated_by
 from tiny import item
 from torch import nn
 
@@ -24,6 +23,7 @@ from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.ledger import DeliveryLog, RoundOrder, WorkShare, ages_of
 from coati.peers import Peer, Peers, PendingCall
+from coati.ray.run_actors import first_updaters
 from coati.trainer.fit_loop import FitLoop
 from coati.weights import ServedModels, VerifiedUpdate
 
@@ -227,7 +227,7 @@ class ScheduledPipeline(ExperiencePipeline):
         return self.served.version >= (self.gate.version_needed() or 0)
 
     def wait_for_admission(self, deadline_seconds):
-        self._scheduler.pause(f"version {self.version_needed()}", self.may_issue)
+        self._scheduler.pause(f"version {self.gate.version_needed()}", self.may_issue)
         return True
 
 
@@ -367,7 +367,8 @@ class Trainer:
 
     def _publish(self):
         self.version += 1
-        for maker in makers_updated_by(self._rank, range(len(self._run.makers)), self._num_trainers):
+        updaters = first_updaters(range(len(self._run.makers)), self._num_trainers)
+        for maker in (one for one, rank in updaters.items() if rank == self._rank):
             self._run.scheduler.pause("an update")
             self._run.makers[maker].served.offer(update_to(self.version))
 

@@ -78,26 +78,18 @@ class ExperiencePipeline:
             return wanted
         return self.gate.admit(wanted, version=self.served.version)
 
-    def version_needed(self) -> int | None:
-        """The version to wait for before the next sample; None if there is none to wait for."""
-        if self.gate is None:
-            return None
-        return self.gate.version_needed()
-
     def wait_for_admission(self, deadline_seconds: float) -> bool:
         """Wait for weights that admit one more sample; True when they serve, or when none is left to issue.
 
-        Each new version is examined, because it may bring a different bound and with it a different version to wait
-        for. Nothing is admitted while work is reassigned.
+        Nothing is admitted while work is reassigned.
         """
-        if self.gate is not None and not self.gate.wait_for_deal(deadline_seconds):
+        if self.gate is None:
+            return True
+        if not self.gate.wait_for_deal(deadline_seconds):
             return False
-        needed, version = self.version_needed(), self.served.version
-        if needed is not None and version < needed:
-            # Pending weights are not enough: they do not serve while the models are in use.
-            self.served.wait_for_version(version + 1, deadline_seconds=deadline_seconds)
-            needed, version = self.version_needed(), self.served.version
-        return needed is None or version >= needed
+        needed = self.gate.version_needed()
+        # Pending weights are not enough: they do not serve while the models are in use.
+        return needed is None or self.served.wait_for_version(needed, deadline_seconds=deadline_seconds)
 
     @property
     def may_defer(self) -> bool:
@@ -106,9 +98,7 @@ class ExperiencePipeline:
         Not on-policy: a dropped sample is given back when its batch is finished, and its replacement must be issued
         before anything else, as in the synchronous loop.
         """
-        if self.gate is None:
-            return True
-        return self.gate.share.max_staleness != 0
+        return self.gate is None or self.gate.share.max_staleness != 0
 
     @property
     def has_time_between_tokens(self) -> bool:

@@ -28,6 +28,7 @@ from coati.experience import BufferItem, Experience, split_experience_batch
 from coati.experience_maker.base import MakerBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.prompt_batch import PromptBatch
+from coati.ledger.admission import AdmissionGate
 from coati.monitor.records import RecordLog
 from coati.peers import wait_in_slices
 
@@ -164,18 +165,18 @@ class WorkLoop:
                     if (num_rows := self._pipeline.admit(wanted)) > 0:  # the weights came first
                         return num_rows
             self._finish_if_ready()
-        if self._pipeline.gate is not None:
-            self._await_admission()
+        if (gate := self._pipeline.gate) is not None:
+            self._await_admission(gate)
         return 0 if self._stop.is_set() else self._pipeline.admit(wanted)
 
-    def _await_admission(self) -> None:
+    def _await_admission(self, gate: AdmissionGate) -> None:
         pipeline = self._pipeline
         with self._timeline.span("wait_weights"):
             wait_in_slices(
                 lambda seconds: pipeline.wait_for_admission(seconds) or self._stop.is_set(),
                 deadline_seconds=self._deadlines.batch_seconds,
                 what=lambda: (
-                    f"weights of version {pipeline.version_needed()} at maker {self._name} "
+                    f"weights of version {gate.version_needed()} at maker {self._name} "
                     f"(it has {pipeline.served.version})"
                 ),
                 message_every=self._deadlines.message_seconds,

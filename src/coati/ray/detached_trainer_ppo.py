@@ -41,8 +41,8 @@ class PPOTrainer(DetachedTrainer):
     is in `options`. An argument that contradicts a setting of `options` is an error.
 
     With `options.topology.max_staleness` of 0 or more, older batches are refused. With `options.train.save_every` all
-    ranks save the actor together, to `options.save_folder`.
-    To change the loss, pass a subclass of `PPOLearner` as `options.learner`, or override `make_learner`.
+    ranks save the actor together, to `options.save_folder`. To change the loss, pass a subclass of `PPOLearner` as
+    `options.learner`, or override `make_learner`.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """The experience maker in a Ray actor: prompts in, experience out to the trainers, new weights in between.
 
 * `workingloop` (compute) waits for admission and weights ► makes experience ► sends items, acknowledged; reward
-  functions of one batch run beside the next one's generation (`coati.experience_maker.work_loop`).
+  functions of one batch run while the next one is generated (`coati.experience_maker.work_loop`).
 * `update_experience_maker` (model_io) stages chunks ► verifies ► offers the whole update to the models, which
-  commit it between two batches (with `in_flight`, between two tokens), or at once if nobody generates.
-* `hold_work` and `deal_work` exchange its part of the run, when makers join or leave.
+  commit it between two batches (with `in_flight`, between two tokens), or at once if the models are not in use.
+* `hold_work` and `deal_work` reassign its part of the run, when makers join or leave.
 """
 
 import dataclasses
@@ -44,20 +44,20 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MakerProgress:
-    """Where a maker stands."""
+    """How far a maker has come."""
 
     state: str  # "idle", "working", "finished" or "failed"
     num_made: int
     num_dropped: int
     num_delivered: int
     num_redirected: int  # sent to another trainer, because theirs died
-    num_unacknowledged: int  # on their way when a stop came
+    num_unacknowledged: int  # still being sent when a stop came
     version: int
     has_weights: bool = True  # whether all its weights came from a trainer
 
 
 class MakerHolder:
-    """Holds four models, makes experience with them, and hands it to trainers one item at a time in turn.
+    """Holds four models, makes experience with them, and sends it to trainers, one item to each in turn.
 
     The plain class, to subclass and to use without Ray; `ExperienceMakerHolder` is the Ray actor of it. `model_fn()`
     returns (actor, critic, reward_model, initial_model); the critic is None for algorithms without one, and the reward
@@ -115,10 +115,7 @@ class MakerHolder:
             seed=options.seed,
         )
         self._served = ServedModels(maker.trained_models, name=f"maker {self._name}")
-        self._receiver = WeightReceiver(
-            self._served,
-            allow_partial_plain=update_lora_weights,
-        )
+        self._receiver = WeightReceiver(self._served, allow_partial_plain=update_lora_weights)
         self._pipeline = ExperiencePipeline(
             maker,
             self._served,
@@ -178,18 +175,21 @@ class MakerHolder:
         self._state = "finished"
 
     def stop(self) -> None:
-        """End the working loop before its next piece of work; what is made is delivered."""
+        """End the working loop after its current batch, which is delivered."""
         self._stop.set()
 
     def hold_work(self) -> Standing:
-        """Draw no prompt and issue no sample until `deal_work`; what is issued is finished. Says how far this is."""
-        assert self._pipeline.gate is not None, "only a maker with a share can be dealt another"
+        """Draw no prompt and issue no sample until `deal_work`; return how far the maker has come.
+
+        Samples that are issued already are finished.
+        """
+        assert self._pipeline.gate is not None, "only a maker with a share can be given another"
         return Standing(next_position=self._prompts.hold(), rounds_begun=self._pipeline.gate.hold())
 
     def deal_work(self, share: WorkShare, dataloader_fn: Callable[[], Iterable[Any]] | None = None) -> None:
-        """Go on with another share, and with other prompts after the batch in work."""
-        assert self._pipeline.gate is not None, "only a maker with a share can be dealt another"
-        self._sender.take_share(share)  # first: as soon as the gate has it, items of it may be on their way
+        """Continue with another share, and with other prompts after the current batch."""
+        assert self._pipeline.gate is not None, "only a maker with a share can be given another"
+        self._sender.take_share(share)  # first: as soon as the gate has it, items may be sent
         self._prompts.switch(dataloader_fn)
         self._pipeline.gate.deal(share)
 
@@ -226,14 +226,14 @@ class MakerHolder:
                     chunk_end=chunk_end,
                 )
 
-    # What the outside may ask at any time.
+    # Asked for at any time.
 
     def sharing_fault(self, probe: MemoryProbe) -> str | None:
         """Why this maker cannot read weights in a trainer's memory; None if it can."""
         return self._receiver.sharing_fault(probe)
 
     def progress(self) -> MakerProgress:
-        """Where this maker stands."""
+        """Return how far this maker has come."""
         counts = self._pipeline.counts
         return MakerProgress(
             state=self._state,
@@ -248,12 +248,12 @@ class MakerHolder:
 
     @ray.method(concurrency_group="experience_io")
     def records_since(self, cursor: int) -> RecordPage[dict[str, Any]]:
-        """Metrics and samples of the batches made after `cursor`."""
+        """Return metrics and samples of the batches made after `cursor`."""
         return self._records.since(cursor)
 
     @ray.method(concurrency_group="experience_io")
     def spans_since(self, cursor: int) -> RecordPage[Span]:
-        """What this maker did and waited for after `cursor`."""
+        """Return what this maker did and waited for after `cursor`."""
         return self._timeline.since(cursor)
 
     # Inside.
@@ -302,7 +302,7 @@ def _own_name() -> str:
 
 
 def _first_sample_id(name: str) -> int:
-    """Prompts that come without ids are numbered apart for each maker, by its name."""
+    """Number prompts that come without ids from a different start in each maker, by its name."""
     return (zlib.crc32(name.encode()) & 0x7FFFFF) << 40
 
 
