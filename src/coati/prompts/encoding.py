@@ -43,11 +43,17 @@ def tokenize_prompt(text: str, tokenizer: Any, *, is_chat: bool, where: str) -> 
     Raises:
         DataError: when the tokenizer fails.
     """
-    special = {"add_special_tokens": not is_chat, "verbose": False}  # lengths are judged by the stream
     try:
-        ids = list(tokenizer(text, **special)["input_ids"])
-        if ids and ids[-1] == tokenizer.eos_token_id and tokenizer("a", **special)["input_ids"][-1:] == ids[-1:]:
-            ids.pop()  # appended to every text; one that the text itself spells out stays
+        ids = list(tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"])  # any length
+        if not is_chat and ids and ids[-1] == tokenizer.eos_token_id:
+            written = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if _num_last(ids, ids[-1]) > _num_last(written, ids[-1]):  # one that the text itself spells out stays
+                ids.pop()
     except Exception as error:
         raise DataError(f"{where} cannot be tokenized: {type(error).__name__}: {error}. Correct the text.") from error
     return ids
+
+
+def _num_last(ids: list[int], token_id: int) -> int:
+    """Return how often a token is repeated at the end."""
+    return next((count for count, last in enumerate(reversed(ids)) if last != token_id), len(ids))
