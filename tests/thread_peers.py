@@ -57,8 +57,9 @@ class ThreadCall(PendingCall):
         while sum(future.done() for future in futures) < num_done:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                return
+                break
             wait([future for future in futures if not future.done()], remaining, FIRST_COMPLETED)
+        return [call for call in calls if call.done()]
 
 
 class Hold:

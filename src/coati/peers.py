@@ -34,8 +34,8 @@ class PendingCall(ABC):
 
     @classmethod
     @abstractmethod
-    def wait(cls, calls: "Sequence[PendingCall]", num_done: int, timeout: float) -> None:
-        """Wait until `num_done` of the calls, all of this class, are done, or `timeout` seconds have passed."""
+    def wait(cls, calls: "Sequence[PendingCall]", num_done: int, timeout: float) -> "list[PendingCall]":
+        """Wait until `num_done` calls of this class are done, or `timeout` seconds have passed; return all done."""
 
 
 class Peer(ABC):
@@ -128,8 +128,9 @@ class LocalCall(PendingCall):
         return self._value
 
     @classmethod
-    def wait(cls, calls: Sequence[PendingCall], num_done: int, timeout: float) -> None:
-        """Nothing to wait for."""
+    def wait(cls, calls: Sequence[PendingCall], num_done: int, timeout: float) -> list[PendingCall]:  # noqa: ARG003
+        """All are done."""
+        return list(calls)
 
 
 class LocalPeer(Peer):
@@ -178,10 +179,7 @@ def wait_all(calls: Iterable[PendingCall], timeout: float) -> list[PendingCall]:
 
 
 def _wait(calls: list[PendingCall], num_done: int, timeout: float) -> list[PendingCall]:
-    if not calls:
-        return []
-    type(calls[0]).wait(calls, num_done, max(0.0, timeout))
-    return [call for call in calls if call.done()]
+    return type(calls[0]).wait(calls, num_done, max(0.0, timeout)) if calls else []
 
 
 def remote_error(name: str, cause: Exception) -> RemoteError:

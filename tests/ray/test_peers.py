@@ -37,6 +37,8 @@ def test_a_call_ends_in_a_value_an_error_a_deadline_or_the_death_of_the_peer(kee
     assert type(caught.value.cause) is KeyError
     hanging, quick = peer.call("hang"), peer.call("hear", 3)
     assert wait_any([hanging, quick], PATIENCE) == [quick]
+    both = [peer.call("hear", value) for value in range(2)]
+    assert len(wait_all([*both, hanging], 1.0)) == 2
     with pytest.raises(DeadlineExceeded, match="hang"):
         hanging.result(0.01)
     ray.kill(actor)

@@ -184,6 +184,7 @@ class ScheduledCall(PendingCall):
     def wait(cls, calls, num_done, timeout):
         until = lambda: sum(call.is_done for call in calls) >= num_done  # noqa: E731
         calls[0].scheduler.pause("an acknowledgement", until)
+        return [call for call in calls if call.is_done]
 
 
 class TrainerPeer(Peer):

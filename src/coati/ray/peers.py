@@ -3,7 +3,6 @@
 import logging
 import re
 import socket
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,13 +16,11 @@ from ray.exceptions import (
 )
 from ray.util import list_named_actors
 
-from coati.config import Deadlines
-from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied, PeerUnavailable
+from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable
 from coati.peers import Peer, Peers, PendingCall, remote_error
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.1
 _RAY_FIELD = re.compile(r"\t\w+: ")  # "\tpid: 4711", in the text of an ActorDiedError
 
 
@@ -53,9 +50,13 @@ class RayCall(PendingCall):
             raise PeerDied(death_reason(error)) from None
 
     @classmethod
-    def wait(cls, calls: Sequence[PendingCall], num_done: int, timeout: float) -> None:
+    def wait(cls, calls: Sequence[PendingCall], num_done: int, timeout: float) -> list[PendingCall]:
         """Wait in Ray for all calls at once."""
-        ray.wait([call._ref for call in calls if isinstance(call, cls)], num_returns=num_done, timeout=timeout)
+        by_ref: dict[Any, PendingCall] = {call._ref: call for call in calls if isinstance(call, cls)}
+        done, pending = ray.wait(list(by_ref), num_returns=num_done, timeout=timeout)
+        if done and pending:  # Ray returns `num_done` at most
+            done += ray.wait(pending, num_returns=len(pending), timeout=0)[0]
+        return [by_ref[ref] for ref in done]
 
 
 class RayPeer(Peer):
@@ -142,73 +143,3 @@ def death_reason(error: RayError) -> str:
     if reason in ("", ActorDiedError.BASE_ERROR_MSG):
         return f"its node is gone or its process was killed; Ray gives no reason ({type(error).__name__}). See the log."
     return re.sub(r"^coati\.errors\.\w+: ", "", reason)
-
-
-def find_actor(name: str, *, role: str, deadline_seconds: float) -> Any:
-    """The actor of this name. Actors refer to each other before all of them exist, so this waits for it."""
-    started = time.monotonic()
-    next_message = started + 10.0
-    while True:
-        try:
-            return ray.get_actor(name)
-        except ValueError:
-            now = time.monotonic()
-            if now - started >= deadline_seconds:
-                known = ", ".join(sorted(list_named_actors())) or "none"
-                raise ActorNotFound(
-                    f"no {role} actor named {name!r} appeared within {deadline_seconds:g} s. Actors there "
-                    f"are: {known}. Create it with .options(name={name!r}) in the same Ray namespace, or "
-                    "correct the name list."
-                ) from None
-            if now >= next_message:
-                logger.info("waiting for the %s actor %r to appear (%.0f s so far)", role, name, now - started)
-                next_message = now + 10.0
-            time.sleep(_POLL_SECONDS)
-
-
-def is_alive(name: str) -> bool:
-    """Whether an actor of this name exists and answers to it; a dead one loses its name."""
-    try:
-        ray.get_actor(name)
-    except ValueError:
-        return False
-    return True
-
-
-class NamedPeers:
-    """Handles of named actors, looked up when first needed and kept."""
-
-    def __init__(self, names: Sequence[str], *, role: str, deadlines: Deadlines) -> None:
-        self.names = tuple(names)
-        self.role = role
-        self._deadlines = deadlines
-        self._handles: dict[str, Any] = {}
-
-    def handle(self, name: str) -> Any:
-        """The actor's handle; waits for it to appear, with a deadline."""
-        if name not in self._handles:
-            self._handles[name] = find_actor(name, role=self.role, deadline_seconds=self._deadlines.start_seconds)
-        return self._handles[name]
-
-    def handle_if_there(self, name: str) -> Any | None:
-        """The actor's handle; None if nobody has the name now."""
-        if name not in self._handles:
-            try:
-                self._handles[name] = ray.get_actor(name)
-            except ValueError:
-                return None
-        return self._handles[name]
-
-    def changed_to(self, names: Sequence[str]) -> "NamedPeers":
-        """Peers of these names; those that were peers before are not looked up again, dead ones among them."""
-        peers = NamedPeers(names, role=self.role, deadlines=self._deadlines)
-        peers._handles = {name: handle for name, handle in self._handles.items() if name in peers.names}
-        return peers
-
-    def require_some_alive(self, doing: str) -> None:
-        """Raise PeerDied if peers that were there are all gone: waiting for them would be for ever."""
-        seen = [name for name in self.names if name in self._handles]
-        if seen and not any(is_alive(name) for name in self.names):
-            raise PeerDied(
-                f"every {self.role} ({', '.join(seen)}) is gone while {doing}. See their logs for the cause."
-            )

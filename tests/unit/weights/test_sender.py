@@ -191,6 +191,7 @@ class WaitedCall(PendingCall):
     def wait(cls, calls, num_done, timeout):
         cls.open_at_wait.append(len(calls))
         calls[0].has_ended = True
+        return [call for call in calls if call.has_ended]
 
 
 class WaitedPeer(Peer):
