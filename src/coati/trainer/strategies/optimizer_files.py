@@ -49,7 +49,8 @@ def write_optimizer(
     tensors: dict[str, Tensor] = {}
 
     def write_file() -> None:
-        file = folder / f"optimizer-{len(checksums) + 1:05d}.safetensors"
+        number = f"-{len(checksums) + 1:05d}" if sharded else ""
+        file = folder / f"optimizer{number}.safetensors"
         save_file(tensors, file)
         checksums[file.name] = _checksum(file)
         tensors.clear()
@@ -105,7 +106,7 @@ def read_optimizer(optimizer: Optimizer, path: Path) -> dict[str, Any]:
                     add(name, opened.get_tensor(name).clone())  # out of the file, which stays mapped otherwise
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} is missing or torn: {error}. {_DAMAGED}") from error
-    return {"state": state, "param_groups": groups}
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
 _DAMAGED = "It was damaged or comes from another checkpoint: use another. Nothing was loaded."
