@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coati.config import RunSettings, build_config, load_config, preflight
-from coati.config.hub import avoid_hub_without_network
+from coati.config.checks import avoid_hub_without_network
 from coati.config.plan import OutputFiles, output_files
 from coati.errors import ConfigError
 from coati.monitor import RunLog, RunSnapshot, TensorBoardTracker, Tracker

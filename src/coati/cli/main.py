@@ -95,9 +95,19 @@ def scale(
     timeout: Annotated[float, typer.Option(help="Seconds to wait; the run keeps trying after that.")] = 600.0,
 ) -> None:
     """Change the number of makers of a running job."""
-    from coati.cli.scale import run_scale
+    from coati.counting import counted
+    from coati.monitor.control import ask_for_makers
 
-    run_scale(folder, makers=makers, timeout=timeout)
+    last = ""
+
+    def show(message: str) -> None:
+        nonlocal last
+        if message and message != last:
+            typer.echo(message)
+        last = message
+
+    state = ask_for_makers(folder, makers, deadline_seconds=timeout, on_progress=show)
+    typer.echo(f"The run in {folder} has {counted(state.makers, 'maker')}.")
 
 
 @app.command()

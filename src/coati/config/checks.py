@@ -1,14 +1,19 @@
 """Checks before anything starts: are the model, the prompts and the reward really there?
 
-They need neither torch nor the network, so a dry run makes them in an instant. What only a hub or an import
+They need no torch, so a dry run makes them in an instant. What only a hub or an import
 can tell (a hub name, a column of a Parquet file) is left to the run itself.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+import socket
+import sys
+import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from coati.config.model_folder import context_length, folder_problem, has_value_head, weight_names
 from coati.config.reward_source import find_reward_problem
@@ -16,6 +21,9 @@ from coati.config.run_settings import RunSettings
 from coati.errors import DataError
 from coati.prompts.table import FILE_SUFFIXES, load_prompts
 
+logger = logging.getLogger(__name__)
+
+_CONNECT_SECONDS = 3.0
 # Enough rows to meet a wrong column or a wrong kind of prompt, few enough to be instant on any file.
 _PEEKED_ROWS = 8
 
@@ -61,6 +69,26 @@ def input_paths(config: RunSettings) -> dict[str, str]:
         "reward.model": config.reward.model,
     } | {f"reward.terms[{index}].model": term.model for index, term in enumerate(config.reward.terms)}
     return {key: path for key, path in named.items() if path}
+
+
+def avoid_hub_without_network(config: RunSettings) -> None:
+    """Set HF_HUB_OFFLINE if the run reads something from the hub, which cannot be reached.
+
+    Its library tries for half a minute per file, even if the file was downloaded before. It reads the variable when it
+    is imported, so call this first.
+    """
+    if "HF_HUB_OFFLINE" in os.environ or all(map(looks_local, input_paths(config).values())):
+        return
+    hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    if hub.hostname is None or urllib.request.getproxies():  # a proxy may reach what we cannot
+        return
+    try:
+        socket.create_connection((hub.hostname, hub.port or 443), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        logger.warning("%s cannot be reached (%s); using downloaded models and datasets only.", hub.hostname, error)
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
+            constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
 def _model_problems(config: RunSettings) -> list[str]:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from coati.errors import ConfigError, DataError
-from coati.prompts.encoding import render_prompt, tokenize_prompt
 from coati.prompts.table import PromptTable
 from coati.randomness import STREAM_PROMPTS, keyed_generator
 
@@ -152,10 +151,10 @@ class PromptStream:
     def _encode(self, row: int) -> _Prompt:
         prompt = self._table.rows[row][self._table.column]
         where = f"{self._table.where(row)}: {self._table.column!r}"
-        text = render_prompt(prompt, self._tokenizer, where=where)
+        text = _render(prompt, self._tokenizer, where=where)
         if reason := self._skip_reason(1 + len(text) // _CHARACTERS_PER_TOKEN):
             return _Prompt("", array("q"), reason)
-        ids = tokenize_prompt(text, self._tokenizer, is_chat=not isinstance(prompt, str), where=where)
+        ids = _tokenize(text, self._tokenizer, is_chat=not isinstance(prompt, str), where=where)
         return _Prompt(text, array("q", ids), self._skip_reason(len(ids)))
 
     def _skip_reason(self, num_tokens: int) -> str | None:
@@ -212,3 +211,46 @@ def _pad_id(tokenizer: Any) -> int:
         "The tokenizer (model.tokenizer) has neither a padding nor an end-of-sequence token. Set tokenizer.pad_token "
         "and save it again."
     )
+
+
+def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, *, where: str) -> str:
+    """Return the text that is tokenized: the prompt itself, or the chat as the template writes it."""
+    if isinstance(prompt, str):
+        return prompt
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise DataError(
+            f"{where} holds chat messages, but the tokenizer has no chat template. Use a chat model's tokenizer "
+            "(model.tokenizer), or plain texts."
+        )
+    is_begun = prompt[-1]["role"] == "assistant"  # continued within that message
+    options = {"continue_final_message": is_begun, "add_generation_prompt": not is_begun}
+    try:
+        return str(tokenizer.apply_chat_template(prompt, tokenize=False, **options))
+    except Exception as error:  # templates raise what they like, for example about the order of roles
+        roles = ", ".join(str(message["role"]) for message in prompt)
+        raise DataError(
+            f"{where}: the tokenizer's chat template refuses messages with the roles {roles}: "
+            f"{type(error).__name__}: {error}. Correct the messages, or choose another tokenizer."
+        ) from error
+
+
+def _tokenize(text: str, tokenizer: Any, *, is_chat: bool, where: str) -> list[int]:
+    """Return the token ids of a rendered prompt.
+
+    A plain text gets the tokenizer's own special tokens, but no end token; chat templates write special tokens
+    themselves.
+    """
+    try:
+        ids = list(tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"])  # any length
+        if not is_chat and ids and ids[-1] == tokenizer.eos_token_id:
+            written = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if _num_last(ids, ids[-1]) > _num_last(written, ids[-1]):  # one that the text itself spells out stays
+                ids.pop()
+    except Exception as error:
+        raise DataError(f"{where} cannot be tokenized: {type(error).__name__}: {error}. Correct the text.") from error
+    return ids
+
+
+def _num_last(ids: list[int], token_id: int) -> int:
+    """Return how often a token is repeated at the end."""
+    return next((count for count, last in enumerate(reversed(ids)) if last != token_id), len(ids))

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from coati.config import build_config
-from coati.config.hub import avoid_hub_without_network
+from coati.config.checks import avoid_hub_without_network
 
 
 @pytest.fixture

@@ -216,7 +216,7 @@ def test_the_command_says_how_many_there_are(running, tmp_path, monkeypatch, cap
     def answer(folder, makers, **_):
         return dataclasses.replace(running._state, makers=makers)
 
-    monkeypatch.setattr("coati.cli.scale.ask_for_makers", answer)
+    monkeypatch.setattr("coati.monitor.control.ask_for_makers", answer)
     monkeypatch.setattr(sys, "argv", ["coati", "scale", str(tmp_path), "--makers", "1"])
     monkeypatch.setenv("COLUMNS", "300")
     with pytest.raises(SystemExit) as stopped:
