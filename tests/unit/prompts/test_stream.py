@@ -5,13 +5,13 @@ import logging
 
 import pytest
 import torch
+from coati.prompts.encoding import tokenize_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from coati.errors import ConfigError, DataError
-from coati.prompts.encoding import tokenize_prompt
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import PromptTable
 
