@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,14 +138,12 @@ class PPOTrainer(DetachedTrainer):
                 f"a batch holds samples {oldest:g} versions old, but max_staleness is {self._max_staleness}. "
                 "Give every maker a share (share=WorkShare(…)) with the same bound, or leave max_staleness out."
             )
-        started = time.perf_counter()
         processors = self._processors.used() if self._processors else contextlib.nullcontext()
         with self._weights(), processors:
             metrics = self._learner.step(experience)
             self._num_steps_unpublished += 1
         return {
             **metrics,
-            "trainer/samples_per_second": experience.num_samples / (time.perf_counter() - started),
             "version": float(self.version),
             "train/samples": float(experience.num_samples),
             **ages,
