@@ -1,4 +1,4 @@
-"""How a process behaves on a GPU that it shares with others."""
+"""Memory, streams and processors of a GPU that a process shares with others."""
 
 import contextlib
 import ctypes
@@ -42,11 +42,11 @@ def share_gpu(device: torch.device) -> None:
 
 
 class ProcessorShare:
-    """Some of a card's processors, for work that is to leave the others to processes beside it.
+    """Some of a card's processors, for work that leaves the others to another process.
 
     Kernels of two processes run at the same time only under NVIDIA's MPS, and then large ones, as training has them,
     leave no processor to the many small ones of generation: those wait until a large one ends. What is launched inside
-    of `used()` stays on `share` of the processors.
+    `used()` stays on `share` of the processors.
     """
 
     def __init__(self, device: torch.device, share: float) -> None:
@@ -68,7 +68,7 @@ class ProcessorShare:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """After all that was launched before, and before all that is launched afterwards, as without it."""
+        """Launch what comes inside on the share, after all that was launched before and before all that follows."""
         outside = torch.cuda.current_stream(self._device)
         self.stream.wait_stream(outside)
         try:
@@ -84,7 +84,7 @@ _shares: weakref.WeakValueDictionary[int, ProcessorShare] = weakref.WeakValueDic
 
 @contextlib.contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Attention by any kernel but cuDNN's, which makes a plan for each new shape of a batch: 47 ms on a GPU's host."""
+    """Use any attention kernel but cuDNN's, which plans for each new shape of a batch: 47 ms on the host of an H200."""
     was_on = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -93,22 +93,22 @@ def without_cudnn_attention() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(was_on)
 
 
-class Aside:
-    """A second stream: after all that was launched before this was made, beside what is launched since.
+class SideStream:
+    """A second stream: it runs after what was launched before this object was made, and concurrently with the rest.
 
-    So what is launched there, and whoever waits for it, need not wait for long work that is under way. On a CPU, or
-    where it is not to be used, everything stays in its order.
+    What is launched there, and code that waits for it, need not wait for long work that is under way. On a CPU
+    everything stays in its order.
     """
 
-    def __init__(self, device: torch.device, *, is_used: bool = True) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = side_stream(device) if is_used and device.type == "cuda" else None
+        self._stream = side_stream(device) if device.type == "cuda" else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """What is launched inside goes there; the stream that was current waits for it afterwards."""
+        """Launch what comes inside there; the stream that was current waits for it afterwards."""
         if self._stream is None:
             yield
             return
@@ -120,10 +120,10 @@ class Aside:
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A second stream beside the current one, on the same processors: always the same one there.
+    """The second stream of the current one, on the same processors: always the same.
 
     cuBLAS gets a workspace for each stream that it computes on, 32 MiB on an H200, and torch never frees one. Graphs
-    that were captured here compute in this one wherever they are played back, so nothing may run here beside that.
+    that were captured on this stream compute on it wherever they are replayed, so nothing else may run on it then.
     """
     share = _shares.get(torch.cuda.current_stream(device).cuda_stream)
     return _second_stream(device) if share is None else share.side_stream

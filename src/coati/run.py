@@ -19,7 +19,7 @@ from coati.errors import ConfigError
 from coati.experience_maker import NaiveExperienceMaker
 from coati.ledger import WorkShare
 from coati.models import Actor, Critic, RewardModel
-from coati.models.calls import context_length_of
+from coati.models.calls import check_vocabularies, context_length_of
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import load_prompts
 from coati.rewards import FunctionReward, Reward, RewardScorer, build_reward, load_reward_function
@@ -94,7 +94,9 @@ def maker_models(
         for model in (reference, critic):
             if model is not None:
                 compile_blocks(model)
-    return actor, critic, make_scorer(config, reward, compiled=config.train.compile), reference
+    scorer = make_scorer(config, reward, compiled=config.train.compile)
+    check_vocabularies(actor.config, reference.config, scorer.tokenizer)
+    return actor, critic, scorer, reference
 
 
 def make_scorer(

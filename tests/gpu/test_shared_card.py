@@ -1,4 +1,4 @@
-"""What a process holds of a card that it shares, and a step on a part of its processors."""
+"""The stack limit of a shared card, a step on a part of its processors, and work on a side stream."""
 
 import contextlib
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from coati.gpu import Aside, ProcessorShare
+from coati.gpu import ProcessorShare, SideStream
 
 SHARE = """
 import ctypes, torch
@@ -55,20 +55,20 @@ def test_work_on_a_part_of_the_processors_is_the_same_work_and_in_order():
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_what_is_done_aside_waits_for_what_was_before_and_not_for_what_came_since():
+def test_work_on_the_side_stream_waits_for_what_was_before_and_not_for_what_came_since():
     large = torch.randn(8192, 8192, device="cuda")
     large @ large  # its handles are there
     small = torch.zeros(4, device="cuda")
-    with Aside(small.device).used():
+    with SideStream(small.device).used():
         float((small @ small).sum())
     torch.cuda.synchronize()
     small += 3
-    aside, done = Aside(small.device), torch.cuda.Event()
+    side, done = SideStream(small.device), torch.cuda.Event()
     for _ in range(100):
         large = large @ large * 1e-4
     small_later = small + large[0, :4]
     done.record()
-    with aside.used():
+    with side.used():
         found = float((small @ small).sum())
     assert not done.query()  # the long work goes on
     assert found == 36.0

@@ -1,4 +1,4 @@
-"""The stack limit and the processors of a shared card, with a driver that is a few lines of Python."""
+"""The processors and streams of a shared card, with streams that are a few lines of Python."""
 
 import contextlib
 import ctypes
@@ -183,19 +183,18 @@ def test_a_torch_that_cannot_divide_a_card_is_named(log, monkeypatch):
         gpu.ProcessorShare(torch.device("cuda"), 0.5)
 
 
-def test_what_is_done_aside_comes_after_what_was_before_and_before_what_follows(log, monkeypatch):
+def test_work_on_the_side_stream_comes_after_what_was_before_and_before_what_follows(log, monkeypatch):
     monkeypatch.setattr(gpu, "side_stream", lambda _: Stream("side", log))
-    aside = gpu.Aside(torch.device("cuda"))
+    side = gpu.SideStream(torch.device("cuda"))
     log.append("long work")
-    with pytest.raises(ZeroDivisionError), aside.used():
+    with pytest.raises(ZeroDivisionError), side.used():
         raise ZeroDivisionError
     assert log == ["side waits for outside", "long work", "on side", "outside waits for side"]
 
 
-@pytest.mark.parametrize(("device", "is_used"), [("cpu", True), ("cuda", False)])
-def test_aside_of_a_cpu_or_unused_is_nowhere_else(device, is_used, monkeypatch):
+def test_a_cpu_has_no_side_stream(monkeypatch):
     monkeypatch.setattr(gpu, "side_stream", None)
-    with gpu.Aside(torch.device(device), is_used=is_used).used():
+    with gpu.SideStream(torch.device("cpu")).used():
         assert torch.ones(2).sum() == 2
 
 

@@ -45,9 +45,12 @@ def score_with_models(
     """Run reference and critic over the batch, a part at a time."""
     num_actions = action_mask.shape[1]
     costs = row_tokens(sequences, attention_mask, is_packed=not packed_scoring_problem(initial_model))
+    slices = row_parts(costs, max_tokens=max_tokens)
     parts = []
-    for rows in row_parts(costs, max_tokens=max_tokens):
-        part = (sequences[rows], attention_mask[rows], num_actions)
+    for rows in slices:
+        # One part is the tensors themselves, so that a reward model gets the rows that are joined here.
+        whole = (sequences, attention_mask) if len(slices) == 1 else (sequences[rows], attention_mask[rows])
+        part = (*whole, num_actions)
         with joined_once():
             reference = action_logprobs(initial_model, *part, temperatures=temperatures[rows])[0]
             values = torch.zeros_like(reference)

@@ -30,10 +30,11 @@ from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, Make
 from coati.experience_maker.model_scores import GapWatch, score_with_models
 from coati.experience_maker.prompt_batch import PromptBatch
 from coati.experience_maker.statistics import reward_term_metrics
-from coati.gpu import Aside
+from coati.gpu import SideStream
 from coati.models import RewardModel, as_critic
 from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
+from coati.models.packing import joined_once
 from coati.monitor.metrics import Sum
 from coati.monitor.timeline import Timeline
 from coati.rewards import PendingScores, RewardScorer
@@ -153,7 +154,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         prompts = self._without_overlong(prompts.to(next(self.actor.parameters()).device), options)
         with self.timeline.span("generate"):
             rollout = self._generate(prompts, options)
-        with self.timeline.span("score"):
+        with self.timeline.span("score"), joined_once():
             self._score(batch, prompts, rollout, options.sampling_temperature)
         return batch
 
@@ -260,11 +261,11 @@ class NaiveExperienceMaker(ExperienceMaker):
         forward = (sequences, attention_mask, action_mask)
         temperatures = torch.full(action_mask.shape[:1], temperature, device=sequences.device)
         scores = self._begin_scores(*forward, prompts.columns)
-        aside = Aside(sequences.device)
+        side_stream = SideStream(sequences.device)
         # The engine drew the tokens by these log-probs, so they are the policy's, whatever a second pass would say.
         logprobs = rollout.rollout_log_probs
         reference_logprobs, values = score_with_models(self.initial_model, self.critic, *forward, temperatures)
-        with aside.used():  # launched by the host more slowly than the GPU runs it, which is busy with the others
+        with side_stream.used():  # launched by the host more slowly than the GPU runs it, which is busy with the others
             batch.metrics |= self._gap_watch.measure(self.actor, rollout, temperatures, version=self.policy_version)
         batch.is_cut = rollout.is_cut
         batch.experience = Experience(

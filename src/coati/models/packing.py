@@ -193,11 +193,12 @@ _joined = _Joined()
 
 @contextlib.contextmanager
 def joined_once() -> Iterator[None]:
-    """Inside, models that read the same tensors one after the other get the same rows. Nobody may write to the tensors.
+    """Join the rows of the same tensors once for all models that read them inside; do not write to the tensors.
 
     Joining waits for the device, which would be idle before each of the models.
     """
-    before, _joined.batches = _joined.batches, []
+    before = _joined.batches
+    _joined.batches = [] if before is None else before
     try:
         yield
     finally:

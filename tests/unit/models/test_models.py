@@ -21,7 +21,7 @@ import coati.models.calls
 from coati.errors import CheckpointError, ConfigError
 from coati.models import Actor, Critic, LoRASettings, RewardModel, action_logprobs, as_critic
 from coati.models.actor import unwrap
-from coati.models.calls import context_length_of, last_real_position
+from coati.models.calls import check_vocabularies, context_length_of, last_real_position
 from coati.models.deferred import weights_come_later, with_weights
 from coati.models.value_head import HEAD_FILE
 
@@ -374,3 +374,12 @@ def test_a_loaded_model_does_not_change_with_its_file(llama, tmp_path, made, is_
         handle.seek(-512, 2)
         handle.write(bytes(512))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(loaded.parameters(), before, strict=True))
+
+
+def test_a_tokenizer_or_a_reference_with_other_tokens_is_refused(llama_config):
+    policy, tokenizer = llama_config(), SimpleNamespace(vocab_size=11)
+    check_vocabularies(policy, llama_config(), tokenizer)
+    with pytest.raises(ConfigError, match="reference"):
+        check_vocabularies(policy, llama_config(vocab_size=12), tokenizer)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        check_vocabularies(policy, policy, SimpleNamespace(vocab_size=12))
