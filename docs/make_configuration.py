@@ -19,7 +19,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from coati.config import RewardTerm, RunSettings, load_config, make_plan
+from coati.config import RewardTerm, RunSettings, load_config, plan_lines
 from coati.config.problems import spell
 from coati.config.section import Section, rule_of
 
@@ -61,7 +61,7 @@ def settings_tables() -> str:
 def example_plan() -> str:
     """The example's overrides as TOML would group them, and the plan that follows from them."""
     sizes = [f"{key} = {value}" for key, value in (item.split("=", 1) for item in EXAMPLE[4:])]
-    plan = make_plan(load_config(None, EXAMPLE)).lines()
+    plan = plan_lines(load_config(None, EXAMPLE))
     shown = [line for line in plan if not line.startswith(("Model:", "Prompts:", "Reward:", "Output:"))]
     return "\n".join(["```toml", *sizes, "```", "", "```text", *shown, "```"])
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from coati import entry
 from coati.cli.live import LiveView, StopSignal
-from coati.config import RunSettings, load_config, make_plan
+from coati.config import RunSettings, load_config, plan_lines
 from coati.config.plan import output_files
 from coati.entry import RunResult, checked
 from coati.run_folder import check_inputs_outside, check_run_folder, open_run_folder
@@ -31,7 +31,8 @@ def run_train(
     """Check, plan, and (unless it is a dry run) train."""
     console = Console()
     config = checked(load_config(path, overrides), sync=sync, address=address)
-    console.print(make_plan(config).render(), highlight=False, markup=False, soft_wrap=True)
+    plan = "\n".join([f"Plan of run {config.run.name!r}", *(f"  {line}" for line in plan_lines(config))])
+    console.print(plan, highlight=False, markup=False, soft_wrap=True)
     check_inputs_outside(config)
     if dry_run:
         check_run_folder(config, overwrite=overwrite)

@@ -7,7 +7,7 @@ and `coati train --dry-run` answer at once.
 from coati.config.algorithm import AlgorithmSettings
 from coati.config.checks import preflight
 from coati.config.loading import build_config, dump_config, load_config
-from coati.config.plan import Plan, make_plan
+from coati.config.plan import plan_lines
 from coati.config.run_settings import RunSettings
 from coati.config.sections import (
     GeneralSettings,
@@ -32,7 +32,6 @@ __all__ = [
     "LoRASettings",
     "LoggingSettings",
     "ModelSettings",
-    "Plan",
     "PromptSettings",
     "RewardSettings",
     "RewardTerm",
@@ -43,6 +42,6 @@ __all__ = [
     "build_config",
     "dump_config",
     "load_config",
-    "make_plan",
+    "plan_lines",
     "preflight",
 ]

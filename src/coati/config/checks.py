@@ -15,7 +15,14 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from coati.config.model_folder import context_length, folder_problem, has_value_head, weight_names
+from coati.config.model_folder import (
+    context_length,
+    folder_problem,
+    has_value_head,
+    largest_token,
+    vocabulary_size,
+    weight_names,
+)
 from coati.config.reward_source import find_reward_problem
 from coati.config.run_settings import RunSettings
 from coati.errors import DataError
@@ -35,7 +42,7 @@ def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
     """
     return [
         *_model_problems(config),
-        *_length_problems(config),
+        *_size_problems(config),
         *_lora_problems(config),
         *_prompt_problems(config),
         *([] if has_reward else _reward_problems(config)),
@@ -99,37 +106,48 @@ def _model_problems(config: RunSettings) -> list[str]:
         needed = "tokenizer_config.json" if key == "model.tokenizer" else "config.json"
         if not Path(path).is_dir():
             hint = f" `coati demo` makes {path}." if path in ("runs/demo/base", "runs/demo/model") else ""
-            problems.append(
-                f"{key} must be a folder that transformers can load, got {path!r}, which is not a folder. "
-                f"Check the path; relative ones count from {Path.cwd()}.{hint}"
-            )
+            problems.append(f"{key} {path!r} is not a folder. {_path_rule()}{hint}")
         elif not (Path(path) / needed).is_file():
-            problems.append(
-                f"{key} must be a folder that transformers can load, got {path!r}, which has no {needed}. "
-                "Point at the folder that save_pretrained wrote."
-            )
+            problems.append(f"{key} {path!r} has no {needed}. Name the folder that save_pretrained wrote.")
         elif key != "model.tokenizer" and (problem := folder_problem(Path(path))):
-            problems.append(
-                f"{key} must be a folder that transformers can load, got {path!r}, {problem}. "
-                "Use another copy, or write it again with save_pretrained."
-            )
+            problems.append(f"{key} is {path!r}, {problem}. Use another copy, or write it again with save_pretrained.")
         elif key.startswith("reward.") and not has_value_head(Path(path)):
             problems.append(
-                f"{key} must be a model with a head that scores, got {path!r}, which has none: every score would be 0. "
-                "Use a sequence-classification model with one label, or a folder saved by coati.models.RewardModel."
+                f"{key} {path!r} has no head that scores: every score would be 0. Use a sequence-classification model "
+                "with one label, or a folder saved by coati.models.RewardModel."
             )
     return problems
 
 
-def _length_problems(config: RunSettings) -> list[str]:
-    context = context_length(Path(config.model.path))
-    wanted = config.rollout.max_new_tokens
-    if context is None or wanted < context:
-        return []
-    return [
-        f"rollout.max_new_tokens must be below the {context} tokens that fit {config.model.path}, prompt included, got "
-        f"{wanted}. Lower it, so that prompts have room too."
-    ]
+def _size_problems(config: RunSettings) -> list[str]:
+    """Responses that do not fit, and vocabularies that do not go together, where the folders tell."""
+    problems, path, wanted = [], Path(config.model.path), config.rollout.max_new_tokens
+    context, vocabulary = context_length(path), vocabulary_size(path)
+    if context is not None and wanted >= context:
+        problems.append(
+            f"rollout.max_new_tokens must be below the {context} tokens that fit {path}, prompt included, got "
+            f"{wanted}. Lower it, so that prompts have room too."
+        )
+    if vocabulary is None:
+        return problems
+    token = largest_token(Path(config.tokenizer_path))
+    if token is not None and token >= vocabulary:
+        problems.append(
+            f"The tokenizer {config.tokenizer_path!r} has token {token}, but model.path {str(path)!r} knows only "
+            f"{vocabulary} tokens (vocab_size). Use the model's own tokenizer."
+        )
+    for key, other in input_paths(config).items():
+        size = None if key in ("model.path", "model.tokenizer", "prompts.path") else vocabulary_size(Path(other))
+        if size is not None and (size != vocabulary if key == "model.reference" else size < vocabulary):
+            problems.append(
+                f"{key} {other!r} knows {size} tokens, but model.path {str(path)!r} knows {vocabulary} (vocab_size). "
+                "Use a model with the same tokenizer."
+            )
+    return problems
+
+
+def _path_rule() -> str:
+    return f"Check the path: relative ones count from the folder of the TOML file, then from {Path.cwd()}."
 
 
 def _lora_problems(config: RunSettings) -> list[str]:
@@ -156,10 +174,7 @@ def _prompt_problems(config: RunSettings) -> list[str]:
     path = Path(config.prompts.path)
     if path.suffix in FILE_SUFFIXES:
         if not path.is_file():
-            return [
-                f"prompts.path must be a file that exists, got {str(path)!r}. "
-                f"Check the path; relative ones count from {Path.cwd()}."
-            ]
+            return [f"prompts.path {str(path)!r} does not exist. {_path_rule()}"]
         if path.suffix != ".jsonl":
             return _extra_problems(str(path))
         try:
@@ -170,9 +185,8 @@ def _prompt_problems(config: RunSettings) -> list[str]:
     if looks_local(config.prompts.path) and not path.is_dir():
         kinds = ", ".join(FILE_SUFFIXES)
         return [
-            f"prompts.path must be a file ({kinds}), a `datasets` folder or a `datasets` name, got "
-            f"{str(path)!r}, "
-            f"which is none of them. Check the path; relative ones count from {Path.cwd()}."
+            f"prompts.path must be a file ({kinds}), a `datasets` folder or a `datasets` name, got {str(path)!r}. "
+            f"{_path_rule()}"
         ]
     return _extra_problems(str(path))
 
