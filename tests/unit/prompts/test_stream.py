@@ -5,7 +5,6 @@ import logging
 
 import pytest
 import torch
-from coati.prompts.encoding import tokenize_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -315,4 +314,4 @@ def test_an_end_token_that_a_prompt_spells_out_stays_with_a_vocabulary_without_t
     backend = Tokenizer(models.WordLevel(vocab={"<eos>": 0, "w1": 1}))  # every other word becomes nothing
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
-    assert tokenize_prompt("w1 <eos>", tokenizer, is_chat=False, where="row 0") == [1, 0]
+    assert first_batch(table_of("w1 <eos>"), tokenizer)["input_ids"][0].tolist() == [1, 0]
