@@ -24,7 +24,7 @@ from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.environment import apply_env_info, processors_for, remote, set_up_gpu
 from coati.ray.options import TrainerOptions
 from coati.ray.peers import RayPeers
-from coati.trainer.batch_mover import BatchMover
+from coati.trainer.batches import BatchMover
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import Strategy
 from coati.weights import Recipients, WeightSender, shared_memory_of

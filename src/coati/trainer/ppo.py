@@ -16,8 +16,8 @@ from coati.errors import ConfigError
 from coati.experience import Experience
 from coati.models import action_logprobs, action_values
 from coati.models.packing import joined_once
+from coati.trainer.batches import MicroBatches
 from coati.trainer.health import TrainingHealth, memory_explained, pass_memory_explained
-from coati.trainer.micro_batches import MicroBatches
 from coati.trainer.modes import (
     check_compiler,
     checkpoint_activations,
@@ -26,8 +26,14 @@ from coati.trainer.modes import (
     make_optimizer,
     set_learning_mode,
 )
-from coati.trainer.objective import PolicyObjective, StepCounts, policy_objective
-from coati.trainer.off_policy import measure_off_policy, off_policy_metrics, prepare
+from coati.trainer.objective import (
+    PolicyObjective,
+    StepCounts,
+    measure_off_policy,
+    off_policy_metrics,
+    policy_objective,
+    prepare,
+)
 from coati.trainer.step_numbers import StepNumbers, explained_variance
 from coati.trainer.strategies import Strategy
 
@@ -105,16 +111,6 @@ class PPOLearner:
     def critic(self) -> nn.Module | None:
         """The critic, as the strategy wrapped it, if there is one."""
         return self.models.get("critic")
-
-    @property
-    def actor_optimizer(self) -> Optimizer:
-        """The actor's."""
-        return self.optimizers["actor"]
-
-    @property
-    def critic_optimizer(self) -> Optimizer:
-        """The critic's."""
-        return self.optimizers["critic"]
 
     @property
     def num_skipped(self) -> int:
@@ -248,7 +244,7 @@ class PPOLearner:
         entropy = entropy if needs_entropy_gradient else entropy.detach()
         bonus = entropy_bonus(entropy, mask, num_tokens=counts.tokens)
         loss = policy.loss + algorithm.kl_loss_coef * policy.kl_term - algorithm.entropy_coef * bonus
-        self.strategy.backward(loss, self.actor, self.actor_optimizer)
+        self.strategy.backward(loss, self.actor, self.optimizers["actor"])
         numbers.add("policy/loss", policy.loss)
         numbers.add("policy/clip_fraction", policy.clip_fraction)
         numbers.add("policy/approx_kl", policy.approx_kl)
@@ -268,7 +264,7 @@ class PPOLearner:
             clip=self.algorithm.value_clip,
             num_tokens=counts.tokens,
         )
-        self.strategy.backward(value.loss, critic, self.critic_optimizer)
+        self.strategy.backward(value.loss, critic, self.optimizers["critic"])
         numbers.add("value/loss", value.loss)
         numbers.add("value/clip_fraction", value.clip_fraction)
 

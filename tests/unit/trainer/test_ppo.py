@@ -116,7 +116,7 @@ def weights(learner):
 
 
 def optimizer_state(learner):
-    return copy.deepcopy([learner.actor_optimizer.state_dict(), learner.critic_optimizer.state_dict()])
+    return copy.deepcopy([learner.optimizers["actor"].state_dict(), learner.optimizers["critic"].state_dict()])
 
 
 def furthest(one, other):
@@ -298,7 +298,7 @@ def test_a_learning_rate_that_breaks_the_model_is_named(policy):
 
 def test_weights_that_a_step_made_infinite_end_training():
     learner = make_learner()
-    learner.actor_optimizer.param_groups[0]["lr"] = math.inf
+    learner.optimizers["actor"].param_groups[0]["lr"] = math.inf
     with pytest.raises(TrainingDiverged, match=r"weights of the actor .* after optimizer step 1"):
         learner.step(make_batch())
 
@@ -327,7 +327,7 @@ def test_running_out_of_memory_names_the_work_and_the_setting(label, monkeypatch
         monkeypatch.setattr(learner.models[label], "forward", run_out)
         what, setting = rf"{label}'s pass over \d samples", r"train\.micro_batch_tokens is 14.*activation_checkpointing"
     else:
-        monkeypatch.setattr(learner.critic_optimizer, "step", run_out)
+        monkeypatch.setattr(learner.optimizers["critic"], "step", run_out)
         what, setting = label, "train.strategy"
     with pytest.raises(OutOfMemory, match=f"{what}.*{setting}.*2.00 GiB"):
         learner.step(make_batch())

@@ -83,7 +83,6 @@ def test_one_rank_talks_to_nobody():
     strategy = DDPStrategy(device="cpu")
     tensor = torch.tensor([2.0])
     assert strategy.all_reduce_sum(tensor) is tensor
-    strategy.barrier(0.001)
     assert (strategy.rank, strategy.world_size, strategy.device) == (0, 1, torch.device("cpu"))
 
 

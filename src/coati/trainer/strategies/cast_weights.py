@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,62 +45,53 @@ class CastWeights:
         # Frozen ones apart: what comes out of one call needs a gradient or does not.
         self._trained = [weight for weight in weights if weight.requires_grad]
         self._frozen = [weight for weight in weights if not weight.requires_grad]
-        numbers = {weight: number for number, weight in enumerate(self._trained + self._frozen)}
+        # A tied weight is read at several places.
         self._places = [
-            _Place(module, name, weight, numbers[weight])
+            (module, name, weight)
             for module in model.modules()
             for name, weight in module._parameters.items()
-            if weight is not None and weight in numbers
+            if weight is not None and weight.is_floating_point()
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass."""
-        groups = [group for group in (self._trained, self._frozen) if group]
-        casts = [_Cast.apply(self._dtype, *group) for group in groups]  # type: ignore[no-untyped-call]
-        copies = _Copies(self._places, list(itertools.chain(*casts)))
-        before, _pass.copies = _pass.copies, copies
+        copies: dict[Tensor, Tensor] = {}
+        for group in filter(None, (self._trained, self._frozen)):
+            copies |= zip(group, _Cast.apply(self._dtype, *group), strict=True)  # type: ignore[no-untyped-call]
+        swapped = _Swapped(self._places, copies)
+        before, _pass.swapped = _pass.swapped, swapped
         try:
-            with copies:
+            with swapped:
                 return self._forward(*args, **kwargs)
         finally:
-            _pass.copies = before
+            _pass.swapped = before
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """`context_fn` of `torch.utils.checkpoint`: what the backward pass computes again sees the copies of its pass."""
-    return contextlib.nullcontext(), _pass.copies or contextlib.nullcontext()
+    return contextlib.nullcontext(), _pass.swapped or contextlib.nullcontext()
 
 
-class _Place(NamedTuple):
-    """Where a weight is read; a tied one is read at several places."""
+class _Swapped:
+    """A context in which copies take the places of the weights; it may be entered more than once."""
 
-    module: nn.Module
-    name: str
-    weight: nn.Parameter
-    number: int
-    """Of its copy."""
-
-
-class _Copies:
-    """A context in which the copies take the places of the weights."""
-
-    def __init__(self, places: Sequence[_Place], copies: Sequence[Tensor]) -> None:
+    def __init__(self, places: Sequence[tuple[nn.Module, str, nn.Parameter]], copies: Mapping[Tensor, Tensor]) -> None:
         self._places = places
         self._copies = copies
 
     def __enter__(self) -> None:
-        for place in self._places:
-            place.module._parameters[place.name] = cast("nn.Parameter", self._copies[place.number])
+        for module, name, weight in self._places:
+            module._parameters[name] = cast("nn.Parameter", self._copies[weight])
 
     def __exit__(self, *_: object) -> None:
-        for place in self._places:
-            place.module._parameters[place.name] = place.weight
+        for module, name, weight in self._places:
+            module._parameters[name] = weight
 
 
 class _Pass(threading.local):
     """The forward pass that this thread makes."""
 
-    copies: _Copies | None = None
+    swapped: _Swapped | None = None
 
 
 _pass = _Pass()

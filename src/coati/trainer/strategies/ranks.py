@@ -140,22 +140,6 @@ class Ranks:
         dist.all_gather(rows, mine)
         return torch.stack(rows).to(vector.device)
 
-    def barrier(self, deadline_seconds: float) -> None:
-        """Wait until all ranks are here; after `deadline_seconds` raise `DeadlineExceeded`."""
-        if self.world_size == 1:
-            return
-        timeout = timedelta(seconds=deadline_seconds)
-        try:
-            if dist.get_backend() == "gloo":
-                dist.monitored_barrier(timeout=timeout, wait_all_ranks=True)  # names the ranks that are missing
-            else:
-                dist.barrier(async_op=True).wait(timeout)
-        except RuntimeError as error:
-            raise DeadlineExceeded(
-                f"rank {self.rank} of {self.world_size} waited {deadline_seconds:g} s at a barrier for the "
-                f"other ranks; one is dead or far behind. torch said: {str(error).strip()}"
-            ) from error
-
     def run_on_all(self, work: Callable[[], _T], what: str) -> _T:
         """Run `work` on every rank; if it fails on one, raise on all, so that none waits for a rank that left."""
         failure: Exception | None = None

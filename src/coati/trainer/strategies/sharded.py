@@ -49,7 +49,7 @@ class ShardedStrategy(Strategy):
         _check_optimizer(optimizer, before.values())
         deferred = deferred_weights(model)
         if deferred is not None and self.world_size > 1:
-            deferred.seed = self._of_rank0(deferred.seed)
+            deferred.seed = int(self.all_gather(torch.tensor([deferred.seed]))[0])
         elif self.world_size > 1:
             self._broadcast_from_rank0(model)
         self._shard(model)
@@ -91,11 +91,6 @@ class ShardedStrategy(Strategy):
             staged = tensor.detach().to(self.device).contiguous()
             dist.broadcast(staged, src=0)
             tensor.copy_(staged)
-
-    def _of_rank0(self, number: int) -> int:
-        agreed = torch.tensor(number, device=self.device)
-        dist.broadcast(agreed, src=0)
-        return int(agreed)
 
 
 class LowLevelZeroStrategy(ShardedStrategy):

@@ -1,4 +1,4 @@
-"""A batch in passes: the rows of each, as many on every rank, and rows of no weight where a rank has none left."""
+"""Batches on their way to the device, and cut into passes."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -77,3 +77,30 @@ def _weightless_row(like: Experience) -> Experience:
         reference_log_probs=floats,
         proximal_log_probs=floats,
     )
+
+
+class BatchMover:
+    """Copies batches to a GPU on a stream of its own; where there is no GPU, batches stay as they are.
+
+    `used_on` is the stream of the training steps, if that is not the default one.
+    """
+
+    def __init__(self, device: torch.device, used_on: torch.cuda.Stream | None = None) -> None:
+        self._device = device
+        self._used_on = used_on
+        # Stream has no annotations.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __call__(self, batch: Experience) -> Experience:
+        """Move the batch; it is on the device when this returns. Pinned memory is copied while others compute."""
+        if self._stream is None:
+            return batch
+        with torch.cuda.stream(self._stream):
+            batch.to_device(self._device)
+        self._stream.synchronize()
+        used_on = self._used_on or torch.cuda.default_stream(self._device)
+        for _, tensor in batch.tensors():
+            # The memory belongs to our stream, which may give it out again as soon as it is freed; the training step
+            # uses it on another one.
+            tensor.record_stream(used_on)
+        return batch
