@@ -113,7 +113,7 @@ class StaleRun:
         self._pipeline = self._make_pipeline()
         maker = SimpleNamespace(update_experience_maker=WeightReceiver(self._pipeline.served).receive)
         recipients = Recipients(LocalPeers(maker=maker), ["maker"], start_seconds=60.0, update_seconds=600.0)
-        self._sender = WeightSender(self.learner, recipients, timeline=self._pipeline.timeline)
+        self._sender = WeightSender(self.learner.models, strategy, recipients, timeline=self._pipeline.timeline)
         self._collector = BatchCollector(config.train.batch_size)
         self._waiting: deque[Experience] = deque()
         self._prompts = iter(run.make_prompts(config))

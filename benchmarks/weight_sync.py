@@ -31,7 +31,6 @@ import statistics
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import ray
@@ -161,10 +160,10 @@ def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace
     source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda") if is_cuda else np.ones(num_bytes, dtype=np.uint8)
     target = torch.zeros_like(source) if is_cuda else np.zeros_like(source)
     strategy = DDPStrategy(device=arguments.device)
-    learner = SimpleNamespace(models={"actor": module}, strategy=strategy)
     recipients = Recipients(RayPeers(), names, start_seconds=DEADLINE_SECONDS, update_seconds=DEADLINE_SECONDS)
     sender = WeightSender(
-        learner,
+        {"actor": module},
+        strategy,
         recipients,
         timeline=Timeline(),
         shared=None if arguments.host else shared_memory_of(strategy.device),

@@ -1,7 +1,7 @@
 """Senders and receivers of weights in one process, and updates made by hand.
 
 maker = Maker(models)
-sender = make_sender(Learner(models), ThreadPeers(maker=maker), ["maker"])
+sender = make_sender(models, ThreadPeers(maker=maker), ["maker"])
 deliver(messages_of(models), maker)
 """
 
@@ -48,16 +48,11 @@ class PlainStrategy:
             yield {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in chunk.items()}
 
 
-class Learner:
-    def __init__(self, models, strategy=None):
-        self.models, self.strategy = models, strategy or PlainStrategy()
-
-
-def make_sender(learner, peers, names, *, seconds=60.0, timeline=None, **options):
+def make_sender(models, peers, names, *, strategy=None, seconds=60.0, timeline=None, **options):
     """A sender with chunks of 64 bytes."""
     recipients = Recipients(peers, names, start_seconds=seconds, update_seconds=seconds)
     options = {"chunk_mib": 64 / 2**20} | options
-    return WeightSender(learner, recipients, timeline=timeline or Timeline(), **options)
+    return WeightSender(models, strategy or PlainStrategy(), recipients, timeline=timeline or Timeline(), **options)
 
 
 class Sent(NamedTuple):

@@ -171,7 +171,8 @@ class SynchronousRun:
             update_seconds=deadlines.update_seconds,
         )
         return WeightSender(
-            self._learner,
+            self._learner.models,
+            self._learner.strategy,
             recipients,
             timeline=self._timeline,
             adapters_only=topology.update_lora_weights,

@@ -5,7 +5,7 @@ import multiprocessing
 import pytest
 import torch
 from torch import nn
-from weight_testing import Learner, Maker, PlainStrategy, make_sender
+from weight_testing import Maker, PlainStrategy, make_sender
 
 from coati.peers import LocalPeers
 from coati.weights.card_memory import CardMemory
@@ -71,9 +71,10 @@ def test_weights_arrive_to_the_bit_without_leaving_the_card(verify_updates):
     shared = CardMemory(strategy.device)
     shared.least_chunk_mib = 0.0
     sender = make_sender(
-        Learner(models, strategy),
+        models,
         LocalPeers(maker=maker),
         ["maker"],
+        strategy=strategy,
         shared=shared,
         verify_updates=verify_updates,
         chunk_mib=0.1,

@@ -97,7 +97,8 @@ class PPOTrainer(DetachedTrainer):
         self._version_metrics: dict[str, float] = {}  # of the version made last
         self._num_steps_unpublished = 0
         self._sender = WeightSender(
-            self._learner,
+            self._learner.models,
+            self.strategy,
             Recipients(
                 RayPeers(),
                 self.maker_names if options.updated_makers is None else options.updated_makers,

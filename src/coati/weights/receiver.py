@@ -9,20 +9,20 @@ update, or after ten minutes without a call.
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coati.errors import WeightUpdateError
-from coati.models.lora import LayerLoRA, as_layer_lora
+from coati.models.lora import LayerLoRA, LoRAConstructor, as_layer_lora, has_adapters
+from coati.models.memory import state_tensors, tied_names
 from coati.weights.card_memory import CardHandle, CardReader, card_fault
 from coati.weights.host_memory import MemoryHandle, MemoryReader, memory_fault
 from coati.weights.message import Chunk, MemoryProbe, UpdateHeader, WeightManifest, WeightMessage
 from coati.weights.served import ServedModels, VerifiedUpdate
-from coati.weights.targets import Target
 from coati.weights.transports import ReadChunk, read_value
 from coati.wire import WireTensor, decode
 
@@ -34,6 +34,7 @@ MAX_IDLE_SECONDS = 600.0
 MAX_VERSION = 2**31
 _PLAIN_SOURCE = "a plain call"
 _KEPT = "Update rejected; the maker keeps its current weights."
+_OTHER_MODEL = "Update rejected; use the same model on both sides."
 
 
 @dataclasses.dataclass
@@ -62,7 +63,9 @@ class WeightReceiver:
     ) -> None:
         """`allow_partial_plain`: plain calls may send adapters only."""
         self._served = served
-        self._targets = {label: Target(label, module, served.newest_weight) for label, module in served.modules.items()}
+        self._targets = {
+            label: _Target(label, module, served.newest_weight) for label, module in served.modules.items()
+        }
         parameters = (tensor for module in served.modules.values() for tensor in module.parameters())
         self.device = next((tensor.device for tensor in parameters), torch.device("cpu"))
         self._in_memory = MemoryReader()
@@ -273,3 +276,98 @@ def _tensor(value: Any) -> Tensor:
     if isinstance(value, WireTensor):
         return decode(value)
     return value.detach().cpu() if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
+
+
+class _Target:
+    """A module of the receiver, under its label ("actor" or "critic")."""
+
+    def __init__(self, label: str, module: nn.Module, newest_weight: Callable[[str, str], Tensor]) -> None:
+        """`newest_weight(label, name)` gives a copy of a weight as it is after all accepted updates."""
+        self._label = label
+        tensors = state_tensors(module)
+        self._specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        tied = tied_names(module)  # tied weights travel once, under any of their names
+        self._first_name = {name: tied.get(name, name) for name in tensors}
+        self._has_adapters = has_adapters(tensors)
+        self.constructor = LoRAConstructor(_BaseWeights(tensors, lambda name: newest_weight(label, name)))
+
+    def resolve(self, sent: Mapping[str, Tensor], lora: Mapping[str, LayerLoRA], source: str) -> dict[str, Tensor]:
+        """The sent weights under this module's own names, checked.
+
+        Adapters for a module that has none become weights of it: W₀ + scale·B·A, from the same W₀ each time.
+        """
+        if not self._has_adapters:
+            sent = self.constructor.reconstruct(sent, lora)
+        resolved: dict[str, Tensor] = {}
+        for name, tensor in sent.items():
+            own = self._own_name(name, source)
+            self._check_spec(own, tensor, source)
+            if own in resolved:
+                raise WeightUpdateError(
+                    f"{source} sent the {self._label} weight {own!r} twice, the second time as {name!r}. "
+                    "Update rejected; send each weight once."
+                )
+            resolved[own] = tensor
+        return resolved
+
+    def missing(self, names: Mapping[str, Tensor]) -> list[str]:
+        """Weights that were not sent, and no weight that is tied to them either."""
+        sent = {self._first_name[name] for name in names}
+        return [name for name, first_name in self._first_name.items() if first_name not in sent]
+
+    def check_complete(self, names: Mapping[str, Tensor], source: str) -> None:
+        """Raise WeightUpdateError if any weight is missing."""
+        if missing := self.missing(names):
+            raise WeightUpdateError(
+                f"{source} sent only part of the {self._label}, which lacks {len(missing)} of {len(self._specs)} "
+                f"weights (first: {missing[0]!r}). Update rejected; send all weights, or use update_lora_weights for "
+                "adapters only."
+            )
+
+    def _own_name(self, name: str, source: str) -> str:
+        for candidate in _aliases(name):
+            if candidate in self._specs:
+                return candidate
+        raise WeightUpdateError(
+            f"{source} sent {self._label} weight {name!r}, which this maker's {self._label} does not have "
+            f"(it has e.g. {next(iter(self._specs), 'nothing')!r}). {_OTHER_MODEL}"
+        )
+
+    def _check_spec(self, name: str, tensor: Tensor, source: str) -> None:
+        shape, dtype = self._specs[name]
+        if tensor.shape != shape:
+            raise WeightUpdateError(
+                f"{source} sent {self._label} weight {name!r} with shape {list(tensor.shape)}, but it is "
+                f"{list(shape)} here. {_OTHER_MODEL}"
+            )
+        # A float may be rounded to the width that the receiver computes in. Integers must be exact.
+        are_floats = tensor.dtype.is_floating_point and dtype.is_floating_point
+        if tensor.dtype != dtype and not are_floats:
+            raise WeightUpdateError(
+                f"{source} sent {self._label} weight {name!r} as {tensor.dtype}, but it is {dtype} here. {_OTHER_MODEL}"
+            )
+
+
+class _BaseWeights(Mapping[str, Tensor]):
+    """The receiver's weights under all names that a sender may call them by, copied when asked for."""
+
+    def __init__(self, names: Mapping[str, Tensor], newest_weight: Callable[[str], Tensor]) -> None:
+        self._newest_weight = newest_weight
+        self._own_name = {alias: name for name in reversed(list(names)) for alias in reversed(_aliases(name))}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._newest_weight(self._own_name[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._own_name
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own_name)
+
+    def __len__(self) -> int:
+        return len(self._own_name)
+
+
+def _aliases(name: str) -> tuple[str, ...]:
+    """Names that a weight may have on the other side, which may or may not have wrapped its model."""
+    return (name, f"model.{name}", name.removeprefix("model."), name.removeprefix("module."))

@@ -3,12 +3,12 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError, WeightUpdateError
 from coati.peers import Peer, Peers, PendingCall, wait_any
-from coati.weights.message import MemoryProbe
+from coati.weights.message import Chunk, MemoryProbe, UpdateHeader, WeightMessage
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +68,10 @@ class Recipients:
         for one in self._all.values():
             one.is_on_trial = one.name in newcomers
 
-    def attempt(self) -> "Attempt":
+    def attempt(self, header: UpdateHeader) -> "Attempt":
         """The calls of one update, to all makers that can be called now."""
         newcomers = {one.name for one in self._all.values() if one.is_newcomer}
-        return Attempt(self._found(), newcomers=newcomers, seconds=self.update_seconds)
+        return Attempt(header, self._found(), newcomers=newcomers, seconds=self.update_seconds)
 
     def all_can_open(self, probe: MemoryProbe, *, fallback: str) -> bool:
         """Whether every maker can read the sender's memory; False without makers. Logs which cannot, and why.
@@ -81,13 +81,13 @@ class Recipients:
         answers = [self._can_open(self._all[name], peer, probe, fallback) for name, peer in self._found().items()]
         return any(answers) and False not in answers
 
-    def note(self, version: int, attempt: "Attempt", *, is_full: bool) -> None:
+    def note(self, attempt: "Attempt", *, is_full: bool) -> None:
         """Keep what came of an update.
 
         A maker that died is left out from now on; one that could not be reached is sent the next update. Raises
         WeightUpdateError if a maker rejected it, PeerDied if none is left.
         """
-        rejected = []
+        rejected, version = [], attempt.header.version
         has_old = any(not one.is_newcomer for one in self._all.values())
         for one in (self._all[name] for name in attempt.peers):
             error = attempt.failed.get(one.name)
@@ -144,7 +144,10 @@ class Recipients:
 class Attempt:
     """The calls of one update, and what became of them."""
 
-    def __init__(self, peers: Mapping[str, Peer], *, newcomers: Collection[str], seconds: float) -> None:
+    def __init__(
+        self, header: UpdateHeader, peers: Mapping[str, Peer], *, newcomers: Collection[str], seconds: float
+    ) -> None:
+        self.header = header
         self.peers = dict(peers)
         self.failed: dict[str, PeerDied | PeerUnavailable | RemoteError | DeadlineExceeded] = {}
         now = time.monotonic()
@@ -154,17 +157,23 @@ class Attempt:
 
     @property
     def healthy(self) -> list[str]:
-        """Makers that have not failed so far."""
+        """Makers that have not failed so far; the others cannot complete the update."""
         return [name for name in self.peers if name not in self.failed]
 
-    def call_all(self, message: Any) -> None:
-        """Send a message to every maker that has taken all so far; the others cannot complete the update anyway."""
-        for name in self.healthy:
-            self.call(name, message)
+    def send(self, *, share: Callable[[Any], Any] = lambda message: message, **parts: Any) -> None:
+        """Send parts of a `WeightMessage` to all healthy makers; `share` stores it once for all of them."""
+        if makers := self.healthy:
+            message = share(WeightMessage(header=self.header, **parts))
+            for name in makers:
+                self._call(name, message)
 
-    def call(self, name: str, message: Any) -> None:
-        """Send a message to one maker."""
-        self._calls[self.peers[name].call("update_experience_maker", message=message)] = name
+    def send_lent(self, chunks: Sequence[Chunk], *, is_checked_once: bool) -> None:
+        """Send chunks that all healthy makers read in the same memory, so that each may be checked by one of them."""
+        makers = self.healthy
+        for number, name in enumerate(makers):
+            others = [c.index for c in chunks if is_checked_once and c.index % len(makers) != number]
+            message = WeightMessage(header=self.header, chunks=tuple(chunks), checked_elsewhere=frozenset(others))
+            self._call(name, message)
 
     def wait(self, *, until_in_flight: int = 0) -> None:
         """Wait for answers until at most so many calls are open. Late newcomers are left out.
@@ -182,6 +191,9 @@ class Attempt:
                     self.failed.setdefault(name, error)
             if not done:
                 self._leave_out_late()
+
+    def _call(self, name: str, message: Any) -> None:
+        self._calls[self.peers[name].call("update_experience_maker", message=message)] = name
 
     def _leave_out_late(self) -> None:
         now = time.monotonic()

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from coati.monitor.timeline import WEIGHTS, Timeline
 from coati.weights.canary import make_canary
 from coati.weights.card_memory import CardMemory
 from coati.weights.host_memory import HostMemory
-from coati.weights.message import Chunk, ChunkInfo, UpdateHeader, VerifyUpdates, WeightManifest, WeightMessage
+from coati.weights.message import Chunk, ChunkInfo, UpdateHeader, VerifyUpdates, WeightManifest
 from coati.weights.recipients import Attempt, Recipients
 from coati.weights.transports import ByValue, SharedTransport, Transport
 
@@ -45,42 +45,6 @@ LENT_BYTES_PER_CALL = 256 * 2**20
 _GRACE_SECONDS = 5.0
 
 
-class Learner(Protocol):
-    """What a sender reads."""
-
-    @property
-    def models(self) -> Mapping[str, nn.Module]:
-        """What is trained, and sent: "actor" and, if there is one, "critic"."""
-
-    @property
-    def strategy(self) -> Any:
-        """The `coati.trainer.strategies.Strategy` that holds the models."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Update:
-    """One update under way."""
-
-    header: UpdateHeader
-    transport: Transport
-    attempt: Attempt
-
-    def message(self, **parts: Any) -> WeightMessage:
-        return WeightMessage(header=self.header, **parts)
-
-    @property
-    def checks_once(self) -> bool:
-        """Whether each lent chunk is checked by one maker for all."""
-        return self.transport.has_one_copy and len(self.attempt.healthy) > 1
-
-    def send_lent(self, chunks: Sequence[Chunk]) -> None:
-        """Send lent chunks to every maker."""
-        makers = self.attempt.healthy
-        for number, name in enumerate(makers):
-            others = [c.index for c in chunks if self.checks_once and c.index % len(makers) != number]
-            self.attempt.call(name, self.message(chunks=tuple(chunks), checked_elsewhere=frozenset(others)))
-
-
 class WeightSender:
     """Sends versions of a learner's weights, one after the other; never more than one update is under way.
 
@@ -90,7 +54,8 @@ class WeightSender:
 
     def __init__(
         self,
-        learner: Learner,
+        models: Mapping[str, nn.Module],
+        strategy: Any,
         recipients: Recipients,
         *,
         timeline: Timeline,
@@ -99,12 +64,15 @@ class WeightSender:
         verify_updates: VerifyUpdates = "checksum",
         chunk_mib: float = DEFAULT_CHUNK_MIB,
     ) -> None:
-        """`shared` is the memory that makers may be able to open; if not all can, weights travel by value."""
+        """`models` are sent under their labels, as the `Strategy` holds them.
+
+        `shared` is the memory that makers may be able to open; if not all can, weights travel by value.
+        """
         if verify_updates not in get_args(VerifyUpdates):
             raise ConfigError(f'verify_updates must be "checksum", "canary" or "off", got {verify_updates!r}.')
         self.recipients = recipients
-        self._learner = learner
-        self._strategy = learner.strategy
+        self._models = models
+        self._strategy = strategy
         self._timeline = timeline
         self._shared = shared
         self.transport: Transport | None = None  # None: ask the makers which one they can use
@@ -174,15 +142,15 @@ class WeightSender:
             lender=transport.begin(),
         )
         self._last_version = version
-        update = _Update(header, transport, self.recipients.attempt())
+        attempt = self.recipients.attempt(header)
         with _retired_on_failure(transport):
-            update.attempt.call_all(update.message(is_start=True))
+            attempt.send(is_start=True)
             if header.lender is not None:
-                update.attempt.wait()  # until no maker reads what the first chunk overwrites
-            transport.lend_to(update.attempt.healthy)
+                attempt.wait()  # until no maker reads what the first chunk overwrites
+            transport.lend_to(attempt.healthy)
             mib = shard_size or max(self._chunk_mib, transport.least_chunk_mib)
-            chunks, rest = self._send_chunks(update, self._shards(is_full, mib))
-        models = {label: self._strategy.unwrap_model(model) for label, model in self._learner.models.items()}
+            chunks, rest = self._send_chunks(attempt, transport, self._shards(is_full, mib))
+        models = {label: self._strategy.unwrap_model(model) for label, model in self._models.items()}
         has_canary = self._verify == "canary"
         manifest = WeightManifest(
             chunks=chunks,
@@ -194,7 +162,7 @@ class WeightSender:
         def deliver() -> None:
             try:
                 with _retired_on_failure(transport), self._timeline.span("deliver", WEIGHTS, version=version):
-                    self._finish(update, manifest, rest)
+                    self._finish(attempt, transport, manifest, rest)
             except BaseException as error:
                 on_failure(error)
                 raise
@@ -204,25 +172,24 @@ class WeightSender:
         return self._under_way
 
     def _send_chunks(
-        self, update: _Update, shards: Iterator[tuple[str, Mapping[str, Tensor]]]
-    ) -> tuple[tuple[ChunkInfo, ...], list[Chunk]]:
+        self, attempt: Attempt, transport: Transport, shards: Iterator[tuple[str, Mapping[str, Tensor]]]
+    ) -> tuple[tuple[ChunkInfo, ...], Sequence[Chunk]]:
         """Read all shards and send them, but for the last lent chunks, which may travel with the manifest.
 
         Without makers the weights are still read, because ranks gather them together.
         """
         infos: list[ChunkInfo] = []
         lent: list[Chunk] = []
-        for chunk in self._hashed(update.transport, shards):
+        for chunk in self._hashed(transport, shards):
             infos.append(chunk.info)
             if chunk.handle is None:
-                if update.attempt.peers:
-                    update.attempt.call_all(self.recipients.peers.share(update.message(chunks=(chunk,))))
+                attempt.send(chunks=(chunk,), share=self.recipients.peers.share)
             else:
                 lent.append(chunk)
                 if sum(one.info.nbytes for one in lent) >= LENT_BYTES_PER_CALL:
-                    update.send_lent(lent)
+                    attempt.send_lent(lent, is_checked_once=transport.has_one_copy)
                     lent = []
-            update.attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(update.attempt.peers))
+            attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(attempt.peers))
         return tuple(infos), lent
 
     def _hashed(self, transport: Transport, shards: Iterator[tuple[str, Mapping[str, Tensor]]]) -> Iterator[Chunk]:
@@ -241,24 +208,21 @@ class WeightSender:
         if waiting is not None:
             yield _with_checksum(*waiting)
 
-    def _finish(self, update: _Update, manifest: WeightManifest, rest: Sequence[Chunk]) -> None:
+    def _finish(self, attempt: Attempt, transport: Transport, manifest: WeightManifest, rest: Sequence[Chunk]) -> None:
         """Send the manifest, wait for all answers, and note what came of it."""
-        attempt = update.attempt
-        if update.checks_once:  # nobody commits before all have answered for what they checked
-            update.send_lent(rest)
-            attempt.wait()
+        if transport.has_one_copy and len(attempt.healthy) > 1:
+            attempt.send_lent(rest, is_checked_once=True)
+            attempt.wait()  # no maker commits before all have answered for what they checked
             rest = ()
-        attempt.call_all(
-            update.message(chunks=tuple(rest), manifest=manifest, must_check_all=bool(attempt.failed)),
-        )
+        attempt.send(chunks=tuple(rest), manifest=manifest, must_check_all=bool(attempt.failed))
         attempt.wait()
         if any(isinstance(error, PeerUnavailable | DeadlineExceeded) for error in attempt.failed.values()):
-            update.transport.retire()  # a maker that did not answer may still read it
-        self.recipients.note(update.header.version, attempt, is_full=not manifest.is_partial)
+            transport.retire()  # a maker that did not answer may still read it
+        self.recipients.note(attempt, is_full=not manifest.is_partial)
 
     def _shards(self, is_full: bool, max_mib: float) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
         """The weights of all models in chunks of bounded size."""
-        for label, model in self._learner.models.items():
+        for label, model in self._models.items():
             parameters = self._strategy.unwrap_model(model).named_parameters()
             names = None if is_full else {name for name, parameter in parameters if parameter.requires_grad}
             options = {"shard_size": max_mib, "dtype": self._strategy.compute_dtype, "names": names}

@@ -83,7 +83,7 @@ def test_an_update_that_computes_the_same_is_served(maker):
 
 def test_an_update_that_computes_otherwise_is_never_served_and_a_full_one_that_passes_heals(maker):
     trainer, other = make_actor(1), make_actor(2)
-    with pytest.raises(WeightUpdateError, match=rf"maker-3 .*version 1 .*\[{canary_logprobs(other)[0]:.4f}"):
+    with pytest.raises(WeightUpdateError, match=r"maker-3 .*version 1 .* nats .* instead of"):
         deliver(update(trainer, 1, other), maker)
     assert maker.served.version == 0
     with pytest.raises(WeightUpdateError, match="Send a full update"), maker.served.use():

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from thread_peers import PATIENCE, ThreadPeers
-from weight_testing import Learner, Maker, PlainStrategy, deliver, header_of, make_sender, messages_of
+from weight_testing import Maker, PlainStrategy, deliver, header_of, make_sender, messages_of
 
 from coati.errors import ActorNotFound, ConfigError, DeadlineExceeded, PeerDied, WeightUpdateError
 from coati.models import Actor
@@ -87,7 +87,7 @@ def test_all_makers_serve_what_was_sent(make_shared, verify_updates, make_models
     shared = None if make_shared is None else make_shared()
     # A handle of CPU memory is for this very process: nothing may pickle it.
     peers = LocalPeers(**makers) if isinstance(shared, CardMemory) else ThreadPeers(**makers)
-    sender = make_sender(Learner(models), peers, list(makers), shared=shared, verify_updates=verify_updates)
+    sender = make_sender(models, peers, list(makers), shared=shared, verify_updates=verify_updates)
     for version in range(5):
         with torch.no_grad():
             models["critic"].bias.fill_(version)
@@ -99,7 +99,7 @@ def test_all_makers_serve_what_was_sent(make_shared, verify_updates, make_models
 
 def test_only_the_known_ways_to_verify_are_accepted(trained):
     with pytest.raises(ConfigError, match="verify_updates"):
-        make_sender(Learner(trained), ThreadPeers(), [], verify_updates="crc")
+        make_sender(trained, ThreadPeers(), [], verify_updates="crc")
 
 
 def test_floats_travel_in_the_dtype_that_the_learner_computes_in(trained, make_models):
@@ -108,7 +108,7 @@ def test_floats_travel_in_the_dtype_that_the_learner_computes_in(trained, make_m
     with torch.no_grad():
         trained["critic"].weight.fill_(1.00390625)  # 1 + 2⁻⁸: bfloat16 rounds it to 1
     maker = Maker(make_models(0))
-    make_sender(Learner(trained, strategy), ThreadPeers(maker=maker), ["maker"]).send(1)
+    make_sender(trained, ThreadPeers(maker=maker), ["maker"], strategy=strategy).send(1)
     assert maker.models["critic"].weight.unique().tolist() == [1.0]
     assert maker.models["actor"].num_seen.item() == trained["actor"].num_seen.item()
 
@@ -116,7 +116,7 @@ def test_floats_travel_in_the_dtype_that_the_learner_computes_in(trained, make_m
 def test_with_adapters_only_what_is_not_trained_stays_at_home(trained, make_models):
     trained["actor"].requires_grad_(False)
     maker = Maker(make_models(0))
-    sender = make_sender(Learner(trained), ThreadPeers(maker=maker), ["maker"], adapters_only=True)
+    sender = make_sender(trained, ThreadPeers(maker=maker), ["maker"], adapters_only=True)
     sizes = []
     sender.send(1, on_arrival=lambda _, num_bytes: sizes.append(num_bytes))
     assert maker.models["critic"].weight.equal(trained["critic"].weight)
@@ -129,8 +129,7 @@ def test_with_adapters_only_what_is_not_trained_stays_at_home(trained, make_mode
 def test_a_canary_travels_if_it_is_asked_for_and_stops_a_maker_that_computes_otherwise():
     actors = [Actor(tiny.llama(seed, initializer_range=0.5)) for seed in range(3)]
     maker = Maker({"actor": actors[0]})
-    learner = Learner({"actor": actors[1]})
-    sender = make_sender(learner, ThreadPeers(maker=maker), ["maker"], verify_updates="canary")
+    sender = make_sender({"actor": actors[1]}, ThreadPeers(maker=maker), ["maker"], verify_updates="canary")
     sender.send(1)
     maker.models["actor"].model.config.rms_norm_eps = 1.0
     maker.models["actor"].model.model.norm.variance_epsilon = 1.0  # it computes something else now
@@ -148,7 +147,7 @@ def test_weights_are_read_even_if_no_maker_is_there_to_be_updated(trained):
                 read.extend(shard)
                 yield shard
 
-    make_sender(Learner(trained, Gathering()), ThreadPeers(), []).send(1)
+    make_sender(trained, ThreadPeers(), [], strategy=Gathering()).send(1)
     assert {"body.weight", "weight"} < set(read)
 
 
@@ -169,7 +168,7 @@ def test_every_chunk_carries_its_own_checksum_and_one_is_read_ahead_of_what_is_s
     monkeypatch.setattr(sender_module, "MAX_CHUNKS_IN_FLIGHT", 0)  # each chunk is answered before the next is sent
     peers = ThreadPeers(maker=Noting())
     peers["maker"].at(UPDATE, "before", lambda _: ahead.append(len(drawn)), None)
-    make_sender(Learner({"actor": torch.nn.Identity()}, Counting()), peers, ["maker"]).send(1)
+    make_sender({"actor": torch.nn.Identity()}, peers, ["maker"], strategy=Counting()).send(1)
     assert ahead[1:] == [2, 3, 4, 5, 5, 5]  # after the start: five chunks and the manifest
 
 
@@ -207,7 +206,7 @@ def test_a_bounded_number_of_chunks_is_in_flight(trained):
     peers.add("a", None), peers.add("b", None)
     peers._lookup = WaitedPeer
     WaitedCall.open_at_wait.clear()
-    make_sender(Learner(trained), peers, ["a", "b"], chunk_mib=8 / 2**20).send(1)
+    make_sender(trained, peers, ["a", "b"], chunk_mib=8 / 2**20).send(1)
     assert max(WaitedCall.open_at_wait) == 2 * MAX_CHUNKS_IN_FLIGHT + 2
 
 
@@ -218,9 +217,9 @@ class Slow:
     """A maker, and a learner whose answers to the manifests are held back."""
 
     def __init__(self, models, sent):
-        self.maker = Maker(models)
+        self.maker, self.sent = Maker(models), sent
         self.peers = ThreadPeers(maker=self.maker)
-        self.sender = make_sender(Learner(sent), self.peers, ["maker"], chunk_mib=1.0)
+        self.sender = make_sender(sent, self.peers, ["maker"], chunk_mib=1.0)
 
     def hold_manifest(self):
         return self.peers.hold("maker", UPDATE, nth=4)  # the start, the actor, the critic, the manifest
@@ -237,7 +236,7 @@ def test_start_returns_when_the_weights_are_read_and_they_may_change(slow, make_
     held.reached()
     assert slow.maker.served.version == 0
     with torch.no_grad():
-        slow.sender._learner.models["critic"].weight.zero_()
+        slow.sent["critic"].weight.zero_()
     held.release()
     slow.sender.settle()
     assert fingerprint(slow.maker.models) == fingerprint(make_models(7))
@@ -269,7 +268,7 @@ def test_updates_take_one_thread_however_many_they_are(slow):
 def test_a_sender_that_is_dropped_is_freed_with_its_memory_and_its_thread(make_models, trained):
     before = set(threading.enumerate())
     maker = Maker(make_models(0))
-    sender = make_sender(Learner(trained), LocalPeers(maker=maker), ["maker"], shared=HostMemory())
+    sender = make_sender(trained, LocalPeers(maker=maker), ["maker"], shared=HostMemory())
     sender.send(1)
     (worker,) = set(threading.enumerate()) - before
     freed = weakref.ref(sender)
@@ -283,7 +282,7 @@ def test_a_sender_that_is_dropped_is_freed_with_its_memory_and_its_thread(make_m
 def rejecting(trained):
     target = Rejecting()
     peers = ThreadPeers(maker=target)
-    return target, peers, make_sender(Learner(trained), peers, ["maker"], chunk_mib=1.0)
+    return target, peers, make_sender(trained, peers, ["maker"], chunk_mib=1.0)
 
 
 def test_a_failure_that_was_not_waited_for_is_raised_once_by_check_or_the_next_start(rejecting):
@@ -330,7 +329,7 @@ def test_a_send_raises_what_is_wrong_with_its_own_update_and_leaves_others_failu
 
 def test_makers_hear_what_the_sender_sent_before_so_that_no_version_can_jump(make_models, trained):
     makers = {"early": Maker(make_models(0)), "late": Maker(make_models(0))}
-    sender = make_sender(Learner(trained), ThreadPeers(**makers), ["early"])
+    sender = make_sender(trained, ThreadPeers(**makers), ["early"])
     for version in (1, 2, 3):
         sender.send(version)
     sender.change_makers(["early", "late"])
@@ -344,7 +343,7 @@ def test_makers_hear_what_the_sender_sent_before_so_that_no_version_can_jump(mak
 
 
 def test_a_maker_that_does_not_exist_is_named(trained):
-    sender = make_sender(Learner(trained), ThreadPeers(), ["no-such-maker"], seconds=0.01)
+    sender = make_sender(trained, ThreadPeers(), ["no-such-maker"], seconds=0.01)
     with pytest.raises(ActorNotFound, match="no-such-maker"):
         sender.send(1)
 
@@ -353,7 +352,7 @@ def test_a_rejected_update_names_maker_and_reason_and_the_maker_keeps_its_weight
     maker = Maker(make_models(0))
     wider = {"critic": torch.nn.Linear(9, 1)}
     with pytest.raises(WeightUpdateError, match=r"maker maker: .*\[1, 9\]"):
-        make_sender(Learner(wider), ThreadPeers(maker=maker), ["maker"]).send(1)
+        make_sender(wider, ThreadPeers(maker=maker), ["maker"]).send(1)
     assert fingerprint(maker.models) == fingerprint(make_models(0))
 
 
@@ -361,7 +360,7 @@ def test_a_rejected_update_names_maker_and_reason_and_the_maker_keeps_its_weight
 def test_a_dead_maker_is_left_out_and_the_living_ones_are_updated(shared, make_models, trained, caplog):
     makers = {name: Maker(make_models(0)) for name in ("a", "b")}
     peers = ThreadPeers(**makers)
-    sender = make_sender(Learner(trained), peers, list(makers), shared=shared and shared())
+    sender = make_sender(trained, peers, list(makers), shared=shared and shared())
     sender.send(1)
     peers.kill("a")
     sender.send(2)
@@ -379,7 +378,7 @@ def test_a_dead_maker_is_left_out_and_the_living_ones_are_updated(shared, make_m
 def test_wherever_a_maker_dies_the_other_serves_the_update(nth, point, shared, make_models, trained, fingerprint):
     makers = {name: Maker(make_models(0)) for name in ("a", "b")}
     peers = ThreadPeers(**makers)
-    sender = make_sender(Learner(trained), peers, list(makers), shared=shared and shared())
+    sender = make_sender(trained, peers, list(makers), shared=shared and shared())
     peers.kill_at("a", UPDATE, point, nth=nth)
     sender.send(1)
     assert fingerprint(makers["b"].models) == fingerprint(trained)
@@ -391,7 +390,7 @@ def test_wherever_a_maker_dies_the_other_serves_the_update(nth, point, shared, m
 def test_a_maker_that_cannot_be_reached_misses_one_update_and_gets_the_next(drop, nth, make_models, trained):
     makers = {name: Maker(make_models(0)) for name in ("a", "b")}
     peers = ThreadPeers(**makers)
-    sender = make_sender(Learner(trained), peers, list(makers), shared=HostMemory())
+    sender = make_sender(trained, peers, list(makers), shared=HostMemory())
     getattr(peers, drop)("a", UPDATE, nth=nth)
     sender.send(1)
     sender.send(2)
@@ -402,7 +401,7 @@ def test_a_maker_that_is_late_is_an_error(trained):
     peers = ThreadPeers(maker=Rejecting())
     held = peers.hold("maker", UPDATE)
     with pytest.raises(DeadlineExceeded, match="makers maker"):
-        make_sender(Learner(trained), peers, ["maker"], seconds=0.05).send(1)
+        make_sender(trained, peers, ["maker"], seconds=0.05).send(1)
     held.release()
 
 
@@ -411,7 +410,7 @@ def test_a_sender_that_dies_between_chunks_blocks_nobody(nth, make_models, train
     half = messages_of(make_models(5), header=header_of(1, "a trainer that dies"))
     for message in [half.start(), *map(half.part, half.chunks)][:nth]:
         maker.update_experience_maker(message=message)
-    make_sender(Learner(trained), ThreadPeers(maker=maker), ["maker"]).send(1)
+    make_sender(trained, ThreadPeers(maker=maker), ["maker"]).send(1)
     assert fingerprint(maker.models) == fingerprint(trained)
 
 
@@ -450,7 +449,7 @@ def test_no_chunk_is_written_before_every_maker_has_released_its_memory(make_mod
             written.set()
             return super().get_model_state_dict_shard(model, **options)
 
-    sender = make_sender(Learner(trained, Watching()), peers, list(makers), shared=HostMemory())
+    sender = make_sender(trained, peers, list(makers), strategy=Watching(), shared=HostMemory())
     sender.send(1)
     written.clear()
     held = peers.hold("b", UPDATE)
@@ -464,7 +463,7 @@ def test_no_chunk_is_written_before_every_maker_has_released_its_memory(make_mod
 
 def test_updates_while_a_maker_works_are_lent_to_it_and_the_newest_is_committed(make_models, fingerprint):
     maker, models = Maker(make_models(0)), make_models(1)
-    sender = make_sender(Learner(models), ThreadPeers(maker=maker), ["maker"], shared=HostMemory())
+    sender = make_sender(models, ThreadPeers(maker=maker), ["maker"], shared=HostMemory())
     before = fingerprint(maker.models)
     with maker.served.use():
         for version in range(1, 5):  # both sets, twice
@@ -508,7 +507,7 @@ class Damaged(HostMemory):
 
 
 def lend_four_chunks(peers, *names, damaged=None):
-    make_sender(Learner(four_weights(1.0)), peers, names, shared=Damaged(damaged), chunk_mib=4 / 2**20).send(1)
+    make_sender(four_weights(1.0), peers, names, shared=Damaged(damaged), chunk_mib=4 / 2**20).send(1)
 
 
 @pytest.mark.parametrize("bytes_per_call", [1, 8, 2**20])
@@ -565,7 +564,7 @@ class PlainOnly:
 @pytest.mark.parametrize("other", [Elsewhere, PlainOnly])
 def test_weights_travel_by_value_if_one_maker_cannot_open_the_senders_memory(other, make_models, trained, caplog):
     peers = ThreadPeers(near=Maker(make_models(0)), far=other(make_models(0)))
-    sender = make_sender(Learner(trained), peers, ["near", "far"], shared=HostMemory())
+    sender = make_sender(trained, peers, ["near", "far"], shared=HostMemory())
     sender.send(1)
     sender.send(2)
     assert set(handles_in(peers, "near")) == {None}
@@ -579,7 +578,7 @@ def test_weights_travel_by_value_if_one_maker_cannot_open_the_senders_memory(oth
 def test_a_system_that_shares_no_memory_sends_by_value_and_says_so(trained, make_models, monkeypatch, caplog):
     monkeypatch.delattr("os.memfd_create")
     peers = ThreadPeers(maker=Maker(make_models(0)))
-    sender = make_sender(Learner(trained), peers, ["maker"], shared=HostMemory())
+    sender = make_sender(trained, peers, ["maker"], shared=HostMemory())
     sender.send(1)
     sender.send(2)
     assert set(handles_in(peers, "maker")) == {None}
@@ -595,7 +594,7 @@ class Run:
     def __init__(self, models, *, seconds=60.0, first=("old",), joins=True):
         self.old, self.new = Rejecting(), Rejecting()
         self.peers = ThreadPeers(old=self.old, new=self.new)
-        self.sender = make_sender(Learner(models), self.peers, first, seconds=seconds, adapters_only=True)
+        self.sender = make_sender(models, self.peers, first, seconds=seconds, adapters_only=True)
         self._version = 0
         if joins:
             self.send()
@@ -677,7 +676,7 @@ def test_a_newcomer_that_is_late_is_left_out_until_it_has_work(impatient_run):
 def test_what_a_late_newcomer_was_lent_is_not_written_again(make_models, trained):
     makers = {"old": Maker(make_models(0)), "new": Maker(make_models(0))}
     peers = ThreadPeers(**makers)
-    sender = make_sender(Learner(trained), peers, ["old"], seconds=2.0, shared=HostMemory())
+    sender = make_sender(trained, peers, ["old"], seconds=2.0, shared=HostMemory())
     sender.change_makers(["old", "new"], newcomers=["new"])
     sender.send(1)
     held = peers.hold("new", UPDATE, nth=2)  # after the start: it was lent the memory
@@ -756,7 +755,7 @@ def test_all_ranks_of_a_group_send_all_weights_if_one_of_them_has_a_newcomer(mak
             return tensor + self.others
 
     maker, group = Maker(make_models(0)), Group()
-    sender = make_sender(Learner(trained, group), ThreadPeers(maker=maker), ["maker"], adapters_only=True)
+    sender = make_sender(trained, ThreadPeers(maker=maker), ["maker"], strategy=group, adapters_only=True)
     sender.send(1)
     assert maker.models["actor"].body.weight.equal(make_models(0)["actor"].body.weight)
     group.others = 1
