@@ -61,7 +61,7 @@ def test_log_probs_and_gradients_are_those_of_the_padded_batch(dtype, tolerance,
     padded, _ = score_padded(actor.model, sequences, mask, Scoring(299))
     expected = gradient(actor, padded[scored])
     packed, _ = action_logprobs(actor, sequences, mask, 299)
-    assert packed_attention._FLASH is not None  # the kernel was held against plain attention, and kept
+    assert packed_attention._FLASH is not None
     assert (packed - padded)[scored].abs().max() < tolerance
     ours = gradient(actor, packed[scored])
     assert (ours - expected).norm() / expected.norm() < tolerance

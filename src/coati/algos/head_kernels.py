@@ -37,7 +37,7 @@ def _read_off_kernel(
     logits, tokens, temperatures, log_probs, entropies, maxima, log_sums, vocabulary,
     HAS_TEMPERATURE: tl.constexpr, WITH_ENTROPY: tl.constexpr, LANES: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """One row. Each lane keeps a maximum and sums of its own, so that the loop has nothing to wait for."""
+    """One row. Each lane keeps its own maximum and sums, so that the loop has nothing to wait for."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
     inverse = 1.0

@@ -137,15 +137,17 @@ def head_operations(device: torch.device, dtype: torch.dtype) -> TorchHead | Tri
     """Kernels for logits on a GPU on which they work; torch otherwise."""
     if device.type != "cuda" or dtype not in _TOLERANCE:
         return TorchHead(device)
-    if reason := why_no_head_kernels(device, dtype):
-        warnings.warn(f"log-probs go without Triton kernels, which is slower: {reason}", RuntimeWarning, stacklevel=2)
+    if reason := head_kernel_problem(device, dtype):
+        warnings.warn(
+            f"computing log-probs without Triton kernels, which is slower: {reason}", RuntimeWarning, stacklevel=2
+        )
         return TorchHead(device)
     return TritonHead(dtype)
 
 
 @functools.cache
-def why_no_head_kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """Why this machine's Triton cannot be used for logits of this format; empty if it can.
+def head_kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why this machine's Triton cannot be used for logits of this format; None if it can.
 
     Triton compiles with whatever compiler and driver it finds, so its kernels are tried before they are trusted.
     """
@@ -154,7 +156,7 @@ def why_no_head_kernels(device: torch.device, dtype: torch.dtype) -> str:
     except Exception as error:  # not installed, no compiler, a card or driver that it does not know
         return f"{type(error).__name__}: {error}"
     wrong = [name for name, error in errors.items() if not error <= _TOLERANCE[dtype]]
-    return f"they compute something else than torch does ({', '.join(wrong)})" if wrong else ""
+    return f"their results differ from torch's ({', '.join(wrong)})" if wrong else None
 
 
 @torch.no_grad()

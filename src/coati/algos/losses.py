@@ -21,7 +21,7 @@ LossNormalization = Literal["token", "sequence", "constant"]
 
 
 class PolicyLossOutput(NamedTuple):
-    """The loss and what to watch beside it. All scalars; all but `loss` are detached.
+    """The loss and numbers to watch. All scalars; all but `loss` are detached.
 
     Over the micro-batches of a step, `loss`, `clip_fraction` and `approx_kl` add up and `ratio_max` takes the
     maximum.
@@ -51,7 +51,7 @@ class PolicyTokens(NamedTuple):
 
 
 class ValueLossOutput(NamedTuple):
-    """The loss and what to watch beside it. Both scalars, both add up over micro-batches."""
+    """The loss and numbers to watch. Both scalars, both add up over micro-batches."""
 
     loss: Tensor
     """0.5 · Σ max((v - R)², (clipped v - R)²) / num_tokens."""
@@ -72,7 +72,7 @@ def clipped_policy_loss(
 ) -> PolicyLossOutput:
     """PPO's clipped surrogate, to be minimised; ratios are clipped to [1 - clip_low, 1 + clip_high].
 
-    With `reduction` the loss is -Σ share · surrogate. The numbers beside the loss stay means over tokens.
+    With `reduction` the loss is -Σ share · surrogate. The other numbers stay means over tokens.
 
     >>> logprobs, behavior = torch.tensor([[1.5, 0.5]]).log(), torch.zeros(1, 2)
     >>> advantages, mask = torch.tensor([[1.0, -1.0]]), torch.tensor([[True, True]])

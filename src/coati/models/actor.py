@@ -14,7 +14,7 @@ from coati.models.calls import context_length_of, forward_causal, own_config
 from coati.models.deferred import build_deferred
 from coati.models.lora import add_lora
 from coati.models.memory import own_memory
-from coati.models.packing import say_padded_once
+from coati.models.packing import log_padding_once
 from coati.models.scoring import Scoring, score_actions, score_padded, scoring_problem
 
 
@@ -68,7 +68,7 @@ class Actor(nn.Module):
     ) -> Any:
         """The wrapped model's output. Positions count real tokens only, so left padding cannot matter.
 
-        With `scoring` the log-probs and entropies that it asks for; use `action_logprobs`, which knows who can.
+        With `scoring` the log-probs and entropies that it asks for; use `action_logprobs`, which checks the model.
         """
         if scoring is not None:
             return score_actions(self.model, input_ids, attention_mask, scoring)
@@ -102,10 +102,9 @@ def action_logprobs(
     temperatures: Tensor | None = None,  # [B]
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log-probs (and entropies) of the last `num_actions` tokens, [B, A], by the code that everyone shares.
+    """Log-probs (and entropies) of the last `num_actions` tokens, [B, A], for makers, learner and evaluation alike.
 
-    The learner's policy and everybody's reference go through this. Real tokens only are computed, and logits of a few
-    at a time, where we know the model well enough. Padding gets 0.
+    Where the model is known well enough, only real tokens are computed, and logits of a few at a time. Padding gets 0.
     """
     if num_actions == 0:
         empty = torch.zeros(sequences.shape[0], 0, device=sequences.device)
@@ -113,7 +112,7 @@ def action_logprobs(
     scoring = Scoring(num_actions, temperatures, with_entropy)
     inner = unwrap(actor)
     if problem := packed_scoring_problem(actor):
-        say_padded_once(type(inner).__name__, problem)
+        log_padding_once(type(inner).__name__, problem)
         return score_padded(actor, sequences, attention_mask, scoring, inner=inner)
     if inner is actor:
         return score_actions(actor, sequences, attention_mask, scoring)
@@ -122,8 +121,8 @@ def action_logprobs(
     return scores
 
 
-def packed_scoring_problem(actor: nn.Module) -> str:
-    """Why `action_logprobs` computes this policy's padding and logits too; empty if it does not."""
+def packed_scoring_problem(actor: nn.Module) -> str | None:
+    """Why `action_logprobs` computes this policy's padding and logits too; None if it does not."""
     inner = unwrap(actor)
     if isinstance(inner, FSDPModule) or not (inner is actor or isinstance(_without_ddp(actor), Actor)):
         return "its weights are gathered, or its gradients shared, around a call of the whole model; wrap it in Actor"

@@ -23,7 +23,7 @@ _ADAPTER_NAME = re.compile(r"^(?P<layer>.+)\.lora_(?P<matrix>[AB])\.(?P<adapter>
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerLoRA:
-    """What has to travel beside a layer's A and B."""
+    """What has to be sent with a layer's A and B."""
 
     rank: int
     alpha: float

@@ -14,7 +14,6 @@ causality hides it from every real token, so the numbers are those of each row a
 import functools
 import inspect
 import itertools
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,14 +24,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-logger = logging.getLogger(__name__)
-
 PACKED_ATTENTION = "coati_packed"
 """What `config._attn_implementation` is called for models that can take packed rows."""
 
 _LARGEST_FLASH_HEAD = 256
 _SHORT = 64
-_TOLERANCE = 0.05  # bfloat16 has 8 bits, and errors of gradients add up
 
 
 def packed_attention_forward(
@@ -117,42 +113,15 @@ def _flash_kernel() -> _Flash | None:
 
 
 _FLASH = _flash_kernel()
-_is_checked = False
 
 
-def check_flash_once(device: torch.device) -> None:
-    """Hold the kernel against plain attention, the first time that a GPU is used; if they differ, do without it.
+def drop_flash_on_old_gpus(device: torch.device) -> None:
+    """Do without the variable-length kernel on a GPU before Ampere, which it does not support.
 
     Call it before anything is compiled.
     """
-    global _FLASH, _is_checked
-    if _is_checked or _FLASH is None:
-        return
-    _is_checked = True
-    lengths = (3, 20)
-    starts = torch.tensor([0, 3, 23], dtype=torch.int32, device=device)
-    generator = torch.Generator().manual_seed(0)
-    heads = _Heads(
-        *(
-            torch.randn(sum(lengths), count, 64, generator=generator).to(device, torch.bfloat16).requires_grad_()
-            for count in (2, 1, 1)
-        )
-    )
-    try:
-        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            results = [
-                (mixed.detach(), *torch.autograd.grad(mixed.square().sum(), heads))
-                for mixed in (
-                    _FLASH(heads, starts, 32, 0.125, None),
-                    _by_length(heads, lengths, scale=0.125, window=None),
-                )
-            ]
-        worst = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(*results, strict=True))
-        problem = "" if worst < _TOLERANCE else f"it is off by {worst:.1%}"
-    except (RuntimeError, TypeError, ValueError) as error:
-        problem = str(error).strip().splitlines()[0]
-    if problem:
-        logger.warning("torch's variable-length attention is not used on this GPU: %s", problem)
+    global _FLASH
+    if torch.cuda.get_device_capability(device) < (8, 0):
         _FLASH = None
 
 
@@ -250,13 +219,13 @@ def _window_mask(width: int, window: int | None, device: torch.device) -> Tensor
 
 def take(values: Tensor, at: Tensor) -> Tensor:
     """`values[at]` along the first dimension, where no index comes twice: its gradient is a copy and not a sum."""
-    taken: Tensor = _Take.apply(values, at)  # type: ignore[no-untyped-call]
+    taken: Tensor = _Take.apply(values, at, True)  # type: ignore[no-untyped-call]
     return taken
 
 
 def take_often(values: Tensor, at: Tensor) -> Tensor:
     """`values[at]` along the first dimension, where an index may come often: gradients add up, in float32 at least."""
-    taken: Tensor = _TakeOften.apply(values, at)  # type: ignore[no-untyped-call]
+    taken: Tensor = _Take.apply(values, at, False)  # type: ignore[no-untyped-call]
     return taken
 
 
@@ -268,30 +237,19 @@ def spread(values: Tensor, at: Tensor, length: int) -> Tensor:
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, at: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, at: Tensor, is_unique: bool) -> Tensor:
         ctx.save_for_backward(at)
-        ctx.length = values.shape[0]
+        ctx.length, ctx.is_unique = values.shape[0], is_unique
         return values.index_select(0, at)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (at,) = ctx.saved_tensors
-        return spread(gradient, at, ctx.length), None
-
-
-class _TakeOften(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, at: Tensor) -> Tensor:
-        ctx.save_for_backward(at)
-        ctx.length = values.shape[0]
-        return values.index_select(0, at)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (at,) = ctx.saved_tensors
+        if ctx.is_unique:
+            return spread(gradient, at, ctx.length), None, None
         precise = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         summed = precise.new_zeros(ctx.length, *gradient.shape[1:]).index_add_(0, at, precise)
-        return summed.to(gradient.dtype), None
+        return summed.to(gradient.dtype), None, None
 
 
 class _Spread(torch.autograd.Function):

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coati.models.packed_attention import PACKED_ATTENTION, check_flash_once, take, take_often
+from coati.models.packed_attention import PACKED_ATTENTION, drop_flash_on_old_gpus, take, take_often
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ class PackedTargets:
 def row_parts(row_tokens: Sequence[int], *, max_tokens: int = 0, max_rows: int = 0) -> list[slice]:
     """Consecutive rows in as few parts as their order allows: at most so many tokens and rows in each, 0 for no limit.
 
-    A row that is longer than the limit is a part of its own.
+    A row that is longer than the limit is a part by itself.
 
     >>> row_parts([3, 3, 3, 9, 1], max_tokens=6)
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
@@ -266,20 +266,20 @@ def row_tokens(sequences: Tensor, attention_mask: Tensor | None, *, is_packed: b
     return counts
 
 
-def packing_problem(model: nn.Module) -> str:
-    """Why this transformers model, or body of one, has to be called with padding; empty if it has not."""
+def packing_problem(model: nn.Module) -> str | None:
+    """Why this transformers model, or body of one, has to be called with padding; None if it has not."""
     if not isinstance(model, PreTrainedModel) and not hasattr(model, "get_base_model"):
         return f"{type(model).__name__} is not a transformers model"
     if str(getattr(model, "peft_type", "LORA")).rpartition(".")[2] != "LORA":
         return f"its adapters are of the kind {model.peft_type}"
     base = base_of(model)
     kind = getattr(base.config, "model_type", "")
-    # A class of somebody else's may do anything in its forward pass, whatever its config is called.
+    # A class from outside transformers may do anything in its forward pass, whatever its config is called.
     if kind not in PACKED_MODEL_TYPES or not type(base).__module__.startswith("transformers.models."):
         return f"{type(base).__name__} is not one of the known decoders ({', '.join(PACKED_MODEL_TYPES)})"
     if base.config._attn_implementation not in ("sdpa", PACKED_ATTENTION):
         return f"its attention is set to {base.config._attn_implementation!r}, and not to 'sdpa'"
-    return ""
+    return None
 
 
 def packed_hidden(model: nn.Module, packed: PackedRows) -> Tensor:
@@ -289,10 +289,10 @@ def packed_hidden(model: nn.Module, packed: PackedRows) -> Tensor:
     if body.config._attn_implementation != PACKED_ATTENTION:
         body.set_attn_implementation(PACKED_ATTENTION)
     if packed.tokens.is_cuda:
-        check_flash_once(packed.tokens.device)
+        drop_flash_on_old_gpus(packed.tokens.device)
     hidden: Tensor = body(
         input_ids=packed.computed(packed.tokens).unsqueeze(0),
-        # transformers takes a mask of four dimensions as ready and builds none of its own; ours is never looked at.
+        # transformers takes a mask of four dimensions as ready and builds none; this one is never read.
         attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=packed.tokens.device),
         position_ids=packed.computed(packed.positions).unsqueeze(0),
         use_cache=False,
@@ -310,11 +310,11 @@ def base_of(model: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
-def say_padded_once(name: str, problem: str) -> None:
-    """Tell that a model computes its padding too, once for each reason."""
-    if (line := f"{name} is called with padding: {problem}") not in _said:
-        _said.add(line)
+def log_padding_once(name: str, problem: str) -> None:
+    """Log that a model computes its padding too, once for each reason."""
+    if (line := f"{name} is called with padding: {problem}") not in _logged:
+        _logged.add(line)
         logger.info(line)

@@ -18,7 +18,7 @@ from coati.models.packing import PackedRows, PackedTargets, base_of, packed_hidd
 class Scoring:
     """What to ask of a model instead of its logits: log-probs of the last `num_actions` tokens of each row.
 
-    A class of its own, and no tuple: sharding casts the tensors that it finds in a call's arguments.
+    A class and not a tuple, because sharding casts the tensors that it finds in a call's arguments.
     """
 
     num_actions: int
@@ -27,16 +27,16 @@ class Scoring:
     with_entropy: bool = False
 
 
-def scoring_problem(model: nn.Module) -> str:
-    """Why this model has to be asked for its logits; empty if its hidden states will do."""
+def scoring_problem(model: nn.Module) -> str | None:
+    """Why this model has to be asked for its logits; None if its hidden states will do."""
     if problem := packing_problem(model):
         return problem
     head: Any = base_of(model).get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"its output head is a {type(head).__name__}, and not a plain linear layer"
     if head._forward_hooks or head._forward_pre_hooks:
-        return "somebody has hooked into its output head"
-    return ""
+        return "its output head has forward hooks"
+    return None
 
 
 def score_actions(

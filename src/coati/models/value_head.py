@@ -25,11 +25,11 @@ from coati.models.memory import own_memory
 from coati.models.packing import (
     SCORED_TOKENS,
     PackedRows,
+    log_padding_once,
     packed_hidden,
     packing_problem,
     row_parts,
     row_tokens,
-    say_padded_once,
 )
 
 HEAD_FILE = "value_head.safetensors"
@@ -93,7 +93,7 @@ class ValueHeadModel(nn.Module):
         Where the body can take packed rows, padding is not computed and gets 0.
         """
         if problem := packing_problem(self.body):
-            say_padded_once(type(self.body).__name__, problem)
+            log_padding_once(type(self.body).__name__, problem)
         elif len(packed := PackedRows.of(input_ids, attention_mask)) > 0:
             return packed.unpacked(self._values_of(packed_hidden(self.body, packed)))
         kwargs: dict[str, Any] = {}
@@ -111,7 +111,7 @@ class ValueHeadModel(nn.Module):
         return values if values.dtype == torch.float64 else values.float()
 
     def save_pretrained(self, path: str | Path, **kwargs: Any) -> None:
-        """Write the body as a transformers (or peft) folder, and the head beside it."""
+        """Write the body as a transformers (or peft) folder, and the head into the same folder."""
         state_dict = kwargs.pop("state_dict", None) or self.state_dict()
         body = {name.removeprefix("body."): t for name, t in state_dict.items() if name.startswith("body.")}
         head = {

@@ -23,8 +23,7 @@ from transformers import (
 from coati.models.actor import unwrap
 from coati.randomness import keyed_uniforms
 from coati.rollout.engine import Rollout, RolloutRequest, mask_after_end
-from coati.rollout.sampling import Sampler
-from coati.rollout.stop_strings import stop_strings_of
+from coati.rollout.sampling import Sampler, stop_strings_of
 
 
 class ReferenceEngine:

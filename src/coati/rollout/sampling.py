@@ -1,6 +1,13 @@
-"""From logits to the next token: temperature, cuts, and a draw by inverse CDF. Every engine samples with this code."""
+"""From logits to the next token, and whether a stop string is there. Every engine samples with this code.
 
-from collections.abc import Callable
+Stop strings are recognised token by token on any device. While a response is written, all there is to know about them
+is the longest beginning of one that the text ends with. A token leads from one such beginning to another, and to which
+depends on the token's text alone. So all steps fit in a table, and a check is one lookup, which a CUDA graph can hold.
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +15,7 @@ from torch import Tensor
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from coati.config.generate import GenerateOptions
+from coati.errors import GenerateOptionError
 
 
 class Sampler:
@@ -60,3 +68,66 @@ def inverse_cdf(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     tokens = torch.searchsorted(cumulative, targets.unsqueeze(-1), right=True).squeeze(-1)
     # Only NaN gets past that. Its row stays NaN, which the learner reports; an index out of range would end the maker.
     return tokens.clamp(max=log_probs.shape[-1] - 1)
+
+
+class StopStrings:
+    """The table of one tokenizer and its stop strings.
+
+    A response starts in state 0. `table[state, token]` is its next state, `found` if a stop string is there. The last
+    column is for tokens that the tokenizer does not have.
+    """
+
+    def __init__(self, strings: Sequence[str], token_texts: Sequence[str], device: torch.device) -> None:
+        self._strings = strings
+        beginnings = sorted({string[:size] for string in strings for size in range(len(string))}, key=len)
+        self._states = {beginning: state for state, beginning in enumerate(beginnings)}
+        self._longest = len(beginnings[-1])
+        self.found = len(beginnings)
+        texts = [*token_texts, ""]
+        by_first_letter: dict[str, list[int]] = defaultdict(list)
+        for token, text in enumerate(texts):
+            by_first_letter[text[:1]].append(token)
+        fresh = torch.tensor([self._state_of(text) for text in texts], dtype=torch.int32)
+        rows = [fresh]
+        for state, beginning in enumerate(beginnings[1:], start=1):
+            row = fresh.clone()
+            row[by_first_letter[""]] = state
+            # Only tokens that continue the beginning, or a shorter one at its end, differ from a fresh start.
+            ends = [beginning[start:] for start in range(len(beginning))]
+            letters = {
+                string[len(end)] for end in ends if end in self._states for string in strings if string.startswith(end)
+            }
+            for token in (token for letter in letters for token in by_first_letter[letter]):
+                row[token] = self._state_of(beginning + texts[token])
+            rows.append(row)
+        self.table = torch.stack([*rows, torch.full_like(fresh, self.found)]).to(device)  # [states, V + 1]
+
+    def _state_of(self, text: str) -> int:
+        if any(string in text for string in self._strings):
+            return self.found
+        ends = (text[-size:] for size in range(min(self._longest, len(text)), 0, -1))
+        return next((self._states[end] for end in ends if end in self._states), 0)
+
+    def advance(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """States [n] after one more token [n] of each response."""
+        return self.table[states, tokens.clamp(max=self.table.shape[1] - 1)].long()
+
+
+@functools.lru_cache(maxsize=4)
+def stop_strings_of(tokenizer: Any, strings: tuple[str, ...], device: torch.device) -> StopStrings:
+    """The table for a tokenizer; GenerateOptionError if its tokens cannot spell one of the strings."""
+    ids = list(range(len(tokenizer)))
+    # What a token adds behind another one: alone, many tokenizers leave out the space before a word.
+    once = tokenizer.batch_decode([[token] for token in ids], skip_special_tokens=True)
+    twice = tokenizer.batch_decode([[token, token] for token in ids], skip_special_tokens=True)
+    stops = StopStrings(strings, [both[len(first) :] for first, both in zip(once, twice, strict=True)], device)
+    for string in strings:
+        state = torch.zeros(1, dtype=torch.long, device=device)
+        for token in tokenizer.encode(string, add_special_tokens=False):
+            state = stops.advance(state, torch.tensor([token], device=device))
+        if int(state) != stops.found:
+            raise GenerateOptionError(
+                f"generate option stop_strings: {string!r} cannot be recognised, because the texts of this tokenizer's "
+                "tokens do not add up to it. Use another stop string, or eos_token_id."
+            )
+    return stops

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 from coati.algos import head_kernels, head_logprobs_and_entropy, head_operations  # noqa: E402
-from coati.algos.head_operations import TorchHead, TritonHead, why_no_head_kernels  # noqa: E402
+from coati.algos.head_operations import TorchHead, TritonHead, head_kernel_problem  # noqa: E402
 
 # Of float32 arithmetic, and of one rounding to the format that gradients are written in.
 EXACT = {"rtol": 1e-5, "atol": 2e-6}
@@ -146,11 +146,11 @@ def test_the_whole_function_with_kernels_gives_what_it_gives_with_torch(chunk_to
 
 
 def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
-    assert why_no_head_kernels(DEVICE, torch.float32) == ""
+    assert head_kernel_problem(DEVICE, torch.float32) is None
     monkeypatch.setattr(head_kernels, "gradient_in_place", lambda logits, *_: logits)
-    head_operations.why_no_head_kernels.cache_clear()
-    assert why_no_head_kernels(DEVICE, torch.float32) == (
-        "they compute something else than torch does (gradient, gradient of entropy, gradient at a temperature, "
+    head_operations.head_kernel_problem.cache_clear()
+    assert head_kernel_problem(DEVICE, torch.float32) == (
+        "their results differ from torch's (gradient, gradient of entropy, gradient at a temperature, "
         "gradient of entropy at a temperature)"
     )
-    head_operations.why_no_head_kernels.cache_clear()
+    head_operations.head_kernel_problem.cache_clear()

@@ -23,7 +23,7 @@ from transformers import (
 import coati.models.packing
 from coati.models import Actor, Critic, LoRASettings, RewardModel, action_logprobs, packed_attention
 from coati.models.actor import packed_scoring_problem
-from coati.models.packed_attention import PACKED_ATTENTION, _by_length, _Heads, check_flash_once
+from coati.models.packed_attention import PACKED_ATTENTION, _by_length, _Heads, drop_flash_on_old_gpus
 from coati.models.packing import PACKED_MODEL_TYPES, PackedRows, joined_once, packing_problem, row_parts, row_tokens
 from coati.models.scoring import Scoring, score_padded
 from coati.models.value_head import packs
@@ -108,7 +108,7 @@ def gradient_tolerance(name, batch):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_log_probs_entropies_and_gradients_are_those_of_the_padded_batch(name, batch):
     model = causal_lm(name)
-    assert packed_scoring_problem(model) == ""
+    assert packed_scoring_problem(model) is None
     sequences, mask = BATCHES[batch]()
     assert (PackedRows.of(sequences, mask).shared is None) == (batch == "ragged")
     scored = mask[:, -NUM_ACTIONS:].bool()
@@ -150,7 +150,7 @@ def test_adapters_count_and_only_they_get_gradients():
             nn.init.normal_(parameter)
     sequences, mask = ragged_batch()
     scored = mask[:, -NUM_ACTIONS:].bool()
-    assert packed_scoring_problem(actor) == ""
+    assert packed_scoring_problem(actor) is None
     packed = action_logprobs(actor, sequences, mask, NUM_ACTIONS)[:1]
     padded = score_padded(actor.model, sequences, mask, Scoring(NUM_ACTIONS))[:1]
     torch.testing.assert_close(packed[0][scored], padded[0][scored], rtol=1e-10, atol=1e-10)
@@ -196,25 +196,12 @@ def test_attention_of_rows_of_very_different_lengths(window):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("mistake", "reason"),
-    [(None, ""), ("backward", "it is off by"), (TypeError("no such argument\nand more"), "no such argument")],
-)
-def test_a_kernel_that_is_wrong_is_given_up_and_said(mistake, reason, monkeypatch, caplog):
-    def kernel(heads, starts, max_length, scale, window):
-        if isinstance(mistake, Exception):
-            raise mistake
-        lengths = tuple(starts.diff().tolist())
-        assert max_length >= max(lengths)
-        if mistake == "backward":  # the right numbers, but keys get twice their gradient
-            heads = heads._replace(key=heads.key + (heads.key - heads.key.detach()))
-        return _by_length(heads, lengths, scale=scale, window=window)
-
-    monkeypatch.setattr(packed_attention, "_FLASH", kernel)
-    monkeypatch.setattr(packed_attention, "_is_checked", False)
-    check_flash_once(torch.device("cpu"))
-    assert (packed_attention._FLASH is None) == bool(reason)
-    assert (f"variable-length attention is not used on this GPU: {reason}" in caplog.text) == bool(reason)
+@pytest.mark.parametrize(("capability", "is_kept"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_gpus_before_ampere_do_without_the_variable_length_kernel(capability, is_kept, monkeypatch):
+    monkeypatch.setattr(packed_attention, "_FLASH", object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    drop_flash_on_old_gpus(torch.device("cuda"))
+    assert (packed_attention._FLASH is not None) == is_kept
 
 
 def test_a_model_set_to_packed_rows_computes_ordinary_calls_to_the_bit():
@@ -259,7 +246,7 @@ def test_a_batch_in_which_nothing_is_scored_still_reaches_every_weight():
 
 
 def test_models_that_we_do_not_know_are_padded_and_it_is_said_once(caplog, monkeypatch):
-    monkeypatch.setattr(coati.models.packing, "_said", set())
+    monkeypatch.setattr(coati.models.packing, "_logged", set())
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(StableLmConfig(**SIZES)).double().eval()
     sequences, mask = ragged_batch()
@@ -280,7 +267,7 @@ def test_what_stands_in_the_way_is_named():
     model = causal_lm("llama")
     assert packing_problem(nn.Linear(1, 1)) == "Linear is not a transformers model"
     model.lm_head.register_forward_hook(lambda *_: None)
-    assert packed_scoring_problem(model) == "somebody has hooked into its output head"
+    assert packed_scoring_problem(model) == "its output head has forward hooks"
     model.lm_head = nn.Sequential(model.lm_head)
     assert packed_scoring_problem(model) == "its output head is a Sequential, and not a plain linear layer"
     eager = causal_lm("qwen2")
@@ -293,7 +280,7 @@ def test_what_stands_in_the_way_is_named():
             self.module = module
 
     assert "wrap it in Actor" in packed_scoring_problem(Wrapper(causal_lm("llama")))
-    assert packed_scoring_problem(Wrapper(Actor(causal_lm("llama")))) == ""
+    assert packed_scoring_problem(Wrapper(Actor(causal_lm("llama")))) is None
 
 
 def test_parts_of_a_batch_keep_to_both_limits():

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from coati.rollout.native.operations import Geometry, TorchOperations, operations_for, why_no_kernels
+from coati.rollout.native.operations import Geometry, TorchOperations, kernel_problem, operations_for
 
 
 def geometry(head_dim):
@@ -17,10 +17,10 @@ def test_a_cpu_runs_torch():
 
 
 def test_heads_that_cannot_be_cut_are_named():
-    reason = why_no_kernels(torch.device("cpu"), torch.float32, geometry(80))
+    reason = kernel_problem(torch.device("cpu"), torch.float32, geometry(80))
     assert reason == "heads have 80 dimensions, and the kernels need a power of two from 16 on"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
 def test_a_machine_without_triton_is_told_so():
-    assert "No module named 'triton'" in why_no_kernels(torch.device("cpu"), torch.float32, geometry(16))
+    assert "No module named 'triton'" in kernel_problem(torch.device("cpu"), torch.float32, geometry(16))

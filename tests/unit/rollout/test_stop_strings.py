@@ -12,7 +12,7 @@ from coati.experience_maker import NaiveExperienceMaker
 from coati.models import Critic
 from coati.rewards import FunctionReward, RewardScorer
 from coati.rollout import NativeEngine, ReferenceEngine, RolloutRequest
-from coati.rollout.stop_strings import StopStrings, stop_strings_of
+from coati.rollout.sampling import StopStrings, stop_strings_of
 
 CPU = torch.device("cpu")
 PIECES = ["<pad>", "<eos>", *"abcdefgh", "ab", "bc", "c.", ".", " a", "da", ".b", "aa", "ba", "h.h"]

@@ -10,7 +10,7 @@ from coati.models.actor import unwrap
 from coati.rollout.engine import Rollout, RolloutRequest
 from coati.rollout.native.decoder import Decoder, base_of
 from coati.rollout.native.loop import SlotLoop
-from coati.rollout.native.prompts import PromptQueue
+from coati.rollout.native.slots import PromptQueue
 from coati.rollout.reference import ReferenceEngine
 
 logger = logging.getLogger(__name__)

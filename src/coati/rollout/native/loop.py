@@ -19,10 +19,8 @@ from coati.gpu import side_stream
 from coati.rollout.engine import Rollout, RolloutRequest
 from coati.rollout.native.decoder import Decoder
 from coati.rollout.native.operations import TritonOperations
-from coati.rollout.native.prompts import PromptQueue
-from coati.rollout.native.slots import AliveCopy, HostView, Responses, Slots, TokenRules
-from coati.rollout.sampling import Sampler
-from coati.rollout.stop_strings import stop_strings_of
+from coati.rollout.native.slots import AliveCopy, HostView, PromptQueue, Responses, Slots, TokenRules
+from coati.rollout.sampling import Sampler, stop_strings_of
 
 # Tokens between two looks of the host at a GPU, and how many looks it has under way at most. A sample that has ended
 # wastes about as many steps of its slot as the two make together; more, if others are admitted meanwhile.

@@ -115,7 +115,7 @@ class TritonOperations:
         return self._kernels.draw(logits, uniforms, temperature)
 
     def attention(self, positions: Tensor, num_positions: int, angles: tuple[Tensor, Tensor]) -> Any:  # noqa: ARG002
-        """As above; each slot's own position says how far its program reads."""
+        """As above; a slot's program reads as far as its position."""
         return functools.partial(self._attend, positions, angles)
 
     def _attend(
@@ -143,15 +143,15 @@ def operations_for(like: Tensor, geometry: Geometry) -> TorchOperations | Triton
     """
     if like.device.type != "cuda":
         return TorchOperations(geometry)
-    if reason := why_no_kernels(like.device, like.dtype, geometry):
-        logger.warning("generation goes without Triton kernels, which is slower: %s", reason)
+    if reason := kernel_problem(like.device, like.dtype, geometry):
+        logger.warning("generating without Triton kernels, which is slower: %s", reason)
         return TorchOperations(geometry)
     return TritonOperations(geometry)
 
 
 @functools.cache
-def why_no_kernels(device: torch.device, dtype: torch.dtype, geometry: Geometry) -> str:
-    """Why this machine's Triton cannot be used for such a model; empty if it can.
+def kernel_problem(device: torch.device, dtype: torch.dtype, geometry: Geometry) -> str | None:
+    """Why this machine's Triton cannot be used for such a model; None if it can.
 
     Triton compiles with whatever compiler and driver it finds, so its kernels are tried before they are trusted.
     """
@@ -165,7 +165,7 @@ def why_no_kernels(device: torch.device, dtype: torch.dtype, geometry: Geometry)
     except Exception as error:  # not installed, no compiler, a card or driver that it does not know
         return f"{type(error).__name__}: {error}"
     wrong = [name for name, error in errors.items() if not error <= _KERNEL_TOLERANCE[dtype]]
-    return f"they compute something else than torch does ({', '.join(wrong)})" if wrong else ""
+    return f"their results differ from torch's ({', '.join(wrong)})" if wrong else None
 
 
 @torch.no_grad()
@@ -226,7 +226,7 @@ def rms_norm(norm: Any, hidden: Tensor) -> Tensor:
 
 
 def _normed(attention: Any, heads: Tensor, num_kv_heads: int) -> Tensor:
-    """Qwen3 normalises each head, queries and keys with weights of their own; the others do not."""
+    """Qwen3 normalises each head, with weights for queries and for keys; the others do not."""
     if not hasattr(attention, "q_norm"):
         return heads
     queries, keys = torch.split(heads, [heads.shape[-2] - num_kv_heads, num_kv_heads], dim=-2)
