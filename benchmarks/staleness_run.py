@@ -20,8 +20,8 @@ from coati.demo.evaluation import evaluate
 from coati.demo.grammar import PROMPTS
 from coati.experience_buffer import BatchCollector, split_experience_batch
 from coati.experience_maker import Experience, NaiveExperienceMaker
+from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
-from coati.experience_maker.prompt_batch import PromptBatch
 from coati.ledger import ages_of
 from coati.peers import LocalPeers
 from coati.trainer.fit_loop import FitLoop

@@ -27,6 +27,7 @@ from coati.rollout import GenerateOptions
 from coati.trainer.modes import compile_blocks
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
+from coati.trainer.strategies.ranks import choose_device
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +46,10 @@ class Parts:
 
 def make_strategy(config: RunSettings, role: Literal["trainer", "maker"]) -> Strategy:
     """Make the strategy of a trainer, as `[train]` says; a maker trains nothing and needs only a device."""
-    device = None if config.model.device == "auto" else config.model.device
     train = config.train
     common: dict[str, Any] = {
         "seed": config.run.seed,
-        "device": device,
+        "device": None if config.model.device == "auto" else config.model.device,
         # Ranks meet after each has waited for its data, so one may wait for the other as long as that one for a batch.
         "timeout_seconds": max(config.deadlines.batch_seconds, config.deadlines.update_seconds),
     }
@@ -61,6 +61,11 @@ def make_strategy(config: RunSettings, role: Literal["trainer", "maker"]) -> Str
     if train.strategy == "ddp":
         return DDPStrategy(**common)
     return LowLevelZeroStrategy(stage=1 if train.strategy == "zero1" else 2, cpu_offload=train.cpu_offload, **common)
+
+
+def maker_device(config: RunSettings) -> torch.device:
+    """Return the device of a maker's models."""
+    return choose_device(None if config.model.device == "auto" else config.model.device, local_rank=0)
 
 
 def trainer_models(config: RunSettings) -> tuple[Actor, Critic | None]:
@@ -103,7 +108,7 @@ def make_scorer(
     config: RunSettings, function: Callable[..., Any] | None = None, *, compiled: bool = False
 ) -> RewardScorer:
     """Make the reward over text: a function, or what `[reward]` describes; `compiled` pays where much is scored."""
-    device = make_strategy(config, "maker").device
+    device = maker_device(config)
 
     def load_reward_model(path: str) -> RewardModel:
         model: RewardModel = _loaded("reward.model", path, RewardModel)

@@ -9,13 +9,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
+from torch import nn
+
 from coati import run
 from coati.config import RunSettings
 from coati.cpu import set_up_cpu
 from coati.experience import Experience, split_experience_batch
 from coati.experience_buffer.collector import BatchCollector
+from coati.experience_maker.base import PromptBatch, build_maker
 from coati.experience_maker.pipeline import ExperiencePipeline
-from coati.experience_maker.prompt_batch import PromptBatch
 from coati.ledger import age_metrics
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
@@ -89,15 +91,11 @@ class SynchronousRun:
 
     def _make_pipeline(self) -> ExperiencePipeline:
         config = self._config
-        strategy = run.make_strategy(config, "maker")
-        actor, critic, scorer, reference = run.maker_models(config, self._parts.reward)
-        actor, reference = strategy.prepare(actor, reference)
-        critic = None if critic is None else strategy.prepare(critic)
-        maker = self._parts.maker(
-            actor,
-            critic,
-            scorer,
-            reference,
+        models = run.maker_models(config, self._parts.reward)
+        device = run.maker_device(config)
+        maker = build_maker(
+            self._parts.maker,
+            [model.to(device) if isinstance(model, nn.Module) else model for model in models],
             algorithm=config.algorithm,
             engine=config.rollout.engine,
             seed=config.run.seed,

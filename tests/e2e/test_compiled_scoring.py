@@ -7,7 +7,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from transformers import Qwen2Config
 
-from coati.experience_maker.model_scores import score_with_models
+from coati.experience_maker.scoring import score_with_models
 from coati.models import Actor, Critic, RewardModel, action_logprobs
 from coati.models.packing import PackedRows
 from coati.trainer.modes import checkpoint_activations, compile_blocks, set_learning_mode

@@ -11,7 +11,7 @@ from coati.algos import kl_estimate
 from coati.config import RunSettings
 from coati.cpu import set_up_cpu
 from coati.demo.grammar import is_grammatical
-from coati.experience_maker.prompt_batch import PromptBatch
+from coati.experience_maker.base import PromptBatch
 from coati.models import Actor, action_logprobs
 from coati.rewards.texts import decode_completions, decode_prompts
 from coati.rollout import GenerateOptions, RolloutRequest, make_engine

@@ -18,17 +18,17 @@ from coati.algos import kl_estimate
 from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, RewardError
 from coati.experience import Experience
-from coati.experience_maker.advantages import (
+from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
+from coati.experience_maker.scoring import (
     DROPPED_NO_SIGNAL,
     DROPPED_PROMPT_TOO_LONG,
+    GapWatch,
     NoSignal,
     drop_bad_rewards,
     drop_equal_scores,
     estimate_advantages,
+    score_with_models,
 )
-from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch
-from coati.experience_maker.model_scores import GapWatch, score_with_models
-from coati.experience_maker.prompt_batch import PromptBatch
 from coati.experience_maker.statistics import reward_term_metrics
 from coati.gpu import SideStream
 from coati.models import RewardModel, as_critic

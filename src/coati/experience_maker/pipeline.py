@@ -7,9 +7,8 @@ from typing import Any
 
 from coati.errors import DataError
 from coati.experience import Experience
-from coati.experience_maker.advantages import NoSignal
-from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch
-from coati.experience_maker.prompt_batch import PromptBatch
+from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
+from coati.experience_maker.scoring import NoSignal
 from coati.experience_maker.statistics import batch_metrics, sample_texts
 from coati.ledger.admission import UNBOUNDED, AdmissionGate, WorkShare
 from coati.monitor.metrics import Max, Mean, Sum

@@ -25,9 +25,8 @@ from coati.background import BackgroundThread
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded
 from coati.experience import BufferItem, Experience, split_experience_batch
-from coati.experience_maker.base import MakerBatch
+from coati.experience_maker.base import MakerBatch, PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
-from coati.experience_maker.prompt_batch import PromptBatch
 from coati.ledger.admission import AdmissionGate
 from coati.monitor.records import RecordLog
 from coati.peers import wait_in_slices

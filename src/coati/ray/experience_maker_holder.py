@@ -9,7 +9,6 @@
 
 import dataclasses
 import functools
-import inspect
 import logging
 import os
 import threading
@@ -22,7 +21,7 @@ from torch import nn
 
 from coati.cpu import set_up_cpu
 from coati.errors import ConfigError
-from coati.experience_maker.base import ExperienceMaker
+from coati.experience_maker.base import build_maker
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
@@ -106,10 +105,9 @@ class MakerHolder:
         self._records: RecordLog[dict[str, Any]] = RecordLog()
         set_up_log(debug=debug, records=self._records)
 
-        maker = _make_maker(
-            strategy_fn,
-            model_fn,
+        maker = build_maker(
             options.maker,
+            _place_models(strategy_fn(), model_fn),
             algorithm=options.algorithm.with_arguments("options.algorithm", kl_coef=("kl_coef", kl_coef, 0.1)),
             engine="reference" if options.rollout is None else options.rollout.engine,
             seed=options.seed,
@@ -271,27 +269,12 @@ class MakerHolder:
             )
 
 
-def _make_maker(
-    strategy_fn: Callable[[], Strategy],
-    model_fn: Callable[[], tuple[nn.Module, nn.Module | None, Any, nn.Module]],
-    make: Callable[..., Any],
-    **settings: Any,
-) -> ExperienceMaker:
-    """The maker with its models on the strategy's device, and those of the settings that `make` declares."""
-    strategy = strategy_fn()
+def _place_models(strategy: Strategy, model_fn: Callable[[], Sequence[Any]]) -> list[Any]:
+    """The maker's models, on the strategy's device."""
     set_up_gpu(strategy.device)
     with strategy.model_init_context():
         models = model_fn()
-    declared = inspect.signature(make).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in declared):
-        names = {parameter.name for parameter in declared}
-        settings = {name: value for name, value in settings.items() if name in names}
-    maker: ExperienceMaker = make(*(_placed(model, strategy) for model in models), **settings)
-    return maker
-
-
-def _placed(model: Any, strategy: Strategy) -> Any:
-    return strategy.prepare(model) if isinstance(model, nn.Module) else model
+    return [strategy.prepare(model) if isinstance(model, nn.Module) else model for model in models]
 
 
 def _own_name() -> str:

@@ -13,14 +13,14 @@ from transformers import LlamaForSequenceClassification
 from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, DataError, GenerateOptionError, RewardError
 from coati.experience_maker import AllSamplesDropped, NaiveExperienceMaker
-from coati.experience_maker.advantages import (
+from coati.experience_maker.base import PromptBatch
+from coati.experience_maker.scoring import (
     DROPPED_GROUP_INCOMPLETE,
     DROPPED_NO_SIGNAL,
     DROPPED_PROMPT_TOO_LONG,
     DROPPED_REWARD_NOT_FINITE,
     NoSignal,
 )
-from coati.experience_maker.prompt_batch import PromptBatch
 from coati.models import Actor, Critic, RewardModel, action_values
 from coati.rewards import Reward, RewardScorer
 from coati.rollout import ReferenceEngine

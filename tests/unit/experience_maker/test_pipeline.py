@@ -6,14 +6,14 @@ import torch
 
 from coati.errors import DataError, RewardError
 from coati.experience_maker import AllSamplesDropped, ExperienceMaker
-from coati.experience_maker.advantages import NoSignal
+from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import (
     MAX_BATCHES_WITHOUT_SIGNAL,
     MAX_EMPTY_BATCHES,
     MIN_DROPPED_IN_A_ROW,
     ExperiencePipeline,
 )
-from coati.experience_maker.prompt_batch import PromptBatch
+from coati.experience_maker.scoring import NoSignal
 from coati.ledger.admission import WorkShare
 from coati.weights import ServedModels, VerifiedUpdate
 

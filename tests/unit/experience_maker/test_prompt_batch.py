@@ -5,13 +5,13 @@ import doctest
 import pytest
 import torch
 
-import coati.experience_maker.prompt_batch as prompt_batch
+import coati.experience_maker.base as base
 from coati.errors import DataError
-from coati.experience_maker.prompt_batch import PromptBatch
+from coati.experience_maker.base import PromptBatch
 
 
 def test_docstring_examples_run():
-    result = doctest.testmod(prompt_batch)
+    result = doctest.testmod(base)
     assert result.attempted > 0
     assert result.failed == 0
 

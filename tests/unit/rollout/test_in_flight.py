@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig
 
 from coati.experience_maker import NaiveExperienceMaker
+from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
-from coati.experience_maker.prompt_batch import PromptBatch
 from coati.models import Actor, Critic, RewardModel
 from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
 from coati.weights import ServedModels, VerifiedUpdate

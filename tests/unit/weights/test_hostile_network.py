@@ -23,8 +23,8 @@ from weight_testing import Maker, header_of, messages_of
 from coati.errors import WeightUpdateError
 from coati.experience import make_experience_batch, split_experience_batch
 from coati.experience_maker import NaiveExperienceMaker
+from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
-from coati.experience_maker.prompt_batch import PromptBatch
 from coati.models import action_logprobs, action_values
 from coati.weights.message import WeightMessage
 

@@ -1,16 +1,22 @@
-"""From the scores of a batch to its advantages: what is dropped first, and how the algorithm compares the rest."""
+"""From a rollout to advantages: reference and critic, the check of the engine, what is dropped, and the estimates."""
 
 import logging
 from collections import Counter
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coati.algos import gae, grpo_advantages, has_signal, reinforce_returns, rloo_advantages, shaped_rewards, spread
 from coati.algos.masked import zero_padding
 from coati.config.algorithm import AdvantageKind
 from coati.errors import DataError
 from coati.experience_maker.base import AllSamplesDropped, MakerBatch
+from coati.models import action_logprobs, action_values
+from coati.models.actor import packed_scoring_problem
+from coati.models.packing import SCORED_TOKENS, joined_once, row_parts, row_tokens
+from coati.monitor.metrics import Max, Mean, Metric
+from coati.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +24,84 @@ DROPPED_PROMPT_TOO_LONG = "prompt_too_long"
 DROPPED_REWARD_NOT_FINITE = "reward_not_finite"
 DROPPED_GROUP_INCOMPLETE = "group_incomplete"
 DROPPED_NO_SIGNAL = "no_signal"
+
+# Rows of each batch whose log-probs are recomputed, and the mean gap that rounding cannot explain.
+_PROBED_ROWS = 2
+_EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
+
+
+class ModelScores(NamedTuple):
+    """The models' outputs for a batch."""
+
+    reference_logprobs: Tensor
+    """[B, A]"""
+    values: Tensor
+    """[B, A]; 0 outside of responses, and everywhere without a critic."""
+
+
+@torch.no_grad()
+def score_with_models(
+    initial_model: nn.Module,
+    critic: nn.Module | None,
+    sequences: Tensor,  # [B, S]
+    attention_mask: Tensor,  # [B, S]
+    action_mask: Tensor,  # [B, A] bool
+    temperatures: Tensor,  # [B]
+    *,
+    max_tokens: int = SCORED_TOKENS,
+) -> ModelScores:
+    """Run reference and critic over the batch, a part at a time."""
+    num_actions = action_mask.shape[1]
+    costs = row_tokens(sequences, attention_mask, is_packed=not packed_scoring_problem(initial_model))
+    slices = row_parts(costs, max_tokens=max_tokens)
+    parts = []
+    for rows in slices:
+        # One part is the tensors themselves, so that a reward model gets the rows that are joined here.
+        whole = (sequences, attention_mask) if len(slices) == 1 else (sequences[rows], attention_mask[rows])
+        part = (*whole, num_actions)
+        with joined_once():
+            reference = action_logprobs(initial_model, *part, temperatures=temperatures[rows])[0]
+            values = torch.zeros_like(reference)
+            if critic is not None:
+                values = action_values(critic, *part).masked_fill(~action_mask[rows], 0.0)
+        parts.append(ModelScores(reference, values))
+    if len(parts) == 1:
+        return parts[0]
+    return ModelScores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+class GapWatch:
+    """Recomputes a few rows of each batch, and warns once if the engine's log-probs are off by more than rounding."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    @torch.no_grad()
+    def measure(self, actor: nn.Module, rollout: Rollout, temperatures: Tensor, *, version: int) -> dict[str, Metric]:
+        """The gap as metrics; none where older weights wrote some of the tokens, which no single pass can recompute."""
+        rows = slice(0, _PROBED_ROWS)
+        mask = rollout.action_mask[rows]
+        if not bool(mask.any()) or bool((rollout.token_versions[rows][mask] != version).any()):
+            return {}
+        forward = (rollout.sequences[rows], rollout.attention_mask[rows], mask.shape[1])
+        logprobs, _ = action_logprobs(actor, *forward, temperatures=temperatures[rows])
+        gaps = (logprobs.float() - rollout.rollout_log_probs[rows]).abs()[mask]
+        mean = float(gaps.mean())
+        dtype = next((parameter.dtype for parameter in actor.parameters()), torch.float32)
+        limit = _EXACT_GAP if dtype in (torch.float32, torch.float64) else _ROUNDED_GAP
+        if not mean <= limit and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the engine's log-probs are %.3g from the learner's on average, more than %s arithmetic explains "
+                '(%g): the data is more off-policy than its age says. Try rollout.engine = "reference".',
+                mean,
+                str(dtype).removeprefix("torch."),
+                limit,
+            )
+        return {
+            "rollout/logprob_gap": Mean(mean, float(len(gaps))),
+            "rollout/logprob_gap_max": Max(float(gaps.max())),
+        }
 
 
 class NoSignal(AllSamplesDropped):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from coati.experience_maker.model_scores import GapWatch, logprob_gap, score_with_models
+from coati.experience_maker.scoring import GapWatch, score_with_models
 from coati.models import Actor, Critic, action_logprobs
 from coati.rollout import Rollout
 
@@ -55,12 +55,12 @@ def test_the_gap_is_that_of_the_first_rows_and_of_response_tokens_only(llama):
         is_cut=torch.ones(3, dtype=torch.bool),
         token_versions=torch.zeros(3, 3, dtype=torch.long),
     )
-    gap = logprob_gap(actor, rollout, temperatures, num_rows=2)
-    assert gap.num_tokens == 4
-    assert gap.mean == pytest.approx(0.5 / 4, abs=1e-6)
-    assert gap.largest == pytest.approx(0.5, abs=1e-6)
+    metrics = GapWatch().measure(actor, rollout, temperatures, version=0)
+    assert metrics["rollout/logprob_gap"].weight == 4
+    assert metrics["rollout/logprob_gap"].value == pytest.approx(0.5 / 4, abs=1e-6)
+    assert metrics["rollout/logprob_gap_max"].value == pytest.approx(0.5, abs=1e-6)
     nothing = dataclasses.replace(rollout, action_mask=torch.zeros_like(action_mask))
-    assert logprob_gap(actor, nothing, temperatures, num_rows=2) == (0.0, 0.0, 0)
+    assert GapWatch().measure(actor, nothing, temperatures, version=0) == {}
 
 
 def test_an_engine_that_is_further_off_than_rounding_is_named_once(llama, caplog):

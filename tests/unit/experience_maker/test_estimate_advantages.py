@@ -7,8 +7,8 @@ import torch
 
 from coati.algos import masked_whiten, reinforce_returns, shaped_rewards
 from coati.errors import DataError
-from coati.experience_maker import advantages
-from coati.experience_maker.advantages import estimate_advantages
+from coati.experience_maker import scoring
+from coati.experience_maker.scoring import estimate_advantages
 
 MASK = torch.tensor([[True, True], [True, False], [True, True], [True, True]])
 SCORES = torch.tensor([1.0, 5.0, 2.0, 2.0])
@@ -24,7 +24,7 @@ def estimate(kind, *, kl_coef=0.0, gamma=1.0, lam=1.0, scores=SCORES, group_ids=
 
 
 def test_examples():
-    assert doctest.testmod(advantages).failed == 0
+    assert doctest.testmod(scoring).failed == 0
 
 
 @pytest.mark.parametrize(
