@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TextIO
 
 from coati.config import RunSettings, dump_config
-from coati.config.checks import input_paths
 from coati.config.plan import output_files
 from coati.errors import ConfigError
 
@@ -51,7 +50,7 @@ def check_inputs_outside(config: RunSettings) -> None:
     """Raise ConfigError if the run reads something that lies in the folder that it replaces."""
     folder = config.output_folder
     folders = {f"reward.search_paths[{index}]": path for index, path in enumerate(config.reward.search_paths)}
-    for key, value in (input_paths(config) | folders).items():
+    for key, value in (config.input_paths | folders).items():
         if Path(value).exists() and Path(value).resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
                 f"{key} {value!r} lies in run.output {str(folder)!r}, which the run replaces. "

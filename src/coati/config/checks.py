@@ -65,26 +65,13 @@ def looks_local(path: str) -> bool:
     return "/" in path and Path(path).parent.is_dir()
 
 
-def input_paths(config: RunSettings) -> dict[str, str]:
-    """Return the models and prompts that the run reads, by setting: paths and hub names."""
-    named = {
-        "model.path": config.model.path,
-        "model.reference": config.model.reference,
-        "model.tokenizer": config.model.tokenizer,
-        "model.critic": "" if config.model.critic == "actor" else config.model.critic,
-        "prompts.path": config.prompts.path,
-        "reward.model": config.reward.model,
-    } | {f"reward.terms[{index}].model": term.model for index, term in enumerate(config.reward.terms)}
-    return {key: path for key, path in named.items() if path}
-
-
 def avoid_hub_without_network(config: RunSettings) -> None:
     """Set HF_HUB_OFFLINE if the run reads something from the hub, which cannot be reached.
 
     Its library tries for half a minute per file, even if the file was downloaded before. It reads the variable when it
     is imported, so call this first.
     """
-    if "HF_HUB_OFFLINE" in os.environ or all(map(looks_local, input_paths(config).values())):
+    if "HF_HUB_OFFLINE" in os.environ or all(map(looks_local, config.input_paths.values())):
         return
     hub = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     if hub.hostname is None or urllib.request.getproxies():  # a proxy may reach what we cannot
@@ -100,7 +87,7 @@ def avoid_hub_without_network(config: RunSettings) -> None:
 
 def _model_problems(config: RunSettings) -> list[str]:
     problems = []
-    for key, path in input_paths(config).items():
+    for key, path in config.input_paths.items():
         if key == "prompts.path" or not looks_local(path):
             continue
         needed = "tokenizer_config.json" if key == "model.tokenizer" else "config.json"
@@ -136,7 +123,7 @@ def _size_problems(config: RunSettings) -> list[str]:
             f"The tokenizer {config.tokenizer_path!r} has token {token}, but model.path {str(path)!r} knows only "
             f"{vocabulary} tokens (vocab_size). Use the model's own tokenizer."
         )
-    for key, other in input_paths(config).items():
+    for key, other in config.input_paths.items():
         size = None if key in ("model.path", "model.tokenizer", "prompts.path") else vocabulary_size(Path(other))
         if size is not None and (size != vocabulary if key == "model.reference" else size < vocabulary):
             problems.append(

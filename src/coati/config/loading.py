@@ -13,11 +13,8 @@ import tomli_w
 from pydantic import ValidationError
 
 from coati.config.problems import describe
-from coati.config.run_settings import RunSettings
+from coati.config.run_settings import RunSettings, change_paths
 from coati.errors import ConfigError
-
-# Settings that name files or folders. In a file they count from its folder first.
-_PATHS = ("model.path", "model.critic", "model.reference", "model.tokenizer", "prompts.path", "reward.model")
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), *, reward: str | None = None) -> RunSettings:
@@ -124,25 +121,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def _count_from(folder: Path, data: dict[str, Any]) -> None:
     """Have relative paths of a file count from its folder, where they exist there."""
 
-    def place(value: Any) -> Any:
-        is_here = isinstance(value, str) and value not in ("", "actor") and (folder / value).exists()
-        return str(folder / value) if is_here else value
+    def place(_key: str, path: str) -> str:
+        return str(folder / path) if (folder / path).exists() else path
 
-    for key in _PATHS:
-        section, _, name = key.partition(".")
-        table = data.get(section)
-        if isinstance(table, dict) and name in table:
-            table[name] = place(table[name])
+    change_paths(data, place)
     reward = data.get("reward")
-    if isinstance(reward, dict):
-        terms = reward.get("terms")
-        for term in terms if isinstance(terms, list) else ():
-            if isinstance(term, dict) and "model" in term:
-                term["model"] = place(term["model"])
-        paths = reward.setdefault("search_paths", ["."])
-        if isinstance(paths, list):
-            # Absolute, because actors need not start in the driver's working directory.
-            reward["search_paths"] = [str(Path(place(path)).resolve()) if place(path) else path for path in paths]
+    paths = reward.setdefault("search_paths", ["."]) if isinstance(reward, dict) else None
+    if isinstance(reward, dict) and isinstance(paths, list) and all(isinstance(path, str) for path in paths):
+        # Absolute, because actors need not start in the driver's working directory.
+        reward["search_paths"] = [str(Path(place("", path)).resolve()) for path in paths]
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

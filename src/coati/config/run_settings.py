@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from coati.config.algorithm import AlgorithmSettings
 from coati.config.section import Section
@@ -21,6 +22,21 @@ from coati.config.training import (
     TopologySettings,
     TrainSettings,
 )
+
+
+def change_paths(sections: dict[str, Any], change: Callable[[str, str], str]) -> None:
+    """Replace every path or hub name in a table of sections, sound or not, by `change(setting, path)`."""
+    keys = {"model": ("path", "reference", "tokenizer", "critic"), "prompts": ("path",), "reward": ("model",)}
+    tables: list[tuple[str, Any, tuple[str, ...]]] = [(name, sections.get(name), keys[name]) for name in keys]
+    reward = sections.get("reward")
+    terms = reward.get("terms") if isinstance(reward, dict) else None
+    if isinstance(terms, list | tuple):
+        tables += [(f"reward.terms[{index}]", term, ("model",)) for index, term in enumerate(terms)]
+    for name, table, names in tables:
+        for key in names if isinstance(table, dict) else ():
+            path = table.get(key)
+            if isinstance(path, str) and path and (key, path) != ("critic", "actor"):
+                table[key] = change(f"{name}.{key}", path)
 
 
 class RunSettings(Section):
@@ -71,21 +87,24 @@ class RunSettings(Section):
         """Folders where modules of reward functions are looked for, first to last."""
         return [*map(Path, self.reward.search_paths), Path.cwd()]
 
+    @property
+    def input_paths(self) -> dict[str, str]:
+        """The models and prompts that the run reads, by setting: paths and hub names."""
+        found: dict[str, str] = {}
+        change_paths(self.model_dump(), lambda key, path: found.setdefault(key, path))
+        return found
+
     def with_absolute_paths(self) -> Self:
         """Return the same settings with local paths made absolute, so that they mean the same in any process."""
 
-        def absolute(path: str) -> str:
-            return str(Path(path).expanduser().resolve()) if path and Path(path).expanduser().exists() else path
+        def absolute(_key: str, path: str) -> str:
+            place = Path(path).expanduser()
+            return str(place.resolve()) if place.exists() else path
 
-        model, reward = self.model, self.reward
-        places = {key: absolute(getattr(model, key)) for key in ("path", "reference", "tokenizer")}
-        places["critic"] = model.critic if model.critic == "actor" else absolute(model.critic)
-        terms = tuple(term.model_copy(update={"model": absolute(term.model)}) for term in reward.terms)
-        folders = tuple(str(path.resolve()) for path in self.reward_search_paths)
-        changes = {"search_paths": folders, "model": absolute(reward.model), "terms": terms}
-        prompts = self.prompts.model_copy(update={"path": absolute(self.prompts.path)})
-        sections = {"model": model.model_copy(update=places), "prompts": prompts}
-        return self.model_copy(update={**sections, "reward": reward.model_copy(update=changes)})
+        sections = self.model_dump()
+        change_paths(sections, absolute)
+        sections["reward"]["search_paths"] = [str(path.resolve()) for path in self.reward_search_paths]
+        return type(self).model_validate(sections)
 
     def problems(self) -> list[str]:
         """Find what is wrong between sections."""
