@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -12,12 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from coati.config.reward_source import find_module
+from coati.config.reward_source import find_module, find_reward_problem
 from coati.config.sections import RewardSettings, reward_label
 from coati.errors import ConfigError
-from coati.rewards.base import Reward, WeightedSum
+from coati.rewards.base import ModelReward, Reward, WeightedSum
 from coati.rewards.function import FunctionReward
-from coati.rewards.model import ModelReward
 
 
 def build_reward(
@@ -65,34 +63,26 @@ def load_reward_function(name: str, search_paths: Sequence[Path] = ()) -> Callab
             f'A reward function must be given as "module:function", got {name!r}. '
             'For praise() in rewards.py write "rewards:praise".'
         )
-    module = _import_module(name, module_name, search_paths)
-    if not hasattr(module, attribute):
-        public = [known for known in vars(module) if not known.startswith("_")]
-        close = difflib.get_close_matches(attribute, public, n=3)
-        functions = [known for known in public if callable(getattr(module, known))]
-        hint = f"Did you mean {', '.join(close)}?" if close else f"It has {', '.join(functions) or 'none'}."
-        raise ConfigError(f"Reward function {name!r}: {_origin(module)} has no {attribute!r}. {hint}")
-    function: Callable[..., Any] = getattr(module, attribute)
+    folders = [Path(path).resolve() for path in search_paths]
+    if problem := find_reward_problem("Reward function", name, folders):
+        raise ConfigError(problem)
+    function: Callable[..., Any] | None = getattr(_import_module(name, module_name, folders), attribute, None)
     if not callable(function):
-        raise ConfigError(f"Reward function {name!r} is a {type(function).__name__}, not a function.")
+        raise ConfigError(f"Reward function {name!r}: {attribute!r} is a {type(function).__name__}, not a function.")
     return function
 
 
-def _import_module(name: str, module_name: str, search_paths: Sequence[Path]) -> ModuleType:
-    folders = list(dict.fromkeys(str(Path(path).resolve()) for path in search_paths))
-    spec = find_module(module_name, [Path(folder) for folder in folders])
-    if spec is None:
+def _import_module(name: str, module_name: str, folders: Sequence[Path]) -> ModuleType:
+    spec, loaded = find_module(module_name, folders), sys.modules.get(module_name)
+    assert spec is not None
+    origin = getattr(loaded, "__file__", None)
+    if spec.has_location and origin is not None and origin != spec.origin:
         raise ConfigError(
-            f"Reward function {name!r}: no module {module_name!r} in {', '.join(folders) or 'the search paths'} or the "
-            "installed packages. Check the name, or add its folder to reward.search_paths."
+            f"Reward function {name!r}: {spec.origin} is meant, but {module_name!r} is already imported from {origin}. "
+            "Rename your module."
         )
-    loaded = sys.modules.get(module_name)
-    if loaded is not None and spec.origin and spec.has_location and _origin(loaded) != spec.origin:
-        raise ConfigError(
-            f"Reward function {name!r}: {spec.origin} is meant, but {module_name!r} is already imported from "
-            f"{_origin(loaded)}. Rename your module."
-        )
-    sys.path[:0] = folders
+    paths = list(dict.fromkeys(map(str, folders)))
+    sys.path[:0] = paths
     try:
         return importlib.import_module(module_name)
     except Exception as error:  # a module may raise anything
@@ -100,10 +90,6 @@ def _import_module(name: str, module_name: str, search_paths: Sequence[Path]) ->
             f"Reward function {name!r}: importing {spec.origin or module_name} raised {type(error).__name__}: {error}."
         ) from error
     finally:
-        for folder in folders:
-            sys.path.remove(folder)
-        sys.path.extend(folder for folder in folders if folder not in sys.path)
-
-
-def _origin(module: ModuleType) -> str:
-    return getattr(module, "__file__", None) or module.__name__
+        for path in paths:
+            sys.path.remove(path)
+        sys.path.extend(path for path in paths if path not in sys.path)
