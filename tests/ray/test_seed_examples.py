@@ -10,7 +10,6 @@ import pytest
 import ray
 import torch
 from ray_testing import PATIENCE, maker_models, prompts, strategy, tiny_llama, trainer_models
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from coati.experience_maker import Experience
@@ -90,7 +89,9 @@ def test_documents_000_and_002_a_maker_feeds_a_custom_trainer(keep):
 
 def state_of(trainer, label):
     optimizer = trainer._learner.optimizers[label]
-    values = [{key: value.tolist() for key, value in state.items()} for state in optimizer.state.values()]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state]
+    values = [{key: value.tolist() for key, value in state.items()} for state in states]
     return values, optimizer.param_groups[0]["lr"]
 
 
@@ -154,6 +155,7 @@ def test_document_003_a_ppo_trainer_with_two_makers(keep, tmp_path):
     for label in ("actor", "critic"):
         before, spoilt = ray.get([trainer.__ray_call__.remote(look, label) for look in (state_of, spoil)])
         assert spoilt != before
+        assert {state["step"] for state in before[0]} == {8}
         load = getattr(trainer, f"strategy_load_{label}_optimizer")
         ray.get(load.remote(str(tmp_path / f"{label}_optimizer")), timeout=PATIENCE)
         # All but the learning rate, which is the trainer's own
@@ -172,8 +174,6 @@ def test_document_003_a_ppo_trainer_with_two_makers(keep, tmp_path):
     for label, rate in (("actor", 1e-6), ("critic", 1e-5)):
         settings = json.loads((tmp_path / f"{label}_optimizer" / "optimizer.json").read_text())
         assert [group["lr"] for group in settings["groups"]] == [rate]
-        steps = load_file(tmp_path / f"{label}_optimizer" / "optimizer.safetensors")["0.step"]
-        assert steps.item() == 8
     assert not torch.equal(saved["lm_head.weight"], tiny_llama(0).state_dict()["lm_head.weight"])
     assert Critic.from_pretrained(critic_path)(torch.tensor([[2, 3]])).shape == (1, 2)
 
