@@ -81,7 +81,8 @@ class GapWatch:
         """The gap as metrics; none where older weights wrote some of the tokens, which no single pass can recompute."""
         rows = slice(0, _PROBED_ROWS)
         mask = rollout.action_mask[rows]
-        if not bool(mask.any()) or bool((rollout.token_versions[rows][mask] != version).any()):
+        written_by = rollout.token_versions[rows][mask]
+        if not len(written_by) or bool((written_by != version).any()):
             return {}
         forward = (rollout.sequences[rows], rollout.attention_mask[rows], mask.shape[1])
         logprobs, _ = action_logprobs(actor, *forward, temperatures=temperatures[rows])

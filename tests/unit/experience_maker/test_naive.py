@@ -1,5 +1,6 @@
 """The reference maker against the definitions, and everything that can be wrong with a batch of prompts."""
 
+import dataclasses
 import inspect
 import logging
 import math
@@ -14,6 +15,7 @@ from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, DataError, GenerateOptionError, RewardError
 from coati.experience_maker import AllSamplesDropped, NaiveExperienceMaker
 from coati.experience_maker.base import PromptBatch
+from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.scoring import (
     DROPPED_GROUP_INCOMPLETE,
     DROPPED_NO_SIGNAL,
@@ -24,6 +26,7 @@ from coati.experience_maker.scoring import (
 from coati.models import Actor, Critic, RewardModel, action_values
 from coati.rewards import Reward, RewardScorer
 from coati.rollout import ReferenceEngine
+from coati.weights import ServedModels
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10], [9, 10]]
 NAN, INF = float("nan"), float("inf")
@@ -187,6 +190,25 @@ def test_the_engine_is_watched_and_found_exact(make_maker):
     batch = make_maker(engine="native").begin(prompts, max_new_tokens=6)
     assert batch.metrics["rollout/logprob_gap"].weight == int(batch.experience.action_mask[:2].sum())
     assert batch.metrics["rollout/logprob_gap_max"].value < 1e-5
+
+
+def test_cut_responses_are_those_that_the_engine_cut(make_maker):
+    class StopsAtText(ReferenceEngine):
+        """Ends some responses without an end token, as stop strings do."""
+
+        def generate(self, request):
+            return dataclasses.replace(super().generate(request), is_cut=torch.tensor([False, True, False, False]))
+
+    maker = make_maker()
+    maker.engine = StopsAtText(maker.actor)
+    pipeline = ExperiencePipeline(
+        maker, ServedModels(maker.trained_models), generate_kwargs={"max_new_tokens": 3, "eos_token_id": []}
+    )
+    input_ids, attention_mask = padded(PROMPTS, 0)
+    batch = pipeline.begin(PromptBatch.parse({"input_ids": input_ids, "attention_mask": attention_mask}))
+    assert pipeline.finish(batch) is not None
+    metrics = pipeline.record(batch, samples_kept=0)["metrics"]
+    assert metrics["response/cut_fraction"].value == 0.25
 
 
 def test_models_are_switched_to_evaluation_mode(make_maker, gpt2):
