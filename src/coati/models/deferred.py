@@ -2,11 +2,11 @@
 
 A model that is to be spread over many ranks may not fit one of them whole. Inside `weights_come_later()`, which the
 sharding strategies' `model_init_context` enters, `Actor` and `Critic` build their networks without memory for
-parameters and remember where each one's values come from: a safetensors file, or a fresh draw. Buffers are real from
+parameters and note where the values of each come from: a safetensors file, or a fresh draw. Buffers are real from
 the start; they are small, and no file has those that are computed.
 
 A checkpoint that cannot be read tensor by tensor under the names the model has (a hub name, another file format,
-weights that transformers converts while it loads) is loaded whole, as ever, and that is said.
+weights that transformers converts while it loads) is loaded whole, with a warning.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _HEAD_NAMES = ("score", "classifier", "v_head", "value_head")
 
 @contextlib.contextmanager
 def weights_come_later() -> Iterator[None]:
-    """`Actor` and `Critic` made in here have no weights until a strategy prepares them. Other models are as usual."""
+    """Make `Actor` and `Critic` in here without weights, until a strategy prepares them. Other models are as usual."""
     token = _come_later.set(True)
     try:
         yield
@@ -67,7 +67,15 @@ class DeferredWeights:
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         made: dict[int, nn.Parameter] = {}
-        with torch.random.fork_rng(devices=[]), _OpenFiles() as files:
+        opened: dict[Path, Any] = {}
+        with torch.random.fork_rng(devices=[]), contextlib.ExitStack() as stack:
+
+            def read(path: Path, key: str) -> Tensor:
+                if path not in opened:
+                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+                values: Tensor = opened[path].get_tensor(key)
+                return values
+
             for layer in _modules_but(model if part is None else part, skip):
                 for key, parameter in layer._parameters.items():
                     if parameter is None or not parameter.is_meta:
@@ -75,7 +83,7 @@ class DeferredWeights:
                     if id(parameter) not in made:
                         name = names[id(parameter)]
                         place = self._places.get(name)
-                        values = self._draw(model, layer, key, name) if place is None else files.read(*place)
+                        values = self._draw(model, layer, key, name) if place is None else read(*place)
                         # A copy: what was read may still be the file, which others can write to.
                         values = values.to(parameter.dtype, copy=place is not None)
                         made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
@@ -108,20 +116,6 @@ class DeferredWeights:
         return drawn.detach()
 
 
-class _OpenFiles(contextlib.ExitStack):
-    """safetensors files, each opened once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._opened: dict[Path, Any] = {}
-
-    def read(self, path: Path, key: str) -> Tensor:
-        if path not in self._opened:
-            self._opened[path] = self.enter_context(safe_open(path, framework="pt"))
-        values: Tensor = self._opened[path].get_tensor(key)
-        return values
-
-
 def deferred_weights(module: nn.Module) -> DeferredWeights | None:
     """Where a model's weights are to come from, or None if it has them."""
     found = getattr(module, "deferred_weights", None)
@@ -129,7 +123,7 @@ def deferred_weights(module: nn.Module) -> DeferredWeights | None:
 
 
 def with_weights(model: nn.Module) -> nn.Module:
-    """The model whole, as inference needs it, also where it was built without its weights."""
+    """Give a model that was built without weights all of them, as inference needs it."""
     deferred = deferred_weights(model)
     if deferred is not None:
         deferred.fill(model)
@@ -149,7 +143,7 @@ def build_deferred(
         return None
     unknown = set(options) - {"dtype", "attn_implementation", "trust_remote_code"}
     if unknown:
-        _say_whole(weights_of, f"the options {', '.join(sorted(unknown))} need the weights at once")
+        _warn_whole(weights_of, f"the options {', '.join(sorted(unknown))} need the weights at once")
         return None
     seed = int(torch.randint(2**31, ()))
     with _parameters_on_meta():
@@ -159,7 +153,7 @@ def build_deferred(
         folder = Path(weights_of)
         shapes = _saved_shapes(folder)
         if not shapes:
-            _say_whole(weights_of, "it is no local folder with readable safetensors")
+            _warn_whole(weights_of, "it is no local folder with readable safetensors")
             return None
         places = _find_places(model, shapes)
         lost = [
@@ -168,29 +162,25 @@ def build_deferred(
             if name not in places and _fresh(name, parameter) is None
         ]
         if lost:
-            _say_whole(weights_of, f"{len(lost)} parameters have other names or shapes there, such as {lost[0]}")
+            _warn_whole(weights_of, f"{len(lost)} parameters have other names or shapes there, such as {lost[0]}")
             return None
     model.deferred_weights = DeferredWeights(places, seed=seed)  # type: ignore[assignment]
     return model
 
 
-def _say_whole(weights_of: str | Path | None, reason: str) -> None:
+def _warn_whole(weights_of: str | Path | None, reason: str) -> None:
     logger.warning("%s is loaded whole by every rank before it is sharded: %s", weights_of or "a fresh model", reason)
 
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that this thread registers lose their memory at once; buffers keep theirs."""
+    """Take the memory from parameters that this thread registers, at once; buffers keep theirs."""
     original = nn.Module.register_parameter
     thread = threading.get_ident()
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and threading.get_ident() == thread:
-            param = (
-                nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-                if not param.is_meta
-                else param
-            )
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         original(module, name, param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
@@ -208,9 +198,9 @@ def _saved_shapes(folder: Path) -> dict[tuple[Path, str], tuple[int, ...]]:
             files = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
         else:
             files = {folder / "model.safetensors"}
-        beside = folder / "value_head.safetensors"
+        head = folder / "value_head.safetensors"
         shapes: dict[tuple[Path, str], tuple[int, ...]] = {}
-        for file in sorted(files | ({beside} if beside.is_file() else set())):
+        for file in sorted(files | ({head} if head.is_file() else set())):
             with safe_open(file, framework="pt") as opened:
                 for key in list(opened.keys()):
                     shapes[file, key] = tuple(opened.get_slice(key).get_shape())

@@ -80,7 +80,7 @@ def _weightless_row(like: Experience) -> Experience:
 
 
 class BatchMover:
-    """Copies batches to a GPU on a stream of its own; where there is no GPU, batches stay as they are.
+    """Copies batches to a GPU on a separate stream; where there is no GPU, batches stay as they are.
 
     `used_on` is the stream of the training steps, if that is not the default one.
     """

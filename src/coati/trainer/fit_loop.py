@@ -16,17 +16,16 @@ logger = logging.getLogger(__name__)
 
 
 def _no_hook(hook: str, *args: Any) -> None:
-    """Nobody listens."""
+    """Ignore a hook."""
 
 
 def _alone(has_data: bool, is_stopped: bool) -> bool:
-    """One rank decides for itself."""
+    """Decide for the only rank."""
     return has_data and not is_stopped
 
 
 class FitLoop:
-    """Consumes batches, trains on them, publishes weights. Waits only inside `next_batch`, `publish` and `finish`,
-    which ends whatever publishing has begun.
+    """Consumes batches, trains on them, publishes weights; waits only inside `next_batch`, `publish` and `finish`.
 
     `next_batch` returns None when no more data will come. `agree(has_data, is_stopped)` lets the ranks of a group
     decide together whether all of them take another step, so that none waits alone in a collective operation: as long

@@ -1,4 +1,4 @@
-"""How a model computes while it learns: without dropout, and if wanted compiled, or with activations made anew."""
+"""How a model computes while it learns: without dropout, compiled, or with activations computed twice."""
 
 import os
 import shlex
@@ -19,10 +19,9 @@ from coati.trainer.strategies.sharded import transformer_blocks
 
 
 def set_learning_mode(model: nn.Module) -> None:
-    """Dropout would make the ratio to the sampling policy differ from 1 on its own data. LoRA's stays on.
+    """Turn dropout off, except LoRA's: it would make the ratio to the sampling policy differ from 1 on its own data.
 
-    Layers that compute their activations twice do so only while they believe to be in training. That belief is theirs
-    alone: dropout is a matter of what is inside of them.
+    Layers that compute their activations twice do so only in training mode, so these alone stay in it.
     """
     model.eval()
     for name, module in model.named_modules():
@@ -33,12 +32,12 @@ def set_learning_mode(model: nn.Module) -> None:
 
 
 def is_random(model: nn.Module) -> bool:
-    """Whether two passes of a model that learns give two results: only LoRA's dropout is left on."""
+    """Whether two passes give two results: LoRA's dropout is on."""
     return any("lora_dropout" in name and getattr(module, "p", 0.0) > 0 for name, module in model.named_modules())
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Keep the inputs of each transformer block and nothing else; the backward pass computes the rest once more."""
+    """Keep only the inputs of each transformer block; the backward pass computes the rest again."""
     inner = unwrap(model)
     base: Any = base_of(inner.body if isinstance(inner, ValueHeadModel) else inner)
     if not getattr(base, "supports_gradient_checkpointing", False):

@@ -89,8 +89,8 @@ class PPOLearner:
                 compile_blocks(model)
             set_learning_mode(model)
         self._health = TrainingHealth(self.models, self.optimizers, strategy)
-        # The weights that a step starts from are those of its own pass, so nobody has to ask them twice; unless V-trace
-        # wants advantages before the pass, or dropout makes every pass another policy.
+        # The log-probs of a step's own pass are those of the weights it starts from, so no extra pass is needed; unless
+        # V-trace wants advantages before the pass, or dropout makes every pass another policy.
         self._is_prepared_by_its_pass = algorithm.estimator == "gae" and not is_random(self.models["actor"])
         self._schedules = [
             get_scheduler(

@@ -57,7 +57,7 @@ def add_tokenizer(folder: Path, save: Callable[[Path], object]) -> None:
         save(temporary)
         for file in sorted(temporary.iterdir(), key=lambda file: file.name == "tokenizer_config.json"):
             os.replace(file, folder / file.name)
-    except Exception as error:  # the tokenizers library has no class of its own for a full disk
+    except Exception as error:  # the tokenizers library has no class for a full disk
         raise CheckpointError(f"could not write the tokenizer to {folder}: {error}. Check free space there.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -78,7 +78,7 @@ def _refuse_foreign(path: Path, markers: Collection[str]) -> None:
 def writes_folder(path: Path, ranks: Ranks, *, only_rank0: bool) -> bool:
     """Decide whether this rank writes `path`: rank 0 does, and one rank of each node that does not see rank 0's disk.
 
-    A rank cannot tell which others share its disk, so it asks the disk: it looks for a file that rank 0 has put beside
+    A rank cannot tell which others share its disk, so it asks the disk: it looks for a file that rank 0 has put next to
     `path`, and the first to claim a disk without it writes there. All ranks must call this.
     """
     if only_rank0 or ranks.world_size == 1:

@@ -18,7 +18,7 @@ def iter_state_chunks(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the state dict in its own order, in chunks of at most `max_bytes` (None: 64 MiB).
 
-    A tensor larger than that is a chunk of its own. Tied weights come once, under their first name. Tensors
+    A tensor larger than that is a chunk by itself. Tied weights come once, under their first name. Tensors
     are detached, whole, on their device and in their dtype; whole parameters still share memory with the
     module. Sharded ones are gathered one at a time, so all ranks must iterate in step, and every rank gets
     every chunk. With `names`, only those are gathered.
