@@ -16,6 +16,7 @@ A sample takes these forms on its way from prompt to gradient:
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Self
@@ -27,7 +28,6 @@ from coati.errors import DataError
 from coati.wire import WireTensor, decode, encode
 
 logger = logging.getLogger(__name__)
-_logged_no_pinning = False
 
 # Id or version of a sample whose maker did not set it.
 UNKNOWN_ID = -1
@@ -183,11 +183,8 @@ class Experience(_SampleFields):
 
     def pin_memory(self) -> Self:
         """Pin every tensor for fast copies to the GPU; without CUDA a no-op that is logged once, at debug level."""
-        global _logged_no_pinning
         if not torch.cuda.is_available():
-            if not _logged_no_pinning:
-                logger.debug("pin_memory() does nothing here: this machine has no CUDA device")
-                _logged_no_pinning = True
+            _log_no_pinning()
             return self
         for name, tensor in list(self.tensors()):
             if tensor.device.type == "cpu" and not tensor.is_pinned():
@@ -197,6 +194,11 @@ class Experience(_SampleFields):
     def select(self, rows: Tensor | slice) -> "Experience":
         """The samples that `rows` picks (an index tensor, a bool mask or a slice), as a new experience."""
         return dataclasses.replace(self, **{name: tensor[rows] for name, tensor in self.tensors()})
+
+
+@functools.cache  # once per process
+def _log_no_pinning() -> None:
+    logger.debug("pin_memory() does nothing here: this machine has no CUDA device")
 
 
 @dataclasses.dataclass
@@ -274,13 +276,12 @@ def _unpack_one(packed: _Packed) -> BufferItem:
 
 
 def split_experience_batch(experience: Experience) -> list[BufferItem]:
-    """One item for each sample, without the prompt's left padding and the response's right padding.
-
-    The items of a batch share memory: each field is one tensor without padding, of which every item has its part.
-    """
+    """One item for each sample, without padding. The items of a batch share memory: each has its part of a tensor."""
     experience.validate()
     num_prompt_tokens, device = experience.num_prompt_tokens, experience.sequences.device
-    starts = _leading_zeros(experience.attention_mask, num_prompt_tokens, experience.num_samples)
+    starts = [0] * experience.num_samples  # prompt positions before the first real token
+    if experience.attention_mask is not None and num_prompt_tokens:
+        starts = (experience.attention_mask[:, :num_prompt_tokens].ne(0).cumsum(dim=1) == 0).sum(dim=1).tolist()
     lengths = _last_true(experience.full_action_mask())
     token_columns = torch.arange(experience.sequences.shape[1], device=device)
     starts_at, ends_at = torch.tensor([starts, lengths], device=device).unsqueeze(-1)  # [B, 1] each
@@ -383,15 +384,6 @@ def _default(item: BufferItem, name: str) -> Tensor:
     if name == "policy_versions":
         return torch.full_like(item.action_log_probs, UNKNOWN_ID, dtype=torch.long)
     return torch.tensor(UNKNOWN_ID, device=item.sequences.device)
-
-
-def _leading_zeros(attention_mask: Tensor | None, num_prompt_tokens: int, num_samples: int) -> list[int]:
-    """The number of prompt positions before the first real token, for each row."""
-    if attention_mask is None or num_prompt_tokens == 0:
-        return [0] * num_samples
-    seen = attention_mask[:, :num_prompt_tokens].ne(0).long().cumsum(dim=1)
-    counts: list[int] = seen.eq(0).sum(dim=1).tolist()
-    return counts
 
 
 def _last_true(mask: Tensor) -> list[int]:

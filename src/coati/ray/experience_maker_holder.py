@@ -21,7 +21,7 @@ from torch import nn
 
 from coati.cpu import set_up_cpu
 from coati.errors import ConfigError
-from coati.experience_maker.base import build_maker
+from coati.experience_maker.base import ExperienceMaker, build_maker
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
@@ -85,7 +85,6 @@ class MakerHolder:
         if not detached_trainer_name_list:
             raise ConfigError("detached_trainer_name_list must name at least one trainer, got an empty list.")
         options = options or MakerOptions()
-        in_flight = options.rollout is not None and options.rollout.in_flight
         generate_kwargs = options.generate_options(generate_kwargs)
         GenerateOptions.parse(**generate_kwargs)  # an unknown option is an error now, not in the first batch
         apply_env_info(env_info)
@@ -104,7 +103,6 @@ class MakerHolder:
         )
         self._records: RecordLog[dict[str, Any]] = RecordLog()
         set_up_log(debug=debug, records=self._records)
-
         maker = build_maker(
             options.maker,
             _place_models(strategy_fn(), model_fn),
@@ -120,21 +118,12 @@ class MakerHolder:
             share=options.share,
             generate_kwargs=generate_kwargs,
             first_sample_id=_first_sample_id(self._name),
-            in_flight=in_flight,
+            in_flight=options.rollout is not None and options.rollout.in_flight,
             timeline=self._timeline,
         )
-        self._sender = ItemSender(
-            detached_trainer_name_list,
-            peers=RayPeers(),
-            sender=self._name,
-            deadlines=self._deadlines,
-            share=options.share,
-            should_stop=self._stop.is_set,
-            timeline=self._timeline,
-        )
+        self._sender = self._make_sender(detached_trainer_name_list, options.share)
         if eval_performance:
-            models = (maker.actor, maker.critic, maker.initial_model, maker.reward_model)
-            self._callbacks.append(ExperienceMakerPerformanceEvaluator(*map(num_parameters, models)))
+            self._callbacks.append(_evaluator_of(maker))
         connect(self._callbacks, self._timeline)
 
     # Work.
@@ -256,6 +245,17 @@ class MakerHolder:
 
     # Inside.
 
+    def _make_sender(self, trainer_names: Sequence[str], share: WorkShare | None) -> ItemSender:
+        return ItemSender(
+            trainer_names,
+            peers=RayPeers(),
+            sender=self._name,
+            deadlines=self._deadlines,
+            share=share,
+            should_stop=self._stop.is_set,
+            timeline=self._timeline,
+        )
+
     def _await_first_weights(self) -> None:
         if self._sync_models_from_trainers:
             logger.info("maker %s waits for a full weight update from its trainers", self._name)
@@ -275,6 +275,11 @@ def _place_models(strategy: Strategy, model_fn: Callable[[], Sequence[Any]]) -> 
     with strategy.model_init_context():
         models = model_fn()
     return [strategy.prepare(model) if isinstance(model, nn.Module) else model for model in models]
+
+
+def _evaluator_of(maker: ExperienceMaker) -> ExperienceMakerPerformanceEvaluator:
+    models = (maker.actor, maker.critic, maker.initial_model, maker.reward_model)
+    return ExperienceMakerPerformanceEvaluator(*map(num_parameters, models))
 
 
 def _own_name() -> str:

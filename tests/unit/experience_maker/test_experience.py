@@ -130,7 +130,7 @@ def test_to_device_makes_no_graph():
 
 def test_pin_memory_without_cuda_changes_nothing_and_says_so_once(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(base, "_logged_no_pinning", False)
+    base._log_no_pinning.cache_clear()
     values = tensors()
     experience = Experience(*values)
     with caplog.at_level(logging.DEBUG, logger="coati.experience"):
