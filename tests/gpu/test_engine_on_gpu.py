@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from coati.models import Actor, action_logprobs
 from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
@@ -101,6 +110,29 @@ def test_requests_of_all_sizes_share_few_graphs():
         assert_same(engine.generate(make_request(rows, seed=rows)), reference.generate(make_request(rows, seed=rows)))
     assert engine._loop is loop
     assert {key[0] for key in loop._graphs} <= {1, 2, 4, 8, 16, 32, 35}
+
+
+def test_stop_strings_end_responses_inside_the_graphs():
+    pieces = {f"{chr(97 + index % 26)}{index // 26}": index for index in range(200)}
+    inner = Tokenizer(WordLevel(pieces, unk_token="a0"))
+    inner.decoder = Fuse()
+    options = {"tokenizer": PreTrainedTokenizerFast(tokenizer_object=inner), "stop_strings": ["x", "3b"]}
+    model = make_model()
+    expected = ReferenceEngine(model).generate(make_request(eos_token_id=[], **options))
+    assert 0 < int(expected.is_cut.sum()) < 35
+    engine = NativeEngine(model, num_slots=8)
+    for _ in range(2):
+        assert_same(engine.generate(make_request(eos_token_id=[], **options)), expected)
+
+
+def test_requests_of_other_limits_share_graphs():
+    engine = NativeEngine(make_model())
+    engine.generate(make_request(max_new_tokens=40, eos_token_id=[]))
+    loop, graphs = engine._loop, dict(engine._loop._graphs)
+    for max_new_tokens in (39, 30, 12):
+        engine.generate(make_request(max_new_tokens=max_new_tokens, eos_token_id=[]))
+    assert engine._loop is loop
+    assert loop._graphs == graphs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
