@@ -179,7 +179,8 @@ def _parameters_on_meta() -> Iterator[None]:
     thread = threading.get_ident()
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and threading.get_ident() == thread:
+        # One that is on the meta device already stays the same object, so that tied weights stay tied.
+        if param is not None and not param.is_meta and threading.get_ident() == thread:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         original(module, name, param)
 
