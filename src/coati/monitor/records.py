@@ -63,9 +63,9 @@ class WarningRecorder(logging.Handler):
 
 
 def without_numbers(text: str) -> str:
-    """Return what messages have in common that differ only in numbers.
+    """Return what messages have in common that differ only in numbers, or in lists of them.
 
-    >>> without_numbers("maker-1 waited 20.5 s")
-    'maker-1 waited 0 s'
+    >>> without_numbers("maker-1 dropped 2 samples (ids [7, 31])")
+    'maker-1 dropped 0 samples (ids [0])'
     """
-    return re.sub(r"(?<![\w-])\d[\d.,]*", "0", text)
+    return re.sub(r"(?<![\w-])\d[\d.]*(, \d[\d.]*)*", "0", text)
