@@ -158,7 +158,7 @@ def test_ages_stay_within_the_bound(run, make_config, tmp_path):
     assert {name for row in rows for name in row} - {"step", "version", "time"} <= DOCUMENTED
 
 
-def test_a_stop_saves_what_was_learnt_even_with_a_full_buffer(run, make_config, tmp_path):
+def test_a_stop_saves_what_was_learnt_even_with_a_full_buffer(run, make_config, tmp_path, caplog):
     # A maker without bound and a buffer of one batch: when the stop comes, it stands before a full buffer.
     config = make_config(max_staleness=-1, buffer_limit=1, train={"total_steps": 100_000})
 
@@ -171,6 +171,8 @@ def test_a_stop_saves_what_was_learnt_even_with_a_full_buffer(run, make_config, 
     assert progress["trainer-0"].state == "finished"
     assert progress["maker-0"].state == "finished"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model") is not None
+    # A warning of an actor reaches the user, once.
+    assert len([message for message in caplog.messages if message.startswith("maker-0: ")]) == 1
 
 
 def test_a_constructor_that_raises_ends_the_run_with_its_reason(run, make_config):
