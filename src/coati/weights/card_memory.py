@@ -73,7 +73,7 @@ class CardMemory(SharedTransport):
             buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
             self._buffers[index] = (buffer, _share(buffer))
         buffer, handle = self._buffers[index]
-        copy_all(list(views(buffer, 0, specs).values()), list(tensors.values()))
+        copy_all(list(views(buffer, specs).values()), list(tensors.values()))
         return Chunk(index=index, info=ChunkInfo(module=module, tensors=specs), handle=handle)
 
     def checksum(self, chunk: Chunk) -> int:
@@ -100,7 +100,7 @@ class CardReader:
             data = self._open[key].clone()
             if data.is_cuda:
                 torch.cuda.current_stream(self._device).synchronize()
-        tensors = views(data, chunk.info.start, chunk.info.tensors)
+        tensors = views(data, chunk.info.tensors)
         return ReadChunk(chunk.info, tensors, lambda: self._checksum(chunk.info, data))
 
     def end_update(self) -> None:

@@ -21,7 +21,6 @@ import os
 import uuid
 import weakref
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,9 +33,6 @@ from coati.wire import tensor_of
 logger = logging.getLogger(__name__)
 
 PROBE_BYTES = 256
-# A buffer is as large as all before it, up to this, so that there are few of them: each takes two file descriptors at
-# the sender and one at every receiver.
-MAX_BUFFER_BYTES = 4 * 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,59 +54,30 @@ class MemoryBuffer:
     """Memory that other processes can map. It lives until the last process that has it mapped ends."""
 
     def __init__(self, size: int) -> None:
-        self._descriptor = os.memfd_create("coati-weights")
-        weakref.finalize(self, os.close, self._descriptor)
-        os.ftruncate(self._descriptor, size)  # takes no memory yet
-        self._num_reserved = 0
-        self.data = torch.from_numpy(np.frombuffer(mmap.mmap(self._descriptor, size), dtype=np.uint8))
-        self.handle = MemoryHandle(os.getpid(), self._descriptor, os.fstat(self._descriptor).st_ino, size)
-
-    def reserve(self, size: int) -> int | None:
-        """Where the next `size` bytes begin; None if the buffer is full. Raises OSError if the host has no memory left.
-
-        Without it, writing to memory that the host does not have would kill the process.
-        """
-        start = self._num_reserved
-        if start + size > self.handle.size:
-            return None
-        os.posix_fallocate(self._descriptor, start, size)
-        self._num_reserved += size
-        return start
-
-
-class _Region(NamedTuple):
-    """Room for one chunk."""
-
-    buffer: MemoryBuffer
-    start: int
-    size: int
+        """Raises OSError if the host has no memory for it: without a reservation, writing would kill the process."""
+        descriptor = os.memfd_create("coati-weights")
+        weakref.finalize(self, os.close, descriptor)
+        os.posix_fallocate(descriptor, 0, size)
+        self.data = torch.from_numpy(np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8))
+        self.handle = MemoryHandle(os.getpid(), descriptor, os.fstat(descriptor).st_ino, size)
 
 
 @dataclasses.dataclass
 class _Set:
     """The memory of one update, and the receivers that may read it."""
 
-    regions: dict[int, _Region] = dataclasses.field(default_factory=dict)  # by chunk
-    buffers: list[MemoryBuffer] = dataclasses.field(default_factory=list)
+    buffers: dict[int, MemoryBuffer] = dataclasses.field(default_factory=dict)  # by chunk
     receivers: frozenset[str] = frozenset()
 
-    def region(self, index: int, size: int) -> _Region:
-        """The room of a chunk, which may be larger than it needs. Raises OSError without memory for it."""
-        if index not in self.regions or self.regions[index].size < size:
-            start = self.buffers[-1].reserve(size) if self.buffers else None
-            if start is None:
-                total = sum(buffer.handle.size for buffer in self.buffers)
-                self.buffers.append(MemoryBuffer(max(size, min(total, MAX_BUFFER_BYTES))))
-                start = self.buffers[-1].reserve(size)
-                assert start is not None, "a new buffer has room for what it was made for"
-            self.regions[index] = _Region(self.buffers[-1], start, size)
-        return self.regions[index]
+    def buffer(self, index: int, size: int) -> MemoryBuffer:
+        """The buffer of a chunk, which may be larger than it needs. Raises OSError without memory for it."""
+        if index not in self.buffers or self.buffers[index].handle.size < size:
+            self.buffers[index] = MemoryBuffer(size)
+        return self.buffers[index]
 
 
 class HostMemory(SharedTransport):
     """The sender's side: two sets of buffers, filled in turn."""
-
-    has_one_copy = True
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
@@ -125,7 +92,6 @@ class HostMemory(SharedTransport):
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memfd_create")
         self._probe_buffer = MemoryBuffer(PROBE_BYTES)
-        self._probe_buffer.reserve(PROBE_BYTES)
         self._probe_buffer.data.copy_(torch.frombuffer(bytearray(os.urandom(PROBE_BYTES)), dtype=torch.uint8))
         return MemoryProbe("memory", self._probe_buffer.handle, _probe_checksum(self._probe_buffer.data))
 
@@ -149,22 +115,21 @@ class HostMemory(SharedTransport):
         specs = specs_of(tensors)
         _, size = layout(specs)
         try:
-            region = self._sets[self._turn].region(index, size)
+            buffer = self._sets[self._turn].buffer(index, size)
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
                 mib = size / 2**20
                 logger.warning("no shared memory left for %.0f MiB of weights (%s): sending them by value", mib, error)
             return self._by_value.pack(index, module, tensors)
-        copy_all(list(views(region.buffer.data, region.start, specs).values()), list(tensors.values()))
-        info = ChunkInfo(module=module, tensors=specs, start=region.start)
-        return Chunk(index=index, info=info, handle=region.buffer.handle)
+        copy_all(list(views(buffer.data, specs).values()), list(tensors.values()))
+        return Chunk(index=index, info=ChunkInfo(module=module, tensors=specs), handle=buffer.handle)
 
     def checksum(self, chunk: Chunk) -> int:
         """Compute the checksum of what is in shared memory."""
         if chunk.handle is None:
             return self._by_value.checksum(chunk)
-        return _checksum(chunk.info, self._sets[self._turn].regions[chunk.index].buffer.data)
+        return _checksum(chunk.info, self._sets[self._turn].buffers[chunk.index].data)
 
 
 class MemoryReader:
@@ -183,7 +148,7 @@ class MemoryReader:
         if chunk.handle not in self._open:
             self._open[chunk.handle] = open_memory(chunk.handle)
         data = self._open[chunk.handle]
-        tensors = views(data, chunk.info.start, chunk.info.tensors)
+        tensors = views(data, chunk.info.tensors)
         return ReadChunk(chunk.info, tensors, lambda: _checksum(chunk.info, data))
 
     def end_update(self) -> None:
@@ -218,7 +183,7 @@ def _probe_checksum(data: Tensor) -> int:
 
 def _checksum(info: ChunkInfo, data: Tensor) -> int:
     _, size = layout(info.tensors)
-    return checksum(info, [data[info.start : info.start + size].numpy().data])
+    return checksum(info, [data[:size].numpy().data])
 
 
 def _exists(handle: MemoryHandle) -> bool:

@@ -61,8 +61,6 @@ class ChunkInfo:
 
     module: str
     tensors: tuple[TensorSpec, ...]
-    start: int = 0
-    """Where its bytes begin in the sender's buffer, if they are lent."""
     checksum: int | None = None
     """Over the module, the specs and the bytes; None with verify_updates = "off"."""
 
@@ -103,11 +101,7 @@ class WeightMessage:
     header: UpdateHeader
     is_start: bool = False
     chunks: tuple[Chunk, ...] = ()
-    checked_elsewhere: frozenset[int] = frozenset()
-    """Lent chunks whose bytes another receiver checks: it reads the same memory."""
     manifest: WeightManifest | None = None
-    must_check_all: bool = False
-    """With the manifest: a receiver that had to check chunks for others failed to, so each checks what is left."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,13 +136,13 @@ def layout(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), max(end, ALIGNMENT)
 
 
-def views(buffer: Tensor, start: int, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
     """The tensors of a chunk, in place in a flat uint8 buffer."""
     offsets, size = layout(specs)
-    if start < 0 or start + size > buffer.numel():
-        raise ValueError(f"the chunk's bytes {start} to {start + size} are not in a buffer of {buffer.numel()}")
+    if size > buffer.numel():
+        raise ValueError(f"a chunk of {size} bytes is not in a buffer of {buffer.numel()}")
     return {
-        spec.name: buffer[start + offset : start + offset + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
+        spec.name: buffer[offset : offset + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
         for spec, offset in zip(specs, offsets, strict=True)
     }
 

@@ -42,7 +42,6 @@ class _Stage:
     header: UpdateHeader
     last_seen: float
     chunks: dict[int, ReadChunk] = dataclasses.field(default_factory=dict)
-    unchecked: set[int] = dataclasses.field(default_factory=set)  # chunks that other receivers check
 
 
 @dataclasses.dataclass
@@ -109,10 +108,10 @@ class WeightReceiver:
             if header != stage.header:
                 raise WeightUpdateError(f"{header} began as {stage.header}, with other settings. {_KEPT}")
             for chunk in message.chunks:
-                self._add(stage, chunk, is_checked_elsewhere=chunk.index in message.checked_elsewhere)
+                self._add(stage, chunk)
             if message.manifest is None:
                 return
-            verified = self._finish(stage, message.manifest, must_check_all=message.must_check_all)
+            verified = self._finish(stage, message.manifest)
         except BaseException:
             self._open.pop(header.update_id, None)
             raise
@@ -184,16 +183,15 @@ class WeightReceiver:
                 f"{_KEPT} Call sync_models_to_remote_makers to start at another version."
             )
 
-    def _add(self, stage: _Stage, chunk: Chunk, *, is_checked_elsewhere: bool) -> None:
+    def _add(self, stage: _Stage, chunk: Chunk) -> None:
         try:
             read = self._read(chunk)
         except Exception as error:
             raise WeightUpdateError(f"chunk {chunk.index} of {stage.header} is unreadable: {error}. {_KEPT}") from error
-        stage.unchecked.discard(chunk.index)
-        if chunk.info.checksum is not None and is_checked_elsewhere:
-            stage.unchecked.add(chunk.index)
-        elif chunk.info.checksum is not None:
-            _check_bytes(stage, chunk.index, read)
+        if (sent := chunk.info.checksum) is not None and (found := read.checksum()) != sent:
+            raise WeightUpdateError(
+                f"chunk {chunk.index} of {stage.header} is corrupt: checksum {found:#x}, sent as {sent:#x}. {_KEPT}"
+            )
         stage.chunks[chunk.index] = read
 
     def _read(self, chunk: Chunk) -> ReadChunk:
@@ -201,7 +199,7 @@ class WeightReceiver:
             return self._in_memory.read(chunk)
         return self._on_card.read(chunk) if isinstance(chunk.handle, CardHandle) else read_value(chunk)
 
-    def _finish(self, stage: _Stage, manifest: WeightManifest, *, must_check_all: bool) -> VerifiedUpdate:
+    def _finish(self, stage: _Stage, manifest: WeightManifest) -> VerifiedUpdate:
         """Verify an update against its manifest."""
         header, num_listed = stage.header, len(manifest.chunks)
         expected = set(range(num_listed))
@@ -216,8 +214,6 @@ class WeightReceiver:
             chunk = stage.chunks[index]
             if chunk.info != listed:
                 raise WeightUpdateError(f"{header}: chunk {index} is not the one the manifest lists. {_KEPT}")
-            if must_check_all and index in stage.unchecked:
-                _check_bytes(stage, index, chunk)
             module = tensors.setdefault(listed.module, {})
             if twice := module.keys() & chunk.tensors.keys():
                 raise WeightUpdateError(f"{header} has the {listed.module} weight {min(twice)!r} twice. {_KEPT}")
@@ -261,14 +257,6 @@ class WeightReceiver:
 
         flat = {(label, name): tensor for label, weights in resolved.items() for name, tensor in weights.items()}
         return VerifiedUpdate(update_id, version, source, flat, is_full, adopt=adopt)
-
-
-def _check_bytes(stage: _Stage, index: int, chunk: ReadChunk) -> None:
-    if (found := chunk.checksum()) != chunk.info.checksum:
-        raise WeightUpdateError(
-            f"chunk {index} of {stage.header} is corrupt: checksum {found:#018x}, sent as "
-            f"{chunk.info.checksum or 0:#018x}. {_KEPT}"
-        )
 
 
 def _tensor(value: Any) -> Tensor:

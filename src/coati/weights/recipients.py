@@ -8,7 +8,7 @@ from typing import Any
 
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError, WeightUpdateError
 from coati.peers import Peer, Peers, PendingCall, wait_any
-from coati.weights.message import Chunk, MemoryProbe, UpdateHeader, WeightMessage
+from coati.weights.message import MemoryProbe, UpdateHeader, WeightMessage
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +73,12 @@ class Recipients:
         newcomers = {one.name for one in self._all.values() if one.is_newcomer}
         return Attempt(header, self._found(), newcomers=newcomers, seconds=self.update_seconds)
 
-    def all_can_open(self, probe: MemoryProbe, *, fallback: str) -> bool:
+    def all_can_open(self, probe: MemoryProbe) -> bool:
         """Whether every maker can read the sender's memory; False without makers. Logs which cannot, and why.
 
         A newcomer that fails decides nothing.
         """
-        answers = [self._can_open(self._all[name], peer, probe, fallback) for name, peer in self._found().items()]
+        answers = [self._can_open(self._all[name], peer, probe) for name, peer in self._found().items()]
         return any(answers) and False not in answers
 
     def note(self, attempt: "Attempt", *, is_full: bool) -> None:
@@ -121,7 +121,7 @@ class Recipients:
                 one.fault = "no actor has this name"
         return found
 
-    def _can_open(self, one: _Recipient, peer: Peer, probe: MemoryProbe, fallback: str) -> bool | None:
+    def _can_open(self, one: _Recipient, peer: Peer, probe: MemoryProbe) -> bool | None:
         """None: a newcomer that failed."""
         try:
             if not peer.has("sharing_fault"):
@@ -137,7 +137,7 @@ class Recipients:
                 raise
             fault = f"it could not be asked: {error}"
         if fault is not None:
-            logger.warning("sending weights %s, because of maker %s: %s", fallback, one.name, fault)
+            logger.warning("sending weights by value, because of maker %s: %s", one.name, fault)
         return fault is None
 
 
@@ -166,14 +166,6 @@ class Attempt:
             message = share(WeightMessage(header=self.header, **parts))
             for name in makers:
                 self._call(name, message)
-
-    def send_lent(self, chunks: Sequence[Chunk], *, is_checked_once: bool) -> None:
-        """Send chunks that all healthy makers read in the same memory, so that each may be checked by one of them."""
-        makers = self.healthy
-        for number, name in enumerate(makers):
-            others = [c.index for c in chunks if is_checked_once and c.index % len(makers) != number]
-            message = WeightMessage(header=self.header, chunks=tuple(chunks), checked_elsewhere=frozenset(others))
-            self._call(name, message)
 
     def wait(self, *, until_in_flight: int = 0) -> None:
         """Wait for answers until at most so many calls are open. Late newcomers are left out.

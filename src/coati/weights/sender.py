@@ -187,7 +187,7 @@ class WeightSender:
             else:
                 lent.append(chunk)
                 if sum(one.info.nbytes for one in lent) >= LENT_BYTES_PER_CALL:
-                    attempt.send_lent(lent, is_checked_once=transport.has_one_copy)
+                    attempt.send(chunks=tuple(lent))
                     lent = []
             attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(attempt.peers))
         return tuple(infos), lent
@@ -210,11 +210,7 @@ class WeightSender:
 
     def _finish(self, attempt: Attempt, transport: Transport, manifest: WeightManifest, rest: Sequence[Chunk]) -> None:
         """Send the manifest, wait for all answers, and note what came of it."""
-        if transport.has_one_copy and len(attempt.healthy) > 1:
-            attempt.send_lent(rest, is_checked_once=True)
-            attempt.wait()  # no maker commits before all have answered for what they checked
-            rest = ()
-        attempt.send(chunks=tuple(rest), manifest=manifest, must_check_all=bool(attempt.failed))
+        attempt.send(chunks=tuple(rest), manifest=manifest)
         attempt.wait()
         if any(isinstance(error, PeerUnavailable | DeadlineExceeded) for error in attempt.failed.values()):
             transport.retire()  # a maker that did not answer may still read it
@@ -236,9 +232,9 @@ class WeightSender:
 
     def _all_share(self, shared: SharedTransport) -> bool:
         try:
-            return self.recipients.all_can_open(shared.probe(), fallback=shared.fallback)
+            return self.recipients.all_can_open(shared.probe())
         except OSError as error:
-            logger.warning("sending weights %s: %s", shared.fallback, error)
+            logger.warning("sending weights by value: %s", error)
             return False
 
     def _any_rank_has_newcomers(self) -> bool:

@@ -31,10 +31,6 @@ class ReadChunk(NamedTuple):
 class Transport(ABC):
     """The sender's side. An update calls `begin`, `lend_to`, `pack` for each chunk, and `retire` if it fails."""
 
-    fallback = "by value"
-    """How weights travel if a receiver cannot use this transport, for the log."""
-    has_one_copy = False
-    """Whether all receivers read the very same bytes, so that it is enough if one of them checks a chunk."""
     least_chunk_mib = 0.0
     """Smaller chunks only take longer."""
 

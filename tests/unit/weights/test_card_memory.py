@@ -115,10 +115,6 @@ def move_to_another_module(sent):
     return with_info(sent, module="critic")
 
 
-def start_elsewhere(sent):
-    return with_info(sent, start=256)
-
-
 def a_handle_that_does_not_open(sent):
     def fail(_):
         raise RuntimeError("invalid device context")
@@ -135,7 +131,6 @@ DAMAGES = [
     (lie_about_the_checksum, "chunk 0 of .* is corrupt"),
     (lose_a_tensor, "chunk 0 of .* is corrupt"),
     (move_to_another_module, "chunk 0 of .* is corrupt"),
-    (start_elsewhere, "chunk 0 of .* is unreadable"),
     (a_handle_that_does_not_open, "chunk 0 of .* is unreadable"),
     (a_handle_of_another_chunk, "chunk 0 of .* is (corrupt|unreadable)"),
 ]

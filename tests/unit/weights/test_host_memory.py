@@ -68,16 +68,6 @@ def test_two_sets_are_filled_in_turn_and_mapped_once(make_models, memory, maker)
     assert maker.receiver.num_mapped == len(set(handles[0])) + len(set(handles[1]))
 
 
-def test_many_chunks_share_few_buffers(memory, fingerprint):
-    models = {"actor": torch.nn.ParameterDict({f"w{i}": torch.full((3,), float(i)) for i in range(100)})}
-    maker = Maker({"actor": torch.nn.ParameterDict({f"w{i}": torch.zeros(3) for i in range(100)})})
-    chunks = send(memory, models, maker, version=1, max_bytes=1)
-    # One chunk takes 256 bytes. Each buffer is as large as all before it.
-    sizes = [handle.size // 256 for handle in dict.fromkeys(chunk.handle for chunk in chunks)]
-    assert (len(chunks), sizes) == (100, [1, 1, 2, 4, 8, 16, 32, 64])
-    assert fingerprint(maker.models) == fingerprint(models)
-
-
 def partial(memory, *makers, version, module="actor", lora=None, **tensors):
     """An update of some weights, not yet delivered."""
     sent = messages_of({}, header=begin(memory, *makers, version=version), is_partial=True)
@@ -91,7 +81,7 @@ def test_a_smaller_update_uses_the_buffers_of_a_larger_one(make_models, memory, 
     first = send(memory, make_models(1), maker, version=1)
     send(memory, make_models(2), maker, version=2)
     sent = partial(memory, maker, version=3, **{"body.bias": torch.zeros(4)})
-    assert (sent.chunks[0].handle, sent.chunks[0].info.start) == (first[0].handle, first[0].info.start)
+    assert sent.chunks[0].handle == first[0].handle
     take(sent, maker)
     assert maker.models["actor"].body.bias.tolist() == [0.0] * 4
     assert maker.models["actor"].body.weight.equal(make_models(2)["actor"].body.weight)
@@ -213,8 +203,7 @@ def with_info(sent, **changes):
 
 
 def overwrite(sent, memory):
-    region = memory._sets[memory._turn].regions[1]
-    region.buffer.data[region.start + 3] ^= 1
+    memory._sets[memory._turn].buffers[1].data[3] ^= 1
     return sent
 
 
@@ -226,12 +215,8 @@ def lose_a_tensor(sent, memory):
     return with_info(sent, tensors=sent.chunks[1].info.tensors[:-1])
 
 
-def start_at_another_chunk(sent, memory):
-    return with_info(sent, start=sent.chunks[1].info.start - 256)
-
-
-def start_beyond_the_buffer(sent, memory):
-    return with_info(sent, start=sent.chunks[1].handle.size)
+def name_the_memory_of_another_chunk(sent, memory):
+    return changed(sent, handle=sent.chunks[0].handle)
 
 
 def exchange_two_tensors_everywhere(sent, memory):
@@ -260,8 +245,7 @@ DAMAGES = [
     (overwrite, "chunk 1 of .* is corrupt"),
     (lie_about_the_checksum, "chunk 1 of .* is corrupt"),
     (lose_a_tensor, "chunk 1 of .* is corrupt"),
-    (start_at_another_chunk, "chunk 1 of .* is (corrupt|unreadable)"),
-    (start_beyond_the_buffer, "chunk 1 of .* is unreadable"),
+    (name_the_memory_of_another_chunk, "chunk 1 of .* is (corrupt|unreadable)"),
     (exchange_two_tensors_everywhere, "is corrupt"),
     (name_other_memory, "chunk 1 of .* no longer what its owner shared"),
     (name_a_process_that_is_gone, "chunk 1 of .* is unreadable: .*No such file"),
@@ -283,39 +267,6 @@ def test_a_damaged_update_is_rejected_whole_and_the_next_works(
     assert fingerprint(maker.models) == fingerprint(make_models(7))
 
 
-def test_a_chunk_whose_start_is_another_chunks_is_rejected_even_without_checksums(make_models, memory, maker):
-    sent = messages_of(make_models(7), transport=memory, header=begin(memory, maker), has_checksums=False)
-    with pytest.raises(WeightUpdateError, match=r"chunk 1 is not the one the manifest lists|unreadable"):
-        take(start_at_another_chunk(sent, memory), maker)
-
-
-# Chunks that other makers check.
-
-
-@pytest.mark.parametrize("must_check_all", [False, True])
-def test_a_chunk_that_others_check_is_checked_here_too_if_one_of_them_failed(
-    must_check_all, make_models, memory, maker
-):
-    sent = messages_of(make_models(7), transport=memory, header=begin(memory, maker))
-    maker.update_experience_maker(message=sent.part(*sent.chunks, checked_elsewhere=frozenset([1])))
-    overwrite(sent, memory)  # chunk 1
-    if must_check_all:
-        with pytest.raises(WeightUpdateError, match=r"chunk 1 of .* is corrupt"):
-            maker.update_experience_maker(message=sent.end(must_check_all=True))
-    else:
-        maker.update_experience_maker(message=sent.end())
-    assert maker.served.version == int(not must_check_all)
-    assert maker.receiver.open_updates == ()
-
-
-def test_a_chunk_that_comes_again_to_be_checked_is_checked(make_models, memory, maker):
-    sent = messages_of(make_models(7), transport=memory, header=begin(memory, maker))
-    maker.update_experience_maker(message=sent.part(*sent.chunks, checked_elsewhere=frozenset(range(9))))
-    overwrite(sent, memory)
-    with pytest.raises(WeightUpdateError, match="chunk 1 of"):
-        maker.update_experience_maker(message=sent.part(*sent.chunks))
-
-
 # Who can use it.
 
 
@@ -330,11 +281,12 @@ def test_a_receiver_that_reads_the_probe_can_and_others_say_why_not(memory, make
 def test_chunks_that_there_is_no_memory_for_travel_by_value_and_the_log_says_so_once(
     make_models, memory, maker, fingerprint, monkeypatch, caplog
 ):
-    num_calls = itertools.count(1)
+    num_calls, allocate = itertools.count(1), os.posix_fallocate
 
-    def scarce(descriptor, offset, size):
+    def scarce(*arguments):
         if next(num_calls) > 2:
             raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(*arguments)
 
     monkeypatch.setattr(host_memory.os, "posix_fallocate", scarce)
     with caplog.at_level(logging.WARNING):
