@@ -182,7 +182,8 @@ class SlotLoop:
         drawn, is_end, new_states = self._responses.write(rules, logits, rows, steps, stop_states, self._version)
         continues = alive & ~is_end & (steps + 1 < self._limit)
         tokens.copy_(drawn)
-        stop_states.copy_(new_states)
+        if new_states is not stop_states:  # without stop strings, a kernel less in each step
+            stop_states.copy_(new_states)
         # A slot that is done stays at a place that exists.
         positions.add_(continues)
         steps.add_(continues)
