@@ -110,7 +110,8 @@ def always_nan(prompts, completions):
 
 
 def sometimes_nan(prompts, completions):
-    return [float("nan") if len(text.split()) % 4 == 0 else 1.0 for text in completions]
+    scores = film_sentiment(completions, prompts)
+    return [float("nan") if len(text.split()) % 4 == 0 else score for text, score in zip(completions, scores)]
 
 
 def raises_late(prompts, completions, calls=[]):

@@ -21,20 +21,41 @@ from coati.run_folder import MARKER
 from coati.synchronous import SynchronousRun
 
 
-def test_async_at_staleness_zero_and_the_synchronous_loop_end_in_the_same_bits(film_run, coati_command, tmp_path):
+def processes_that_mention(text):
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if text in command and int(folder.name) != os.getpid():
+                found.append(command)
+    return found
+
+
+def test_async_at_staleness_zero_and_the_synchronous_loop_end_in_the_same_bits(
+    film_run, coati_here, coati_command, tmp_path
+):
+    """With rewards that are sometimes NaN: those samples are dropped, counted, and replaced."""
+    temporary = Path(tempfile.mkdtemp(prefix="ct-", dir="/tmp"))  # short: Ray's socket paths have a length limit
+    arguments = ("train", film_run, "--set", "reward.function=film_rewards:sometimes_nan")
     weights = {}
-    for mode in ("--sync", "--overwrite"):  # --overwrite changes nothing here: it stands for "on Ray"
-        output = tmp_path / mode.strip("-")
-        finished = coati_command("train", film_run, mode, "--set", f"run.output={output}")
+    for mode in ("sync", "ray"):
+        output = tmp_path / mode
+        settings = (*arguments, "--set", f"run.output={output}")
+        finished = (
+            coati_here(*settings, "--sync") if mode == "sync" else coati_command(*settings, TMPDIR=str(temporary))
+        )
         assert finished.returncode == 0, finished.stderr + finished.stdout
         weights[mode] = (output / "model" / "model.safetensors").read_bytes()
         lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-        steps = [line["step"] for line in lines]
         # 5 fresh batches in episodes of 2, 2 and 1, each gone over twice.
-        assert steps == list(range(1, 11))
-    assert weights["--sync"] == weights["--overwrite"]
-    base = load_config(film_run).model.path
-    assert weights["--sync"] != (Path(base) / "model.safetensors").read_bytes()
+        assert [line["step"] for line in lines] == list(range(1, 11))
+        assert max(line.get("maker/dropped", 0) for line in lines) > 0
+    assert weights["sync"] == weights["ray"]
+    assert weights["sync"] != (Path(load_config(film_run).model.path) / "model.safetensors").read_bytes()
+    # The private Ray is gone, with all that was its own.
+    assert processes_that_mention(str(temporary)) == []
+    assert list(temporary.iterdir()) == []
+    temporary.rmdir()
 
 
 def test_the_synchronous_loop_learns(film_run, coati_here, tmp_path):
@@ -158,36 +179,12 @@ def test_an_empty_dataset_is_one_clear_message(film_run, coati_here, tmp_path):
     assert "Traceback" not in finished.stderr
 
 
-def processes_that_mention(text):
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if text in command and int(folder.name) != os.getpid():
-                found.append(command)
-    return found
-
-
-def test_rewards_that_are_sometimes_nan_are_dropped_counted_and_do_not_stall(film_run, coati_command, tmp_path):
-    temporary = Path(tempfile.mkdtemp(prefix="ct-", dir="/tmp"))  # short: Ray's socket paths have a length limit
-    settings = ("--set", "reward.function=film_rewards:sometimes_nan")
-    finished = coati_command("train", film_run, *settings, TMPDIR=str(temporary))
-    assert finished.returncode == 0, finished.stderr
-    # The private Ray is gone, with all that was its own.
-    assert processes_that_mention(str(temporary)) == []
-    assert list(temporary.iterdir()) == []
-    temporary.rmdir()
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert max(line.get("maker/dropped", 0) for line in lines) > 0
-    assert len([line for line in lines if "policy/loss" in line]) == 10
-
-
 @pytest.mark.parametrize("more", [(), ("--set", "topology.gpus_per_trainer=0.5")])
 def test_a_gpu_of_which_an_actor_has_no_share_is_named_before_anything_starts(film_run, coati_here, more):
     finished = coati_here("train", film_run, "--dry-run", "--set", "model.device=cuda", *more)
     assert finished.returncode == 2
     setting = "gpus_per_maker" if more else "gpus_per_trainer"
-    assert f"topology.{setting} must be above 0 while model.device is 'cuda', got 0" in finished.stderr
+    assert f"topology.{setting}" in finished.stderr
 
 
 @pytest.mark.parametrize(
