@@ -20,7 +20,7 @@ def test_passes_and_steps():
         list(PromptSource("m").batches(list))
 
 
-def test_it_says_which_position_nobody_has_drawn():
+def test_it_returns_the_first_position_that_was_not_drawn():
     source = PromptSource("m")
     batches = source.batches(lambda: [{"group_ids": torch.tensor([6, 2])}, {"group_ids": [4]}, torch.zeros(1)])
     assert source.hold() == 0
@@ -100,7 +100,7 @@ def test_nothing_is_drawn_while_it_is_held():
     source.switch(lambda: [70])
     thread.join(timeout=60)
     assert got == [70]
-    assert drawn == [0], "the rest of the old loader is somebody else's"
+    assert drawn == [0], "the rest of the old loader belongs to other makers"
 
 
 def test_a_stop_ends_the_wait_and_so_does_the_deadline(monkeypatch):
@@ -115,7 +115,7 @@ def test_a_stop_ends_the_wait_and_so_does_the_deadline(monkeypatch):
     assert list(source.batches(lambda: [1])) == []
 
 
-def test_a_loader_that_hangs_is_not_held_and_whoever_asks_hears_so(monkeypatch):
+def test_a_loader_that_hangs_is_not_held_and_the_caller_gets_an_error(monkeypatch):
     monkeypatch.setattr(source_module, "_HOLD_SECONDS", 0.02)
     asked, answers = threading.Event(), threading.Event()
 
@@ -134,7 +134,7 @@ def test_a_loader_that_hangs_is_not_held_and_whoever_asks_hears_so(monkeypatch):
     answers.set()
     assert drawn.result(timeout=30) == {"group_ids": [4]}
     again = run_in_background(lambda: next(batches), name="draw")
-    assert again.result(timeout=10) == {"group_ids": [5]}  # nobody holds it
+    assert again.result(timeout=10) == {"group_ids": [5]}  # it is not held
     assert source.hold() == 6
 
 
