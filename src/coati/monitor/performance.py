@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from coati.experience_maker.base import Experience
+    from coati.experience import Experience
     from coati.monitor.timeline import Timeline
-
-_PREFIXES: Final = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 class WorkMeter:
-    """Counts what a loop does from now on, and takes the time from the loop's timeline. Rates of an empty run are 0.
+    """Counts what a loop does from now on, and takes the time from the loop's timeline.
 
     `phases` says which activities of the timeline make up each phase; FLOPs are done in the first. The remaining time
     is the phase "other".
@@ -58,50 +56,24 @@ class WorkMeter:
         seconds = {phase: use.spent(*activities) for phase, activities in self._phases.items()}
         return {**seconds, "other": max(use.elapsed - sum(seconds.values()), 0.0)}
 
-    @property
-    def samples_per_second(self) -> float:
-        """Throughput in samples, over the whole period."""
-        return _ratio(self.samples, self.seconds)
-
-    @property
-    def flops_per_second(self) -> float:
-        """Achieved FLOP/s in the phase that computes."""
-        return _ratio(self.flops, next(iter(self.phase_seconds.values())))
-
     def render(self) -> str:
-        """Return a summary as a few lines of plain text for a log."""
-        seconds, phases = self.seconds, self.phase_seconds
-        if self.samples == 0:
-            return f"{self.title}: no samples in {format_seconds(seconds)}, so nothing to measure"
-        width = max(map(len, phases))
-        return "\n".join(
-            [
-                f"{self.title}: {self.samples:,} samples, {self.tokens:,} tokens "
-                f"({self.response_tokens:,} in responses) in {format_seconds(seconds)}",
-                f"  throughput   {_three_digits(self.samples_per_second)} samples/s, "
-                f"{_three_digits(_ratio(self.tokens, seconds))} tokens/s "
-                f"({_three_digits(_ratio(self.response_tokens, seconds))} in responses)",
-                f"  compute      {format_flops(self.flops_per_second)} in {next(iter(phases))}, "
-                f"{format_flops(_ratio(self.flops, seconds))} overall",
-                f"  per sample   {format_seconds(seconds / self.samples)}",
-                *(
-                    f"    {phase:<{width}}  {format_seconds(spent / self.samples):>8}  {_ratio(spent, seconds):>4.0%}"
-                    for phase, spent in phases.items()
-                ),
-            ]
+        """Return throughput, FLOP/s and time per sample by phase as three lines of plain text."""
+        if self.samples == 0 or self.seconds == 0:
+            return f"{self.title}: {self.samples} samples in {format_seconds(self.seconds)}, so nothing to measure"
+        phases = self.phase_seconds
+        first, computing = next(iter(phases.items()))
+        parts = (
+            f"{phase} {format_seconds(spent / self.samples)} ({spent / self.seconds:.0%})"
+            for phase, spent in phases.items()
         )
-
-
-def format_flops(flops_per_second: float) -> str:
-    """Return a rate with the unit that suits its size.
-
-    >>> format_flops(1.84e9)
-    '1.84 GFLOP/s'
-    """
-    for scale, prefix in _PREFIXES:
-        if flops_per_second >= scale:
-            return f"{_three_digits(flops_per_second / scale)} {prefix}FLOP/s"
-    return f"{_three_digits(flops_per_second)} FLOP/s"
+        return (
+            f"{self.title}: {self.samples:,} samples ({self.samples / self.seconds:,.2f}/s), {self.tokens:,} tokens "
+            f"({self.tokens / self.seconds:,.0f}/s, {self.response_tokens:,} in responses) in "
+            f"{format_seconds(self.seconds)}\n"
+            f"  {self.flops / max(computing, 1e-9) / 1e9:,.2f} GFLOP/s in {first}, "
+            f"{self.flops / self.seconds / 1e9:,.2f} GFLOP/s overall\n"
+            f"  per sample {format_seconds(self.seconds / self.samples)}: {', '.join(parts)}"
+        )
 
 
 def format_seconds(seconds: float) -> str:
@@ -113,18 +85,6 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 60:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes:,} min {rest:02d} s"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return f"{_three_digits(seconds / scale)} {unit}"
-    return f"{_three_digits(seconds * 1e6)} us" if seconds > 0 else "0 s"
-
-
-def _three_digits(value: float) -> str:
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def _ratio(amount: float, per: float) -> float:
-    """Return amount / per, and 0 where nothing was measured."""
-    return amount / per if per > 0 else 0.0
+    unit, scale = ("s", 1.0) if seconds >= 1 or seconds == 0 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
+    value = seconds * scale
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"

@@ -47,11 +47,13 @@ _TRAINER_PHASES: Final = {
 }
 
 
-class MakerCallback:
-    """Hooks into the working loop of an experience maker. Each does nothing unless overridden."""
-
+class _Callback:
     timeline: Timeline | None = None
     """The account of the actor's time, which the actor sets before its loop starts."""
+
+
+class MakerCallback(_Callback):
+    """Hooks into the working loop of an experience maker. Each does nothing unless overridden."""
 
     def on_loop_start(self) -> None:
         """Run before the first batch of prompts."""
@@ -78,11 +80,8 @@ class MakerCallback:
         """Run after a batch of prompts was worked on."""
 
 
-class TrainerCallback:
+class TrainerCallback(_Callback):
     """Hooks into the fit loop of a trainer. Each does nothing unless overridden."""
-
-    timeline: Timeline | None = None
-    """The account of the actor's time, which the actor sets before its loop starts."""
 
     def on_fit_start(self) -> None:
         """Run before the first episode."""
@@ -140,9 +139,9 @@ def dispatch(callbacks: Iterable[MakerCallback | TrainerCallback], hook_name: st
 
 
 class ExperienceMakerPerformanceEvaluator(MakerCallback):
-    """Measures a maker: throughput, time per sample by phase, achieved FLOP/s. Logs a summary at the end.
+    """Measures a maker: throughput, time per sample by phase, achieved FLOP/s. Logs its `summary` at the end.
 
-    With B samples of N tokens in all, prompt and response without padding and a key-value cache, an experience takes::
+    With B samples of N tokens in all, prompt and response without padding, and a key-value cache, an experience takes::
 
         2·P_actor·(N − B)                            generation: all tokens but each sample's last
         2·(P_actor + P_critic + P_initial_model + P_reward_model)·N    one forward of each to score
@@ -158,40 +157,34 @@ class ExperienceMakerPerformanceEvaluator(MakerCallback):
         initial_model_num_params: int,
         reward_model_num_params: int,
     ) -> None:
-        self._generate_flops = 2.0 * actor_num_params
-        self._score_flops = 2.0 * (
-            actor_num_params + critic_num_params + initial_model_num_params + reward_model_num_params
-        )
-        self._work: WorkMeter | None = None
-
-    @property
-    def summary(self) -> WorkMeter:
-        """What has been measured since the loop started, up to the latest hook."""
-        return self._work or WorkMeter("Experience maker", self.timeline or Timeline(), _MAKER_PHASES)
+        scored = actor_num_params + critic_num_params + initial_model_num_params + reward_model_num_params
+        self._flops_per_token = 2.0 * (actor_num_params + scored)
+        self._flops_per_sample = -2.0 * actor_num_params
+        self.summary: WorkMeter | None = None
 
     def on_loop_start(self) -> None:
         """Start to measure; an earlier loop is forgotten."""
-        self._work = None
-        self._work = self.summary
+        self.summary = WorkMeter("Experience maker", self.timeline or Timeline(), _MAKER_PHASES)
 
     def on_make_experience_end(self, experience: Experience) -> None:
         """Count the experience."""
-        per_token, per_sample = self._generate_flops + self._score_flops, -self._generate_flops
-        self.summary.add(experience, flops_per_token=per_token, flops_per_sample=per_sample)
+        assert self.summary is not None, "the loop has started"
+        self.summary.add(experience, flops_per_token=self._flops_per_token, flops_per_sample=self._flops_per_sample)
 
     def on_loop_end(self) -> None:
         """Log the summary."""
+        assert self.summary is not None, "the loop has started"
         self.summary.mark()
         logger.info("%s", self.summary.render())
 
 
 class TrainerPerformanceEvaluator(TrainerCallback):
-    """Measures a trainer: throughput, time per sample by phase, achieved FLOP/s. Logs a summary at the end.
+    """Measures a trainer: throughput, time per sample by phase, achieved FLOP/s. Logs its `summary` at the end.
 
     A batch of N tokens, prompt and response without padding, takes 6·(P_actor + P_critic)·N FLOPs (forward 2, backward
     4), and 8·(P_actor + P_critic)·N with gradient checkpointing, which runs the forward once more. Prompts that samples
     share count each time, and a sample counts once for each epoch. The first `ignore_first_episodes` episodes warm up
-    caches and kernels; they are left out, unless no later episode trained on anything.
+    caches and kernels; they are left out if a later one trains on anything.
     """
 
     def __init__(
@@ -204,34 +197,34 @@ class TrainerPerformanceEvaluator(TrainerCallback):
         self._flops = (8.0 if enable_grad_checkpoint else 6.0) * (actor_num_params + critic_num_params)
         self._num_warmup = ignore_first_episodes
         self._num_episodes = 0
-        self._work: list[WorkMeter] = []  # of the warm-up, and of what came after it
-
-    @property
-    def summary(self) -> WorkMeter:
-        """What has been measured since the warm-up, up to the latest hook."""
-        return next((work for work in reversed(self._work) if work.samples), None) or self._new_meter()
+        self._fresh: WorkMeter | None = None  # for what comes after the warm-up
+        self.summary: WorkMeter | None = None
 
     def on_fit_start(self) -> None:
         """Start to measure; an earlier fit is forgotten."""
-        self._num_episodes, self._work = 0, [self._new_meter()]
+        self._num_episodes, self.summary = 0, self._new_meter()
 
     def on_episode_start(self, episode: int) -> None:  # noqa: ARG002
-        """Start to measure once more when the warm-up is over."""
+        """Count the episode, and note when the warm-up is over."""
         # Counted here, not read off `episode`: a resumed run starts at a later number, as cold as any other.
-        if self._num_episodes == self._num_warmup:
-            self._work.append(self._new_meter())
         self._num_episodes += 1
+        self._fresh = self._new_meter() if self._num_episodes == self._num_warmup + 1 else None
 
     def on_batch_end(self, metrics: dict[str, float], experience: Experience) -> None:  # noqa: ARG002
-        """Count the batch."""
-        self._work[-1].add(experience, flops_per_token=self._flops)
+        """Count the batch; the first one after the warm-up begins a new count."""
+        if self._fresh is not None:
+            self.summary, self._fresh = self._fresh, None
+        assert self.summary is not None, "fit has started"
+        self.summary.add(experience, flops_per_token=self._flops)
 
     def on_episode_end(self, episode: int) -> None:  # noqa: ARG002
         """Extend the measured period to the end of the episode."""
-        self._work[-1].mark()
+        if self.summary is not None and self._fresh is None:
+            self.summary.mark()
 
     def on_fit_end(self) -> None:
         """Log the summary."""
+        assert self.summary is not None, "fit has started"
         logger.info("%s", self.summary.render())
 
     def _new_meter(self) -> WorkMeter:

@@ -147,8 +147,6 @@ def test_the_maker_by_hand(caplog):
     assert s.phase_seconds == {"make experience": 7.0, "send": 1.0, "wait for weights": 1.5, "other": 0.5}
     # One experience: generation 2·1000·(8 − 2) = 12,000 and scoring 2·1111·8 = 17,776.
     assert s.flops == 2 * (12_000 + 17_776)
-    assert s.flops_per_second == pytest.approx(59_552 / 7.0)
-    assert s.samples_per_second == 0.4
     assert caplog.messages == [s.render()]
 
 
@@ -203,7 +201,6 @@ def test_the_trainer_by_hand(caplog, enable_grad_checkpoint, per_weight, first_e
     assert (s.samples, s.tokens, s.response_tokens, s.seconds) == (8, 32, 20, 12.5)
     assert s.phase_seconds == {"learn": 8.0, "update": 0.5, "wait for data": 4.0, "other": 0.0}
     assert s.flops == per_weight * 1100 * 32
-    assert s.flops_per_second == per_weight * 1100 * 32 / 8.0
     assert caplog.messages == [s.render()]
 
 
@@ -235,13 +232,9 @@ def test_empty_runs_end_without_a_division_by_zero(caplog):
         maker.on_loop_end()
         trainer.on_fit_start()
         trainer.on_fit_end()
-        TrainerPerformanceEvaluator(1, 1).on_fit_end()  # not even started
-    assert len(caplog.messages) == 3
-    assert all("no samples" in message for message in caplog.messages)
-    assert maker.summary.samples_per_second == trainer.summary.flops_per_second == 0.0
+    assert ["nothing to measure" in message for message in caplog.messages] == [True, True]
 
 
 def test_evaluators_travel_before_use():
     for evaluator in (ExperienceMakerPerformanceEvaluator(1, 2, 3, 4), TrainerPerformanceEvaluator(1, 2)):
-        arrived = pickle.loads(pickle.dumps(evaluator))
-        assert arrived.summary.samples == 0
+        assert pickle.loads(pickle.dumps(evaluator)).summary is None

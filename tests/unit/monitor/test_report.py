@@ -281,7 +281,7 @@ def test_the_page_holds_everything_and_loads_nothing(folder):
     assert "maker-0: generate, 60% of the time" in hints
     assert "trainer-0: wait for data, 40% of the time" in hints
     hints = [node.text for node in close_up.iter("{http://www.w3.org/2000/svg}title")]
-    assert "train, version 0: 4.00 s, at 4.000 s" in hints
+    assert "train, version 0: 4 s, at 4.000 s" in hints
     assert len(curves) == 2  # only the reward and its term have two points
     for part in ("reward term: brevity", "completed", "makers = 1", "[algorithm]"):
         assert part in page
