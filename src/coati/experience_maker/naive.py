@@ -193,7 +193,7 @@ class NaiveExperienceMaker(ExperienceMaker):
 
     def _without_overlong(self, prompts: PromptBatch, options: GenerateOptions) -> PromptBatch:
         """Drop prompts that leave no room for a single new token."""
-        fits = self._room(prompts, options) >= 1
+        fits = self._room(prompts, options)[0] >= 1
         num_dropped = int((~fits).sum())
         if num_dropped == 0:
             return prompts
@@ -208,17 +208,13 @@ class NaiveExperienceMaker(ExperienceMaker):
         logger.warning("%s; dropped", message)
         return prompts.select(fits)
 
-    def _room(self, prompts: PromptBatch, options: GenerateOptions) -> Tensor:
-        """How many new tokens each prompt may get, [B]: options and the model's context."""
-        lengths = prompts.attention_mask.sum(dim=1)
-        limits = torch.tensor([options.new_token_limit(length) for length in lengths.tolist()], device=lengths.device)
-        return torch.minimum(limits, self._context_room(prompts))
-
-    def _context_room(self, prompts: PromptBatch) -> Tensor:
-        """How many new tokens fit the model's context after each prompt, [B]."""
+    def _room(self, prompts: PromptBatch, options: GenerateOptions) -> tuple[Tensor, Tensor]:
+        """How many new tokens each prompt may get, and how many fit the model's context after it, [B] each."""
         context = context_length_of(unwrap(self.actor))
         lengths = prompts.attention_mask.sum(dim=1)
-        return torch.full_like(lengths, _NO_LIMIT) if context is None else context - lengths
+        fits = torch.full_like(lengths, _NO_LIMIT) if context is None else context - lengths
+        limits = torch.tensor([options.new_token_limit(length) for length in lengths.tolist()], device=lengths.device)
+        return torch.minimum(limits, fits), fits
 
     def _generate(self, prompts: PromptBatch, options: GenerateOptions) -> Rollout:
         """Generate, and give each response its own room: one long prompt does not cut its neighbours short.
@@ -226,8 +222,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         A call may run past the room of some rows, whose responses are cut afterwards, but never past the end
         of the model's context: prompts that come near it are grouped into calls that stop in time.
         """
-        room = self._room(prompts, options)
-        steps = torch.minimum(room.max(), self._context_room(prompts))
+        room, context_room = self._room(prompts, options)
+        steps = torch.minimum(room.max(), context_room)
         parts = [steps == count for count in sorted(set(steps.tolist()))]
         rollouts = []
         for rows in parts:

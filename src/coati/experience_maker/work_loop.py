@@ -14,43 +14,28 @@ drawn in the background, always on the same thread, one batch ahead.
 With a staleness bound of 0 nothing is ever pending: see `ExperiencePipeline.may_defer`.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from coati.background import BackgroundThread
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded
-from coati.experience import BufferItem, Experience, split_experience_batch
+from coati.experience import Experience, split_experience_batch
 from coati.experience_maker.base import MakerBatch, PromptBatch
+from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.ledger.admission import AdmissionGate
 from coati.monitor.records import RecordLog
 from coati.peers import wait_in_slices
-
-logger = logging.getLogger(__name__)
 
 # Between two checks for the scores of a pending batch, while the loop waits for something else.
 _POLL_SECONDS: Final = 0.02
 # Between two checks for a stop, while the loop waits for prompts and nothing is pending.
 _SLICE_SECONDS: Final = 0.5
 _END: Final = object()
-
-
-class Sender(Protocol):
-    """Where items go; see `coati.experience_maker.delivery.ItemSender`."""
-
-    def send(self, items: list[BufferItem]) -> None:
-        """Send the items; waits while too many are unacknowledged."""
-
-    def has_room(self) -> bool:
-        """Whether `send` would not wait."""
-
-    def check_trainers(self) -> None:
-        """Raise if no trainer is left."""
 
 
 class WorkLoop:
@@ -63,7 +48,7 @@ class WorkLoop:
     def __init__(
         self,
         pipeline: ExperiencePipeline,
-        sender: Sender,
+        sender: ItemSender,
         *,
         name: str = "this maker",
         deadlines: Deadlines | None = None,
@@ -103,9 +88,6 @@ class WorkLoop:
                 self._work_on(PromptBatch.parse(batch))
                 self._hook("on_batch_end")
             self._finish_pending()
-        except BaseException:
-            self._save_pending()
-            raise
         finally:
             prompts_thread.close()
 
@@ -213,13 +195,6 @@ class WorkLoop:
         with self._timeline.span("send"):
             self._sender.send(split_experience_batch(experience))
         self._notify("on_send_end")
-
-    def _save_pending(self) -> None:
-        """After another failure, still deliver what is ready, if that works."""
-        try:
-            self._finish_if_ready()
-        except Exception as error:
-            logger.warning("a batch that was made is lost: %s", error)
 
     def _hook(self, name: str) -> None:
         if self._pending is None:

@@ -444,25 +444,6 @@ def test_prompts_are_all_drawn_on_one_thread(llama):
     assert threading.get_ident() not in threads
 
 
-def test_what_is_made_is_delivered_though_something_else_fails(llama, caplog):
-    second_begun = threading.Event()
-
-    def before_token(first):
-        if first == 2:
-            second_begun.set()
-            rig.begun[-1].wait(SECONDS)
-            raise OSError("the disk is gone")
-
-    outcomes = [None, [1.0]]  # the second time its reward gives one score for two samples
-    rig = Rig(llama, lambda _: second_begun.wait(SECONDS) and outcomes.pop(0), before_token=before_token)
-    for _ in range(2):
-        second_begun.clear()
-        with pytest.raises(OSError, match="the disk is gone"):
-            rig.run(2)
-    assert rig.sent == [0, 1]
-    assert "a batch that was made is lost" in caplog.text
-
-
 def test_weights_that_come_before_the_scores_let_the_next_batch_begin(llama):
     # η = 1 and one batch for each version: the third needs version 1, which comes while the second has no scores.
     refused, third_begun = threading.Event(), threading.Event()
