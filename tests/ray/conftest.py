@@ -8,7 +8,6 @@ import shutil
 import tempfile
 import uuid
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import ray
@@ -72,17 +71,6 @@ def keep(cluster):
             thing.close()
         else:
             ray.kill(thing)
-
-
-@pytest.fixture(scope="module")
-def answers(cluster):
-    """`never()` is a reference that is not resolved, `dead()` one to an actor that is gone."""
-    from ray_testing import Gate, resolved
-
-    gate, killed = Gate.remote(), Gate.remote()
-    ray.kill(killed)
-    yield SimpleNamespace(never=lambda: gate.wait.remote("never"), dead=lambda: resolved(killed.wait.remote("never")))
-    ray.kill(gate)
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,10 @@
 import asyncio
 import dataclasses
 import threading
-from types import SimpleNamespace
 
 import ray
-import tiny
 import torch
-from tiny import EOS, PAD, VOCAB, TokenReward, actor_and_critic, llama, maker_models, prompts  # noqa: F401
+from tiny import actor_and_critic, maker_models
 
 from coati.config import Deadlines, TopologySettings, TrainSettings
 from coati.ray.detached_trainer_base import DetachedTrainer
@@ -20,11 +18,6 @@ from coati.trainer.strategies import DDPStrategy
 PATIENCE = 180.0  # seconds that a test waits for what should come at once, on however busy a machine
 # Short enough that a test of a deadline is quick, long enough for a loaded machine.
 QUICK = Deadlines(start_seconds=1.5, batch_seconds=120.0, update_seconds=120.0, grace_seconds=0.2, message_seconds=5.0)
-
-
-# Names from before tests/tiny.py; new tests import from there.
-trainer_models, tiny_llama = actor_and_critic, llama
-item, items, experience = tiny.item, tiny.items, tiny.experience
 
 
 def strategy():
@@ -39,11 +32,6 @@ def numbered(first, count):
         "attention_mask": torch.ones(count, 2, dtype=torch.long),
         "sample_ids": torch.arange(first, first + count),
     }
-
-
-def parcels(first, count):
-    """What delivery needs of items, and no more: a process that takes them need not import torch."""
-    return [SimpleNamespace(sample_ids=first + index, delivery_id=None, policy_versions=None) for index in range(count)]
 
 
 def make_maker(trainer_names, *, reward=None, seed=0, **kwargs):
@@ -120,31 +108,6 @@ def pass_gate(gate, call, point):
     ray.get(getattr(gate, call).remote(point), timeout=PATIENCE)
 
 
-@ray.remote(num_cpus=0, max_retries=0)
-def failing(error):
-    raise error
-
-
-def resolved(ref):
-    """The reference, when it has its value or error: no deadline of the code under test depends on Ray's own work."""
-    assert ray.wait([ref], timeout=PATIENCE)[0]
-    return ref
-
-
-class Method:
-    """A method of an actor's handle: answers with what `function` returns or raises; a reference it returns is used."""
-
-    def __init__(self, function):
-        self._function = function
-
-    def remote(self, *args, **kwargs):
-        try:
-            answer = self._function(*args, **kwargs)
-        except Exception as error:
-            return resolved(failing.remote(error))
-        return answer if isinstance(answer, ray.ObjectRef) else ray.put(answer)
-
-
 @ray.remote(num_cpus=0)
 class Sink:
     """A trainer that implements only what makers call. It can hold, refuse or repeat."""
@@ -171,20 +134,6 @@ class Sink:
 
     def calls(self):
         return self._calls
-
-
-@ray.remote(num_cpus=0)
-class FakeMaker:
-    """What a trainer asks of a maker, with answers that the test decides."""
-
-    def __init__(self, state="working"):
-        self._state = state
-
-    def set_state(self, state):
-        self._state = state
-
-    def progress(self):
-        return SimpleNamespace(state=self._state)
 
 
 class RecordingTrainer(DetachedTrainer):

@@ -13,14 +13,8 @@ from collections import Counter
 import pytest
 import ray
 import torch
-from ray_testing import (
-    PATIENCE,
-    item,
-    maker_models,
-    numbered,
-    strategy,
-    trainer_models,
-)
+from ray_testing import PATIENCE, numbered, strategy
+from tiny import actor_and_critic, item, maker_models
 from transformers import StoppingCriteria
 
 from coati.config import Deadlines, RolloutSettings, TopologySettings
@@ -178,7 +172,7 @@ def test_real_actors_held_at_random_keep_the_bound(cluster, keep, unique):
             DetachedPPOTrainer.options(name=name, num_cpus=0).remote(
                 maker_names,
                 strategy,
-                trainer_models,
+                actor_and_critic,
                 env_info={**group, "rank": rank},
                 train_batch_size=BATCH,
                 buffer_limit=BUFFER_LIMIT,

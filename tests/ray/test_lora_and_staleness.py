@@ -6,17 +6,8 @@ import threading
 import pytest
 import ray
 import torch
-from ray_testing import (
-    PATIENCE,
-    QUICK,
-    Background,
-    experience,
-    make_ppo_trainer,
-    maker_models,
-    strategy,
-    tiny_llama,
-    trainer_models,
-)
+from ray_testing import PATIENCE, QUICK, Background, make_ppo_trainer, strategy
+from tiny import actor_and_critic, experience, llama, maker_models
 from weight_testing import Noting, connect
 
 from coati.errors import StalenessExceeded
@@ -30,8 +21,8 @@ LORA = LoRASettings(rank=2, alpha=4.0)
 
 
 def lora_models():
-    """The models of `trainer_models`, with adapters on top."""
-    actor, critic = trainer_models(0)
+    """The models of `actor_and_critic`, with adapters on top."""
+    actor, critic = actor_and_critic(0)
     return Actor(actor.model, lora=LORA), Critic(critic.body, lora=LORA)
 
 
@@ -95,7 +86,7 @@ def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets
     of_newcomer = logits_of(newcomer, lambda self: self._pipeline.maker.actor)
     torch.testing.assert_close(of_maker, of_trainer, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(of_newcomer, of_trainer, atol=1e-5, rtol=1e-5)
-    assert (of_maker - Actor(tiny_llama(0)).eval()(torch.tensor([[1, 2, 3]])).logits).abs().max() > 1e-2
+    assert (of_maker - Actor(llama(0)).eval()(torch.tensor([[1, 2, 3]])).logits).abs().max() > 1e-2
     assert [ray.get(one.progress.remote()).version for one in (maker, newcomer)] == [7, 7]
 
 

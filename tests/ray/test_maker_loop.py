@@ -3,7 +3,8 @@
 import pytest
 import ray
 import torch
-from ray_testing import PATIENCE, QUICK, make_maker, maker_models, numbered, strategy
+from ray_testing import PATIENCE, QUICK, make_maker, numbered, strategy
+from tiny import maker_models
 
 from coati.experience_maker import Experience, ExperienceMaker
 from coati.ray.experience_maker_holder import ExperienceMakerHolder

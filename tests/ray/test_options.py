@@ -3,7 +3,8 @@
 import pydoc
 
 import pytest
-from ray_testing import QUICK, experience, maker_models, strategy, trainer_models
+from ray_testing import QUICK, strategy
+from tiny import actor_and_critic, experience, maker_models
 
 from coati.config import AlgorithmSettings, RolloutSettings, TrainSettings
 from coati.errors import ConfigError
@@ -19,7 +20,7 @@ def trainer(*, algorithm=None, train=None, learner=PPOLearner, **arguments):
     sections = {"algorithm": algorithm, "train": train}
     given = {name: section for name, section in sections.items() if section is not None}
     options = TrainerOptions(deadlines=QUICK, num_threads=1, learner=learner, **given)
-    return PPOTrainer([], strategy, trainer_models, options=options, **arguments)
+    return PPOTrainer([], strategy, actor_and_critic, options=options, **arguments)
 
 
 def test_settings_in_the_options_win_over_defaults_of_arguments():

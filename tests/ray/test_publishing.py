@@ -4,7 +4,8 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from ray_testing import PATIENCE, Background, experience, make_ppo_trainer
+from ray_testing import PATIENCE, Background, make_ppo_trainer
+from tiny import experience
 from weight_testing import Noting, connect
 
 from coati.errors import CheckpointError, WeightUpdateError

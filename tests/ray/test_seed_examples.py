@@ -9,7 +9,8 @@ import json
 import pytest
 import ray
 import torch
-from ray_testing import PATIENCE, maker_models, prompts, strategy, tiny_llama, trainer_models
+from ray_testing import PATIENCE, strategy
+from tiny import actor_and_critic, llama, maker_models, prompts
 from transformers import AutoModelForCausalLM
 
 from coati.experience_maker import Experience
@@ -26,11 +27,11 @@ my_strategy = strategy
 
 
 def my_actor():
-    return trainer_models()[0]
+    return actor_and_critic()[0]
 
 
 def my_critic():
-    return trainer_models()[1]
+    return actor_and_critic()[1]
 
 
 def my_reward_model():
@@ -38,7 +39,7 @@ def my_reward_model():
 
 
 def my_initial_model():
-    return tiny_llama(0)  # a plain transformers model, as the documents say
+    return llama(0)  # a plain transformers model, as the documents say
 
 
 def my_dataloader():
@@ -174,7 +175,7 @@ def test_document_003_a_ppo_trainer_with_two_makers(keep, tmp_path):
     for label, rate in (("actor", 1e-6), ("critic", 1e-5)):
         settings = json.loads((tmp_path / f"{label}_optimizer" / "optimizer.json").read_text())
         assert [group["lr"] for group in settings["groups"]] == [rate]
-    assert not torch.equal(saved["lm_head.weight"], tiny_llama(0).state_dict()["lm_head.weight"])
+    assert not torch.equal(saved["lm_head.weight"], llama(0).state_dict()["lm_head.weight"])
     assert Critic.from_pretrained(critic_path)(torch.tensor([[2, 3]])).shape == (1, 2)
 
 
@@ -198,7 +199,7 @@ def test_document_001_experience_is_a_container_and_its_maker_is_abstract():
     experience.to_device(torch.device("cpu"))
     assert experience.pin_memory() is experience
     with pytest.raises(TypeError, match="make_experience"):
-        ExperienceMaker(Actor(tiny_llama(0)), my_critic(), my_reward_model(), my_initial_model())
+        ExperienceMaker(Actor(llama(0)), my_critic(), my_reward_model(), my_initial_model())
 
 
 def test_document_004_a_replay_buffer_with_a_limit(keep):

@@ -7,16 +7,8 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from ray_testing import (
-    PATIENCE,
-    QUICK,
-    Background,
-    experience,
-    make_ppo_trainer,
-    maker_models,
-    strategy,
-    trainer_models,
-)
+from ray_testing import PATIENCE, QUICK, Background, make_ppo_trainer, strategy
+from tiny import actor_and_critic, experience, maker_models
 from weight_testing import header_of, messages_of
 
 from coati.errors import ActorNotFound, WeightUpdateError
@@ -58,7 +50,7 @@ def weights_of(maker):
 
 
 def states(seed):
-    actor, critic = trainer_models(seed)
+    actor, critic = actor_and_critic(seed)
     return {"actor": actor.state_dict(), "critic": critic.state_dict()}
 
 
@@ -178,7 +170,7 @@ def test_a_killed_trainers_whole_update_is_committed_and_half_of_one_is_not(shar
             ray.get(ray.get_actor(name).update_experience_maker.remote(message=message))
 
     doomed = DetachedPPOTrainer.options(name=unique("doomed"), num_cpus=0).remote(
-        [name], strategy, lambda: trainer_models(31), options=TrainerOptions(deadlines=QUICK, num_threads=1)
+        [name], strategy, lambda: actor_and_critic(31), options=TrainerOptions(deadlines=QUICK, num_threads=1)
     )
     process = os.pidfd_open(ask(doomed, lambda _: os.getpid()))  # readable when the process has ended
     ask(doomed, start_at)
