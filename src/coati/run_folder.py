@@ -77,7 +77,7 @@ def open_run_folder(config: RunSettings, *, overwrite: bool) -> Iterator[Callabl
             _restore(folder)
             _check_replaceable(folder, overwrite=overwrite)
             _set_aside(folder)
-            output_files(config).config.write_text(dump_config(config), encoding="utf-8")
+            output_files(config).config.write_text(dump_config(config.with_absolute_paths()), encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"run.output {str(folder)!r} cannot be written: {error}. Choose another folder."

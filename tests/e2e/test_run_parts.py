@@ -1,6 +1,7 @@
 """From settings to objects: every setting arrives, and what cannot be loaded is named."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -302,3 +303,12 @@ def test_a_model_with_code_of_its_own_is_refused_without_a_question(tmp_path, mo
         with pytest.raises(ConfigError):
             load(config)
     assert asked == []
+
+
+@pytest.mark.parametrize("content", [b"", b"not a pickle", b"PK\x03\x04 cut off"])
+def test_weights_in_a_bin_file_that_cannot_be_read_are_an_error_of_ours(content, model_folder, tmp_path):
+    shutil.copytree(model_folder, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        run.trainer_models(config_of(model={"path": str(tmp_path / "model")}))
