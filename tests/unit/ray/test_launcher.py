@@ -191,6 +191,7 @@ def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage):
         if one.snapshots[-1].step == 1:  # while every maker is busy
             for held in holds:
                 held.release()
+            one.on_turn = lambda host: None
             end_training(host)
 
     one.on_turn = begin
