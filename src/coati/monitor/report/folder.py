@@ -156,7 +156,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(_read_text(path) or "{}")
     except ValueError:
-        return {}  # only facts beside the report are in it
+        return {}  # the report does without it
     return state if isinstance(state, dict) else {}
 
 
