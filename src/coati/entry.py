@@ -230,12 +230,7 @@ def _run_synchronously(
     should_stop: Callable[[], bool],
     path: str,
 ) -> None:
-    from coati.run import load_tokenizer
     from coati.synchronous import SynchronousRun
-
-    def save(folder: str) -> None:
-        loop.save(folder)
-        load_tokenizer(config).save_pretrained(folder)
 
     loop = SynchronousRun(config, log, parts=parts, on_progress=on_progress, should_stop=should_stop)
     log.message = ""
@@ -243,11 +238,11 @@ def _run_synchronously(
         loop.run()
     except Exception as error:
         if (step := log.snapshot().step) > 0:
-            _save_after_failure(error, save, path + "-at-failure", step)
+            _save_after_failure(error, loop.save, path + "-at-failure", step)
         raise
     log.flush()
     on_progress(log.snapshot())
-    save(path)
+    loop.save(path)
 
 
 def _save_after_failure(error: Exception, save: Callable[[str], None], path: str, step: int) -> None:

@@ -26,7 +26,7 @@ class GenerateOptionError(CoatiError, TypeError):
 
 
 class WeightUpdateError(CoatiError, RuntimeError):
-    """A weight update was rejected whole; the receiver still serves the version it had."""
+    """A weight update was rejected; the receiver serves what it had, or nothing if the commit or its canary failed."""
 
 
 class RunStopped(CoatiError, RuntimeError):

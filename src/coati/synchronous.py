@@ -85,9 +85,10 @@ class SynchronousRun:
         self._log_spans()
 
     def save(self, path: str) -> None:
-        """Write the actor as a folder that transformers loads."""
+        """Write the actor and its tokenizer as a folder that transformers loads."""
         strategy = self._learner.strategy
         strategy.save_model(self._learner.actor, path, sharded=strategy.shards_parameters)
+        run.load_tokenizer(self._config).save_pretrained(path)
 
     def _make_pipeline(self) -> ExperiencePipeline:
         config = self._config
@@ -182,3 +183,7 @@ class SynchronousRun:
         self._version += 1
         with self._timeline.span("publish"):
             self._weights.send(self._version)
+        every = self._config.train.save_every
+        if every and self._version % every == 0:
+            with self._timeline.span("save"):
+                self.save(str(self._config.output_folder / "checkpoints" / f"version-{self._version}"))

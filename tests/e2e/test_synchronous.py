@@ -296,3 +296,13 @@ def test_weights_reach_the_maker_as_in_a_detached_run(run, monkeypatch):
     assert [manifest.is_partial for manifest in manifests] == [False, True, True]
     dtypes = {spec.dtype for manifest in manifests for info in manifest.chunks for spec in info.tensors}
     assert dtypes == {"bfloat16"}
+
+
+def test_checkpoints_are_saved_every_so_many_versions(run, tmp_path):
+    outcome = run(train={"total_steps": 3, "save_every": 2})
+    checkpoints = tmp_path / "0" / "checkpoints"
+    assert [folder.name for folder in checkpoints.iterdir()] == ["version-2"]
+    saved = LlamaForCausalLM.from_pretrained(checkpoints / "version-2")
+    assert saved.get_input_embeddings().num_embeddings == 12
+    assert (checkpoints / "version-2" / "model.safetensors").read_bytes() != outcome.weights  # version 3 is another
+    assert PreTrainedTokenizerFast.from_pretrained(checkpoints / "version-2").eos_token == "<eos>"

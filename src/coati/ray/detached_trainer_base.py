@@ -1,6 +1,6 @@
 """The detached trainer: a replay buffer that makers fill, and a loop that learns from it.
 
-        makers ── buffer_extend ──►  replay buffer ── _buffer_sample ──►  fit: training_step
+        makers ── buffer_extend ──►  replay buffer ── whole batches ──►  fit: training_step
            ▲                                                                  │ after each episode
            └───────────────── _update_remote_makers ──────────────────────────┘
 

@@ -2,8 +2,8 @@
 
 Chunks are staged beside the models while the old weights serve. When the manifest comes, names, shapes, dtypes, count
 and checksums must fit; anything wrong rejects the whole update. Stages are keyed by update id, so two senders cannot
-interleave into one, and a sender that dies in the middle locks nothing: its stage is evicted when it begins its next
-update, or after ten minutes without a call.
+interleave into one, and a sender that dies in the middle locks nothing: its stage is evicted at the next update of any
+sender after ten minutes without a call. A sender that lives and begins again replaces its own unfinished update.
 """
 
 import dataclasses
