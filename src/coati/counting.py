@@ -21,3 +21,17 @@ def listed(names: Iterable[str], *, most: int = 5) -> str:
     """
     all_names = list(names)
     return ", ".join(all_names) if len(all_names) <= most else f"{all_names[0]} … {all_names[-1]} ({len(all_names)})"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration with the unit that suits its size.
+
+    >>> format_seconds(0.0123), format_seconds(12.3), format_seconds(754)
+    ('12.3 ms', '12.3 s', '12 min 34 s')
+    """
+    if seconds >= 60:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes:,} min {rest:02d} s"
+    unit, scale = ("s", 1.0) if seconds >= 1 or seconds == 0 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
+    value = seconds * scale
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"

@@ -12,7 +12,6 @@ from coati.monitor.metrics import (
     load_metrics,
     read_jsonl,
 )
-from coati.monitor.performance import WorkMeter
 from coati.monitor.progress import RunSnapshot, plain_line, render_progress
 from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Timeline
@@ -29,7 +28,6 @@ __all__ = [
     "TensorBoardTracker",
     "Timeline",
     "Tracker",
-    "WorkMeter",
     "load_metrics",
     "plain_line",
     "read_jsonl",

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from coati.counting import format_seconds
 from coati.monitor.timeline import Timeline
 from coati.ray.callbacks import (
     ExperienceMakerPerformanceEvaluator,
     MakerCallback,
+    PerformanceSummary,
     TrainerCallback,
     TrainerPerformanceEvaluator,
     connect,
@@ -147,7 +149,7 @@ def test_the_maker_by_hand(caplog):
     assert s.phase_seconds == {"make experience": 7.0, "send": 1.0, "wait for weights": 1.5, "other": 0.5}
     # One experience: generation 2·1000·(8 − 2) = 12,000 and scoring 2·1111·8 = 17,776.
     assert s.flops == 2 * (12_000 + 17_776)
-    assert caplog.messages == [s.render()]
+    assert caplog.messages == [str(s)]
 
 
 def test_the_maker_without_masks_counts_every_position():
@@ -201,7 +203,7 @@ def test_the_trainer_by_hand(caplog, enable_grad_checkpoint, per_weight, first_e
     assert (s.samples, s.tokens, s.response_tokens, s.seconds) == (8, 32, 20, 12.5)
     assert s.phase_seconds == {"learn": 8.0, "update": 0.5, "wait for data": 4.0, "other": 0.0}
     assert s.flops == per_weight * 1100 * 32
-    assert caplog.messages == [s.render()]
+    assert caplog.messages == [str(s)]
 
 
 def test_a_trainer_that_only_warmed_up_reports_that():
@@ -238,3 +240,49 @@ def test_empty_runs_end_without_a_division_by_zero(caplog):
 def test_evaluators_travel_before_use():
     for evaluator in (ExperienceMakerPerformanceEvaluator(1, 2, 3, 4), TrainerPerformanceEvaluator(1, 2)):
         assert pickle.loads(pickle.dumps(evaluator)).summary is None
+
+
+PHASES = {"make": ("generate", "score"), "send": ("send", "wait_room")}
+
+
+def test_rates_by_hand():
+    clock = FakeClock()
+    timeline = Timeline(clock=clock)
+    summary = PerformanceSummary("Maker", timeline, PHASES)
+    assert str(summary) == "Maker: 0 samples in 0 s, so nothing to measure"
+    for what, seconds in {"generate": 1.5, "score": 0.5, "send": 0.03, "wait_room": 0.02, "wait_weights": 1.0}.items():
+        with timeline.span(what):
+            clock.pass_seconds(seconds)
+    clock.pass_seconds(0.95)  # in no span
+    no_masks = {"attention_mask": None, "action_mask": None, "action_log_probs": torch.zeros(100, 10)}
+    batch = SimpleNamespace(sequences=torch.zeros(100, 30, dtype=torch.long), **no_masks)
+    summary.add(batch, flops_per_token=2.1e6, flops_per_sample=-3e6)
+    clock.pass_seconds(50.0)  # after the last batch
+    assert summary.flops == 6e9  # 2.1e6 · 3000 − 3e6 · 100
+    assert str(summary).splitlines() == [
+        "Maker: 100 samples (25.00/s), 3,000 tokens (750/s, 1,000 in responses) in 4 s",
+        "  3.00 GFLOP/s in make, 1.50 GFLOP/s overall",
+        "  per sample 40 ms: make 20 ms (50%), send 500 us (1%), other 19.5 ms (49%)",
+    ]
+
+
+def test_a_run_too_quick_to_time_has_no_rates():
+    summary = PerformanceSummary("Maker", Timeline(clock=FakeClock()), PHASES)
+    summary.add(two_samples(), flops_per_token=1.0)  # a coarse clock can read the same twice
+    assert "nothing to measure" in str(summary)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0 s"),
+        (2e-6, "2 us"),
+        (0.9997, "1000 ms"),
+        (0.25, "250 ms"),
+        (1.0, "1 s"),
+        (60.0, "1 min 00 s"),
+        (7323.4, "122 min 03 s"),
+    ],
+)
+def test_seconds_are_scaled(value, text):
+    assert format_seconds(value) == text

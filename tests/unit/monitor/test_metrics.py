@@ -88,7 +88,7 @@ def test_a_name_keeps_its_kind():
     assert bag.values() == {"train/samples": 1.0}
 
 
-@pytest.mark.parametrize("module", ["metrics", "performance", "progress", "records", "timeline", "report.drawing"])
+@pytest.mark.parametrize("module", ["metrics", "progress", "records", "timeline", "report.drawing"])
 def test_the_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(f"coati.monitor.{module}"))
     assert (result.attempted > 0, result.failed) == (True, 0)

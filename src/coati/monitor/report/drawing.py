@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence, Set
 from html import escape
 from typing import Final
 
-from coati.monitor.performance import format_seconds
+from coati.counting import format_seconds
 from coati.monitor.report.time_use import ActorTime, Piece, RunTimes
 from coati.monitor.timeline import ACTIVITIES, activity, is_idle
 

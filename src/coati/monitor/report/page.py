@@ -8,7 +8,7 @@ from html import escape
 from typing import Any, Final
 
 from coati import __version__
-from coati.monitor.performance import format_seconds
+from coati.counting import format_seconds
 from coati.monitor.report import drawing
 from coati.monitor.report.folder import RunFolder
 from coati.monitor.report.time_use import RunTimes
