@@ -6,7 +6,7 @@
 Every run is synchronous and on-policy, in a process of one thread: the demo's base model and reward, groups of 8
 samples, 64 samples a step, the same learning rate for all. The KL coefficient is the same where an algorithm has a KL
 term (`--kl`); those whose papers leave it out run as their papers say (0), unless `--kl-for-all` is given. Reported are
-means of 256 fresh samples from the final weights: reward (the base model's beside it), KL to the base model, and how
+means of 256 fresh samples from the final weights: reward (before and after training), KL to the base model, and how
 many of 64 samples are distinct; medians over seeds, with the lowest and highest reward.
 """
 

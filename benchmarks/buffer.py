@@ -5,11 +5,11 @@
 
 Buffer: `extend` with single items, which are checked, collated to training batches and put into the queue's actor;
 then `sample`, which takes whole batches out again. Raw: an actor with a list, one call to put the arrays of a
-training batch there and one to get them back; nothing is checked, collated or counted, and nobody waits for room. So
-a ratio of 1 would mean that all of that is free.
+training batch there and one to get them back; nothing is checked, collated or counted, and there is no limit. So a
+ratio of 1 would mean that all of that is free.
 
-Beside it: how long a consumer waits for a batch that is there, plainly and when it was taken ahead (`prefetch`),
-and what checking and collating alone cost. Both sides alternate, after a warm-up; medians.
+Also measured: how long a consumer waits for a batch that is ready, with and without `prefetch`, and what checking and
+collating alone cost. Both sides alternate, after a warm-up; medians.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""How many completions a second are written, scored and learnt from: coati beside TRL's GRPO, in one run.
+"""Completions per second that are generated, scored and trained on: coati and TRL's GRPO, in one run.
 
     python benchmarks/end_to_end.py                            the demo's model and reward on the CPU
     python benchmarks/end_to_end.py --device cuda              Qwen2's shape of 0.5B, 128 + 256 tokens, bfloat16
 
 Every competitor trains the same model on the same prompts with the same reward, batch, lengths and learning rate, in
-processes of its own, one after the other, `--rounds` times over; the table has the median. The first `--warmup` steps
+separate processes, one after the other, `--rounds` times over; the table has the median. The first `--warmup` steps
 are not counted: they start processes, compile and fill caches.
 
     coati-grpo    detached: a maker and a trainer, data at most one version old; KL against the reference in the loss

@@ -12,11 +12,11 @@ each of them works alone, and its spans say how long a step of generation (gener
 of training (train, publish) take when the other does nothing (and, on a GPU, each has the whole card meanwhile). Then
 with `--staleness` (1): the same work, overlapping. Both in turn, `--repeats` times; medians.
 
-    ideal    the longer of the two halves: nothing can be quicker with one maker and one trainer
+    ideal    the longer of the two halves: nothing can be faster with one maker and one trainer
     overlap  ideal / wall time of the detached run; 1 is perfect
     gain     wall time of the turns / that of the detached run
-    machine  what two busy processes get done over what one does, just before: 2 on two free cores. Less, and somebody
-             else has the cores; then (generation + training) / machine bounds what any overlap can reach
+    machine  what two busy processes get done over what one does, just before: 2 on two free cores. Less means that
+             other programs use them; (generation + training) / machine then bounds what any overlap can reach
 
 The first `--warmup` steps are left out. Responses always have the same length, and seeds are fixed.
 """

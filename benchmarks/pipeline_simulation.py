@@ -1,19 +1,19 @@
 """An event simulation of the detached pipeline: makers, the trainer's intake, training and the weight channel.
 
-It is told how long each piece of work takes when nothing else runs, and works out how they hold each other up.
+It takes the time of each piece of work when nothing else runs, and computes how they hold each other up.
 Nothing is random unless `spread` is set, and then it depends on the seed alone.
 
     maker     wait until admitted (staleness) ► generate ► send (at most 2 sends unacknowledged) ► …
     intake    one batch after the other into the buffer; with a full buffer it stops, and makers with it
     trainer   wait for a batch ► train ► read the weights for the makers, when the version before has arrived ► on
-    channel   delivers a version to all makers, while the trainer goes on
+    channel   delivers a version to all makers, while the trainer continues
     maker     takes new weights before its next batch
 
 With `cores`, all work shares so many processors fairly: when more pieces than cores are in work, all slow down alike.
 Without, every actor has its own.
 
-What is left out: samples are consumed in the order in which they come, and not in the order of rounds, so a slow maker
-holds nobody back; messages take no time beyond the work of sending and taking in.
+What is left out: samples are consumed in order of arrival and not of rounds, so a slow maker holds no other back;
+messages take no time beyond the work of sending and receiving.
 """
 
 import dataclasses
@@ -134,7 +134,7 @@ class _Machine:
         heapq.heappush(self._ends, (self._done + seconds, self._number, then))
 
     def step(self) -> bool:
-        """Go on to the next end of a piece; False if nothing runs."""
+        """Advance to the next end of a piece; False if nothing runs."""
         if not self._ends:
             return False
         running = len(self._ends)

@@ -1,15 +1,15 @@
-"""What it is worth to generate the next batch while reward functions score the last one, in one maker.
+"""The gain of generating the next batch while reward functions score the last one, in one maker.
 
     python benchmarks/reward_overlap.py
     python benchmarks/reward_overlap.py --reward 0.5 1 --hidden 256
     python benchmarks/reward_overlap.py --device cuda --half-billion
 
 The maker's real loop (`coati.experience_maker.work_loop`) in this process, without trainers: what it delivers is split
-into items and dropped. The reward function waits, as one does that asks a server or a sandbox, for `--reward` times as
-long as a batch takes the models. Each length is run three times: without a reward (`models`), in turn (the next batch
-waits for the scores, as with `max_staleness` 0) and beside; all of it `--repeats` times; medians.
+into items and dropped. The reward function sleeps, like one that calls a server or a sandbox, for `--reward` times as
+long as the models need for a batch. Each length is run three times: without a reward (`models`), in turn (the next
+batch waits for the scores, as with `max_staleness` 0) and overlapping; all of it `--repeats` times; medians.
 
-    gain     seconds a batch in turn / beside
+    gain     seconds a batch in turn / overlapping
     ideal    the most that it can be: seconds a batch in turn / the longer of models and reward
     late     from the moment that models and reward are done with a batch until it is delivered, which is between tokens
 
@@ -155,15 +155,15 @@ def main() -> None:
         reward = factor * once
         models, _ = maker.run(InTurn, arguments.batches, 0.0)
         in_turn, _ = maker.run(InTurn, arguments.batches, reward)
-        beside, late = maker.run(Overlapping, arguments.batches, reward)
+        overlapping, late = maker.run(Overlapping, arguments.batches, reward)
         rows.append(
             {
                 "factor": factor,
                 "reward": reward * 1e3,
                 "models": models * 1e3,
                 "in turn": in_turn * 1e3,
-                "beside": beside * 1e3,
-                "gain": in_turn / beside,
+                "overlapping": overlapping * 1e3,
+                "gain": in_turn / overlapping,
                 "ideal": in_turn / max(models, reward),
                 "late": late * 1e3,
             }

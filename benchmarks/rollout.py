@@ -1,16 +1,15 @@
-"""How fast text is written: the native engine beside others, all with log-probs, all in one run.
+"""Tokens per second of the native engine and of others, all with log-probs, all in one run.
 
     python benchmarks/rollout.py                                          the demo's model on the CPU
     python benchmarks/rollout.py --device cuda --batches 64 256 1024      0.5B parameters (Qwen2's shape) in bfloat16
 
 The others: `reference`, transformers' `generate` with our keyed draws; on a CPU also `stock`, the same with torch as it
 comes (all cores, oneDNN on), where the rest has `--threads` and what `coati.cpu.set_up_cpu` sets; on a GPU `static`,
-transformers' `generate` with a static cache and a compiled step, and `vllm`, in a process of its own (`--vllm-site`:
-the folder it is installed in, if that is not beside torch). One that cannot run here is left out, and the table says
-why.
+transformers' `generate` with a static cache and a compiled step, and `vllm`, in a separate process (`--vllm-site`: the
+folder it is installed in, if that is not torch's). One that cannot run here is left out, and the table says why.
 
 Every engine continues the same prompts, always to the full length (no end-of-sequence token), at temperature 1 with no
-token cut, after one warm-up that is not counted; medians of `--repeats`. On a GPU the limit beside them is the
+token cut, after one warm-up that is not counted; medians of `--repeats`. On a GPU the limit is the
 memory's: one pass over the weights and over the cache for each token, at the bandwidth that a plain copy reaches in the
 same run. The gap is the mean and largest absolute difference between the log-probs of the engine and those of the
 learner's forward pass.
@@ -32,7 +31,7 @@ from checked import check_device, one_or_more
 from rollout_peers import WARMUP_TOKENS, StaticEngine, run_vllm
 
 ENGINES = ["stock", "reference", "static", "vllm", "native"]
-"""In the order of the rows: the native engine's comes last, beside all it is compared with."""
+"""In the order of the rows: the native engine's comes last."""
 ON = {"cpu": ["stock", "reference", "native"], "cuda": ["reference", "static", "vllm", "native"]}
 QWEN2_05B = {
     "vocab_size": 151_936,

@@ -1,4 +1,4 @@
-"""vLLM's part of `rollout.py`: one engine for every batch size, in a process of its own that knows nothing of coati.
+"""vLLM's part of `rollout.py`: one engine for every batch size, in a separate process without coati.
 
     python -P benchmarks/rollout_vllm.py JOB.json
 

@@ -6,14 +6,14 @@
 1. Runs: one trainer, `max_staleness` 1, one thread for each actor; each row changes one thing of the base (2 layers,
    d 64, 64 samples of 16 tokens a step). Samples and tokens per second, and seconds of actors for a thousand samples.
    Warm-up steps are left out; the median of `--repeats` runs.
-2. Calibration: runs with `max_staleness` 0, in which nobody works while another does. Their spans give the cost of
+2. Calibration: runs with `max_staleness` 0, in which actors take turns. Their spans give the cost of
    each piece of work alone: a rollout (fixed and by sample, from two batch sizes), sending, taking in, a training
    step (likewise), publishing and delivering weights (fixed and by maker, from one and two makers), committing.
-3. Check: the event simulation of `pipeline_simulation.py` with those costs, beside the real runs with `max_staleness`
-   1, none of which it has seen. All actors of a run share the cores that this machine has to give, and its memory:
-   processes that train a model side by side do so many times as much as one of them, measured between the two parts.
-4. Prediction: the same costs, every actor on a core of its own, 1 to 1,024 makers, each delivering one rollout batch
-   for every version. With training as quick as measured, and 16 and 256 times as quick (a trainer on cards): what
+3. Check: the event simulation of `pipeline_simulation.py` with those costs, compared with the real runs with
+   `max_staleness` 1, none of which it has seen. All actors of a run share the cores that this machine has, and its
+   memory: how much more several training processes do at the same time than one is measured between the two parts.
+4. Prediction: the same costs, every actor on its own core, 1 to 1,024 makers, each delivering one rollout batch
+   for every version. With training as fast as measured, and 16 and 256 times as fast (a trainer on GPUs): what
    saturates, and where. A prediction is no measurement.
 """
 

@@ -10,7 +10,7 @@ min(v, η) versions when it is trained at version v, and a run that finds anothe
 data on average: this is the worst case of each η.
 
 All methods see the same prompts, the same number of samples and the same settings. FOLDER/runs.jsonl gets one line for
-each finished run, so an interrupted benchmark goes on where it was; lines of other settings are ignored. The last
+each finished run, so an interrupted benchmark continues where it was; lines of other settings are ignored. The last
 step writes FOLDER/results.json, FOLDER/results.md and FOLDER/plot.svg.
 """
 

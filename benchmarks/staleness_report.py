@@ -245,7 +245,7 @@ def _panel(
         return top + _PANEL_HEIGHT * (ticks[-1] - value) / (ticks[-1] - ticks[0])
 
     def x_of(position: int, index: int) -> float:
-        # Each η has its own slot, and each method its own place in it, so that bars stand beside each other.
+        # Each η has its own slot, and each method its own place in it, so that bars do not overlap.
         return left + _PANEL_WIDTH * (position + 0.5) / len(etas) + 6 * (index - (len(methods) - 1) / 2)
 
     parts = []

@@ -5,7 +5,7 @@
     python benchmarks/strategies.py --largest --cap-gib 16              models that grow until they do not fit a cap
     python benchmarks/strategies.py --device cpu --tiny                 a smoke test, in seconds
 
-Every case is a process of its own with one rank, so that no case inherits another's memory. A step is the learner's:
+Every case is a separate process with one rank, so that no case inherits another's memory. A step is the learner's:
 policy and critic, forward and backward in micro-batches, clipping, Adam. Peak memory is what torch allocated on the
 device (`max_memory_allocated`) from before the models were built; the time is the median of the timed steps, after a
 warm-up. "mixed" cases keep float32 weights and compute in bfloat16; the others have everything in bfloat16.

@@ -18,7 +18,7 @@ forward; nothing that is computed twice or is padding counts) over the time, ove
 product that is measured in the same run.
 
 The second table is the log-prob and loss step alone, hidden states to gradients, with logits and without: the peak
-memory on a GPU, and on a CPU, where nobody counts, the largest tensor.
+memory on a GPU, and on a CPU, which has no such counter, the largest tensor.
 """
 
 import argparse

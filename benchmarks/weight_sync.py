@@ -14,13 +14,13 @@ update ran. With as many makers as cores the makers alone fill the machine, and 
 scheduler takes from them. `--load none`: makers wait for weights and do nothing else; the pause is then the commit as
 the maker clocks it.
 
-A plain copy is `numpy.copyto` of the same bytes on one thread, measured before every update while nobody generates. The
-first updates are warm-ups (`--warmups`): they touch memory for the first time, which costs more than the copy itself.
-Medians over the others.
+A plain copy is `numpy.copyto` of the same bytes on one thread, measured before every update while no maker generates.
+The first updates are warm-ups (`--warmups`): they touch memory for the first time, which costs more than the copy
+itself. Medians over the others.
 
 With `--device cuda` the model has the 290 tensors of Qwen2-0.5B in bfloat16, makers and sender share the card, a plain
 copy is one `Tensor.copy_` of the same bytes on the device, and a step of generation ends with a synchronize.
-`path` says which way the weights went: "device" (they stayed on the card), "shared" (in memory that sender and makers
+`path` says which way the weights went: "device" (they stayed on the GPU), "shared" (in memory that sender and makers
 share) or "store" (Ray's object store; `--host` forces that).
 """
 
@@ -210,7 +210,9 @@ def main() -> None:
     parser.add_argument("--makers", type=one_or_more, nargs="+", default=[1, 2, 4])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--params", choices=["0.5B"], help="Qwen2-0.5B in bfloat16 instead of --sizes (needs cuda)")
-    parser.add_argument("--host", action="store_true", help="through the object store, whoever could open whose memory")
+    parser.add_argument(
+        "--host", action="store_true", help="use the object store even if makers can open the sender's memory"
+    )
     parser.add_argument("--load", choices=["busy", "none"], default="busy")
     parser.add_argument("--verify", choices=["checksum", "off"], default="checksum")
     parser.add_argument("--chunk-mib", type=float, default=64)

@@ -72,7 +72,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def render(page: str, text: str) -> str:
-    """Return the page with its made blocks filled in anew."""
+    """Return the page with its generated blocks filled in."""
     for name, make in PAGES[page].items():
         block = re.compile(rf"(<!-- made: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
         if len(block.findall(text)) != 1:
@@ -93,7 +93,7 @@ def outdated() -> Iterator[tuple[Path, str]]:
 
 
 def _section_block(title: str, section: type[Section]) -> str:
-    about = " ".join((section.__doc__ or "").split())
+    about = " ".join((section.__doc__ or "").partition("Example:")[0].split())
     about = about.removeprefix(f"`{title}`: ")
     rows = [
         f"| `{name}` | {_default(field)} | {_cell(rule_of(field))} | {_cell(field.description or '')} |"

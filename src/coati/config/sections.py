@@ -49,7 +49,7 @@ class GeneralSettings(Section):
 
 
 class ModelSettings(Section):
-    """`[model]`: the policy, and the models beside it."""
+    """`[model]`: the policy, and the models that go with it."""
 
     path: str = setting(
         ...,
@@ -121,7 +121,7 @@ class PromptSettings(Section):
         rule="the name of a column",
         min_length=1,
     )
-    shuffle: bool = setting(True, "Shuffle the prompts anew for every pass.")
+    shuffle: bool = setting(True, "Shuffle the prompts for every pass.")
     max_tokens: int = setting(
         0, "Skip (and count) prompts of more tokens than this; 0 = whatever fits the model's context.", ge=0
     )

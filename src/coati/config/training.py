@@ -187,7 +187,7 @@ class Deadlines(Section):
 
 
 class LoggingSettings(Section):
-    """`[logging]`: what is written beside metrics.jsonl."""
+    """`[logging]`: what is written besides metrics.jsonl."""
 
     tensorboard: bool = setting(True, "Write TensorBoard files too.")
     samples_every_versions: int = setting(1, "Write samples every so many weight versions; 0 = never.", ge=0)
