@@ -20,8 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from coati.config import RewardTerm, RunSettings, load_config, plan_lines
-from coati.config.problems import spell
-from coati.config.section import Section, rule_of
+from coati.config.section import Section, rule_of, spell
 
 DOCS = Path(__file__).resolve().parent
 

@@ -6,21 +6,18 @@ and `coati train --dry-run` answer at once.
 
 from coati.config.algorithm import AlgorithmSettings
 from coati.config.checks import preflight
-from coati.config.loading import build_config, dump_config, load_config
 from coati.config.plan import plan_lines
-from coati.config.run_settings import RunSettings
+from coati.config.run_settings import RunSettings, build_config, dump_config, load_config
 from coati.config.sections import (
+    Deadlines,
     GeneralSettings,
+    LoggingSettings,
     LoRASettings,
     ModelSettings,
     PromptSettings,
     RewardSettings,
     RewardTerm,
     RolloutSettings,
-)
-from coati.config.training import (
-    Deadlines,
-    LoggingSettings,
     TopologySettings,
     TrainSettings,
 )

@@ -7,7 +7,7 @@ a choice for each of these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 
@@ -62,7 +62,7 @@ ALGORITHMS: Mapping[AlgorithmName, AlgorithmRow] = MappingProxyType(
 """Every algorithm by the name that `algorithm.name` calls it."""
 
 
-class AlgorithmSettings(Section):
+class AlgorithmSettings(Section, section="algorithm"):
     """`[algorithm]`: the maths of the update.
 
     Settings that are left out have the algorithm's own defaults (docs/algorithms.md); those shown here are PPO's.
@@ -177,27 +177,17 @@ class AlgorithmSettings(Section):
         is_off_policy = max_staleness != 0 or self.ratio == "sequence"
         return self.model_copy(update={"correction": "decoupled" if is_off_policy else "none"})
 
-    def problems(self) -> list[str]:
+    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         """Find settings that the algorithm has no use for, or that cancel each other."""
-        found = []
+        with_name = f'with algorithm.name = "{self.name}", which'
         if self.kl_in == "loss" and self.kl_coef > 0 and self.kl_estimator == "k1":
-            found.append(
-                'algorithm.kl_estimator must be "k2" or "k3" while algorithm.kl_in is "loss", got "k1", whose gradient '
-                "averages to zero. Use k3."
-            )
+            rule = '"k2" or "k3" while algorithm.kl_in is "loss" (the gradient of k1 averages to zero)'
+            yield "kl_estimator", rule, "k1", "Use k3."
         if self.estimator == "vtrace" and not self.uses_critic:
-            found.append(
-                f'algorithm.estimator must be "gae" with algorithm.name = "{self.name}", which has no critic, got '
-                '"vtrace". Leave it out, or use ppo.'
-            )
+            yield "estimator", f'"gae" {with_name} has no critic', "vtrace", "Leave it out, or use ppo."
         if self.dynamic_sampling and not self.uses_groups:
-            found.append(
-                f'algorithm.dynamic_sampling must be false with algorithm.name = "{self.name}", which does not compare '
-                "the samples of a prompt, got true. Use dapo or grpo."
-            )
+            rule = f"false {with_name} does not compare the samples of a prompt"
+            yield "dynamic_sampling", rule, True, "Use dapo or grpo."
         if self.ratio == "sequence" and self.normalization != "sequence":
-            found.append(
-                f'algorithm.normalization must be "sequence" with algorithm.name = "{self.name}", whose ratios are of '
-                f'whole responses, got "{self.normalization}". Leave it out.'
-            )
-        return found
+            rule = f'"sequence" {with_name} has ratios of whole responses'
+            yield "normalization", rule, self.normalization, "Leave it out."

@@ -1,26 +1,19 @@
 """The generate options: names of transformers' `generate`, checked before anything runs."""
 
-import dataclasses
 import difflib
-import math
-from collections.abc import Mapping
-from numbers import Real
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
-from coati.errors import GenerateOptionError
+from pydantic import Field
+
+from coati.config.section import Section, setting
+from coati.errors import ConfigError, GenerateOptionError
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
 # Passed on to `generate`, so only the reference engine knows them. None of them changes what a token is drawn from.
-_PASSED_ON = (
-    "bos_token_id",
-    "cache_config",
-    "cache_implementation",
-    "max_time",
-    "prefill_chunk_size",
-    "stopping_criteria",
-    "use_cache",
-)
+_PASSED_ON = ["bos_token_id", "cache_config", "cache_implementation", "max_time", "prefill_chunk_size"]
+_PASSED_ON += ["stopping_criteria", "use_cache"]
 _BEAMS = "Beam search does not sample from the policy. Leave it out."
 _NOT_POLICY = (
     "Tokens would be drawn from another distribution than the policy's, and training treats them as the policy's "
@@ -44,51 +37,63 @@ _REASONS = {
     "generation_config": "Pass its settings one by one, so that they can be checked and logged.",
 }
 _REFUSED = {name: reason for names, reason in _REASONS.items() for name in names.split()}
-# The value at which a refused option does nothing, where that is not None, False or 0.
-_NEUTRAL = {
-    "encoder_repetition_penalty": 1,
-    "length_penalty": 1,
-    "num_beam_groups": 1,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "repetition_penalty": 1,
-    "typical_p": 1,
-}
+# Refused options that do nothing at 1; the others do nothing at None, False or 0.
+_NEUTRAL_AT_ONE = {"encoder_repetition_penalty", "length_penalty", "num_beam_groups", "num_beams"}
+_NEUTRAL_AT_ONE |= {"num_return_sequences", "repetition_penalty", "typical_p"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
+Text = Annotated[str, Field(min_length=1)]
+
+
+class SamplingSettings(Section):
+    """How a token is drawn: settings of `[rollout]` that are options of `generate` too."""
+
+    do_sample: bool = setting(True, "Sample; false = always the likeliest token.")
+    temperature: float = setting(1.0, "Divides the logits before sampling; 1.0 samples from the model as it is.", ge=0)
+    top_k: int = setting(0, "Sample among the k likeliest tokens; 0 = off.", ge=0)
+    top_p: float = setting(
+        1.0,
+        "Sample among the likeliest tokens that hold this much probability.",
+        remedy="Use 1.0 to keep every token.",
+        gt=0,
+        le=1,
+    )
+
+    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        """Find sampling at temperature 0."""
+        if self.do_sample and self.temperature == 0:
+            yield "temperature", "above 0 while do_sample is true", 0, "For greedy decoding set do_sample to false."
+
+
+class GenerateOptions(SamplingSettings):
     """Checked options. `do_sample` is True unless told otherwise: training learns from samples.
 
     >>> GenerateOptions.parse(max_new_tokens=8, top_k=50).top_k
     50
     """
 
-    do_sample: bool = True
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_length: int | None = None
-    max_new_tokens: int | None = None
-    eos_token_id: int | tuple[int, ...] | None = None
+    min_p: float = setting(0.0, ge=0, le=1)
+    max_length: int | None = setting(None, ge=2)
+    max_new_tokens: int | None = setting(None, ge=1)
+    eos_token_id: Any = None
+    """One token or several."""
     pad_token_id: int | None = None
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = setting(
+        (), rule="a list of texts, none empty", strict=False
+    )
     """A response ends with the token that completes one of these; that token is part of it."""
     tokenizer: Any = None
     """Tells what text tokens stand for, for `stop_strings`. A run uses its own."""
-    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    extra: dict[str, Any] = setting({})
     """Options that only the reference engine knows."""
 
     @classmethod
     def parse(cls, **options: Any) -> "GenerateOptions":
         """Check names and values; GenerateOptionError names the option, the rule, the value and the remedy."""
-        own = {field.name for field in dataclasses.fields(cls)} - {"extra"}
         chosen: dict[str, Any] = {}
-        extra: dict[str, Any] = {}
         for name, value in options.items():
             if name in _REFUSED:
-                if value is not None and value != _NEUTRAL.get(name, 0):
+                if value is not None and value != (name in _NEUTRAL_AT_ONE):
                     raise GenerateOptionError(f"generate option {name}={value!r} is not supported. {_REFUSED[name]}")
             elif name not in KNOWN_OPTIONS:
                 near = difflib.get_close_matches(name, KNOWN_OPTIONS, n=1)
@@ -97,44 +102,23 @@ class GenerateOptions:
                     f"unknown generate option {name}={value!r}.{hint} Known options: {', '.join(KNOWN_OPTIONS)}."
                 )
             elif value is not None:
-                (chosen if name in own else extra)[name] = value
-        if isinstance(chosen.get("eos_token_id"), list):
-            chosen["eos_token_id"] = tuple(chosen["eos_token_id"])
-        if "stop_strings" in chosen:
-            chosen["stop_strings"] = _strings(chosen["stop_strings"])
-        parsed = cls(**chosen, extra=extra)
-        parsed._check_values()
-        return parsed
+                chosen[name] = value
+        if isinstance(chosen.get("stop_strings"), str):
+            chosen["stop_strings"] = [chosen["stop_strings"]]
+        extra = {name: chosen.pop(name) for name in _PASSED_ON if name in chosen}
+        try:
+            return cls(**chosen, extra=extra)
+        except ConfigError as error:
+            raise GenerateOptionError(
+                "\n".join(f"generate option {line}" for line in str(error).splitlines())
+            ) from None
 
-    def _check_values(self) -> None:
-        for name in ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "max_length"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
-                raise GenerateOptionError(f"generate option {name} must be a number, got {value!r}.")
-        rules = (
-            (
-                "temperature",
-                not self.do_sample or 0 < self.temperature < math.inf,
-                "above 0 and finite; use do_sample=False for greedy text",
-            ),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]; 1 turns it off"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]; 0 turns it off"),
-            ("max_new_tokens", self.max_new_tokens is None or self.max_new_tokens >= 1, "1 or more"),
-            (
-                "max_length",
-                self.max_length is None or self.max_length >= 2,
-                "2 or more: it counts prompt and response",
-            ),
-            (
-                "tokenizer",
-                self.tokenizer is None or hasattr(self.tokenizer, "decode"),
-                "a tokenizer object; leave it out in a config, the run's own is used",
-            ),
-        )
-        for name, holds, rule in rules:
-            if not holds:
-                raise GenerateOptionError(f"generate option {name} must be {rule}, got {getattr(self, name)!r}.")
+    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        """Find a tokenizer that is none, as a path in a config would be."""
+        yield from super().conflicts()
+        if self.tokenizer is not None and not hasattr(self.tokenizer, "decode"):
+            remedy = "Leave it out in a config: the run's own is used."
+            yield "tokenizer", "a tokenizer object", self.tokenizer, remedy
 
     @property
     def sampling_temperature(self) -> float:
@@ -150,16 +134,13 @@ class GenerateOptions:
                 f"generate option stop_strings={list(self.stop_strings)!r} needs a tokenizer, and the reward has none. "
                 "Pass the option tokenizer as well."
             )
-        return dataclasses.replace(self, tokenizer=tokenizer)
+        return self.model_copy(update={"tokenizer": tokenizer})
 
     def new_token_limit(self, num_prompt_tokens: int) -> int:
         """How many tokens may follow a prompt of this length, by max_new_tokens and max_length."""
-        limits = []
-        if self.max_new_tokens is not None:
-            limits.append(self.max_new_tokens)
-        if self.max_length is not None:
-            limits.append(self.max_length - num_prompt_tokens)
-        return min(limits) if limits else DEFAULT_MAX_NEW_TOKENS
+        by_length = None if self.max_length is None else self.max_length - num_prompt_tokens
+        limits = [limit for limit in (self.max_new_tokens, by_length) if limit is not None]
+        return min(limits, default=DEFAULT_MAX_NEW_TOKENS)
 
     def eos_token_ids(self, model: Any) -> tuple[int, ...]:
         """End-of-sequence tokens: the option, else the model's generation config, else its config."""
@@ -176,15 +157,8 @@ class GenerateOptions:
         return next(iter(self.eos_token_ids(model)), 0)
 
 
-KNOWN_OPTIONS = tuple(sorted({*(field.name for field in dataclasses.fields(GenerateOptions)), *_PASSED_ON} - {"extra"}))
+KNOWN_OPTIONS = tuple(sorted({*GenerateOptions.model_fields, *_PASSED_ON} - {"extra"}))
 """Every option that is understood."""
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
-    if not strings or not all(isinstance(string, str) and string for string in strings):
-        raise GenerateOptionError(f"generate option stop_strings must be a list of texts, none empty, got {value!r}.")
-    return strings
 
 
 def _saved_values(model: Any, name: str) -> tuple[Any, Any]:

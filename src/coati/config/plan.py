@@ -14,7 +14,7 @@ from pathlib import Path
 from coati.config.generate import GenerateOptions, native_engine_problem
 from coati.config.model_folder import read_json
 from coati.config.run_settings import RunSettings
-from coati.config.training import TopologySettings, TrainSettings
+from coati.config.sections import TopologySettings, TrainSettings
 from coati.counting import counted
 
 _ROUNDED_RATE = 1e-4  # an optimizer's step is about its rate, and weights are about a hundredth

@@ -1,27 +1,31 @@
-"""All settings of a run in one frozen object, and the rules that hold between its sections."""
+"""All settings of a run in one frozen object, from a TOML file or a table and overrides, and back to TOML."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import tomli_w
+from pydantic import ValidationError
+
 from coati.config.algorithm import AlgorithmSettings
-from coati.config.section import Section
+from coati.config.section import Section, describe
 from coati.config.sections import (
+    Deadlines,
     GeneralSettings,
+    LoggingSettings,
     LoRASettings,
     ModelSettings,
     PromptSettings,
     RewardSettings,
     RolloutSettings,
-)
-from coati.config.training import (
-    Deadlines,
-    LoggingSettings,
     TopologySettings,
     TrainSettings,
 )
+from coati.errors import ConfigError
 
 
 def change_paths(sections: dict[str, Any], change: Callable[[str, str], str]) -> None:
@@ -106,45 +110,179 @@ class RunSettings(Section):
         sections["reward"]["search_paths"] = [str(path.resolve()) for path in self.reward_search_paths]
         return type(self).model_validate(sections)
 
-    def problems(self) -> list[str]:
+    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         """Find what is wrong between sections."""
-        found = []
+        dtype = self.model.dtype
         if self.topology.update_lora_weights and not self.lora.rank:
-            found.append(
-                "topology.update_lora_weights must be false while lora.rank is 0, got true. "
-                "Set lora.rank, for example to 8, or send all weights."
-            )
-        if self.train.mixed_precision and self.model.dtype != "bfloat16":
-            found.append(
-                f'train.mixed_precision must be false while model.dtype is "{self.model.dtype}", got true. '
-                'Set model.dtype to "bfloat16", the format that is computed in.'
-            )
+            remedy = "Set lora.rank, for example to 8, or send all weights."
+            yield "topology.update_lora_weights", "false while lora.rank is 0", True, remedy
+        if self.train.mixed_precision and dtype != "bfloat16":
+            remedy = 'Set model.dtype to "bfloat16", the format that is computed in.'
+            yield "train.mixed_precision", f'false while model.dtype is "{dtype}"', True, remedy
         for key in ("gpus_per_maker", "gpus_per_trainer"):
-            share = getattr(self.topology, key)
-            if self.model.device == "cpu" and share:
-                found.append(
-                    f'topology.{key} must be 0 while model.device is "cpu", got {share}. '
-                    f'Set it to 0, or model.device to "auto".'
-                )
-        return found + self._group_problems()
+            if self.model.device == "cpu" and (share := getattr(self.topology, key)):
+                remedy = 'Set it to 0, or model.device to "auto".'
+                yield f"topology.{key}", '0 while model.device is "cpu"', share, remedy
+        yield from self._group_conflicts()
 
-    def _group_problems(self) -> list[str]:
+    def _group_conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         """Samples that are compared with each other are made together, and every version takes whole groups."""
+        key, size, train = "rollout.samples_per_prompt", self.rollout.samples_per_prompt, self.train
+        named, trainers = f'with algorithm.name = "{self.algorithm.name}"', self.topology.trainers
         if not self.algorithm.uses_groups:
-            return []
-        size, train, trainers = self.rollout.samples_per_prompt, self.train, self.topology.trainers
+            return
         if size < 2:
-            return [
-                f'rollout.samples_per_prompt must be 2 or more with algorithm.name = "{self.algorithm.name}", which '
-                f"compares the samples of a prompt, got {size}. Use 4 to 16."
-            ]
-        per_step = train.batch_size * trainers
-        for key, steps in (("update_steps", train.update_steps), ("total_steps", train.total_steps)):
-            if steps * per_step % size:
-                return [
-                    f"rollout.samples_per_prompt must divide train.{key} × train.batch_size × topology.trainers "
-                    f"({steps} × {train.batch_size} × {trainers} = {steps * per_step}) with algorithm.name = "
-                    f'"{self.algorithm.name}", so that every weight version takes whole groups, got {size}. '
-                    f"Make train.batch_size a multiple of {size}."
-                ]
-        return []
+            yield key, f"2 or more {named}, which compares the samples of a prompt", size, "Use 4 to 16."
+            return
+        for name, steps in (("update_steps", train.update_steps), ("total_steps", train.total_steps)):
+            if (samples := steps * train.batch_size * trainers) % size:
+                rule = (
+                    f"a divisor of train.{name} × train.batch_size × topology.trainers ({steps} × {train.batch_size} × "
+                    f"{trainers} = {samples}) {named}, so that every weight version takes whole groups"
+                )
+                yield key, rule, size, f"Make train.batch_size a multiple of {size}."
+                return
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = (), *, reward: str | None = None) -> RunSettings:
+    """Read settings from a TOML file (or none), apply overrides, check everything.
+
+    Relative paths in the file count from its folder if they exist there, else from the working directory. Two defaults
+    depend on the file: `run.name` (its stem) and `reward.search_paths` (its folder).
+
+    Args:
+        path: the TOML file; None starts from nothing but the overrides.
+        overrides: `section.key=value` each, the value in TOML's spelling; what is not TOML counts as a bare text.
+        reward: the name of a function that replaces whatever `[reward]` names.
+
+    Raises:
+        ConfigError: with one line per problem.
+
+    Example:
+        >>> config = load_config(
+        ...     None, ["model.path=m", "prompts.path=p.jsonl", "reward.function=rewards:f", "train.epochs=2"]
+        ... )
+        >>> config.train.epochs, config.reward.function
+        (2, 'rewards:f')
+    """
+    if path is None:
+        return build_config({}, overrides, reward=reward)
+    path = Path(path)
+    data = _with_algorithm_table(_read_toml(path))
+    run = data.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", path.stem)
+    _count_from(path.parent, data)
+    return build_config(data, overrides, reward=reward, source=str(path))
+
+
+def build_config(
+    data: Mapping[str, Any], overrides: Sequence[str] = (), *, reward: str | None = None, source: str = ""
+) -> RunSettings:
+    """Turn a table of sections into checked settings; `source` is named in the error, the rest is as in `load_config`.
+
+    Raises:
+        ConfigError: with one line per problem.
+    """
+    sections = copy.deepcopy(_with_algorithm_table(data))
+    for override in overrides:
+        _apply_override(sections, override)
+    if reward is not None:
+        named = sections.get("reward", {})
+        sections["reward"] = {key: named[key] for key in named if key not in ("model", "terms")} | {"function": reward}
+    run = sections.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("output", f"runs/{run.get('name', 'run')}")
+    for name, field in RunSettings.model_fields.items():
+        if field.is_required():
+            sections.setdefault(name, {})  # so that the error names the settings that are missing
+    try:
+        return RunSettings.model_validate(sections)
+    except ValidationError as error:
+        problems = describe(RunSettings, error)
+    where = f" in {source}{' with --set' if overrides else ''}" if source else ""
+    noun = "setting is" if len(problems) == 1 else "settings are"
+    lines = "\n".join(f"  {problem}" for problem in problems)
+    raise ConfigError(f"{len(problems)} {noun} wrong{where}:\n{lines}")
+
+
+def dump_config(config: RunSettings) -> str:
+    """Return TOML text with every setting written out; `load_config` reads it back to equal settings."""
+    return tomli_w.dumps(config.model_dump())
+
+
+def _with_algorithm_table(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`algorithm = "grpo"` is short for a table with that name."""
+    sections = dict(data)
+    if isinstance(sections.get("algorithm"), str):
+        sections["algorithm"] = {"name": sections["algorithm"]}
+    return sections
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"There is no settings file {path} (working directory: {Path.cwd()}). Check the path; "
+            "examples/film/run.toml is a file to start from."
+        ) from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder. Name the TOML file in it.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}.") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{path} is not valid TOML: {error}. Check that line: texts need quotes, tables look like [train], and "
+            "nothing is set twice (algorithm = as well as [algorithm], for example)."
+        ) from None
+
+
+def _count_from(folder: Path, data: dict[str, Any]) -> None:
+    """Have relative paths of a file count from its folder, where they exist there."""
+
+    def place(_key: str, path: str) -> str:
+        return str(folder / path) if (folder / path).exists() else path
+
+    change_paths(data, place)
+    reward = data.get("reward")
+    paths = reward.setdefault("search_paths", ["."]) if isinstance(reward, dict) else None
+    if isinstance(reward, dict) and isinstance(paths, list) and all(isinstance(path, str) for path in paths):
+        # Absolute, because actors need not start in the driver's working directory.
+        reward["search_paths"] = [str(Path(place("", path)).resolve()) for path in paths]
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if parts == ["algorithm"]:
+        parts.append("name")  # the short way, as in the file
+    if not equals or len(parts) < 2 or not all(parts):
+        raise ConfigError(
+            f"An override must be section.key=value, got {override!r}. For example train.total_steps=200."
+        )
+    table = data
+    for depth, part in enumerate(parts[:-1]):
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            outer = ".".join(parts[: depth + 1])
+            raise ConfigError(f"{override!r} sets a key of {outer}, which is not a table. Set {outer} as a whole.")
+        table = inner
+    table[parts[-1]] = parse_override_value(text.strip())
+
+
+def parse_override_value(text: str) -> Any:
+    """Read a value in TOML's spelling; what is not TOML is a bare text.
+
+    Example:
+        >>> [parse_override_value(text) for text in ("3", "1e-5", "true", "[1, 2]", "rewards:praise")]
+        [3, 1e-05, True, [1, 2], 'rewards:praise']
+    """
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # A line break inside the text could smuggle further keys in: then it is no single value.
+    return parsed["value"] if set(parsed) == {"value"} else text

@@ -1,13 +1,61 @@
-"""How a setting is declared, and the base of all sections."""
+"""How settings are declared and checked, and what is wrong with them in words: key, rule, value and remedy."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self, get_args, get_origin
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from coati.errors import ConfigError
+
+# What TRL, verl, OpenRLHF and others call what has another name here.
+_FOREIGN_NAMES = {
+    "train.actor_lr": "lr learning_rate actor_learning_rate",
+    "train.critic_lr": "critic_learning_rate",
+    "train.batch_size": "per_device_train_batch_size train_batch_size ppo_mini_batch_size",
+    "train.micro_batch_size": "gradient_accumulation_steps micro_train_batch_size ppo_micro_batch_size_per_gpu",
+    "train.micro_batch_tokens": "ppo_max_token_len_per_gpu",
+    "train.total_steps": "max_steps num_train_epochs total_training_steps total_epochs num_episodes",
+    "train.epochs": "num_iterations ppo_epochs num_ppo_epochs",
+    "train.warmup_steps": "warmup_ratio lr_warmup_steps",
+    "train.lr_schedule": "lr_scheduler_type",
+    "train.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+    "train.save_every": "save_steps save_freq",
+    "algorithm.name": "algorithm adv_estimator advantage_estimator",
+    "algorithm.kl_coef": "beta init_kl_coef kl_loss_coef",
+    "algorithm.eps_clip": "epsilon cliprange clip_ratio",
+    "algorithm.eps_clip_high": "epsilon_high clip_ratio_high",
+    "algorithm.value_clip": "cliprange_value",
+    "algorithm.normalization": "loss_type loss_agg_mode",
+    "rollout.samples_per_prompt": "num_generations n_samples_per_prompt rollout_n",
+    "rollout.max_new_tokens": "max_completion_length max_response_length response_length generate_max_len",
+    "rollout.engine": "use_vllm",
+    "prompts.max_tokens": "max_prompt_length prompt_max_len",
+    "prompts.path": "dataset dataset_name train_files prompt_data",
+    "prompts.column": "prompt_key input_key dataset_text_field",
+    "model.path": "model_name_or_path model_name pretrain",
+    "model.reference": "ref_model ref_model_path",
+    "model.dtype": "torch_dtype bf16 fp16",
+    "reward.function": "reward_funcs reward_func custom_reward_function",
+    "reward.model": "reward_model reward_pretrain",
+    "run.output": "output_dir default_local_dir save_path",
+    "run.name": "run_name experiment_name",
+    "lora.rank": "lora_r lora_rank use_peft",
+    "topology.max_staleness": "async_level staleness_threshold max_head_offpolicyness",
+}
+_OURS = {foreign: ours for ours, names in _FOREIGN_NAMES.items() for foreign in names.split()}
+_ABSENT = {
+    **dict.fromkeys(
+        ("wandb", "report_to", "logger", "project_name", "use_wandb"),
+        "A run writes metrics.jsonl, and TensorBoard files with logging.tensorboard. For another service pass trackers "
+        "to coati.train.",
+    ),
+    **dict.fromkeys(("resume", "resume_from_checkpoint", "resume_mode"), "A run cannot be resumed yet."),
+}
 
 
 def setting(default: Any = ..., about: str = "", *, rule: str = "", remedy: str = "", **constraints: Any) -> Any:
@@ -24,40 +72,48 @@ def rule_of(field: FieldInfo) -> str:
     >>> rule_of(FieldInfo.from_annotated_attribute(int, setting(1, ge=1)))
     'a whole number, 1 or more'
     """
-    extra = field.json_schema_extra
-    if isinstance(extra, dict) and extra["rule"]:
-        return str(extra["rule"])
-    if get_origin(field.annotation) is Literal:
-        *names, last = (f'"{name}"' for name in get_args(field.annotation))
-        return f"{', '.join(names)} or {last}"
-    if field.annotation in (bool, str):
-        return "true or false" if field.annotation is bool else "a text in quotes"
-    bounds = {
-        key: getattr(bound, key) for bound in field.metadata for key in ("ge", "gt", "le", "lt") if hasattr(bound, key)
-    }
+    if rule := _extra(field, "rule"):
+        return rule
+    kind = field.annotation
+    names = ("ge", "gt", "le", "lt", "min_length")
+    bounds = {name: getattr(bound, name) for bound in field.metadata for name in names if hasattr(bound, name)}
+    if get_origin(kind) is Literal:
+        *first, last = (f'"{name}"' for name in get_args(kind))
+        return f"{', '.join(first)} or {last}"
+    if kind is bool:
+        return "true or false"
+    if kind is str:
+        return "a text in quotes" + (", not empty" if "min_length" in bounds else "")
+    if get_origin(kind) is tuple:
+        return "a list of texts in quotes"
     low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
     words = {"ge": f", {low} or more", "gt": f" above {low}", "le": f" and at most {high}", "lt": f" and below {high}"}
     if "ge" in bounds and high is not None:
         words = {"ge": f" from {low}", "le": f" to {high}", "lt": f" to below {high}"}
-    noun = "a whole number" if field.annotation is int else "a number"
+    noun = "a whole number" if kind in (int, int | None) else "a number"
     return noun + "".join(word for key, word in words.items() if key in bounds)
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no silent conversion (`"5"` is not 5), no NaN.
-
-    A section's name in the file is the key of `RunSettings` that holds it.
-    """
+    """Base of all sections: frozen, no unknown keys, no silent conversion (`"5"` is not 5), no NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    section: ClassVar[str] = ""
+    """What a file calls it; empty for what is not a section of a file."""
+
+    def __init_subclass__(cls, section: str = "", **kwargs: Any) -> None:
+        """Note the name that a file has for this section."""
+        super().__init_subclass__(**kwargs)
+        cls.section = section
+        if section:
+            _SECTIONS[section] = cls
 
     def __init__(self, **values: Any) -> None:
         """Take settings by keyword; ConfigError says what is wrong with them, one line per problem."""
         try:
             super().__init__(**values)
         except ValidationError as error:
-            from coati.config.problems import describe  # it needs all the sections, which need this
-
             raise ConfigError("\n".join(describe(type(self), error))) from None
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # validating a table does not go through it
@@ -79,13 +135,102 @@ class Section(BaseModel):
                 )
         return type(self)(**{**self.model_dump(exclude_unset=True), **changes})
 
-    def problems(self) -> list[str]:
-        """Find what is wrong between the keys of this section: one full message each."""
-        return []
+    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        """Yield what is wrong between the keys of this section: the key, what it must be, its value and the remedy."""
+        yield from ()
 
     @model_validator(mode="after")
-    def _check_problems(self) -> Self:
-        problems = self.problems()
-        if problems:
-            raise ValueError("\n".join(problems))
+    def _check_conflicts(self) -> Self:
+        if found := list(self.conflicts()):
+            raise ValueError(found)
         return self
+
+
+_SECTIONS: dict[str, type[Section]] = {}
+
+
+def describe(model: type[Section], error: ValidationError) -> list[str]:
+    """Put everything that pydantic found wrong with settings into words, one full message per problem."""
+    return [line for detail in error.errors(include_url=False) for line in _lines(model, detail)]
+
+
+def spell(value: Any) -> str:
+    """Write one value as a TOML file does; Python's spelling where TOML has none.
+
+    >>> spell(True), spell([1, "x"]), spell(float("nan"))
+    ('true', '[1, "x"]', 'nan')
+    """
+    return str(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _lines(model: type[Section], detail: Any) -> list[str]:
+    """Say one pydantic error; a validator of a section may have found several problems."""
+    owner: type[BaseModel] = model
+    field: FieldInfo | None = None
+    location: list[int | str] = [model.section] if model.section else []
+    for part in detail["loc"]:  # down to the innermost setting; deeper parts are pydantic's own
+        inner = None if field is None else _inner_model(field)
+        if isinstance(part, str) and (field is None or inner is not None):
+            owner = inner or owner
+            field = owner.model_fields.get(part)
+        elif field is not None and inner is None and len(location) > 2:
+            break
+        location.append(part)
+    key, kind, value = _dotted(location), detail["type"], detail["input"]
+    is_table = field is not None and _inner_model(field) is not None
+    if kind == "value_error" and (field is None or is_table):
+        conflicts = detail["ctx"]["error"].args[0]
+        return [must_be(_dotted([*location, inner]), rule, got, remedy) for inner, rule, got, remedy in conflicts]
+    if kind == "extra_forbidden" or field is None:
+        return [_unknown(location, owner)]
+    if is_table and kind in ("model_type", "model_attributes_type"):
+        return [must_be(key, "a table of settings", value, f"Write its keys under [{key}].")]
+    remedy = _extra(field, "remedy")
+    if not remedy and not field.is_required():
+        remedy = f"Leave it out for the default, {_short(field.get_default(call_default_factory=True))}."
+    if kind == "missing":
+        return [f"{key} is required: {rule_of(field)}. {remedy}"]
+    return [must_be(key, rule_of(field), value, remedy)]
+
+
+def must_be(key: str, rule: str, got: Any, remedy: str) -> str:
+    """Word a broken rule."""
+    return f"{key} must be {rule}, got {_short(got)}. {remedy}"
+
+
+def _unknown(location: Sequence[int | str], owner: type[BaseModel]) -> str:
+    key, name, known = _dotted(location), str(location[-1]), list(owner.model_fields)
+    elsewhere = [f"{section}.{name}" for section, other in _SECTIONS.items() if name in other.model_fields]
+    if name in _ABSENT:
+        remedy = _ABSENT[name]
+    elif name in _OURS:
+        section, _, ours = _OURS[name].partition(".")
+        about = str(_SECTIONS[section].model_fields[ours].description)
+        remedy = f"Use {_OURS[name]}: {about[:1].lower()}{about[1:]}"
+    elif close := difflib.get_close_matches(name, known, n=1):
+        remedy = f"Did you mean {_dotted((*location[:-1], close[0]))}?"
+    elif elsewhere:
+        remedy = f"Did you mean {' or '.join(elsewhere)}?"
+    else:
+        remedy = f"{'The sections are' if len(location) == 1 else f'[{location[0]}] has'} {', '.join(known)}."
+    return f"Unknown {'section' if len(location) == 1 else 'setting'} {key}. {remedy}"
+
+
+def _extra(field: FieldInfo, name: str) -> str:
+    return str(field.json_schema_extra[name]) if isinstance(field.json_schema_extra, dict) else ""
+
+
+def _inner_model(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the model of a section, or of the tables in a list of tables such as `reward.terms`."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _dotted(location: Sequence[int | str]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location if part != "")
+    return text.removeprefix(".")
+
+
+def _short(value: Any) -> str:
+    text = spell(value)
+    return text if len(text) <= 80 else text[:77] + "..."

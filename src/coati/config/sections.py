@@ -1,34 +1,30 @@
-"""The sections that say what is trained on what: run, model, prompts, reward and rollout.
+"""The sections of a run's settings, but for `[algorithm]`.
 
 Rules between keys of one section live in that section; rules between sections live in `coati.config.run_settings`.
 """
 
 from __future__ import annotations
 
-import re
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import JsonValue
+from pydantic import AfterValidator, JsonValue
 
-from coati.config.generate import GenerateOptions
+from coati.config.generate import GenerateOptions, SamplingSettings
 from coati.config.section import Section, setting
 from coati.errors import GenerateOptionError
 
-# Options of `generate` that have their own setting, and the setting that owns them.
-OWNED_GENERATE_OPTIONS = {
-    "max_new_tokens": "rollout.max_new_tokens",
-    "max_length": "rollout.max_new_tokens",
-    "temperature": "rollout.temperature",
-    "top_k": "rollout.top_k",
-    "top_p": "rollout.top_p",
-    "do_sample": "rollout.do_sample",
-    "num_return_sequences": "rollout.samples_per_prompt",
+# Options of `generate` that a setting of another name decides.
+_OWNERS = {"max_length": "max_new_tokens", "num_return_sequences": "samples_per_prompt"}
+
+_FUNCTION = {
+    "rule": '"module:function", or empty',
+    "remedy": 'For praise() in rewards.py write "rewards:praise".',
+    "pattern": r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$",
 }
 
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
-
-class GeneralSettings(Section):
+class GeneralSettings(Section, section="run"):
     """`[run]`: what the run is called, its seed and where its files go."""
 
     name: str = setting(
@@ -38,87 +34,67 @@ class GeneralSettings(Section):
         remedy='Set run.name, for example run.name = "film-1".',
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
     )
-    seed: int = setting(
-        0,
-        "Every random draw of the run is keyed on it.",
-        rule="a whole number, 0 or more and below 2^63",
-        ge=0,
-        lt=2**63,
-    )
-    output: str = setting("", "Folder for everything the run writes; empty = runs/<name>.", rule="a path in quotes")
+    seed: int = setting(0, "Every random draw of the run is keyed on it.", ge=0, lt=2**63)
+    output: str = setting("", "Folder for everything the run writes; empty = runs/<name>.")
 
 
-class ModelSettings(Section):
+class ModelSettings(Section, section="model"):
     """`[model]`: the policy, and the models that go with it."""
 
     path: str = setting(
         ...,
         "The policy to train: a folder that transformers can load, or a hub name.",
-        rule="a path or hub name in quotes",
         remedy='Set model.path, for example model.path = "runs/demo/model".',
         min_length=1,
     )
     critic: str = setting(
-        "actor",
-        "Where the critic starts: from the actor's body, or from a model of its own.",
-        rule='"actor", or a path or hub name',
-        min_length=1,
+        "actor", 'Where the critic starts: "actor" for the actor\'s body, or a path or hub name.', min_length=1
     )
     reference: str = setting(
-        "",
-        "The frozen model that the KL penalty is measured against; empty = model.path.",
-        rule="a path or hub name in quotes, or empty",
+        "", "The frozen model that the KL penalty is measured against, a path or hub name; empty = model.path."
     )
-    tokenizer: str = setting(
-        "", "Where the tokenizer is loaded from; empty = model.path.", rule="a path or hub name, or empty"
-    )
+    tokenizer: str = setting("", "Path or hub name that the tokenizer is loaded from; empty = model.path.")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Number format of the weights.")
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "Where models live; auto = a GPU where an actor was given one."
     )
 
 
-class LoRASettings(Section):
+class LoRASettings(Section, section="lora"):
     """`[lora]`: train low-rank adapters, W = W₀ + (alpha / rank) · B·A with W₀ frozen, instead of all weights."""
 
     rank: int = setting(0, "Rank of the adapters; 0 = off.", ge=0)
     alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", gt=0)
     dropout: float = setting(0.0, "Dropout on the adapters' input.", ge=0, lt=1)
     target_modules: tuple[str, ...] = setting(
-        (),
-        "Names of the layers that get adapters; empty = all linear layers but the output head.",
-        rule='a list of names in quotes, for example ["q_proj", "v_proj"], and empty while lora.rank is 0',
-        strict=False,
+        (), "Names of the layers that get adapters; empty = all linear layers but the output head.", strict=False
     )
 
-    def problems(self) -> list[str]:
+    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         """Find layers that are named for adapters that are off."""
         if self.target_modules and not self.rank:
-            names = ", ".join(self.target_modules)
-            return [
-                f"lora.target_modules ({names}) has no effect while lora.rank is 0. Set lora.rank, for example to 8."
-            ]
-        return []
+            yield (
+                "target_modules",
+                "empty while lora.rank is 0",
+                self.target_modules,
+                "Set lora.rank, for example to 8.",
+            )
 
 
-class PromptSettings(Section):
+class PromptSettings(Section, section="prompts"):
     """`[prompts]`: where prompts come from."""
 
     path: str = setting(
         ...,
         "A .jsonl, .json, .csv or .parquet file, a `datasets` folder, or a `datasets` name.",
-        rule="a path or dataset name in quotes",
         remedy='Set prompts.path, for example prompts.path = "prompts.jsonl".',
         min_length=1,
     )
-    split: str = setting(
-        "train", "Split of a `datasets` folder or name; a single file has one.", rule="a name", min_length=1
-    )
-    subset: str = setting("", "Subset (configuration) of a `datasets` name that has several.", rule="a name")
+    split: str = setting("train", "Split of a `datasets` folder or name; a single file has one.", min_length=1)
+    subset: str = setting("", "Subset (configuration) of a `datasets` name that has several.")
     column: str = setting(
         "prompt",
         "Column with the prompt: a text, or a list of chat messages. Other columns reach the reward.",
-        rule="the name of a column",
         min_length=1,
     )
     shuffle: bool = setting(True, "Shuffle the prompts for every pass.")
@@ -130,8 +106,8 @@ class PromptSettings(Section):
 class RewardTerm(Section):
     """One term of a weighted sum in `reward.terms`."""
 
-    function: str = setting("", 'A function over text, as "module:function".', rule='"module:function", or empty')
-    model: str = setting("", "A reward model.", rule="a path or hub name in quotes, or empty")
+    function: str = setting("", 'A function over text, as "module:function".', **_FUNCTION)
+    model: str = setting("", "A reward model: a path or hub name.")
     weight: float = setting(1.0, "Factor of this term; a negative one is a penalty.")
     name: str = setting("", "What metrics call it; empty = the function's or the model folder's name.")
 
@@ -140,17 +116,18 @@ class RewardTerm(Section):
         """What metrics and errors call this term."""
         return self.name or reward_label(self.function, self.model)
 
+    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        """Find terms of no or two rewards."""
+        if bool(self.function) == bool(self.model):
+            both = ["function", "model"] if self.function else []
+            yield "", "given as exactly one of function and model", both, "Write one term for each reward."
 
-class RewardSettings(Section):
+
+class RewardSettings(Section, section="reward"):
     """`[reward]`: what a response is worth. Exactly one of `function`, `model` and `terms`."""
 
-    function: str = setting(
-        "",
-        'A function over text and the dataset\'s columns, as "module:function".',
-        rule='"module:function", or empty',
-        remedy='For example reward.function = "rewards:praise", for praise() in rewards.py.',
-    )
-    model: str = setting("", "A reward model.", rule="a path or hub name in quotes, or empty")
+    function: str = setting("", 'A function over text and the dataset\'s columns, as "module:function".', **_FUNCTION)
+    model: str = setting("", "A reward model: a path or hub name.")
     terms: tuple[RewardTerm, ...] = setting(
         (),
         "A weighted sum of rewards.",
@@ -161,38 +138,20 @@ class RewardSettings(Section):
     timeout_seconds: float = setting(120.0, "Longest that a reward function may take for one batch.", gt=0)
     search_paths: tuple[str, ...] = setting(
         (),
-        "Folders where modules of reward functions are looked for, before the working directory; "
-        "left out, the folder of the TOML file.",
-        rule="a list of folders in quotes",
+        "Folders where modules of reward functions are looked for, before the working directory; left out, the folder "
+        "of the TOML file.",
         strict=False,
     )
 
-    def problems(self) -> list[str]:
-        """None or several ways to reward, malformed names, and terms that share one."""
-        ways = [f"reward.{key}" for key in ("function", "model", "terms") if getattr(self, key)]
-        found = []
+    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        """Find no or several ways to reward, and terms that share a name."""
+        ways = [key for key in ("function", "model", "terms") if getattr(self, key)]
         if len(ways) != 1:
-            found.append(
-                "reward must have exactly one of reward.function, reward.model and reward.terms, got "
-                f"{' and '.join(ways) or 'none'}. Keep one; to add rewards up, list them in reward.terms."
-            )
-        found += _function_problems("reward.function", self.function)
-        for index, term in enumerate(self.terms):
-            found += _function_problems(f"reward.terms[{index}].function", term.function)
-            if bool(term.function) == bool(term.model):
-                came = "both" if term.function else "neither"
-                found.append(
-                    f"reward.terms[{index}] must have exactly one of function and model, got {came}. "
-                    "Give every reward a term of its own."
-                )
+            remedy = "Keep one; to add rewards up, list them in reward.terms."
+            yield "", "given as exactly one of function, model and terms", ways, remedy
         labels = [term.label for term in self.terms]
-        found += [
-            f"reward.terms must have different names, got {label!r} {labels.count(label)} times. "
-            "Give each of them a name of its own."
-            for label in dict.fromkeys(labels)
-            if labels.count(label) > 1
-        ]
-        return found
+        if len(set(labels)) < len(labels):
+            yield "terms", "rewards with different names", labels, "Give each its own name."
 
 
 def reward_label(function: str, model: str) -> str:
@@ -200,28 +159,12 @@ def reward_label(function: str, model: str) -> str:
     return function.partition(":")[2] if function else model.rstrip("/").rpartition("/")[2]
 
 
-def _function_problems(key: str, function: str) -> list[str]:
-    if not function or _FUNCTION.fullmatch(function):
-        return []
-    return [f'{key} must be "module:function", got "{function}". For praise() in rewards.py write "rewards:praise".']
-
-
-class RolloutSettings(Section):
+class RolloutSettings(SamplingSettings, section="rollout"):
     """`[rollout]`: how makers generate."""
 
     prompts_per_batch: int = setting(16, "Prompts that a maker takes at a time.", ge=1)
     samples_per_prompt: int = setting(1, "Responses sampled for each prompt.", ge=1)
     max_new_tokens: int = setting(128, "Longest response, in tokens.", ge=1)
-    temperature: float = setting(1.0, "Divides the logits before sampling; 1.0 samples from the model as it is.", ge=0)
-    top_k: int = setting(0, "Sample among the k likeliest tokens; 0 = off.", ge=0)
-    top_p: float = setting(
-        1.0,
-        "Sample among the likeliest tokens that hold this much probability.",
-        remedy="Use 1.0 to keep every token.",
-        gt=0,
-        le=1,
-    )
-    do_sample: bool = setting(True, "Sample; false = always the likeliest token.")
     engine: Literal["native", "reference"] = setting(
         "native",
         "What writes the text: our own engine (models of another shape than Llama, Qwen or Mistral or "
@@ -242,36 +185,186 @@ class RolloutSettings(Section):
     @property
     def generate_options(self) -> dict[str, Any]:
         """All options of `generate`: those with a setting of their own, and the table."""
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "do_sample": self.do_sample,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            **self.generate,
-        }
+        own = {*SamplingSettings.model_fields, "max_new_tokens"}
+        return {**self.model_dump(include=own), **self.generate}
 
-    def problems(self) -> list[str]:
-        """Find sampling at temperature 0, and generate options that repeat a setting or are not supported."""
-        found = []
-        if self.do_sample and self.temperature == 0:
-            found.append(
-                "rollout.temperature must be above 0 while rollout.do_sample is true, got 0. "
-                "For greedy decoding set rollout.do_sample = false instead."
-            )
+    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        """Find generate options that repeat a setting or are not supported."""
+        yield from super().conflicts()
         for option, value in self.generate.items():
-            key = f"rollout.generate.{option}"
-            if option in OWNED_GENERATE_OPTIONS:
-                owner = OWNED_GENERATE_OPTIONS[option]
-                found.append(
-                    f"{key} must not be set, because {owner} decides it, got {value!r}. "
-                    f"Set {owner} and take {option} out of rollout.generate."
-                )
-            elif value is None:
-                found.append(f"{key} must have a value, got nothing. Leave {option} out to keep its default.")
-            else:
-                try:
-                    GenerateOptions.parse(**{option: value})
-                except GenerateOptionError as error:
-                    found.append(f"{key}: {error}")
-        return found
+            owner = _OWNERS.get(option, option)
+            if owner in type(self).model_fields or value is None:
+                decided = f", because rollout.{owner} decides it" if value is not None else ""
+                yield f"generate.{option}", f"left out{decided}", value, "Take it out of rollout.generate."
+                continue
+            try:
+                GenerateOptions.parse(**{option: value})
+            except GenerateOptionError as error:
+                yield f"generate.{option}", "a supported option of generate", value, str(error)
+
+
+_GPU_RULE = "0, a share below 1, or a whole number"
+
+
+def _check_share(share: float) -> float:
+    if share > 1 and not share.is_integer():  # Ray does not lend one and a half
+        raise ValueError
+    return share
+
+
+GPUShare = Annotated[float, AfterValidator(_check_share)]
+
+
+class TrainSettings(Section, section="train"):
+    """`[train]`: how trainers learn. A step is one batch of fresh samples on every trainer."""
+
+    total_steps: int = setting(100, "Fresh batches that each trainer learns from in the run.", ge=1)
+    update_steps: int = setting(1, "Fresh batches between two weight updates to the makers.", ge=1)
+    epochs: int = setting(1, "Passes over the fresh batches of an update.", ge=1)
+    batch_size: int = setting(16, "Samples per optimizer step and trainer.", ge=1)
+    micro_batch_size: int = setting(
+        0, "Samples per forward and backward pass; 0 = the whole batch. Smaller needs less memory, same result.", ge=0
+    )
+    micro_batch_tokens: int = setting(
+        16384,
+        "Tokens per forward and backward pass, padding not counted where the model takes rows without it; 0 = no "
+        "limit. Smaller needs less memory, same result.",
+        ge=0,
+    )
+    actor_lr: float = setting(1e-6, "Learning rate of the policy.", gt=0)
+    critic_lr: float = setting(1e-5, "Learning rate of the critic.", gt=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = setting("constant", "Learning rate after the warm-up.")
+    warmup_steps: int = setting(0, "Optimizer steps over which the learning rate rises from 0.", ge=0)
+    max_grad_norm: float = setting(1.0, "Gradients are scaled down to this norm; 0 = measured only.", ge=0)
+    strategy: Literal["ddp", "zero1", "zero2", "gemini"] = setting(
+        "ddp",
+        "What each trainer holds. ddp: everything. zero1: its share of everything at rest, weights and gradients whole "
+        "during a step. zero2: weights whole from forward to backward, gradients never. gemini: a block whole only "
+        "while it computes. The weights after a step are the same.",
+    )
+    placement_policy: Literal["static", "auto", "cpu"] = setting(
+        "static", "gemini: shares rest on the device, in host memory (cpu), or on the device if they fit (auto)."
+    )
+    cpu_offload: bool = setting(
+        False, "zero1, zero2: shares and optimizer state rest in host memory, and optimizer steps are made there."
+    )
+    mixed_precision: bool = setting(
+        False, "Trainers keep weights, gradients and optimizer state in float32 and compute in bfloat16."
+    )
+    activation_checkpointing: bool = setting(
+        False,
+        "Keep the inputs of each block only and compute the rest again in the backward pass: less memory, a third more "
+        "work.",
+    )
+    compile: bool = setting(
+        False,
+        "Compile the blocks of models that train, and in makers of those that score, with torch.compile: quicker steps "
+        "on a GPU, after a minute of compiling.",
+    )
+    save_every: int = setting(
+        0,
+        "Save the model every so many weight versions, in checkpoints/version-N of the output folder; 0 = only at the "
+        "end.",
+        ge=0,
+    )
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.total_steps * self.epochs
+
+    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        """Find counts that are larger than what they are part of, and placements that the strategy does not know."""
+        if self.update_steps > self.total_steps:
+            rule = f"at most train.total_steps ({self.total_steps})"
+            yield "update_steps", rule, self.update_steps, "Lower it, or raise train.total_steps."
+        if self.warmup_steps > self.optimizer_steps:
+            rule = f"at most the optimizer steps of the run (total_steps × epochs = {self.optimizer_steps})"
+            yield "warmup_steps", rule, self.warmup_steps, "Lower it."
+        here = f'while train.strategy is "{self.strategy}"'
+        if self.placement_policy != "static" and self.strategy != "gemini":
+            remedy = 'Leave it out, or set train.strategy to "gemini".'
+            yield "placement_policy", f'"static" {here}', self.placement_policy, remedy
+        if self.cpu_offload and self.strategy not in ("zero1", "zero2"):
+            other = 'placement_policy to "cpu"' if self.strategy == "gemini" else 'strategy to "zero2"'
+            yield "cpu_offload", f"false {here}", True, f"Leave it out, or set train.{other}."
+
+
+class TopologySettings(Section, section="topology"):
+    """`[topology]`: how many makers and trainers, and how far apart they may run."""
+
+    makers: int = setting(
+        1, "Experience makers, when the run begins; `coati scale` changes it while it trains.", ge=1, le=64
+    )
+    trainers: int = setting(1, "Trainers; they share every optimizer step.", ge=1, le=64)
+    placement: Literal["auto", "pack", "spread"] = setting(
+        "auto",
+        "Where on a cluster they run: auto = Ray places each for itself, pack = on as few nodes as possible, a maker's "
+        "and a trainer's shares of a GPU on one card, spread = over the nodes. Both reserve all places first.",
+    )
+    buffer_limit: int = setting(0, "Batches that may wait at a trainer; 0 = no limit.", ge=0)
+    max_staleness: int = setting(
+        1, "Weight versions that a sample may be behind when it is trained on; 0 = on-policy, -1 = unbounded.", ge=-1
+    )
+    threads_per_actor: int = setting(
+        0, "torch threads in each actor; 0 = the machine's cores divided among the actors.", ge=0
+    )
+    gpus_per_maker: GPUShare = setting(0.0, "GPUs (or a share of one) for each maker.", rule=_GPU_RULE, ge=0)
+    gpus_per_trainer: GPUShare = setting(0.0, "GPUs (or a share of one) for each trainer.", rule=_GPU_RULE, ge=0)
+    gpu_sharing: Literal["slices", "mps"] = setting(
+        "slices",
+        "How a maker and a trainer share a card: slices = each has all of it for moments, which the driver does by "
+        "itself; mps = side by side through NVIDIA's MPS, training on as much of the card as gpus_per_trainer says.",
+    )
+    update_lora_weights: bool = setting(False, "Send only the LoRA adapters to the makers.")
+    verify_updates: Literal["checksum", "canary", "off"] = setting(
+        "checksum",
+        "How makers check new weights beyond names, shapes, dtypes and counts: checksum = every byte, before they "
+        "serve; canary = that, and afterwards the log-probs of a fixed prompt against the trainer's; off = not at all.",
+    )
+    chunk_mib: float = setting(
+        64.0,
+        "Weights travel in chunks of at most so many MiB; a single tensor that is larger is its own chunk. Between "
+        "actors on one GPU, where they do not travel, chunks have a GiB or more.",
+        gt=0,
+    )
+
+    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        """Find shares and places with which a maker and a trainer cannot share a card."""
+        if self.gpu_sharing == "slices":
+            return
+        maker, trainer, here = self.gpus_per_maker, self.gpus_per_trainer, 'while topology.gpu_sharing is "mps"'
+        if not (maker > 0 < trainer and maker + trainer <= 1):
+            rule = f"above 0, and at most 1 together with topology.gpus_per_trainer, {here}"
+            yield "gpus_per_maker", rule, [maker, trainer], 'Set both to 0.5, or gpu_sharing to "slices".'
+        if self.placement == "spread":
+            remedy = 'Use "pack", which puts a maker and a trainer on one card, or set gpu_sharing to "slices".'
+            yield "placement", f'"auto" or "pack" {here}', "spread", remedy
+
+
+class Deadlines(Section, section="deadlines"):
+    """`[deadlines]`: the longest waits. A wait that runs past its deadline is an error that says what it waited for."""
+
+    start_seconds: float = setting(300.0, "For all actors to start, and for a maker's first full weight update.", gt=0)
+    batch_seconds: float = setting(
+        1800.0, "For a batch, for room in a buffer, or for new weights, counted from the last sign of progress.", gt=0
+    )
+    update_seconds: float = setting(600.0, "For one weight update.", gt=0)
+    grace_seconds: float = setting(
+        5.0, "How long all makers must have finished before the last, partial batch is trained on.", gt=0
+    )
+    message_seconds: float = setting(30.0, "Log what is waited for every so many seconds.", gt=0)
+
+
+class LoggingSettings(Section, section="logging"):
+    """`[logging]`: what is written besides metrics.jsonl."""
+
+    tensorboard: bool = setting(True, "Write TensorBoard files too.")
+    samples_every_versions: int = setting(1, "Write samples every so many weight versions; 0 = never.", ge=0)
+    samples_kept: int = setting(4, "Samples written each time.", ge=0)
+    spans_kept: int = setting(
+        200_000,
+        "Spans of the actors' time (generate, train, wait for data, …) written to spans.jsonl for coati report, about "
+        "110 bytes each; 0 = none.",
+        ge=0,
+    )

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from coati.config import RunSettings, build_config, dump_config, load_config
-from coati.config.problems import _FOREIGN_NAMES
-from coati.config.section import rule_of
+from coati.config.section import _FOREIGN_NAMES, rule_of
 from coati.errors import ConfigError
 
 MINIMAL = '[model]\npath = "m"\n[prompts]\npath = "p.jsonl"\n[reward]\nfunction = "rewards:praise"\n'
@@ -120,8 +119,8 @@ BROKEN = [
     ("topology.trainers=65", "a whole number from 1 to 64", "65", "default, 1"),
     ("topology.placement=scatter", '"auto", "pack" or "spread"', '"scatter"', 'default, "auto"'),
     ("topology.max_staleness=-2", "-1 or more", "-2", "default, 1"),
-    ("topology.gpus_per_maker=1.5", "whole number", "1.5", "Use 1 or 2"),
-    ("topology.gpu_sharing=mps", "must be above 0, and at most 1 together", "0 and 0", 'gpu_sharing to "slices"'),
+    ("topology.gpus_per_maker=1.5", "whole number", "1.5", "default, 0.0"),
+    ("topology.gpu_sharing=mps", "above 0, and at most 1 together", "[0.0, 0.0]", 'gpu_sharing to "slices"'),
     ("train.batch_size=0", "1 or more", "0", "default, 16"),
     ("train.actor_lr=0.0", "above 0", "0.0", "default, 1e-06"),
     ("train.lr_schedule=step", '"constant", "linear" or "cosine"', '"step"', 'default, "constant"'),
@@ -136,11 +135,11 @@ BROKEN = [
     ("algorithm.kl_coef=nan", "0 or more", "nan", "default, 0.1"),
     ("algorithm.value_clip=inf", "above 0", "inf", "default, 0.4"),
     ("model.dtype=float16", '"float32" or "bfloat16"', '"float16"', "default"),
-    ("model.path=''", "a path or hub name", '""', "runs/demo/model"),
+    ("model.path=''", "not empty", '""', "runs/demo/model"),
     ("run.name=a/b", "letters, digits", '"a/b"', "Set run.name"),
-    ("run.seed=-1", "0 or more", "-1", "default, 0"),
+    ("run.seed=-1", "from 0", "-1", "default, 0"),
     ("lora.dropout=1.0", "below 1", "1.0", "default, 0.0"),
-    ("lora.target_modules=[1]", "a list of names", "1", "default, []"),
+    ("lora.target_modules=[1]", "a list of texts", "1", "default, []"),
     ("deadlines.batch_seconds=0", "above 0", "0", "default, 1800.0"),
     ("logging.samples_kept=-1", "0 or more", "-1", "default, 4"),
     ("reward.function=praise", '"module:function"', '"praise"', "rewards:praise"),
@@ -164,17 +163,16 @@ def test_an_error_has_key_rule_value_and_remedy(override, rule, value, remedy):
 
 def test_greedy_decoding_at_temperature_zero_needs_do_sample_off():
     line = error_of("rollout.temperature=0")
-    assert "rollout.temperature must be above 0 while rollout.do_sample is true, got 0" in line
-    assert "rollout.do_sample = false" in line
+    assert "rollout.temperature must be above 0 while do_sample is true, got 0" in line
+    assert "set do_sample to false" in line
     assert load_config(None, [*MINIMAL_OVERRIDES, "rollout.temperature=0", "rollout.do_sample=false"])
 
 
 @pytest.mark.parametrize("option", ["top_k", "max_new_tokens", "max_length", "num_return_sequences", "do_sample"])
 def test_generate_may_not_repeat_a_setting(option):
     message = error_of(f"rollout.generate.{option}=4")
-    assert f"rollout.generate.{option} must not be set" in message
+    assert f"rollout.generate.{option} must be left out, because rollout." in message
     assert "got 4" in message
-    assert f"take {option} out" in message
 
 
 def test_gpus_on_a_cpu_run():
@@ -185,7 +183,7 @@ def test_gpus_on_a_cpu_run():
 @pytest.mark.parametrize(("maker", "trainer"), [(0.5, 0.6), (1.0, 0.5), (0.0, 0.5), (0.5, 0.0)])
 def test_mps_is_for_a_maker_and_a_trainer_on_one_card(maker, trainer):
     shares = [f"topology.gpus_per_maker={maker}", f"topology.gpus_per_trainer={trainer}"]
-    assert f"got {maker:g} and {trainer:g}" in error_of("model.device=cuda", "topology.gpu_sharing=mps", *shares)
+    assert f"got [{maker}, {trainer}]" in error_of("model.device=cuda", "topology.gpu_sharing=mps", *shares)
     halves = ["topology.gpus_per_maker=0.5", "topology.gpus_per_trainer=0.5", "topology.gpu_sharing=mps"]
     assert load_config(None, [*MINIMAL_OVERRIDES, "model.device=cuda", *halves]).topology.gpu_sharing == "mps"
     assert 'got "spread". Use "pack"' in error_of("model.device=cuda", "topology.placement=spread", *halves)
@@ -196,9 +194,9 @@ def test_missing_required_keys_are_named_with_an_example():
         load_config(None, [])
     message = str(caught.value)
     assert message.startswith("3 settings are wrong")
-    assert "model.path is required: a path or hub name in quotes." in message
+    assert "model.path is required: " in message
     assert "prompts.path is required" in message
-    assert "exactly one of reward.function, reward.model and reward.terms, got none" in message
+    assert "exactly one of function, model and terms, got []" in message
 
 
 @pytest.mark.parametrize(
@@ -264,9 +262,9 @@ def test_every_foreign_name_leads_to_a_setting():
 def test_the_algorithm_has_one_place(tmp_path):
     table = '[algorithm]\nname = "grpo"\nkl_coef = 0.0\n[rollout]\nsamples_per_prompt = 4\n'
     assert load_config(write(tmp_path, MINIMAL + table)).algorithm.name == "grpo"
-    with pytest.raises(ConfigError, match=r'twice.*name = "grpo" under \[algorithm\]'):
+    with pytest.raises(ConfigError, match=r"line 8.*twice.*\[algorithm\]"):
         load_config(write(tmp_path, 'algorithm = "grpo"\n' + MINIMAL + "[algorithm]\nkl_coef = 0.0\n"))
-    with pytest.raises(ConfigError, match=r'train\.algorithm\. Write name = "grpo" under \[algorithm\]'):
+    with pytest.raises(ConfigError, match=r"train\.algorithm\. Use algorithm\.name"):
         load_config(write(tmp_path, MINIMAL + '[train]\nepochs = 2\nalgorithm = "grpo"\n'))
 
 
@@ -296,16 +294,16 @@ def test_paths_of_a_file_count_from_its_folder_first(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ({}, "got none"),
-        ({"function": "a:b", "model": "m"}, "got reward.function and reward.model"),
+        ({}, r"exactly one of function, model and terms, got \[\]"),
+        ({"function": "a:b", "model": "m"}, r'got \["function", "model"\]'),
         (
             {"terms": [{"weight": 1.0}]},
-            r"reward.terms\[0\] must have exactly one of function and model, got neither",
+            r"reward.terms\[0\] must be given as exactly one of function and model, got \[\]",
         ),
-        ({"terms": [{"function": "a:b", "model": "m"}]}, "got both"),
-        ({"terms": [{"function": "a:b"}, {"function": "c:b"}]}, "different names, got 'b' 2 times"),
+        ({"terms": [{"function": "a:b", "model": "m"}]}, r'terms\[0\].*got \["function", "model"\]'),
+        ({"terms": [{"function": "a:b"}, {"function": "c:b"}]}, r'different names, got \["b", "b"\]'),
         ({"terms": [{"function": "a:b", "weight": float("inf")}]}, "weight must be a number, got inf"),
-        ({"terms": [{"function": "ab"}]}, r'reward.terms\[0\].function must be "module:function", got "ab"'),
+        ({"terms": [{"function": "ab"}]}, r'reward.terms\[0\].function must be "module:function".* got "ab"'),
     ],
 )
 def test_reward_is_given_in_exactly_one_way(reward, message):

@@ -1,11 +1,11 @@
 """Generate options are checked by name and range before anything runs."""
 
-import dataclasses
 import doctest
 import pickle
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 from transformers import GenerationConfig
 
 import coati.config.generate as options_module
@@ -111,7 +111,7 @@ def test_a_refused_option_at_its_harmless_value_is_ignored(name, value):
     ],
 )
 def test_a_value_out_of_range_is_an_error_that_names_the_option_and_the_value(name, value):
-    with pytest.raises(GenerateOptionError, match=rf"generate option {name} must be .*got "):
+    with pytest.raises(GenerateOptionError, match=rf"generate option {name}(\[0\])? must be .*got "):
         GenerateOptions.parse(**{name: value})
 
 
@@ -134,7 +134,7 @@ def test_greedy_text_needs_no_temperature():
 
 def test_none_means_not_given_and_other_options_travel_along():
     options = GenerateOptions.parse(temperature=None, top_k=None, use_cache=False, eos_token_id=[2, 3])
-    assert options == GenerateOptions(eos_token_id=(2, 3), extra={"use_cache": False})
+    assert options == GenerateOptions(eos_token_id=[2, 3], extra={"use_cache": False})
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_the_padding_token_falls_back_to_end_of_sequence_and_then_to_zero():
 
 
 def test_options_cannot_be_changed_after_they_were_checked():
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(ValidationError):
         GenerateOptions.parse().temperature = 2.0
 
 
