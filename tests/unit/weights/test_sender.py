@@ -647,6 +647,29 @@ def test_what_a_late_newcomer_was_lent_is_not_written_again(make_models, trained
     held.release()
 
 
+class Retiring(ByValue):
+    """Counts how often the memory of an update was retired."""
+
+    num_retired = 0
+
+    def retire(self):
+        self.num_retired += 1
+
+
+@pytest.mark.parametrize(("fail", "num_retired"), [("hold", 1), ("drop_reply", 1), ("drop_call", 1), ("kill_at", 0)])
+def test_memory_that_a_newcomer_may_still_read_is_retired_and_that_of_a_dead_one_is_not(fail, num_retired, trained):
+    run = Run(trained, seconds=1.0)
+    run.sender.change_makers(["old", "new"], newcomers=["new"])
+    run.send()
+    run.sender.transport = Retiring()
+    held = getattr(run.peers, fail)("new", UPDATE)
+    run.send()
+    assert run.recipients.faults.keys() == {"new"}
+    assert run.sender.transport.num_retired == num_retired
+    if held is not None:
+        held.release()
+
+
 def test_a_maker_that_is_late_is_still_an_error_though_newcomers_are_too(impatient_run):
     held = [impatient_run.peers.hold(name, UPDATE) for name in ("old", "new")]
     with pytest.raises(DeadlineExceeded, match="makers old did"):
