@@ -81,7 +81,7 @@ class Recipients:
         answers = [self._can_open(self._all[name], peer, probe) for name, peer in self._found().items()]
         return any(answers) and False not in answers
 
-    def note(self, attempt: "Attempt", *, is_full: bool) -> None:
+    def note(self, attempt: "Attempt") -> None:
         """Keep what came of an update.
 
         A maker that died is left out from now on; one that could not be reached is sent the next update. Raises
@@ -93,7 +93,7 @@ class Recipients:
             error = attempt.failed.get(one.name)
             if error is None:
                 one.fault = None
-                one.is_synced |= is_full
+                one.is_synced = True  # a sender that has newcomers sends all weights
                 continue
             reason = str(error.cause if isinstance(error, RemoteError) else error).strip()
             one.is_lost = isinstance(error, PeerDied)

@@ -214,7 +214,7 @@ class WeightSender:
         attempt.wait()
         if any(isinstance(error, PeerUnavailable | DeadlineExceeded) for error in attempt.failed.values()):
             transport.retire()  # a maker that did not answer may still read it
-        self.recipients.note(attempt, is_full=not manifest.is_partial)
+        self.recipients.note(attempt)
 
     def _shards(self, is_full: bool, max_mib: float) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
         """The weights of all models in chunks of bounded size."""
