@@ -10,7 +10,8 @@ header of the next update in it; before it answers, a receiver drops or copies w
 
 The buffers are anonymous files (`memfd_create`) that others open through `/proc`. They have no name on any disk: the
 kernel frees a buffer when the last process that has it mapped ends, even if it was killed. Unlike `/dev/shm` they are
-not limited to the 64 MiB that containers often give it.
+not limited to the 64 MiB that containers often give it. Each takes descriptors in both processes, so a buffer is large
+and holds many chunks; memory is taken only for the chunks that are in it.
 """
 
 import contextlib
@@ -33,6 +34,8 @@ from coati.wire import tensor_of
 logger = logging.getLogger(__name__)
 
 PROBE_BYTES = 256
+# Addresses of one buffer, unless a single chunk is larger: 64 chunks of the default size.
+BUFFER_BYTES = 4 * 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +46,7 @@ class MemoryHandle:
     descriptor: int
     inode: int  # numbers of processes and descriptors are reused; this tells whether they still mean the same buffer
     size: int
+    offset: int = dataclasses.field(default=0, compare=False)  # where a chunk begins; handles tell buffers apart
 
     @property
     def path(self) -> str:
@@ -54,26 +58,49 @@ class MemoryBuffer:
     """Memory that other processes can map. It lives until the last process that has it mapped ends."""
 
     def __init__(self, size: int) -> None:
-        """Raises OSError if the host has no memory for it: without a reservation, writing would kill the process."""
+        """`size` takes addresses only; `reserve` takes memory."""
         descriptor = os.memfd_create("coati-weights")
         weakref.finalize(self, os.close, descriptor)
-        os.posix_fallocate(descriptor, 0, size)
+        os.ftruncate(descriptor, size)
         self.data = torch.from_numpy(np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8))
         self.handle = MemoryHandle(os.getpid(), descriptor, os.fstat(descriptor).st_ino, size)
+        self._num_reserved = 0
+
+    def reserve(self, end: int) -> None:
+        """Take memory for the bytes before `end`. Without it, writing them could kill the process.
+
+        Raises OSError if the host has none.
+        """
+        if end > self._num_reserved:
+            os.posix_fallocate(self.handle.descriptor, self._num_reserved, end - self._num_reserved)
+            self._num_reserved = end
 
 
 @dataclasses.dataclass
 class _Set:
     """The memory of one update, and the receivers that may read it."""
 
-    buffers: dict[int, MemoryBuffer] = dataclasses.field(default_factory=dict)  # by chunk
+    buffers: list[MemoryBuffer] = dataclasses.field(default_factory=list)
     receivers: frozenset[str] = frozenset()
+    chunks: dict[int, Tensor] = dataclasses.field(default_factory=dict)  # of this update, by index
+    _num_full: int = 0  # buffers that have no room for the next chunk
+    _end: int = 0  # of the last chunk, in the buffer after those
 
-    def buffer(self, index: int, size: int) -> MemoryBuffer:
-        """The buffer of a chunk, which may be larger than it needs. Raises OSError without memory for it."""
-        if index not in self.buffers or self.buffers[index].handle.size < size:
-            self.buffers[index] = MemoryBuffer(size)
-        return self.buffers[index]
+    def begin(self) -> None:
+        """Fill the buffers from their beginning again."""
+        self.chunks, self._num_full, self._end = {}, 0, 0
+
+    def place(self, index: int, size: int) -> MemoryHandle:
+        """Make room for a chunk, in `chunks`; returns where it is. Raises OSError without memory for it."""
+        while self._num_full < len(self.buffers) and self.buffers[self._num_full].handle.size < self._end + size:
+            self._num_full, self._end = self._num_full + 1, 0
+        if self._num_full == len(self.buffers):
+            self.buffers.append(MemoryBuffer(max(size, BUFFER_BYTES)))
+        buffer, offset = self.buffers[self._num_full], self._end
+        buffer.reserve(offset + size)
+        self._end += size
+        self.chunks[index] = buffer.data[offset : offset + size]
+        return dataclasses.replace(buffer.handle, offset=offset)
 
 
 class HostMemory(SharedTransport):
@@ -92,12 +119,14 @@ class HostMemory(SharedTransport):
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memfd_create")
         self._probe_buffer = MemoryBuffer(PROBE_BYTES)
+        self._probe_buffer.reserve(PROBE_BYTES)
         self._probe_buffer.data.copy_(torch.frombuffer(bytearray(os.urandom(PROBE_BYTES)), dtype=torch.uint8))
         return MemoryProbe("memory", self._probe_buffer.handle, _probe_checksum(self._probe_buffer.data))
 
     def begin(self) -> str:
         """Take the other set; returns its name."""
         self._turn = 1 - self._turn
+        self._sets[self._turn].begin()
         return f"{self._name}-{'AB'[self._turn]}"
 
     def lend_to(self, receivers: Collection[str]) -> None:
@@ -114,22 +143,23 @@ class HostMemory(SharedTransport):
         """Copy the tensors into shared memory; without memory for them, make a chunk that travels by value."""
         specs = specs_of(tensors)
         _, size = layout(specs)
+        current = self._sets[self._turn]
         try:
-            buffer = self._sets[self._turn].buffer(index, size)
+            handle = current.place(index, size)
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
                 mib = size / 2**20
                 logger.warning("no shared memory left for %.0f MiB of weights (%s): sending them by value", mib, error)
             return self._by_value.pack(index, module, tensors)
-        copy_all(list(views(buffer.data, specs).values()), list(tensors.values()))
-        return Chunk(index=index, info=ChunkInfo(module=module, tensors=specs), handle=buffer.handle)
+        copy_all(list(views(current.chunks[index], specs).values()), list(tensors.values()))
+        return Chunk(index=index, info=ChunkInfo(module=module, tensors=specs), handle=handle)
 
     def checksum(self, chunk: Chunk) -> int:
         """Compute the checksum of what is in shared memory."""
         if chunk.handle is None:
             return self._by_value.checksum(chunk)
-        return _checksum(chunk.info, self._sets[self._turn].buffers[chunk.index].data)
+        return _checksum(chunk.info, self._sets[self._turn].chunks[chunk.index])
 
 
 class MemoryReader:
@@ -147,7 +177,7 @@ class MemoryReader:
         """The chunk's tensors, as views of the sender's memory. Raises OSError if it cannot be opened."""
         if chunk.handle not in self._open:
             self._open[chunk.handle] = open_memory(chunk.handle)
-        data = self._open[chunk.handle]
+        data = self._open[chunk.handle][chunk.handle.offset :]
         tensors = views(data, chunk.info.tensors)
         return ReadChunk(chunk.info, tensors, lambda: _checksum(chunk.info, data))
 

@@ -368,5 +368,16 @@ def test_a_subclass_of_our_maker_may_change_what_it_makes(sinks):
             experience.reward = torch.full_like(experience.reward, 42.0)
             return experience
 
-    work(make_holder(["t0"], maker=Doubled), [numbered(0, 2)])
+    work(make_holder(["t0"], maker=Doubled), [{**numbered(40, 2), "group_ids": torch.tensor([5, 5])}])
     assert [float(item.reward) for item in sinks["t0"].items] == [42.0, 42.0]
+    assert sinks["t0"].sample_ids == [40, 41]  # the ids, and so the draws, are those of the prompts
+    assert [int(item.group_ids) for item in sinks["t0"].items] == [5, 5]
+
+
+def test_a_maker_that_makes_more_samples_than_prompts_is_refused(sinks):
+    class Twice(Echo):
+        def make_experience(self, input_ids, attention_mask, **generate_kwargs):
+            return super().make_experience(input_ids.repeat(2, 1), attention_mask, **generate_kwargs)
+
+    with pytest.raises(DataError, match="Twice"):
+        work(make_holder(["t0"], maker=Twice), [numbered(0, 2)])
