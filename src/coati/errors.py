@@ -72,4 +72,4 @@ class CheckpointError(CoatiError, RuntimeError):
 
 
 class ScalingRefused(CoatiError, RuntimeError):
-    """A run cannot have as many makers as it was asked to; it goes on with those it has."""
+    """A run cannot have the number of makers it was asked for; it keeps those it has."""

@@ -6,7 +6,7 @@ makers and T trainers splits the work in rounds: one round is one sample for eac
 gets its share exactly, whatever M and T are. Samples that are compared with each other (groups) are never parted:
 rounds are then dealt in hands that hold whole groups.
 
-Makers may join and leave while a run trains. Rounds that nobody has begun are then dealt anew: from some round on,
+Makers may join and leave while a run trains. Rounds that no maker has begun are then dealt again: from some round on,
 hands go to other makers than before. So a share is a sequence of deals, and the shares of all makers that a run ever
 had cover each of its rounds exactly once.
 """
@@ -126,7 +126,7 @@ class WorkShare:
     def rounds_begun(self, num_issued: int) -> int:
         """Rounds of the run up to the last that `num_issued` samples of this maker reach into, in whole hands.
 
-        All of them if nothing is left to issue: whoever has ended its work cannot be dealt more.
+        All of them if nothing is left to issue: a maker that has ended its work cannot be dealt more.
         """
         if num_issued >= self.total:
             return self.total_rounds
@@ -174,7 +174,7 @@ class WorkShare:
 class AdmissionGate:
     """Counts what a maker has issued against its share.
 
-    Dropped samples are given back, so that others take their place. The maker's work and whoever deals anew call from
+    Dropped samples are given back, so that others take their place. The maker's work and the driver that deals call from
     different threads, so that a sample is admitted and counted in one go.
     """
 
@@ -227,7 +227,7 @@ class AdmissionGate:
         with self._changed:
             return self.share.version_needed(self._num_issued)
 
-    # Dealing anew.
+    # Another share
 
     def hold(self) -> int:
         """Issue nothing more until the next deal; returns the rounds of the run that this maker has begun."""

@@ -1,11 +1,11 @@
 """Makers that join and leave a run: who makes which rounds, with which prompts, from when on.
 
-Every maker is held for a moment and says where it stands. Rounds that nobody has begun are dealt anew among those who
+Every maker is held for a moment and says where it stands. Rounds that no maker has begun are dealt again among those who
 stay and those who join. What a maker had been dealt below that it still makes, one that leaves too, and then it is
 done. So each round is made by exactly one maker, whatever joins and leaves there are, and in the same order as before;
 the staleness bound holds as it did.
 
-Prompts are shared anew from the first position on that nobody has drawn. A maker that leaves gets what it still needs
+Prompts are shared again from the first position that no maker has drawn. A maker that leaves gets what it still needs
 from an order far beyond (`APART`): a part of the common order would have to be reserved for it, and left out when it
 is gone.
 """
@@ -83,8 +83,8 @@ class Membership:
     def redeal(
         self, standings: Mapping[str, Standing], *, joining: Sequence[str] = (), leaving: Sequence[str] = ()
     ) -> dict[str, Place]:
-        """Deal anew; returns the places of all who were members and of all who join. Held are exactly the members."""
-        assert standings.keys() == self._shares.keys(), "every member is held, and nobody else"
+        """Deal again; return the places of all members and of all who join. Exactly the members are held."""
+        assert standings.keys() == self._shares.keys(), "every member is held, and no other"
         # Makers that left had begun rounds and drawn prompts too, so neither ever goes back.
         self._first_round = max(self._first_round, *(standing.rounds_begun for standing in standings.values()))
         self._first_position = max(self._first_position, *(standing.next_position for standing in standings.values()))

@@ -33,7 +33,7 @@ class RoundOrder:
             if index is not None and index >= self._next_round and index not in self._waiting:
                 self._waiting[index] = item
             else:
-                # No round, or one that is taken: a maker made anew counts from 0 again. Nothing is ever held back
+                # No round, or one that is taken: a restarted maker counts from 0 again. Nothing is ever held back
                 # for a turn that has passed, and nothing is lost.
                 self.num_out_of_turn += index is not None
                 ready.append(item)

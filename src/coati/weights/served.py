@@ -130,7 +130,7 @@ class ServedModels:
     def offer(self, update: VerifiedUpdate) -> bool:
         """Commit now if the models are free, else as soon as they are. True: committed now.
 
-        An update older than what serves is dropped, whoever sent it: versions never go back.
+        An update older than what serves is dropped: versions never go back.
         """
         with self._changed:
             newest = self._newest()
