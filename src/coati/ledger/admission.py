@@ -174,7 +174,7 @@ class WorkShare:
 class AdmissionGate:
     """Counts what a maker has issued against its share.
 
-    Dropped samples are given back, so that others take their place. The maker's work and the driver that deals call from
+    Dropped samples are given back, so that others take their place. The maker's work and the driver call from
     different threads, so that a sample is admitted and counted in one go.
     """
 
