@@ -1,7 +1,7 @@
 """Makers that join and leave a run: who makes which rounds, with which prompts, from when on.
 
-Every maker is held for a moment and reports its position. Rounds that no maker has begun are dealt again among those that
-stay and those who join. What a maker had been dealt below that it still makes, one that leaves too, and then it is
+Every maker is held for a moment and reports its position. Rounds that no maker has begun are dealt again to those that
+stay or join. What a maker had been dealt below that it still makes, one that leaves too, and then it is
 done. So each round is made by exactly one maker, whatever joins and leaves there are, and in the same order as before;
 the staleness bound holds as it did.
 
