@@ -378,6 +378,16 @@ def test_only_a_sync_may_start_at_any_version(make_models, maker):
     assert maker.served.version == 57
 
 
+def test_the_first_update_of_a_sender_may_follow_a_version_that_still_waits(make_models, maker):
+    models = make_models(7)
+    with maker.served.use():
+        versions_of(maker, models, 5)
+        versions_of(maker, models, 6, is_sync=False, source="a trainer that was restarted")
+        with pytest.raises(WeightUpdateError, match="implausible version"):
+            versions_of(maker, models, 8, is_sync=False, source="another")
+    assert maker.served.version == 6
+
+
 # Several senders.
 
 
