@@ -24,7 +24,7 @@ from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.ledger import ages_of
 from coati.peers import LocalPeers
-from coati.trainer.fit_loop import FitLoop
+from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.trainer.ppo import PPOLearner
 from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
 
@@ -96,7 +96,7 @@ def recipe_of(cell: Cell) -> str:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class StaleRun:
+class StaleRun(FitSteps):
     """One maker and one trainer in one process; the maker runs as far ahead as η allows."""
 
     def __init__(self, config: RunSettings) -> None:
@@ -123,13 +123,7 @@ class StaleRun:
     def run(self) -> None:
         train = self._config.train
         self._sender.send(self._version, fully_update=True)
-        loop = FitLoop(
-            next_batch=self._next_batch,
-            train=self._train,
-            publish=self._publish_next_version,
-            seed=self._config.run.seed,
-        )
-        loop.run(train.total_steps, train.update_steps, train.epochs)
+        FitLoop(self, seed=self._config.run.seed).run(train.total_steps, train.update_steps, train.epochs)
 
     def _make_pipeline(self) -> ExperiencePipeline:
         config = self._config
@@ -150,7 +144,7 @@ class StaleRun:
             generate_kwargs=config.rollout.generate_options,
         )
 
-    def _next_batch(self) -> Experience:
+    def next_batch(self) -> Experience:
         """The oldest batch, after the maker has made all it may: the data waits as long as the bound allows."""
         while num_rows := self._pipeline.admit(BATCH_SIZE):
             batch = PromptBatch.parse(next(self._prompts))
@@ -162,16 +156,16 @@ class StaleRun:
             self._waiting += self._collector.add(split_experience_batch(experience))
         return self._waiting.popleft()
 
-    def _train(self, experience: Experience) -> dict[str, float]:
-        ages, expected = ages_of(experience, self._version), min(self._version, self._config.topology.max_staleness)
+    def train_on(self, batch: Experience) -> dict[str, float]:
+        ages, expected = ages_of(batch, self._version), min(self._version, self._config.topology.max_staleness)
         if ages != (expected, expected):
             raise RuntimeError(f"data trained at version {self._version} must be {expected} versions old, got {ages}")
-        metrics = self.learner.step(experience)
+        metrics = self.learner.step(batch)
         for name, value in {**metrics, "age": ages.mean}.items():
             self.metrics[name].append(value)
         return metrics
 
-    def _publish_next_version(self) -> None:
+    def publish(self) -> None:
         self._version += 1
         self._sender.send(self._version)
 

@@ -24,11 +24,11 @@ from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Timeline
 from coati.peers import LocalPeers
 from coati.run import Parts
-from coati.trainer.fit_loop import FitLoop
+from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
 
 
-class SynchronousRun:
+class SynchronousRun(FitSteps):
     """One maker and one trainer taking turns."""
 
     def __init__(
@@ -73,15 +73,7 @@ class SynchronousRun:
         train = self._config.train
         self._log.begin()
         self._weights.send(self._version, fully_update=True)
-        loop = FitLoop(
-            next_batch=self._next_batch,
-            train=self._train,
-            publish=self._publish_next_version,
-            finish=self._learner.check_progress,
-            should_stop=self._should_stop,
-            seed=self._config.run.seed,
-        )
-        loop.run(train.total_steps, train.update_steps, train.epochs)
+        FitLoop(self, seed=self._config.run.seed).run(train.total_steps, train.update_steps, train.epochs)
         self._log_spans()
 
     def save(self, path: str) -> None:
@@ -122,7 +114,8 @@ class SynchronousRun:
                 yield batch.select(slice(start, start + num_rows))
                 start += num_rows
 
-    def _next_batch(self) -> Experience | None:
+    def next_batch(self) -> Experience | None:
+        """Make experience until it fills a batch; None after a stop or the last prompt that is needed."""
         while not self._ready and not self._should_stop():
             part = next(self._prompts, None)
             if part is None:
@@ -140,14 +133,15 @@ class SynchronousRun:
         self._log.maker_records([record])
         self._ready += self._collector.add(split_experience_batch(experience))
 
-    def _train(self, experience: Experience) -> dict[str, float]:
+    def train_on(self, batch: Experience) -> dict[str, float]:
+        """Take a training step and log it."""
         with self._timeline.span("train"):
-            metrics = self._learner.step(experience)
+            metrics = self._learner.step(batch)
         self._num_batches += 1
         metrics |= {
             "version": float(self._version),
-            "train/samples": float(experience.num_samples),
-            **age_metrics(experience, self._version, max_staleness=0),
+            "train/samples": float(batch.num_samples),
+            **age_metrics(batch, self._version, max_staleness=0),
         }
         self._log.trainer_records([{"batch": self._num_batches, "version": self._version, "metrics": metrics}])
         self._log_spans()
@@ -179,7 +173,8 @@ class SynchronousRun:
             chunk_mib=topology.chunk_mib,
         )
 
-    def _publish_next_version(self) -> None:
+    def publish(self) -> None:
+        """Give the maker the weights as the next version."""
         self._version += 1
         with self._timeline.span("publish"):
             self._weights.send(self._version)
@@ -187,3 +182,11 @@ class SynchronousRun:
         if every and self._version % every == 0:
             with self._timeline.span("save"):
                 self.save(str(self._config.output_folder / "checkpoints" / f"version-{self._version}"))
+
+    def finish(self) -> None:
+        """Raise if training made no progress."""
+        self._learner.check_progress()
+
+    def should_stop(self) -> bool:
+        """Whether the run was told to stop."""
+        return self._should_stop()

@@ -69,7 +69,7 @@ def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
         self.version += 1
         self._update_remote_makers()
-        self._end_publishing()
+        self.finish()
 
     for seed in range(5):
         ray.get(trainer.__ray_call__.remote(shake, seed))

@@ -24,7 +24,7 @@ from coati.experience_maker.work_loop import WorkLoop
 from coati.ledger import DeliveryLog, RoundOrder, WorkShare, ages_of
 from coati.peers import Peer, Peers, PendingCall
 from coati.ray.run_actors import first_updaters
-from coati.trainer.fit_loop import FitLoop
+from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.weights import ServedModels, VerifiedUpdate
 
 PATIENCE = 180.0  # seconds that a test waits for what should come at once, on however busy a machine
@@ -308,7 +308,7 @@ class Maker:
             yield {"input_ids": torch.ones(MAKER_BATCH, 2), "sample_ids": ids}
 
 
-class Trainer:
+class Trainer(FitSteps):
     """The buffer and the fit loop of a trainer. Trainers in step agree on every batch, as ranks of a group do."""
 
     def __init__(self, run, rank, num_trainers, in_step):
@@ -322,12 +322,7 @@ class Trainer:
         self.ages, self.trained = [], []
 
     def work(self):
-        FitLoop(
-            next_batch=self._next_batch,
-            train=self._train,
-            publish=self._publish,
-            **({"agree": self._agree} if self._in_step else {}),
-        ).run(TOTAL_STEPS, UPDATE_STEPS, train_epochs=1)
+        FitLoop(self).run(TOTAL_STEPS, UPDATE_STEPS, train_epochs=1)
 
     def append_loop(self):
         """One call after the other, as the concurrency group of an actor runs them. Some are executed twice."""
@@ -347,18 +342,20 @@ class Trainer:
         self._batches += self._collector.add(ready)
         self._run.scheduler.pause("room in the buffer", lambda: len(self._batches) <= BUFFER_LIMIT)
 
-    def _next_batch(self):
+    def next_batch(self):
         self._run.scheduler.pause("a batch", lambda: self._batches)
         return self._batches.pop(0)
 
-    def _agree(self, has_data, is_stopped):
+    def agree(self, has_data, is_stopped):
+        if not self._in_step:
+            return super().agree(has_data, is_stopped)
         self._votes.append(has_data and not is_stopped)
         number = len(self._votes)
         everyone = self._run.trainers
         self._run.scheduler.pause("the others", lambda: all(len(one._votes) >= number for one in everyone))
         return all(one._votes[number - 1] for one in everyone)
 
-    def _train(self, batch):
+    def train_on(self, batch):
         self._run.scheduler.pause("a step")
         assert torch.equal(batch.action_log_probs, batch.policy_versions.float())  # written by who it says
         self.ages.append(ages_of(batch, self.version).oldest)
@@ -366,7 +363,7 @@ class Trainer:
         self._run.scheduler.pause("the end of a step")
         return {}
 
-    def _publish(self):
+    def publish(self):
         self.version += 1
         updaters = first_updaters(range(len(self._run.makers)), self._num_trainers)
         for maker in (one for one, rank in updaters.items() if rank == self._rank):

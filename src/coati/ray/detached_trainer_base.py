@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +30,7 @@ from coati.ray.callbacks import TrainerCallback, connect, dispatch
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 from coati.ray.environment import leave_out_of_collections, set_up_log
 from coati.ray.peers import RayPeers
-from coati.trainer.fit_loop import FitLoop
+from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.trainer.maker_watch import MakerWatch
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class TrainerProgress:
     wait_seconds: float
 
 
-class DetachedTrainer(ABC):
+class DetachedTrainer(FitSteps):
     """Learns from experience that makers push into its buffer."""
 
     def __init__(
@@ -115,23 +115,12 @@ class DetachedTrainer(ABC):
         ends; in a group, when no rank has anything left. After `stop()` it ends at once, now and whenever it is
         called again.
         """
-        loop = FitLoop(
-            next_batch=self._next_batch,
-            train=self._train_and_count,
-            publish=self._publish_next_version,
-            finish=self._end_publishing,
-            notify=self._notify,
-            agree=self._agree,
-            look_ahead=self._look_ahead,
-            should_stop=self._stop.is_set,
-            seed=self._seed,
-        )
         self._state, self._is_exhausted = "fitting", False
         leave_out_of_collections()
-        self._timeline.take()  # what came before is nobody's time in the metrics of this fit
+        self._timeline.take()  # the metrics of this fit leave out what came before
         self._watch = MakerWatch(self.maker_names, self.deadlines, peers=self._peers)
         try:
-            loop.run(total_steps, update_steps, train_epochs)
+            FitLoop(self, seed=self._seed).run(total_steps, update_steps, train_epochs)
         except BaseException:
             self._state = "failed"
             raise
@@ -212,38 +201,41 @@ class DetachedTrainer(ABC):
                 ready = self._rounds.add(self._deliveries.fresh(items))
             self._buffer.extend(ready, timeout_seconds=self.deadlines.batch_seconds, checked=True)
 
-    def _notify(self, hook: str, *args: Any) -> None:
+    # What the loop calls; `next_batch` is below.
+
+    def notify(self, hook: str, *args: Any) -> None:
+        """Run a hook of the callbacks."""
         dispatch(self.callbacks, hook, *args)
 
-    def _agree(self, has_data: bool, is_stopped: bool) -> bool:
-        """Whether to take another step. One trainer decides alone; a group of ranks overrides this."""
-        return has_data and not is_stopped
+    def should_stop(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stop.is_set()
 
-    def _look_ahead(self) -> None:
+    def look_ahead(self) -> None:
+        """Have the buffer prepare the next batch in another thread."""
         if not self._is_exhausted:
             self._buffer.prefetch(self._prepared)
 
-    def _train_and_count(self, experience: Experience) -> dict[str, Any]:
+    def train_on(self, batch: Experience) -> dict[str, Any]:
+        """Take a training step, and record its time and metrics."""
         with self._timeline.span("train"):
-            metrics = self.training_step(experience)
+            metrics = self.training_step(batch)
         self._num_batches += 1
-        self._num_samples += experience.num_samples
+        self._num_samples += batch.num_samples
         self._records.append({"batch": self._num_batches, "version": self.version, "metrics": dict(metrics or {})})
         return metrics
 
-    def _publish_next_version(self) -> None:
+    def publish(self) -> None:
+        """Send the makers the weights as the next version."""
         self.version += 1
         self._timeline.version = self.version
         with self._timeline.span("publish"):
             self._update_remote_makers()
 
-    def _check_published(self) -> None:  # noqa: B027
+    def _check_published(self) -> None:
         """Raise what went wrong with an update that has ended: without it, makers may not send what `fit` waits for."""
 
-    def _end_publishing(self) -> None:  # noqa: B027
-        """Wait until the last update has arrived; raise what went wrong with it."""
-
-    def _next_batch(self) -> Experience | None:
+    def next_batch(self) -> Experience | None:
         """Wait for a batch. None: a stop came, or all makers are finished and nothing is left."""
         if self._is_exhausted:
             return None

@@ -293,9 +293,10 @@ class PPOTrainer(DetachedTrainer):
     def _prepared(self, batch: Experience) -> Experience:
         return self._move(super()._prepared(batch))
 
-    def _publish_next_version(self) -> None:
+    def publish(self) -> None:
+        """Send the makers the next version, and save it if `train.save_every` says so."""
         self._version_metrics = trainer_metrics(self._timeline.take())
-        super()._publish_next_version()
+        super().publish()
         save_every = self.options.train.save_every
         if save_every and self.version % save_every == 0:
             with self._timeline.span("save"):
@@ -305,7 +306,8 @@ class PPOTrainer(DetachedTrainer):
     def _check_published(self) -> None:
         self._sender.check()
 
-    def _end_publishing(self) -> None:
+    def finish(self) -> None:
+        """Wait until the makers have the last update; raise what went wrong with it."""
         self._sender.settle()
         self._sender.check()
         self._learner.check_progress()
@@ -335,10 +337,10 @@ class PPOTrainer(DetachedTrainer):
         finally:
             self._weights_lock.release()
 
-    def _agree(self, has_data: bool, is_stopped: bool) -> bool:
+    def agree(self, has_data: bool, is_stopped: bool) -> bool:
         """All ranks take a step, or none: a rank that went alone would wait for the others for ever."""
         if self.strategy.world_size == 1:
-            return super()._agree(has_data, is_stopped)
+            return super().agree(has_data, is_stopped)
         with self._timeline.span("wait_ranks"):
             mine = torch.tensor([int(has_data), int(is_stopped)], device=self.strategy.device)
             num_with_data, num_stopped = self.strategy.all_reduce_sum(mine).tolist()

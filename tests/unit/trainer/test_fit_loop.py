@@ -8,7 +8,7 @@ import torch
 
 from coati.errors import ConfigError
 from coati.experience_maker import Experience
-from coati.trainer.fit_loop import FitLoop
+from coati.trainer.fit_loop import FitLoop, FitSteps
 
 
 def batch(number):
@@ -16,33 +16,32 @@ def batch(number):
     return Experience(torch.zeros(1, 2), floats, floats, torch.zeros(1), floats, floats, None, None)
 
 
-def alone(has_data, is_stopped):
-    return has_data and not is_stopped
-
-
-class Recorder:
+class Recorder(FitSteps):
     """Hands out numbered batches and writes down everything that happens."""
 
-    def __init__(self, *, num_available=1000, agree=alone, should_stop=lambda: False, seed=0):
+    def __init__(self, *, num_available=1000, agree=None, should_stop=lambda: False, seed=0):
         self.events = []
         self.trained = []
         self._numbers = iter(range(num_available))
-        self.loop = FitLoop(
-            next_batch=self.next_batch,
-            train=self.train,
-            publish=lambda: self.events.append("publish"),
-            notify=self.notify,
-            agree=agree,
-            should_stop=should_stop,
-            seed=seed,
-        )
+        self._agree = agree or super().agree
+        self._should_stop = should_stop
+        self.loop = FitLoop(self, seed=seed)
+
+    def agree(self, has_data, is_stopped):
+        return self._agree(has_data, is_stopped)
+
+    def should_stop(self):
+        return self._should_stop()
+
+    def publish(self):
+        self.events.append("publish")
 
     def next_batch(self):
         number = next(self._numbers, None)
         return None if number is None else batch(number)
 
-    def train(self, experience):
-        number = int(experience.values.item())
+    def train_on(self, batch):
+        number = int(batch.values.item())
         self.trained.append(number)
         self.events.append(f"train {number}")
         return {"loss": float(number)}
@@ -170,12 +169,21 @@ def test_a_rank_without_data_takes_the_steps_of_the_others_with_empty_batches():
         asked.append((has_data, is_stopped))
         return (has_data or next(others)) and not is_stopped
 
-    loop = FitLoop(
-        next_batch=lambda: batch(0) if len(asked) == 1 else None,
-        train=lambda experience: sizes.append(experience.num_samples) or {},
-        publish=lambda: sizes.append("publish"),
-        agree=agree,
-    )
+    class OneBatch(Recorder):
+        def next_batch(self):
+            return batch(0) if len(asked) == 1 else None
+
+        def train_on(self, batch):
+            sizes.append(batch.num_samples)
+            return {}
+
+        def publish(self):
+            sizes.append("publish")
+
+        def notify(self, hook, *args):
+            pass
+
+    loop = OneBatch(agree=agree).loop
     assert loop.run(100, 2, 2) == 9
     assert sorted(sizes[2:4]) == [0, 1]  # the second epoch has both again
     assert [*sizes[:2], *sizes[4:]] == [1, 0, "publish", *[0, 0, 0, 0, "publish"] * 3, 0, 0, "publish"]
@@ -187,7 +195,7 @@ def test_a_stopped_rank_says_so_and_not_that_it_has_no_data():
 
     def agree(has_data, is_stopped):
         asked.append((has_data, is_stopped))
-        return alone(has_data, is_stopped)
+        return has_data and not is_stopped
 
     recorder = Recorder(num_available=1, agree=agree, should_stop=lambda: bool(recorder.trained))
     assert recorder.loop.run(4, 4) == 1
@@ -218,45 +226,46 @@ def test_zeros_are_refused_before_anything_happens(arguments, name):
     assert recorder.events == []
 
 
+class Looker(Recorder):
+    def notify(self, hook, *args):
+        pass
+
+    def look_ahead(self):
+        self.events.append("look")
+
+
 def test_it_looks_ahead_while_another_fresh_batch_is_to_come():
-    events = []
-    numbers = iter(range(10))
-    loop = FitLoop(
-        next_batch=lambda: batch(next(numbers)),
-        train=lambda experience: events.append(f"train {int(experience.values.item())}") or {},
-        publish=lambda: events.append("publish"),
-        look_ahead=lambda: events.append("look"),
-    )
-    loop.run(3, 2, 2)
+    looker = Looker()
+    looker.loop.run(3, 2, 2)
+    events = looker.events
     first_epoch = ["look", "train 0", "look", "train 1"]  # the second look is for the next episode
     assert events[:4] == first_epoch
     assert sorted(events[4:6]) == ["train 0", "train 1"]
     assert events[6:] == ["publish", "train 2", "train 2", "publish"]
     events.clear()
-    loop.run(2, 1)
-    assert events == ["look", "train 3", "publish", "train 4", "publish"], "every run counts anew"
+    looker.loop.run(2, 1)
+    assert events == ["look", "train 3", "publish", "train 4", "publish"], "every run counts again"
 
 
 def test_after_a_stop_it_does_not_look_ahead():
-    looks = []
-    recorder = Recorder(should_stop=lambda: bool(recorder.trained))
-    recorder.loop._look_ahead = lambda: looks.append(len(recorder.trained))
-    recorder.loop.run(5, 5)
-    assert looks == [0]
+    looker = Looker(should_stop=lambda: bool(looker.trained))
+    looker.loop.run(5, 5)
+    assert looker.events.count("look") == 1
 
 
 @pytest.mark.parametrize(("epochs", "most_alive"), [(1, 1), (2, 4)])
 def test_batches_are_kept_only_for_later_epochs(epochs, most_alive):
     made, counts = [], []
 
-    def next_batch():
-        fresh = batch(0)
-        made.append(weakref.ref(fresh))
-        return fresh
+    class Counter(Looker):
+        def next_batch(self):
+            fresh = batch(0)
+            made.append(weakref.ref(fresh))
+            return fresh
 
-    def train(_):
-        counts.append(sum(one() is not None for one in made))
-        return {}
+        def train_on(self, _):
+            counts.append(sum(one() is not None for one in made))
+            return {}
 
-    FitLoop(next_batch=next_batch, train=train, publish=lambda: None).run(4, 4, epochs)
+    Counter().loop.run(4, 4, epochs)
     assert max(counts) == most_alive
