@@ -56,7 +56,6 @@ def run(name: str, seed: int, options: dict) -> dict:
     import torch
 
     torch.set_num_threads(1)
-    from coati import run
     from coati.cli.train import quiet_libraries
     from coati.demo.evaluation import evaluate
     from coati.demo.grammar import PROMPTS
@@ -70,9 +69,7 @@ def run(name: str, seed: int, options: dict) -> dict:
         log = RunLog(None, total_steps=config.train.total_steps)
         training = SynchronousRun(config, log)
         before = evaluate(config, config.model.path, num_samples=256)
-        training.run()
-        training.save(f"{folder}/model")
-        run.load_tokenizer(config).save_pretrained(f"{folder}/model")
+        training.run(f"{folder}/model")
         after = evaluate(config, f"{folder}/model", num_samples=256)
     return {
         "algorithm": name,

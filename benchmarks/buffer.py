@@ -97,7 +97,7 @@ def waits(buffer: DetachedReplayBuffer, items: list[BufferItem], batch: int) -> 
     buffer.sample()
     plain = time.perf_counter() - started
     buffer.prefetch()
-    wait([buffer._ahead], timeout=60.0)
+    wait([buffer._prefetched], timeout=60.0)
     started = time.perf_counter()
     buffer.sample()
     return plain, time.perf_counter() - started

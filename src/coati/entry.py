@@ -21,7 +21,6 @@ from coati.monitor import RunLog, RunSnapshot, TensorBoardTracker, Tracker
 from coati.run_folder import check_inputs_outside, open_run_folder
 
 if TYPE_CHECKING:
-    from coati.run import Parts
     from coati.trainer.ppo import PPOLearner
 
 
@@ -166,20 +165,17 @@ def execute(
 
         brought = Parts(**{name: part for name, part in (parts or {}).items() if part is not None})
         check_inputs(config, brought)
+        common: dict[str, Any] = {"parts": brought, "on_progress": on_progress, "should_stop": should_stop}
+        training: SynchronousRun | DetachedRun
         if sync:
-            _run_synchronously(config, brought, log, on_progress, should_stop, str(files.model))
+            from coati.synchronous import SynchronousRun
+
+            training = SynchronousRun(config, log, **common)
         else:
             from coati.ray.launcher import DetachedRun
 
-            DetachedRun(
-                config,
-                log,
-                parts=brought,
-                address=address,
-                on_progress=on_progress,
-                should_stop=should_stop,
-                log_to_driver=log_to_driver,
-            ).run(str(files.model.resolve()))
+            training = DetachedRun(config, log, address=address, log_to_driver=log_to_driver, **common)
+        training.run(str(files.model.resolve()))
         was_stopped = should_stop()
     finally:
         log.close()
@@ -220,38 +216,6 @@ def _name_of(function: Callable[..., Any]) -> str:
     name = getattr(function, "__name__", type(function).__name__)
     module = getattr(function, "__module__", None) or "python"
     return f"{module}:{re.sub('[^A-Za-z0-9_]', '_', name)}"
-
-
-def _run_synchronously(
-    config: RunSettings,
-    parts: Parts,
-    log: RunLog,
-    on_progress: Callable[[RunSnapshot], None],
-    should_stop: Callable[[], bool],
-    path: str,
-) -> None:
-    from coati.synchronous import SynchronousRun
-
-    loop = SynchronousRun(config, log, parts=parts, on_progress=on_progress, should_stop=should_stop)
-    log.message = ""
-    try:
-        loop.run()
-    except Exception as error:
-        if (step := log.snapshot().step) > 0:
-            _save_after_failure(error, loop.save, path + "-at-failure", step)
-        raise
-    log.flush()
-    on_progress(log.snapshot())
-    loop.save(path)
-
-
-def _save_after_failure(error: Exception, save: Callable[[str], None], path: str, step: int) -> None:
-    try:
-        save(path)
-    except Exception as problem:  # the run's own error is the one to report
-        error.add_note(f"The model after step {step} could not be saved to {path}: {problem}")
-    else:
-        error.add_note(f"The model after step {step} was saved to {path}")
 
 
 def _check_device(config: RunSettings, *, sync: bool) -> None:

@@ -7,7 +7,10 @@ import dataclasses
 import logging
 import os
 import pickle
+import tempfile
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -185,6 +188,20 @@ def work_share(config: RunSettings, *, maker_index: int = 0, max_staleness: int 
         num_trainers=topology.trainers,
         group_size=config.rollout.samples_per_prompt if config.algorithm.uses_groups else 1,
     )
+
+
+def save_after_failure(error: Exception, save: Callable[[str], None], path: str, step: int) -> None:
+    """Save what a run that failed has learned, on another disk if need be; a note on its error says where it is."""
+    elsewhere = Path(tempfile.gettempdir()) / f"coati-{uuid.uuid4().hex[:8]}" / "model-at-failure"
+    for place in (path, str(elsewhere)):
+        try:
+            save(place)
+        except Exception as failure:  # the run's own error is the one to report
+            problem = failure
+        else:
+            error.add_note(f"The model after step {step} was saved to {place}")
+            return
+    error.add_note(f"The model after step {step} could not be saved to {path}: {problem}")
 
 
 def threads_per_actor(config: RunSettings) -> int:

@@ -68,16 +68,25 @@ class SynchronousRun(FitSteps):
         self._stream = run.make_prompts(config)
         self._prompts = self._admitted_prompts()
 
-    def run(self) -> None:
-        """Train as the config says."""
-        train = self._config.train
-        self._log.begin()
-        self._weights.send(self._version, fully_update=True)
-        FitLoop(self, seed=self._config.run.seed).run(train.total_steps, train.update_steps, train.epochs)
-        self._log_spans()
+    def run(self, model_path: str) -> None:
+        """Train as the config says, and save the actor to `model_path`, a folder that transformers loads."""
+        train, log = self._config.train, self._log
+        log.message = ""
+        log.begin()
+        try:
+            self._weights.send(self._version, fully_update=True)
+            FitLoop(self, seed=self._config.run.seed).run(train.total_steps, train.update_steps, train.epochs)
+            self._log_spans()
+        except Exception as error:
+            if self._num_batches > 0:
+                run.save_after_failure(error, self.save, f"{model_path}-at-failure", self._num_batches)
+            raise
+        log.flush()
+        self._on_progress(log.snapshot())
+        self.save(model_path)
 
     def save(self, path: str) -> None:
-        """Write the actor and its tokenizer as a folder that transformers loads."""
+        """Write the actor and the tokenizer to a folder."""
         strategy = self._learner.strategy
         strategy.save_model(self._learner.actor, path, sharded=strategy.shards_parameters)
         run.load_tokenizer(self._config).save_pretrained(path)

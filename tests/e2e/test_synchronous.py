@@ -130,9 +130,8 @@ class Outcome:
             on_progress=self.snapshots.append,
             should_stop=lambda: self._should_stop(self),
         )
-        run.run()
+        run.run(str(output / "model"))
         self.log.close()
-        run.save(str(output / "model"))
         file = output / "model" / "model.safetensors"
         self.weights = file.read_bytes() if file.exists() else None  # a run with adapters saves only those
 
@@ -208,7 +207,7 @@ def test_versions_ages_and_batches_of_a_run_with_a_remainder(run):
     assert [step for step, metrics in outcome.tracker.logged if "policy/loss" in metrics] == list(range(1, 11))
     assert outcome.column("maker/samples") == [8.0, 8.0, 4.0]
     assert outcome.log.num_samples == 20
-    assert [snapshot.step for snapshot in outcome.snapshots] == list(range(1, 11))
+    assert [snapshot.step for snapshot in outcome.snapshots] == [*range(1, 11), 10]
     assert {name for _, metrics in outcome.tracker.logged for name in metrics} - {"version"} <= DOCUMENTED
 
 
@@ -254,16 +253,16 @@ def test_a_reward_that_always_raises_ends_with_a_reward_error(run):
 
 def test_a_stop_ends_it_with_what_was_trained(run):
     outcome = run(train={"total_steps": 50}, should_stop=lambda outcome: len(outcome.snapshots) >= 2)
-    assert len(outcome.snapshots) == 2
+    assert [snapshot.step for snapshot in outcome.snapshots] == [1, 2, 2]  # two batches, and the end
     assert outcome.log.trainer_version == 1  # what the second batch was trained on; the third never came
 
 
 def test_the_clock_starts_with_training(run):
-    # Looks at the clock: the log is made, 500 s later training begins, and then one for each of 2 batches.
-    ticks = iter([0.0, 500.0, 510.0, 520.0])
+    # Looks at the clock: the log is made, 500 s later training begins, then one for each of 2 batches, and the end.
+    ticks = iter([0.0, 500.0, 510.0, 520.0, 530.0])
     outcome = run(clock=lambda: next(ticks))
-    assert [snapshot.elapsed for snapshot in outcome.snapshots] == [10.0, 20.0]
-    assert [snapshot.startup for snapshot in outcome.snapshots] == [500.0, 500.0]
+    assert [snapshot.elapsed for snapshot in outcome.snapshots] == [10.0, 20.0, 30.0]
+    assert [snapshot.startup for snapshot in outcome.snapshots] == [500.0, 500.0, 500.0]
     assert outcome.snapshots[0].samples_per_second == 0.8  # 8 samples in 10 s
 
 

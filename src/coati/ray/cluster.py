@@ -10,7 +10,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import ray
 
@@ -25,18 +24,12 @@ logger = logging.getLogger(__name__)
 _CONNECT_SECONDS = 10.0
 
 
-class ClusterInfo(NamedTuple):
-    """The Ray that a run uses."""
-
-    namespace: str
-    is_private: bool  # started for this run, and ended with it
-
-
 @contextlib.contextmanager
-def connected(
-    config: RunSettings, *, address: str | None, namespace: str, log_to_driver: bool
-) -> Iterator[ClusterInfo]:
-    """Connect for the length of a run. A private Ray ends with it; if the run fails, its logs are kept."""
+def connected(config: RunSettings, *, address: str | None, namespace: str, log_to_driver: bool) -> Iterator[bool]:
+    """Connect for the length of a run; yields whether Ray is private, that is, started for this run.
+
+    A private Ray ends with the run; if the run fails, its logs are kept.
+    """
     if address is not None:
         _check_address(address)
         try:
@@ -53,17 +46,17 @@ def connected(
             ) from error
         try:
             _check_resources(config, num_cpus=run.num_actors(config))
-            yield ClusterInfo(namespace, is_private=False)
+            yield False
         finally:
             ray.shutdown()
         return
     side_by_side = mps.daemon() if config.topology.gpu_sharing == "mps" else contextlib.nullcontext()
-    with side_by_side, _private_ray(config, namespace=namespace, log_to_driver=log_to_driver) as info:
-        yield info
+    with side_by_side, _private_ray(config, namespace=namespace, log_to_driver=log_to_driver):
+        yield True
 
 
 @contextlib.contextmanager
-def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) -> Iterator[ClusterInfo]:
+def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) -> Iterator[None]:
     num_actors = run.num_actors(config)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing leaves this machine
     # Ray announces its token authentication on every start. It stays on; the hint is not for our users.
@@ -84,7 +77,7 @@ def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) ->
                 _temp_dir=str(folder),
             )
         _check_resources(config, num_cpus=num_actors)
-        yield ClusterInfo(namespace, is_private=True)
+        yield
     except RunStopped:
         raise
     except BaseException:

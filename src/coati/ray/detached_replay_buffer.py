@@ -6,7 +6,7 @@ while the consumer works on the one before). A producer that gives up waiting fo
 empties the outbox.
 """
 
-import logging
+import asyncio
 import threading
 import time
 from collections import deque
@@ -15,30 +15,73 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
+import ray
+from ray.util.queue import Empty, Queue
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coati.background import BackgroundThread
 from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience import BufferItem, Experience, split_experience_batch
 from coati.experience_buffer.collector import BatchCollector
-from coati.ray.batch_queue import BatchQueue
+from coati.peers import answer
+from coati.ray.peers import RayPeer
 from coati.wire import WireTensor, decode, encode
-
-logger = logging.getLogger(__name__)
 
 # Producers are in this process and notify consumers, so this is only a fallback. Nothing blocks in the queue itself: a
 # consumer that dies inside `Queue.get` leaves a waiter that swallows the next batch.
 _SLICE_SECONDS = 0.5
 _POLL_SECONDS = 0.02
+_ANSWER_SECONDS = 60.0
 DEFAULT_WAIT_SECONDS = 1800.0
 
 _Packed = dict[str, tuple[np.ndarray, str]]
 
 
-class DetachedReplayBuffer:
-    """Batches items to `sample_batch_size`; with `limit` > 0 batches waiting, producers block.
+class BatchQueue:
+    """A Ray queue whose every call has a deadline. Its actor reserves no CPU: a small machine cannot stall on it.
 
-    The queue is an actor that reserves no CPU, so that a small machine cannot stall on it.
+    It runs on the node of the process that creates it: batches travel once, and no other node's death affects it.
     """
+
+    def __init__(self, maxsize: int) -> None:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._queue = Queue(maxsize=maxsize, actor_options={"num_cpus": 0, "scheduling_strategy": here})
+        self._peer = RayPeer("the replay buffer's queue", self._queue.actor)
+
+    def size(self) -> int:
+        """Entries waiting."""
+        return int(self._call("qsize"))
+
+    def put_all(self, entries: list[Any]) -> None:
+        """Add entries; the caller has made sure that there is room."""
+        self._call("put_nowait_batch", entries)
+
+    def get(self) -> Any | None:
+        """Remove and return the oldest entry; None if the queue is empty."""
+        try:
+            return self._call("get_nowait")
+        except (Empty, asyncio.QueueEmpty):
+            return None
+
+    def drop_all(self) -> None:
+        """Remove all entries."""
+        while (size := self.size()) > 0:
+            try:
+                self._call("get_nowait_batch", size)
+            except (Empty, asyncio.QueueEmpty):  # a consumer was quicker
+                continue
+
+    def close(self) -> None:
+        """End the actor."""
+        self._queue.shutdown(force=True)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        call = self._peer.call(method, *args)
+        return answer(call, f"its answer to {method}", seconds=_ANSWER_SECONDS, who=self._peer.name)
+
+
+class DetachedReplayBuffer:
+    """Batches items to `sample_batch_size`; with `limit` > 0 batches waiting, producers block."""
 
     def __init__(self, sample_batch_size: int, limit: int = 0, *, queue: BatchQueue | None = None) -> None:
         if limit < 0:

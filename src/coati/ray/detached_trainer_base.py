@@ -25,9 +25,8 @@ from coati.ledger import DeliveryLog, RoundOrder
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import BUFFER, WEIGHTS, Span, Timeline
 from coati.peers import Peers
-from coati.ray.batch_queue import BatchQueue
 from coati.ray.callbacks import TrainerCallback, connect, dispatch
-from coati.ray.detached_replay_buffer import DetachedReplayBuffer
+from coati.ray.detached_replay_buffer import BatchQueue, DetachedReplayBuffer
 from coati.ray.environment import leave_out_of_collections, set_up_log
 from coati.ray.peers import RayPeers
 from coati.trainer.fit_loop import FitLoop, FitSteps

@@ -96,24 +96,9 @@ class PPOTrainer(DetachedTrainer):
         self._max_staleness = None if topology.max_staleness < 0 else topology.max_staleness
         self._version_metrics: dict[str, float] = {}  # of the version made last
         self._num_steps_unpublished = 0
-        self._sender = WeightSender(
-            self._learner.models,
-            self.strategy,
-            Recipients(
-                RayPeers(),
-                self.maker_names if options.updated_makers is None else options.updated_makers,
-                start_seconds=self.deadlines.start_seconds,
-                update_seconds=self.deadlines.update_seconds,
-            ),
-            timeline=self._timeline,
-            shared=shared_memory_of(self._learner.device),
-            adapters_only=topology.update_lora_weights,
-            verify_updates=topology.verify_updates,
-            chunk_mib=topology.chunk_mib,
-        )
+        self._sender = self._make_sender()
         self._move = BatchMover(self.strategy.device, self._processors.stream if self._processors else None)
-        # Held while weights change and while they are read for publishing, so that no update is torn at its
-        # source.
+        # Held while weights change and while they are read for publishing, so that no update is torn at its source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
 
     def make_learner(self, actor: nn.Module, critic: nn.Module | None) -> PPOLearner:
@@ -127,6 +112,25 @@ class PPOTrainer(DetachedTrainer):
             max_staleness=self.options.topology.max_staleness,
             max_response_tokens=self.options.max_response_tokens,
             optimizer_class=self.strategy.optimizer_class,
+        )
+
+    def _make_sender(self) -> WeightSender:
+        options, topology = self.options, self.options.topology
+        recipients = Recipients(
+            RayPeers(),
+            self.maker_names if options.updated_makers is None else options.updated_makers,
+            start_seconds=self.deadlines.start_seconds,
+            update_seconds=self.deadlines.update_seconds,
+        )
+        return WeightSender(
+            self._learner.models,
+            self.strategy,
+            recipients,
+            timeline=self._timeline,
+            shared=shared_memory_of(self._learner.device),
+            adapters_only=topology.update_lora_weights,
+            verify_updates=topology.verify_updates,
+            chunk_mib=topology.chunk_mib,
         )
 
     @ray.method(concurrency_group="compute")
@@ -178,10 +182,10 @@ class PPOTrainer(DetachedTrainer):
         *,
         newcomers: Sequence[str] = (),
     ) -> None:
-        """Makers have joined, or left by design. Who joined gets all weights with the next version, which `fit` sends.
+        """Follow makers that joined or left; those that joined get all weights with the next version.
 
         Ranks of a group may be told at different moments: a maker stays with the trainer that updates it. `newcomers`
-        are those that nobody counts on yet; whatever happens to one of them is in `newcomer_faults` and nowhere else.
+        are those without work yet; a fault of one of them is reported only by `newcomer_faults`.
         """
         with self._weights():  # not in the middle of an update
             updated = maker_names if updated_makers is None else updated_makers
@@ -243,7 +247,7 @@ class PPOTrainer(DetachedTrainer):
     def strategy_save_actor_optimizer(
         self, path: str, only_rank0: bool = False, *, sharded: bool | None = None
     ) -> None:
-        """Save the state of the actor's optimizer, for any strategy with any number of ranks to go on with."""
+        """Save the state of the actor's optimizer, which any strategy with any number of ranks can load."""
         self._save_optimizer("actor", path, only_rank0, sharded)
 
     @ray.method(concurrency_group="model_io")
@@ -255,15 +259,15 @@ class PPOTrainer(DetachedTrainer):
 
     @ray.method(concurrency_group="model_io")
     def strategy_load_actor_optimizer(self, path: str) -> None:
-        """Go on with what `strategy_save_actor_optimizer` saved; all ranks must call, and all load it or none does.
+        """Load what `strategy_save_actor_optimizer` saved; all ranks must call, and all load it or none does.
 
-        The learning rate stays that of this trainer's own schedule.
+        The learning rate stays that of this trainer's schedule.
         """
         self._load_optimizer("actor", path)
 
     @ray.method(concurrency_group="model_io")
     def strategy_load_critic_optimizer(self, path: str) -> None:
-        """Go on with what `strategy_save_critic_optimizer` saved."""
+        """Load what `strategy_save_critic_optimizer` saved."""
         self._load_optimizer("critic", path)
 
     def _save_optimizer(self, label: str, path: str, only_rank0: bool, sharded: bool | None) -> None:
@@ -338,7 +342,7 @@ class PPOTrainer(DetachedTrainer):
             self._weights_lock.release()
 
     def agree(self, has_data: bool, is_stopped: bool) -> bool:
-        """All ranks take a step, or none: a rank that went alone would wait for the others for ever."""
+        """All ranks take a step, or none: a rank that went alone would wait for the others forever."""
         if self.strategy.world_size == 1:
             return super().agree(has_data, is_stopped)
         with self._timeline.span("wait_ranks"):

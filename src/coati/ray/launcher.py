@@ -11,7 +11,6 @@ ends it with everything trained so far saved. Makers may join and leave meanwhil
 
 import logging
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,7 @@ from coati.monitor.progress import RunSnapshot
 from coati.monitor.records import RecordPage
 from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Span
-from coati.peers import Peer, PendingCall, answer, wait_all, wait_any
+from coati.peers import Peer, PendingCall, wait_all, wait_any
 from coati.ray.cluster import connected
 from coati.ray.run_actors import RunActors
 from coati.ray.scaling import Scaler
@@ -85,15 +84,15 @@ class DetachedRun:
     def run(self, model_path: str) -> None:
         """Train, and save the actor to `model_path`."""
         namespace = f"coati-{self._config.run.name}-{uuid.uuid4().hex[:8]}"
-        self._say("starting Ray" if self._address is None else "joining the cluster")
+        self._show("starting Ray" if self._address is None else "joining the cluster")
         where = connected(self._config, address=self._address, namespace=namespace, log_to_driver=self._log_to_driver)
-        with where as cluster:
+        with where as is_private:
             cores = os.cpu_count() or 0 if self._address is None else 0
             self._control = RunControl(self._folder, makers=self._config.topology.makers, cores=cores)
             self._scaler = Scaler(
                 self._actors,
                 deadlines=self._deadlines,
-                is_private=cluster.is_private,
+                is_private=is_private,
                 start=self._start_maker,
                 is_working=lambda name: name in self._loops.values(),
                 before_end=self._take_leave,
@@ -101,42 +100,24 @@ class DetachedRun:
             ending = "failed"
             try:
                 self._actors.create(should_stop=self._should_stop)
-                self._say("loading models")
-                self._await_actors()
-                self._sync_first_weights()
-                self._say("")
+                self._show("loading models")
+                start = self._deadlines.start_seconds
+                waiting = {actor.call("progress"): name for name, actor in self._actors.running.items()}
+                self._await_all(waiting, "all actors to start and load their models", seconds=start, can_stop=True)
+                # Makers start from the trainers' weights, whatever each of them loaded.
+                self._call_trainers("sync_models_to_remote_makers", what="the first weights", seconds=start)
+                self._show("")
                 self._log.begin()
                 self._train()
-                self._say("saving the model")
-                self._save(model_path)
+                self._show("saving the model")
+                self._save(model_path, seconds=self._deadlines.update_seconds)
                 ending = "stopped" if self._should_stop() else "completed"
             except Exception as error:
-                self._rescue(f"{model_path}-at-failure", error)
+                self._save_after_failure(f"{model_path}-at-failure", error)
                 raise
             finally:
                 self._actors.kill_all()
                 self._control.report(status="ended", message=ending)
-
-    def _await_actors(self) -> None:
-        """Wait until every actor is made; one whose constructor raises ends the run with what it raised."""
-        waiting = {actor.call("progress"): name for name, actor in self._actors.running.items()}
-        deadline = time.monotonic() + self._deadlines.start_seconds
-        while waiting:
-            if self._should_stop():
-                raise RunStopped("stopped before training began; there was nothing to save.")
-            if time.monotonic() >= deadline:
-                late = listed(sorted(waiting.values()))
-                models = f"{'its' if len(waiting) == 1 else 'their'} models"
-                raise DeadlineExceeded(
-                    f"waited {self._deadlines.start_seconds:g} s for {late} to start and load {models}."
-                )
-            self._finish_some(waiting, timeout=_POLL_SECONDS)
-
-    def _sync_first_weights(self) -> None:
-        """Makers start from the trainers' weights, whatever each of them loaded."""
-        self._call_trainers(
-            "sync_models_to_remote_makers", what="the first weights", seconds=self._deadlines.start_seconds
-        )
 
     def _train(self) -> None:
         actors, loops, train = self._actors, self._loops, self._config.train
@@ -157,7 +138,7 @@ class DetachedRun:
             self._finish_some(loops, timeout=_POLL_SECONDS)
         self.poll_actors(timeout=_LAST_POLL_SECONDS)
         self._log.flush()
-        self._say("")
+        self._show("")
         if loops:  # training is complete; a generation whose result is not needed must not spoil it
             logger.warning("%s did not stop within %g s and will be killed", listed(loops.values()), _STOP_SECONDS)
 
@@ -165,7 +146,7 @@ class DetachedRun:
         self._loops[self._actors.makers[name].call("workingloop", prompts)] = name
 
     def _follow_requests(self) -> None:
-        """Go on with a change of makers, or begin one that was asked for, and say how it stands."""
+        """Continue a change of makers, or begin one that was requested, and report its progress."""
         makers = len(self._actors.membership.members)
         if self._is_stopping:
             self._scaling = None
@@ -187,13 +168,13 @@ class DetachedRun:
             self._end_scaling("refused", str(error))
         else:
             self._control.report(message=message, makers=len(self._actors.membership.members))
-            self._say(message)
+            self._show(message)
 
     def _end_scaling(self, answer: str, message: str) -> None:
         self._scaling = None
         makers = len(self._actors.membership.members)
         self._control.report(answer=answer, message=message, makers=makers)
-        self._say(message)
+        self._show(message)
 
     def _finish_some(self, waiting: dict[PendingCall, str], *, timeout: float) -> None:
         """Remove calls that have returned; raise the error of one that failed."""
@@ -248,7 +229,7 @@ class DetachedRun:
             self._log.left(name)
 
     def _complete_checkpoints(self) -> None:
-        """Put the tokenizer beside weights that the trainers have saved, for transformers to find."""
+        """Add the tokenizer to weights that the trainers have saved, for transformers to find."""
         for folder in self._checkpoints.glob("version-*"):
             if (folder / "tokenizer_config.json").exists() or folder in self._incomplete:
                 continue
@@ -258,37 +239,19 @@ class DetachedRun:
                 self._incomplete.add(folder)  # reported once; its weights are whole
                 logger.warning("%s", error)
 
-    def _save(self, path: str) -> None:
-        self._call_trainers(
-            "strategy_save_actor",
-            path,
-            only_rank0=True,
-            what=f"the model to be saved to {path}",
-            seconds=self._deadlines.update_seconds,
-        )
+    def _save(self, path: str, *, seconds: float) -> None:
+        what = f"the model to be saved to {path}"
+        self._call_trainers("strategy_save_actor", path, only_rank0=True, what=what, seconds=seconds)
         run.load_tokenizer(self._config).save_pretrained(path)
 
-    def _rescue(self, path: str, error: Exception) -> None:
-        """A run failed: save what a lone trainer has learned, if it still answers. A group can only save together."""
-        if self._log.trainer_version == 0:
-            return
-        if len(self._actors.trainers) != 1:
+    def _save_after_failure(self, path: str, error: Exception) -> None:
+        """Save what a lone trainer has learned, if it still answers. A group can only save together."""
+        version = self._log.trainer_version
+        if version and len(self._actors.trainers) == 1:
+            run.save_after_failure(error, lambda place: self._save(place, seconds=_STOP_SECONDS), path, version)
+        elif version:
             saved = "what train.save_every saved is there" if self._config.train.save_every else "nothing is saved"
             error.add_note(f"a group of trainers cannot save alone, so {saved}. Set train.save_every for the next run.")
-            return
-        (trainer,) = self._actors.trainers.values()
-        elsewhere = (
-            Path(tempfile.gettempdir()) / f"coati-{uuid.uuid4().hex[:8]}" / "model-at-failure"
-        )  # of another disk
-        for place in (path, str(elsewhere)):
-            try:
-                trainer.call("strategy_save_actor", place, only_rank0=True).result(_STOP_SECONDS)
-                run.load_tokenizer(self._config).save_pretrained(place)
-            except (RemoteError, PeerDied, PeerUnavailable, DeadlineExceeded, OSError) as failure:
-                logger.debug("nothing could be saved to %s: %s", place, failure)
-            else:
-                error.add_note(f"the model as of version {self._log.trainer_version} was saved to {place}")
-                return
 
     def _stop_all(self) -> None:
         if not self._is_stopping:
@@ -299,14 +262,19 @@ class DetachedRun:
     def _call_trainers(self, method: str, *args: Any, what: str, seconds: float, **kwargs: Any) -> None:
         """Call a method of all trainers at once, because groups work together, and wait for all of them."""
         calls = {trainer.call(method, *args, **kwargs): name for name, trainer in self._actors.trainers.items()}
+        self._await_all(calls, what, seconds=seconds)
+
+    def _await_all(self, calls: dict[PendingCall, str], what: str, *, seconds: float, can_stop: bool = False) -> None:
+        """Wait for all calls; the first error is raised at once, because others may wait for the one that failed."""
         deadline = time.monotonic() + seconds
         while calls:
-            done = wait_any(calls, deadline - time.monotonic())
-            if not done:
-                raise DeadlineExceeded(f"waited {seconds:g} s for {what} ({listed(calls.values())} did not answer).")
-            for call in done:  # the first error is raised at once: the other ranks may wait for the one that failed
-                answer(call, what, seconds=0.0, who=calls.pop(call))
+            if can_stop and self._should_stop():
+                raise RunStopped("stopped before training began; there was nothing to save.")
+            if time.monotonic() >= deadline:
+                late = listed(sorted(calls.values()))
+                raise DeadlineExceeded(f"waited {seconds:g} s for {what} ({late} did not answer).")
+            self._finish_some(calls, timeout=_POLL_SECONDS)
 
-    def _say(self, message: str) -> None:
+    def _show(self, message: str) -> None:
         self._log.message = message
         self._on_progress(self._log.snapshot())

@@ -53,8 +53,8 @@ def left_behind(tmp_path):
 
 
 def test_only_the_user_may_enter_the_folder_of_a_private_ray_and_it_is_gone_afterwards(fake_ray, config, tmp_path):
-    with connect(config) as info:
-        assert info.is_private
+    with connect(config) as is_private:
+        assert is_private
         assert stat.S_IMODE(fake_ray[0].parent.stat().st_mode) == 0o700
         assert stat.S_IMODE((tmp_path / ".ray" / "auth_token").stat().st_mode) == 0o600
     assert left_behind(tmp_path) == []
