@@ -133,22 +133,22 @@ class PPOLearner:
         batches = MicroBatches(experience, self.actor, self.critic, self.strategy, self.train_settings)
         needs_proximal = self.algorithm.correction == "decoupled" or self.algorithm.estimator == "vtrace"
         is_new = needs_proximal and experience.proximal_log_probs is None
-        if is_new and not self._is_prepared_by_its_pass:
-            self._prepare(experience, batches)
-        counts, advantages = self._counts_and_advantages(experience)
         numbers = StepNumbers()
         rates = {
             f"optim/{label}_lr": float(optimizer.param_groups[0]["lr"]) for label, optimizer in self.optimizers.items()
         }
         try:
+            if is_new and not self._is_prepared_by_its_pass:
+                self._prepare(experience, batches)
+            counts, advantages = self._counts_and_advantages(experience)
             logprobs = self._passes(batches, advantages, counts, numbers)
             if is_new and self._is_prepared_by_its_pass:
                 prepare(experience, self.algorithm, proximal_log_probs=logprobs, values=experience.values)
             norms = self._apply_gradients(experience, int(counts.tokens))
         finally:
             # Also when a pass raises: the next batch must not inherit half of this one's gradient.
-            for optimizer in self.optimizers.values():
-                optimizer.zero_grad(set_to_none=True)
+            for model in self.models.values():
+                self.strategy.discard_gradients(model)
         return {**self._metrics(experience, counts, numbers, norms), **rates}
 
     def check_progress(self) -> None:

@@ -18,6 +18,7 @@ from coati.errors import ConfigError
 from coati.models.deferred import deferred_weights
 from coati.trainer.optim import HybridAdam
 from coati.trainer.strategies.base import Strategy, StrategyOptions
+from coati.trainer.strategies.rest import bring_to_rest
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,12 @@ class ShardedStrategy(Strategy):
         for group in optimizer.param_groups:
             group["params"] = [successor[id(parameter)] for parameter in group["params"]]
         return model, optimizer
+
+    def discard_gradients(self, model: nn.Module) -> None:
+        """Drop all gradients, whole ones too, also after a pass that raised; the model is back in shards."""
+        if isinstance(model, FSDPModule):
+            bring_to_rest(model)
+        super().discard_gradients(model)
 
     def _shard(self, model: nn.Module) -> None:
         """Shard the parameters over all ranks, in place: one group per transformer block, one for the rest.

@@ -1,0 +1,157 @@
+"""A pass that raises, under every strategy: the next step and the weights are as if it had not been made."""
+
+import pytest
+import torch
+from tiny import actor_and_critic
+from tiny import experience as make_experience
+from torch.distributed.fsdp import FSDPModule
+
+from coati.config import AlgorithmSettings, TrainSettings
+from coati.trainer.ppo import PPOLearner
+from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
+
+STRATEGIES = {
+    "ddp": DDPStrategy,
+    "zero1": lambda **options: LowLevelZeroStrategy(stage=1, **options),
+    "zero2": LowLevelZeroStrategy,
+    "gemini": GeminiStrategy,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def make_strategy():
+    made = []
+
+    def make(name, compute_dtype=None):
+        made.append(STRATEGIES[name](device="cpu", compute_dtype=compute_dtype))
+        return made[-1]
+
+    yield make
+    for strategy in made:
+        strategy.close()
+
+
+def make_learner(strategy, **algorithm):
+    algorithm = {"correction": "none", **algorithm}
+    return PPOLearner(
+        *actor_and_critic(num_hidden_layers=2),
+        strategy,
+        TrainSettings(batch_size=4, micro_batch_size=2, actor_lr=1e-2, critic_lr=1e-2),
+        AlgorithmSettings(**algorithm),
+        optimizer_class=strategy.optimizer_class,
+    )
+
+
+def published(learner):
+    """All weights, as makers get them."""
+    return {
+        f"{label}.{name}": tensor.clone()
+        for label, model in learner.models.items()
+        for chunk in learner.strategy.get_model_state_dict_shard(model)
+        for name, tensor in chunk.items()
+    }
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
+
+
+def fail(*_):
+    raise RuntimeError("boom")
+
+
+def fail_in_backward(_module, _inputs, output):
+    output.register_hook(fail)
+
+
+def fail_once(learner, monkeypatch, model, place, call):
+    """Make the `call`-th pass of a model raise: in its second block, in the backward pass of that, or after it."""
+    layer = learner.models[model].get_submodule("model.model.layers.1" if model == "actor" else "body.layers.1").mlp
+    calls = iter(range(1, call + 1))
+
+    def hook(*args):
+        if next(calls) == call:
+            (fail if place == "forward" else fail_in_backward)(*args)
+
+    with monkeypatch.context() as patch:
+        if place == "loss":
+            original = learner.policy_objective
+            patch.setattr(learner, "policy_objective", lambda *a: fail() if next(calls) == call else original(*a))
+        else:
+            handle = layer.register_forward_hook(hook)
+        with pytest.raises(RuntimeError, match="boom"):
+            learner.step(make_experience(0, 4))
+        if place != "loss":
+            handle.remove()
+
+
+def check_next_step(learner, twin):
+    ours, theirs = (each.step(make_experience(10, 4)) for each in (learner, twin))
+    for norm in ("policy/grad_norm", "value/grad_norm"):
+        assert ours[norm] == theirs[norm]
+    assert_same(published(learner), published(twin))
+
+
+@pytest.mark.parametrize(
+    ("model", "place", "call"),
+    [
+        ("actor", "loss", 2),
+        ("actor", "forward", 1),  # before the critic's first pass
+        ("actor", "backward", 2),
+        ("critic", "forward", 2),
+        ("critic", "backward", 1),
+    ],
+)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_step_that_raises_leaves_nothing_for_the_next_one(make_strategy, monkeypatch, name, model, place, call):
+    strategy = make_strategy(name)
+    learner, twin = make_learner(strategy), make_learner(strategy)
+    before = published(learner)
+    fail_once(learner, monkeypatch, model, place, call)
+    assert_same(published(learner), before)
+    check_next_step(learner, twin)
+
+
+@pytest.mark.parametrize("place", ["loss", "forward", "backward"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_in_mixed_precision_and_in_a_later_step_too(make_strategy, monkeypatch, name, place):
+    strategy = make_strategy(name, torch.bfloat16)
+    learner, twin = make_learner(strategy), make_learner(strategy)
+    check_next_step(learner, twin)
+    before = published(learner)
+    fail_once(learner, monkeypatch, "actor", place, 2)
+    assert_same(published(learner), before)
+    check_next_step(learner, twin)
+
+
+@pytest.mark.parametrize("place", ["loss", "forward", "backward"])
+@pytest.mark.parametrize("name", ["zero1", "zero2", "gemini"])
+def test_without_torchs_own_reset_which_versions_before_2_13_lack(make_strategy, monkeypatch, name, place):
+    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
+    strategy = make_strategy(name)
+    learner, twin = make_learner(strategy), make_learner(strategy)
+    fail_once(learner, monkeypatch, "actor", place, 2)
+    check_next_step(learner, twin)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_first_look_at_a_batch_that_raises(make_strategy, monkeypatch, name):
+    strategy = make_strategy(name)
+    learner, twin = (make_learner(strategy, estimator="vtrace") for _ in range(2))
+    before = published(learner)
+    fail_once(learner, monkeypatch, "critic", "forward", 1)
+    assert_same(published(learner), before)
+    check_next_step(learner, twin)
