@@ -61,7 +61,7 @@ def example_plan() -> str:
     """The example's overrides as TOML would group them, and the plan that follows from them."""
     sizes = [f"{key} = {value}" for key, value in (item.split("=", 1) for item in EXAMPLE[4:])]
     plan = plan_lines(load_config(None, EXAMPLE))
-    shown = [line for line in plan if not line.startswith(("Model:", "Prompts:", "Reward:", "Output:"))]
+    shown = [line for line in plan if not line.startswith(("Model:", "Reward:", "Output:"))]
     return "\n".join(["```toml", *sizes, "```", "", "```text", *shown, "```"])
 
 

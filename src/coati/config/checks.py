@@ -1,29 +1,30 @@
 """Checks before anything starts: are the model, the prompts and the reward really there?
 
-They need no torch, so a dry run makes them in an instant. What only a hub or an import
-can tell (a hub name, a column of a Parquet file) is left to the run itself.
+They need no torch and import no reward, so a dry run makes them in an instant. What only a hub or an import can tell (a
+hub name, a column of a Parquet file) is left to the run itself.
 """
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib
 import importlib.util
+import json
 import logging
 import os
+import re
 import socket
 import sys
 import urllib.request
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from coati.config.model_folder import (
-    context_length,
-    folder_problem,
-    has_value_head,
-    largest_token,
-    vocabulary_size,
-    weight_names,
-)
-from coati.config.reward_source import find_reward_problem
+from safetensors import SafetensorError, safe_open
+
 from coati.config.run_settings import RunSettings
 from coati.errors import DataError
 from coati.prompts.table import FILE_SUFFIXES, load_prompts
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 _CONNECT_SECONDS = 3.0
 # Enough rows to meet a wrong column or a wrong kind of prompt, few enough to be instant on any file.
 _PEEKED_ROWS = 8
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_VALUE_HEAD = "value_head.safetensors"  # `coati.models.value_head.HEAD_FILE`, which needs torch
 
 
 def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
@@ -40,12 +43,19 @@ def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
 
     With `has_reward` a program brings the reward, and `[reward]` only names it.
     """
+    columns: list[str] | None = None
+    prompt_problems = []
+    try:
+        columns = _peeked_columns(config)
+    except DataError as error:
+        text = str(error)
+        prompt_problems.append(text if text.startswith("prompts.path") else f"prompts.path: {text}")
     return [
         *_model_problems(config),
         *_size_problems(config),
         *_lora_problems(config),
-        *_prompt_problems(config),
-        *([] if has_reward else _reward_problems(config)),
+        *prompt_problems,
+        *([] if has_reward else _reward_problems(config, columns)),
         *_output_problems(config),
     ]
 
@@ -53,11 +63,11 @@ def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
 def looks_local(path: str) -> bool:
     """Say whether a model or dataset path means this machine rather than a hub.
 
-    A hub name has at most one slash (`owner/name`). Anything that exists, starts like a path, has more
-    slashes, or lies in a folder that exists is local.
+    A hub name has at most one slash (`owner/name`). Anything that exists, starts like a path, has more slashes, or lies
+    in a folder that exists is local.
 
     Example:
-        >>> looks_local("./model"), looks_local("runs/demo/model"), looks_local("nobody/some-model-of-mine")
+        >>> looks_local("./model"), looks_local("runs/demo/model"), looks_local("owner/name-on-the-hub")
         (True, True, False)
     """
     if path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).exists():
@@ -85,144 +95,249 @@ def avoid_hub_without_network(config: RunSettings) -> None:
             constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
-def _model_problems(config: RunSettings) -> list[str]:
-    problems = []
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Read an object from a JSON file; None where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def folder_problem(folder: Path) -> str | None:
+    """Find what is wrong with a model's folder, as far as its files tell without being read whole."""
+    if read_json(folder / "config.json") is None:
+        return "whose config.json is not a JSON object"
+    try:
+        _weight_names(folder)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _weight_names(folder: Path) -> frozenset[str]:
+    """Return the names of the weights in a model's safetensors files; ValueError says what is wrong with them."""
+    files = [_WEIGHTS]
+    if (folder / _INDEX).is_file():
+        index = (read_json(folder / _INDEX) or {}).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise ValueError(f"whose {_INDEX} has no weight_map")
+        files = sorted(set(map(str, index.values())))
+    elif not (folder / _WEIGHTS).is_file():
+        if any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.bin.index.json")):
+            return frozenset()  # only transformers can look into them
+        raise ValueError(f"which has no weights ({_WEIGHTS}, or {_INDEX} and its parts)")
+    names: set[str] = set()
+    for name in files:
+        try:
+            with safe_open(folder / name, framework="numpy") as file:
+                names.update(file.keys())
+                if not file.keys():
+                    raise ValueError(f"whose {name} is empty")
+        except FileNotFoundError:
+            raise ValueError(f"which lacks {name}") from None
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"whose {name} is damaged ({error})") from None
+    return frozenset(names)
+
+
+def _model_problems(config: RunSettings) -> Iterator[str]:
     for key, path in config.input_paths.items():
         if key == "prompts.path" or not looks_local(path):
             continue
-        needed = "tokenizer_config.json" if key == "model.tokenizer" else "config.json"
-        if not Path(path).is_dir():
+        folder, needed = Path(path), "tokenizer_config.json" if key == "model.tokenizer" else "config.json"
+        if not folder.is_dir():
             hint = f" `coati demo` makes {path}." if path in ("runs/demo/base", "runs/demo/model") else ""
-            problems.append(f"{key} {path!r} is not a folder. {_path_rule()}{hint}")
-        elif not (Path(path) / needed).is_file():
-            problems.append(f"{key} {path!r} has no {needed}. Name the folder that save_pretrained wrote.")
-        elif key != "model.tokenizer" and (problem := folder_problem(Path(path))):
-            problems.append(f"{key} is {path!r}, {problem}. Use another copy, or write it again with save_pretrained.")
-        elif key.startswith("reward.") and not has_value_head(Path(path)):
-            problems.append(
+            yield (
+                f"{key} {path!r} is not a folder. Check the path: relative ones count from the folder of the TOML "
+                f"file, then from {Path.cwd()}.{hint}"
+            )
+        elif not (folder / needed).is_file():
+            yield f"{key} {path!r} has no {needed}. Name the folder that save_pretrained wrote."
+        elif key != "model.tokenizer" and (problem := folder_problem(folder)):
+            yield f"{key} is {path!r}, {problem}. Use another copy, or write it again with save_pretrained."
+        elif key.startswith("reward.") and not _has_value_head(folder):
+            yield (
                 f"{key} {path!r} has no head that scores: every score would be 0. Use a sequence-classification model "
                 "with one label, or a folder saved by coati.models.RewardModel."
             )
-    return problems
 
 
-def _size_problems(config: RunSettings) -> list[str]:
+def _has_value_head(folder: Path) -> bool:
+    """Say whether a reward model that is loaded from here has a head; True where its config does not say."""
+    architectures = (read_json(folder / "config.json") or {}).get("architectures") or ["ForSequenceClassification"]
+    return str(architectures[0]).endswith("ForSequenceClassification") or (folder / _VALUE_HEAD).is_file()
+
+
+def _size_problems(config: RunSettings) -> Iterator[str]:
     """Responses that do not fit, and vocabularies that do not go together, where the folders tell."""
-    problems, path, wanted = [], Path(config.model.path), config.rollout.max_new_tokens
-    context, vocabulary = context_length(path), vocabulary_size(path)
+    path, wanted = config.model.path, config.rollout.max_new_tokens
+    context = _config_number(path, "max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
     if context is not None and wanted >= context:
-        problems.append(
+        yield (
             f"rollout.max_new_tokens must be below the {context} tokens that fit {path}, prompt included, got "
             f"{wanted}. Lower it, so that prompts have room too."
         )
+    vocabulary = _config_number(path, "vocab_size")
     if vocabulary is None:
-        return problems
-    token = largest_token(Path(config.tokenizer_path))
-    if token is not None and token >= vocabulary:
-        problems.append(
-            f"The tokenizer {config.tokenizer_path!r} has token {token}, but model.path {str(path)!r} knows only "
-            f"{vocabulary} tokens (vocab_size). Use the model's own tokenizer."
-        )
-    for key, other in config.input_paths.items():
-        size = None if key in ("model.path", "model.tokenizer", "prompts.path") else vocabulary_size(Path(other))
-        if size is not None and (size != vocabulary if key == "model.reference" else size < vocabulary):
-            problems.append(
-                f"{key} {other!r} knows {size} tokens, but model.path {str(path)!r} knows {vocabulary} (vocab_size). "
-                "Use a model with the same tokenizer."
+        return
+    sizes = {key: _config_number(other, "vocab_size") for key, other in config.input_paths.items()}
+    sizes["model.tokenizer"] = _tokenizer_size(config.tokenizer_path)
+    for key, size in sizes.items():
+        is_too_large = key in ("model.reference", "model.tokenizer") and size is not None and size > vocabulary
+        is_too_small = key != "model.tokenizer" and size is not None and size < vocabulary
+        if is_too_large or is_too_small:
+            yield (
+                f"{key} has {size} tokens, but model.path {path!r} knows {vocabulary} (vocab_size). Use a model and a "
+                "tokenizer that go together."
             )
-    return problems
 
 
-def _path_rule() -> str:
-    return f"Check the path: relative ones count from the folder of the TOML file, then from {Path.cwd()}."
+def _config_number(folder: str, *keys: str) -> int | None:
+    """Return the first of these numbers that the model's config has; None where it has none."""
+    config = read_json(Path(folder) / "config.json") or {}
+    nested = config.get("text_config")
+    parts = (nested if isinstance(nested, dict) else {}, config)
+    numbers = (part.get(key) for part in parts for key in keys)
+    return next((number for number in numbers if isinstance(number, int) and number > 0), None)
 
 
-def _lora_problems(config: RunSettings) -> list[str]:
+def _tokenizer_size(folder: str) -> int | None:
+    """Return the size of a tokenizer's own vocabulary, without tokens that were added to it."""
+    vocabulary = (read_json(Path(folder) / "tokenizer.json") or {}).get("model", {}).get("vocab")
+    if isinstance(vocabulary, dict):
+        return max(vocabulary.values(), default=-1) + 1
+    return len(vocabulary) if isinstance(vocabulary, list) else None
+
+
+def _lora_problems(config: RunSettings) -> Iterator[str]:
     """Targets that no weight of the model is named after; only where its files can be looked into."""
-    names = weight_names(Path(config.model.path))
-    if not config.lora.rank or not names:
-        return []
-    modules = {name.removesuffix(".weight").rpartition(".")[2] for name in names if name.endswith("_proj.weight")}
-    paths = {name.rpartition(".")[0] for name in names}
-    missing = [
-        target
-        for target in config.lora.target_modules
-        if not any(path == target or path.endswith(f".{target}") for path in paths)
-    ]
-    known = f" It has {', '.join(sorted(modules))}." if modules else ""
-    return [
-        f"lora.target_modules must name layers of {config.model.path}, got {target!r}, which none is called.{known} "
-        "Leave the list empty for all linear layers."
-        for target in missing
-    ]
-
-
-def _prompt_problems(config: RunSettings) -> list[str]:
-    path = Path(config.prompts.path)
-    if path.suffix in FILE_SUFFIXES:
-        if not path.is_file():
-            return [f"prompts.path {str(path)!r} does not exist. {_path_rule()}"]
-        if path.suffix != ".jsonl":
-            return _extra_problems(str(path))
-        try:
-            load_prompts(path, column=config.prompts.column, limit=_PEEKED_ROWS)
-        except DataError as error:
-            return [f"prompts.path: {error}"]
-        return []
-    if looks_local(config.prompts.path) and not path.is_dir():
-        kinds = ", ".join(FILE_SUFFIXES)
-        return [
-            f"prompts.path must be a file ({kinds}), a `datasets` folder or a `datasets` name, got {str(path)!r}. "
-            f"{_path_rule()}"
-        ]
-    return _extra_problems(str(path))
-
-
-def _extra_problems(path: str) -> list[str]:
-    if importlib.util.find_spec("datasets") is not None:
-        return []
-    return [
-        f"prompts.path {path!r} needs the datasets package. Run pip install 'coati[data]', or write the prompts as "
-        "JSONL."
-    ]
-
-
-def _reward_problems(config: RunSettings) -> list[str]:
-    functions = {"reward.function": config.reward.function} | {
-        f"reward.terms[{index}].function": term.function for index, term in enumerate(config.reward.terms)
-    }
-    columns = _peeked_columns(config)
-    found = (
-        find_reward_problem(key, function, config.reward_search_paths, columns)
-        for key, function in functions.items()
-        if function
-    )
-    return [problem for problem in found if problem]
+    if not config.lora.target_modules:
+        return
+    try:
+        layers = {name.rpartition(".")[0] for name in _weight_names(Path(config.model.path))}
+    except ValueError:  # a hub name, or reported with the model
+        return
+    known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers if layer.endswith("_proj")}))
+    for target in config.lora.target_modules:
+        if layers and not any(f".{layer}".endswith(f".{target}") for layer in layers):
+            yield (
+                f"lora.target_modules must name layers of {config.model.path}, got {target!r}. "
+                f"{f'It has {known}. ' if known else ''}Leave the list empty for all linear layers."
+            )
 
 
 def _peeked_columns(config: RunSettings) -> list[str] | None:
-    """The dataset's columns but the prompt's, where a look at its first rows tells them."""
-    path = Path(config.prompts.path)
-    if path.suffix != ".jsonl" or not path.is_file():
-        return None
+    """Return the dataset's columns but the prompt's, where a look at its first rows tells them. DataError if it can
+    not be read."""
+    path, is_file = Path(config.prompts.path), Path(config.prompts.path).suffix in FILE_SUFFIXES
+    if path.suffix == ".jsonl" or (is_file and not path.is_file()):
+        return load_prompts(path, column=config.prompts.column, limit=_PEEKED_ROWS).other_columns
+    if not is_file and looks_local(config.prompts.path) and not path.is_dir():
+        raise DataError(
+            f"prompts.path must be a file ({', '.join(FILE_SUFFIXES)}), a `datasets` folder or a `datasets` name, got "
+            f"{str(path)!r}. Check the path: relative ones count from the folder of the TOML file, then from "
+            f"{Path.cwd()}."
+        )
+    if importlib.util.find_spec("datasets") is None:
+        raise DataError(
+            f"prompts.path {str(path)!r} needs the datasets package. Run pip install 'coati[data]', or write the "
+            "prompts as JSONL."
+        )
+    return None
+
+
+def _output_problems(config: RunSettings) -> Iterator[str]:
+    folder = config.output_folder.resolve()
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        yield (
+            f"run.output must be a folder that you may write to, got {str(config.output_folder)!r}, but "
+            f"{str(nearest)!r} is {'write-protected' if nearest.is_dir() else 'a file'}. Choose another run.output."
+        )
+
+
+def _reward_problems(config: RunSettings, columns: Sequence[str] | None) -> Iterator[str]:
+    functions = {"reward.function": config.reward.function} | {
+        f"reward.terms[{index}].function": term.function for index, term in enumerate(config.reward.terms)
+    }
+    for key, function in functions.items():
+        if function and (problem := find_reward_problem(key, function, config.reward_search_paths, columns)):
+            yield problem
+
+
+def find_reward_problem(
+    key: str, function: str, search_paths: Sequence[Path], columns: Sequence[str] | None = None
+) -> str | None:
+    """Find what is wrong with a reward function that the setting `key` gives as "module:function".
+
+    `columns` are the dataset's, where they are known: a parameter without a default must be one of them.
+    """
+    key, (module, _, name) = f"{key} {function!r}", function.partition(":")
+    spec = find_module(module, search_paths)
+    if spec is None:
+        searched = ", ".join(dict.fromkeys(map(str, search_paths))) or "no folder"
+        return (
+            f"{key}: there is no module {module!r} in {searched} or the installed packages. Check the name, or add its "
+            "folder to reward.search_paths."
+        )
+    if not (spec.origin or "").endswith(".py"):
+        return None  # compiled or built in: only the import can tell
     try:
-        return sorted(load_prompts(path, column=config.prompts.column, limit=_PEEKED_ROWS).other_columns)
-    except DataError:
-        return None  # reported with the prompts
+        source = Path(str(spec.origin)).read_text(encoding="utf-8")
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        return f"{key}: {spec.origin}:{error.lineno} has a syntax error ({error.msg}). Correct that line."
+    except (OSError, ValueError):
+        return None  # odd source encodings and the like: only the import can tell
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    if name in functions:
+        return _signature_problem(key, functions[name], columns)
+    if re.search(rf"\b{name}\b|import \*|__getattr__", source):
+        return None  # it may be defined in another way
+    close = difflib.get_close_matches(name, functions, n=3)
+    hint = f"Did you mean {', '.join(close)}?" if close else f"It defines {', '.join(functions) or 'no function'}."
+    return f"{key}: {spec.origin} has no {name!r}. {hint}"
 
 
-def _output_problems(config: RunSettings) -> list[str]:
-    folder = config.output_folder
-    blocking = [parent for parent in (folder, *folder.parents) if parent.exists() and not parent.is_dir()]
-    if blocking:
-        return [
-            f"run.output must be a folder, got {str(folder)!r}, but {str(path)!r} is a file. Choose another run.output."
-            for path in blocking
-        ]
-    nearest = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.is_dir())
-    if os.access(nearest, os.W_OK | os.X_OK):
-        return []
-    return [
-        f"run.output must be a folder that you may write to, got {str(folder)!r}, but {str(nearest)!r} is not yours to "
-        "write in. Choose another run.output, or change its permissions."
-    ]
+def _signature_problem(
+    key: str, node: ast.FunctionDef | ast.AsyncFunctionDef, columns: Sequence[str] | None
+) -> str | None:
+    """Find a parameter that nothing will be passed for, as far as the source tells."""
+    if columns is None or node.decorator_list:
+        return None
+    positional, keywords = (
+        [*node.args.posonlyargs, *node.args.args],
+        zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
+    )
+    required = positional[: len(positional) - len(node.args.defaults)]
+    required += [argument for argument, default in keywords if default is None]
+    unknown = [arg.arg for arg in required if arg.arg not in ("prompts", "completions", *columns)]
+    if not unknown:
+        return None
+    return (
+        f"{key} has a parameter {unknown[0]!r}, but a reward gets prompts, completions and the dataset's columns "
+        f"({', '.join(sorted(columns)) or 'none'}). Rename it, give it a default, or add the column."
+    )
+
+
+def find_module(module: str, search_paths: Sequence[Path]) -> ModuleSpec | None:
+    """Find a module by its dotted name without importing it or any package above it.
+
+    `importlib.util.find_spec("a.b")` would import `a`.
+    """
+    importlib.invalidate_caches()  # a file written a moment ago must be seen
+    first, *rest = module.split(".")
+    spec = PathFinder.find_spec(first, [*map(str, search_paths), *sys.path])
+    if spec is None:  # built in, frozen, or an editable install with a finder of its own
+        try:
+            spec = importlib.util.find_spec(first)
+        except ValueError:  # modules such as __main__ have no spec
+            return None
+    name = first
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    return spec

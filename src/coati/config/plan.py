@@ -11,10 +11,10 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from coati.config.checks import read_json
 from coati.config.generate import GenerateOptions, native_engine_problem
-from coati.config.model_folder import read_json
 from coati.config.run_settings import RunSettings
-from coati.config.sections import TopologySettings, TrainSettings
+from coati.config.sections import TrainSettings
 from coati.counting import counted
 
 _ROUNDED_RATE = 1e-4  # an optimizer's step is about its rate, and weights are about a hundredth
@@ -52,33 +52,39 @@ def output_files(config: RunSettings) -> OutputFiles:
 
 
 def plan_lines(config: RunSettings) -> list[str]:
-    """Return the plan, one sentence a line.
+    """Return the plan, one sentence a line: what follows from the settings, not what they say themselves.
 
     Example:
         >>> from coati.config import load_config
         >>> config = load_config(None, ["model.path=m", "prompts.path=p.jsonl", "reward.model=r"])
         >>> print(plan_lines(config)[1])
-        Makers: 1 maker works on rollout batches; a sample may be 1 weight version behind.
+        Makers: 1 maker; a sample may be 1 weight version behind.
     """
-    return [*_rollout_lines(config), *_train_lines(config), *_total_lines(config), *_place_lines(config)]
+    return [*_size_lines(config), *_total_lines(config), *_place_lines(config)]
 
 
-def _rollout_lines(config: RunSettings) -> list[str]:
-    rollout, topology, algorithm = config.rollout, config.topology, config.algorithm
+def _size_lines(config: RunSettings) -> list[str]:
+    rollout, topology, algorithm, train = config.rollout, config.topology, config.algorithm, config.train
     per_batch = rollout.prompts_per_batch * rollout.samples_per_prompt
-    works = "works" if topology.makers == 1 else "work"
-    place = {"auto": "", "pack": ", on as few nodes as possible", "spread": ", spread over the nodes"}
-    in_flight = ", and weights change between two tokens" if rollout.in_flight else ""
+    per_step = topology.trainers * train.batch_size
     groups = f", in groups of {counted(rollout.samples_per_prompt, 'sample')}" if algorithm.uses_groups else ""
     penalty = f"KL penalty {algorithm.kl_coef:g} in the {algorithm.kl_in}" if algorithm.kl_coef else "no KL penalty"
-    sampling = ", dynamic sampling" if algorithm.dynamic_sampling else ""
+    staleness = f"a sample may be {counted(topology.max_staleness, 'weight version')} behind"
+    if topology.max_staleness < 1:
+        staleness = "samples may be any number of weight versions behind"
+    if topology.max_staleness == 0:
+        staleness = "every sample comes from the newest weights (on-policy)"
     return [
         f"Rollout: {counted(rollout.prompts_per_batch, 'prompt')} {_TIMES} "
         f"{counted(rollout.samples_per_prompt, 'sample')} = {counted(per_batch, 'sample')} in a rollout batch, "
         f"at most {counted(rollout.max_new_tokens, 'new token')} each, by the {_engine(config)}.",
-        f"Makers: {counted(topology.makers, 'maker')} {works} on rollout batches{place[topology.placement]}; "
-        f"{_staleness(topology)}{in_flight}.",
-        f"Algorithm: {algorithm.name}{groups}; {penalty}{sampling}.",
+        f"Makers: {counted(topology.makers, 'maker')}; {staleness}.",
+        f"Algorithm: {algorithm.name}{groups}; {penalty}.",
+        f"Optimizer step: {counted(topology.trainers, 'trainer')} {_TIMES} {counted(train.batch_size, 'sample')} = "
+        f"{counted(per_step, 'sample')}, on each trainer in {_passes(train)}.",
+        f"Per weight version: {counted(train.update_steps, 'fresh batch', 'fresh batches')} {_TIMES} "
+        f"{counted(train.epochs, 'epoch')} = {counted(train.update_steps * train.epochs, 'optimizer step')} on "
+        f"{counted(train.update_steps * per_step, 'fresh sample')}.",
     ]
 
 
@@ -92,29 +98,6 @@ def _engine(config: RunSettings) -> str:
     return f"{config.rollout.engine} engine"
 
 
-def _staleness(topology: TopologySettings) -> str:
-    if topology.max_staleness < 0:
-        return "samples may be any number of weight versions behind"
-    if topology.max_staleness == 0:
-        return "every sample comes from the newest weights (on-policy)"
-    return f"a sample may be {counted(topology.max_staleness, 'weight version')} behind"
-
-
-def _train_lines(config: RunSettings) -> list[str]:
-    train, topology = config.train, config.topology
-    per_step = topology.trainers * train.batch_size
-    blocks = [", compiled"] * train.compile + [", activation checkpointing"] * train.activation_checkpointing
-    sharing = f", on {topology.gpus_per_trainer:.0%} of a card's processors (MPS)"
-    return [
-        f"Optimizer step: {counted(topology.trainers, 'trainer')} {_TIMES} {counted(train.batch_size, 'sample')} = "
-        f"{counted(per_step, 'sample')}, on each trainer in {_passes(train)}{_strategy(train)}"
-        f"{sharing if topology.gpu_sharing == 'mps' else ''}{''.join(blocks)}.",
-        f"Per weight version: {counted(train.update_steps, 'fresh batch', 'fresh batches')} {_TIMES} "
-        f"{counted(train.epochs, 'epoch')} = {counted(train.update_steps * train.epochs, 'optimizer step')} on "
-        f"{counted(train.update_steps * per_step, 'fresh sample')}.",
-    ]
-
-
 def _passes(train: TrainSettings) -> str:
     """Say how a trainer's samples are cut into passes; by tokens their lengths decide into how many."""
     size = train.micro_batch_size or train.batch_size
@@ -122,13 +105,6 @@ def _passes(train: TrainSettings) -> str:
         return f"{counted(-(-train.batch_size // size), 'pass', 'passes')} of at most {counted(size, 'sample')}"
     tokens = counted(train.micro_batch_tokens, "token")
     return f"passes of at most {tokens}" + (f" and {counted(size, 'sample')}" if train.micro_batch_size else "")
-
-
-def _strategy(train: TrainSettings) -> str:
-    if train.strategy == "ddp":
-        return ""
-    place = {"static": "", "auto": ", in host memory if need be", "cpu": ", in host memory"}[train.placement_policy]
-    return f", sharded as {train.strategy}{', in host memory' if train.cpu_offload else place}"
 
 
 def _total_lines(config: RunSettings) -> list[str]:
@@ -153,20 +129,16 @@ def _total_lines(config: RunSettings) -> list[str]:
 
 
 def _place_lines(config: RunSettings) -> list[str]:
-    model, train, files = config.model, config.train, output_files(config)
-    written = (files.config, files.metrics, files.samples, files.spans, files.tensorboard)
-    every = "every version" if train.save_every == 1 else f"every {train.save_every} versions"
-    checkpoints = f", {every} in checkpoints/version-N/" if train.save_every else ""
-    adapters = f" with LoRA adapters of rank {config.lora.rank}" if config.lora.rank else ""
+    model, train, reward, files = config.model, config.train, config.reward, output_files(config)
     source = "the actor's body" if model.critic == "actor" else model.critic
     critic = f"critic from {source}" if config.algorithm.uses_critic else "no critic"
-    masters = ", trained with float32 weights" if train.mixed_precision else ""
-    device = "device chosen automatically" if model.device == "auto" else f"on {model.device}"
+    terms = [f"{term.weight:g} {_TIMES} {term.label}" for term in reward.terms]
+    written = (files.config, files.metrics, files.samples, files.spans, files.tensorboard)
+    checkpoints = f"; every {counted(train.save_every, 'version')} in checkpoints/" if train.save_every else ""
     lines = [
-        f"Model: {model.path}{adapters}, {model.dtype}{masters}, {device}; "
-        f"reference {config.reference_path}, {critic}.",
-        f"Prompts: column {config.prompts.column!r} of {config.prompts.path}.",
-        f"Reward: {_reward(config)}.",
+        f"Model: {model.path}{' with LoRA adapters' if config.lora.rank else ''}; reference {config.reference_path}, "
+        f"{critic}.",
+        f"Reward: {' + '.join(terms) or reward.function or reward.model}.",
         f"Output: {config.output_folder}/ ({', '.join(path.name for path in written if path)}; final model in "
         f"{files.model.name}/{checkpoints}).",
     ]
@@ -177,11 +149,3 @@ def _place_lines(config: RunSettings) -> list[str]:
             f"{train.actor_lr:g} are less. Set train.mixed_precision = true to train with float32 weights."
         )
     return lines
-
-
-def _reward(config: RunSettings) -> str:
-    reward = config.reward
-    if reward.terms:
-        parts = (f"{term.weight:g} {_TIMES} {term.label} ({term.function or term.model})" for term in reward.terms)
-        return "the sum of " + ", ".join(parts)
-    return f"function {reward.function}" if reward.function else f"model {reward.model}"

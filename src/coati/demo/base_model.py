@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from coati.config.model_folder import folder_problem
+from coati.config.checks import folder_problem
 from coati.cpu import set_up_cpu
 from coati.demo import grammar
 from coati.demo.grammar import first_words, sample_sentence, vocabulary

@@ -81,7 +81,10 @@ def load_prompts(
     """
     file = Path(path)
     if file.suffix in FILE_SUFFIXES and not file.is_file():
-        raise DataError(f"prompts.path {str(path)!r} is not a file. Relative paths count from {Path.cwd()}.")
+        raise DataError(
+            f"prompts.path {str(path)!r} is not a file. Check the path: relative ones count from the folder of the "
+            f"TOML file, then from {Path.cwd()}."
+        )
     if file.suffix == ".jsonl":
         numbered = _read_jsonl(file, limit)
         lines, rows = list(numbered), list(numbered.values())

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from coati.config.reward_source import find_module, find_reward_problem
+from coati.config.checks import find_module, find_reward_problem
 from coati.config.sections import RewardSettings, reward_label
 from coati.errors import ConfigError
 from coati.rewards.base import ModelReward, Reward, WeightedSum

@@ -183,7 +183,7 @@ def test_responses_that_would_fill_the_context(folder):
     (folder / "model/config.json").write_text('{"max_position_embeddings": 64}')
     assert problems("rollout.max_new_tokens=63") == []
     (problem,) = problems("rollout.max_new_tokens=64")
-    assert "rollout.max_new_tokens must be below the 64 tokens that fit model" in problem
+    assert "rollout.max_new_tokens must be below the 64 tokens that fit ./model" in problem
     (folder / "model/config.json").write_text('{"max_position_embeddings": 64, "text_config": {"n_positions": 32}}')
     assert "below the 32 tokens" in problems("rollout.max_new_tokens=32")[0]
 
@@ -196,7 +196,7 @@ def test_lora_targets_that_the_model_does_not_have(folder, is_sharded):
         write_parts(folder / "model", names)
     targets = 'lora.target_modules=["q_proj", "self_attn.v_proj", "query_key_value"]'
     (problem,) = problems("lora.rank=8", targets)
-    assert "got 'query_key_value', which none is called. It has k_proj, o_proj, q_proj, v_proj." in problem
+    assert "got 'query_key_value'. It has k_proj, o_proj, q_proj, v_proj." in problem
 
 
 def write_parts(folder, names):
