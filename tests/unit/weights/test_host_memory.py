@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import itertools
 import logging
+import mmap
 import os
 from pathlib import Path
 
@@ -85,6 +86,30 @@ def test_a_smaller_update_uses_the_buffers_of_a_larger_one(make_models, memory, 
     take(sent, maker)
     assert maker.models["actor"].body.bias.tolist() == [0.0] * 4
     assert maker.models["actor"].body.weight.equal(make_models(2)["actor"].body.weight)
+
+
+def test_many_chunks_take_few_descriptors_and_no_more_memory_than_their_bytes(memory):
+    def num_descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    before, readers = num_descriptors(), [MemoryReader(), MemoryReader()]
+    for reader in readers:  # one for each set
+        begin(memory)
+        for index in range(100):
+            weight = torch.full((64,), float(index))
+            assert reader.read(memory.pack(index, "actor", {"w": weight})).tensors["w"].equal(weight)
+    assert num_descriptors() - before <= 6  # for each set, two of the sender and one of the reader
+    buffers = [os.fstat(handle.descriptor) for reader in readers for handle in reader._open]
+    assert sum(status.st_blocks * 512 for status in buffers) <= 2 * (100 * 256 + 2 * mmap.PAGESIZE)
+
+
+def test_chunks_that_a_buffer_has_no_room_for_are_in_the_next_one(make_models, memory, maker, fingerprint, monkeypatch):
+    monkeypatch.setattr(host_memory, "BUFFER_BYTES", 600)
+    for version in range(1, 5):
+        chunks = send(memory, make_models(version), maker, version=version)
+        assert 1 < len({chunk.handle for chunk in chunks}) < len(chunks)
+        assert fingerprint(maker.models) == fingerprint(make_models(version))
+    assert maker.receiver.num_mapped == 2 * len({chunk.handle for chunk in chunks})
 
 
 def test_a_mapping_shows_the_owners_writes_and_refuses_ours():
@@ -203,7 +228,7 @@ def with_info(sent, **changes):
 
 
 def overwrite(sent, memory):
-    memory._sets[memory._turn].buffers[1].data[3] ^= 1
+    memory._sets[memory._turn].chunks[1][3] ^= 1
     return sent
 
 
@@ -213,6 +238,14 @@ def lie_about_the_checksum(sent, memory):
 
 def lose_a_tensor(sent, memory):
     return with_info(sent, tensors=sent.chunks[1].info.tensors[:-1])
+
+
+def name_the_offset_of_another_chunk(sent, memory):
+    return changed(sent, handle=dataclasses.replace(sent.chunks[1].handle, offset=sent.chunks[2].handle.offset))
+
+
+def name_an_offset_outside_of_the_memory(sent, memory):
+    return changed(sent, handle=dataclasses.replace(sent.chunks[1].handle, offset=sent.chunks[1].handle.size))
 
 
 def name_the_memory_of_another_chunk(sent, memory):
@@ -245,6 +278,8 @@ DAMAGES = [
     (overwrite, "chunk 1 of .* is corrupt"),
     (lie_about_the_checksum, "chunk 1 of .* is corrupt"),
     (lose_a_tensor, "chunk 1 of .* is corrupt"),
+    (name_the_offset_of_another_chunk, "chunk 1 of .* is corrupt"),
+    (name_an_offset_outside_of_the_memory, "chunk 1 of .* is unreadable"),
     (name_the_memory_of_another_chunk, "chunk 1 of .* is (corrupt|unreadable)"),
     (exchange_two_tensors_everywhere, "is corrupt"),
     (name_other_memory, "chunk 1 of .* no longer what its owner shared"),
@@ -303,7 +338,7 @@ def test_a_reader_closes_what_is_gone_and_keeps_what_is_not(make_models, memory)
     for chunk in chunks:
         reader.read(chunk)
     reader.end_update()
-    assert reader.num_open == len({chunk.handle for chunk in chunks}) > 1
+    assert reader.num_open == len({chunk.handle for chunk in chunks}) == 1
     memory.retire()
     reader.end_update()
     assert reader.num_open == 0
