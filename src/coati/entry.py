@@ -176,7 +176,7 @@ def execute(
 
             training = DetachedRun(config, log, address=address, log_to_driver=log_to_driver, **common)
         training.run(str(files.model.resolve()))
-        was_stopped = should_stop()
+        was_stopped = should_stop() and log.snapshot().step < config.train.optimizer_steps
     finally:
         log.close()
     return RunResult(

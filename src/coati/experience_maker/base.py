@@ -150,7 +150,8 @@ class ExperienceMaker(ABC):
     """Turns prompts into experience with four models: actor, critic, reward model and initial model.
 
     To write a maker, implement `make_experience`; the holder and the synchronous loop need nothing else. If it declares
-    keyword arguments named `sample_ids`, `group_ids` or `columns`, it gets those of the prompts too.
+    keyword arguments named `sample_ids`, `group_ids` or `columns`, it gets those of the prompts too; so does an
+    override that takes **kwargs, if what it overrides declares them.
 
     `critic` is None for algorithms that need none. `actor` and `initial_model` may be plain transformers models or an
     `Actor`; the reward model may be any module that maps (sequences, attention_mask) to one score per sample, or a
@@ -189,7 +190,7 @@ class ExperienceMaker(ABC):
         Ids and versions that `make_experience` leaves out are filled in, if it returns one sample for each prompt.
         """
         known = {"sample_ids": prompts.sample_ids, "group_ids": prompts.group_ids, "columns": prompts.columns}
-        declared = inspect.signature(self.make_experience).parameters
+        declared = _declared_keywords(type(self))
         known = {name: value for name, value in known.items() if name in declared}
         with self.timeline.span("generate"):
             experience = self.make_experience(prompts.input_ids, prompts.attention_mask, **known, **generate_kwargs)
@@ -205,6 +206,18 @@ class ExperienceMaker(ABC):
 
     def finish(self, batch: MakerBatch) -> None:  # noqa: B027  (nothing is left to do after `make_experience`)
         """Complete the experience, without the models: wait for rewards, drop bad samples, estimate advantages."""
+
+
+def _declared_keywords(maker_class: type) -> set[str]:
+    """Return what `make_experience` takes by name; one that passes **kwargs on takes what the one it overrides does."""
+    names: set[str] = set()
+    for owner in maker_class.__mro__:
+        if (method := vars(owner).get("make_experience")) is not None:
+            parameters = inspect.signature(method).parameters
+            names |= parameters.keys()
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+                break
+    return names
 
 
 def build_maker(make: Callable[..., ExperienceMaker], models: Sequence[Any], **settings: Any) -> ExperienceMaker:

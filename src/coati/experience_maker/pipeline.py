@@ -149,6 +149,11 @@ class ExperiencePipeline:
         self._drops.note(batch)
         num_made = 0 if batch.experience is None else batch.experience.num_samples
         num_dropped = len(batch.prompts) - num_made
+        if num_dropped < 0:
+            raise DataError(
+                f"{type(self.maker).__name__} made {num_made} samples of {len(batch.prompts)} prompts. Return at most "
+                "one for each; several samples of a prompt are several rows of the batch (rollout.samples_per_prompt)."
+            )
         self.counts.made += num_made
         self.counts.dropped += num_dropped
         if self.gate is not None:

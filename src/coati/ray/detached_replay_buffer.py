@@ -110,14 +110,18 @@ class DetachedReplayBuffer:
         *,
         timeout_seconds: float = DEFAULT_WAIT_SECONDS,
         checked: bool = False,
+        waits: bool = True,
     ) -> None:
-        """Add items; blocks while the buffer is full. If any item is bad, none is added, unless they were `checked`."""
+        """Add items; blocks while the buffer is full. If any item is bad, none is added, unless they were `checked`.
+
+        Without `waits`, batches beyond the limit are kept aside until there is room: for the consumer itself.
+        """
         with self._lock:
             for batch in self._collector.add(items, checked=checked):
                 self._outbox.append(_pack(batch))
             num_clears = self._num_clears
         deadline = time.monotonic() + timeout_seconds
-        while not self._move_outbox():
+        while not self._move_outbox() and waits:
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(
                     f"waited {timeout_seconds:g} s for room in the replay buffer (limit {self.limit} batches). "
@@ -176,7 +180,8 @@ class DetachedReplayBuffer:
             return
         wait([future], timeout=DEFAULT_WAIT_SECONDS)
         with self._lock:
-            if self._prefetched is future and future.exception() is None and future.result() is None:
+            is_empty = future.done() and future.exception() is None and future.result() is None
+            if self._prefetched is future and is_empty:
                 self._prefetched = None
 
     def flush(self) -> Experience | None:

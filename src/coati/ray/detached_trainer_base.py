@@ -286,5 +286,5 @@ class DetachedTrainer(FitSteps):
         with self._delivery_lock:
             late = self._rounds.flush()
         if late:
-            self._buffer.extend(late, timeout_seconds=self.deadlines.batch_seconds)
+            self._buffer.extend(late, checked=True, waits=False)  # this thread is the one that makes room
         return self._buffer.try_sample(0.0) or self._buffer.flush()

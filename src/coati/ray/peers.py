@@ -11,6 +11,7 @@ from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
     GetTimeoutError,
+    RayActorError,
     RayError,
     RayTaskError,
 )
@@ -40,14 +41,16 @@ class RayCall(PendingCall):
         """Return what the method returned; see `PendingCall.result` for what it raises."""
         try:
             return ray.get(self._ref, timeout=timeout)
+        except RayTaskError as error:  # first: it may also be of the type that the method raised
+            raise remote_error(self._name, original_error(error)) from None
         except GetTimeoutError:
             raise DeadlineExceeded(f"{self._name} did not answer {self._method} within {timeout:g} s.") from None
-        except RayTaskError as error:
-            raise remote_error(self._name, original_error(error)) from None
         except ActorUnavailableError as error:
             raise PeerUnavailable(death_reason(error)) from None
-        except RayError as error:
+        except RayActorError as error:
             raise PeerDied(death_reason(error)) from None
+        except RayError as error:  # a lost object, a full disk: the actor may have done what was asked
+            raise PeerUnavailable(f"{self._name}: {type(error).__name__}: {death_reason(error)}") from None
 
     @classmethod
     def wait(cls, calls: Sequence[PendingCall], num_done: int, timeout: float) -> list[PendingCall]:
