@@ -270,11 +270,13 @@ class MakerHolder:
 
 
 def _place_models(strategy: Strategy, model_fn: Callable[[], Sequence[Any]]) -> list[Any]:
-    """The maker's models, on the strategy's device."""
+    """The maker's models, on the strategy's device.
+
+    They are built whole, not in the strategy's `model_init_context`: a maker shards none, and a model inside a reward
+    would never get its weights.
+    """
     set_up_gpu(strategy.device)
-    with strategy.model_init_context():
-        models = model_fn()
-    return [strategy.prepare(model) if isinstance(model, nn.Module) else model for model in models]
+    return [strategy.prepare(model) if isinstance(model, nn.Module) else model for model in model_fn()]
 
 
 def _evaluator_of(maker: ExperienceMaker) -> ExperienceMakerPerformanceEvaluator:

@@ -7,7 +7,7 @@ import pytest
 import ray
 import torch
 from thread_peers import ThreadPeers
-from tiny import TokenReward, actor_and_critic, maker_models, prompts
+from tiny import TokenReward, actor_and_critic, llama, llama_config, maker_models, prompts
 from torch import nn
 
 from coati.background import run_in_background
@@ -16,12 +16,13 @@ from coati.errors import ActorNotFound, ConfigError, DataError, DeadlineExceeded
 from coati.experience import Experience
 from coati.experience_maker import ExperienceMaker, NaiveExperienceMaker
 from coati.ledger import WorkShare
+from coati.models import Actor, Critic, RewardModel
 from coati.ray import experience_maker_holder
 from coati.ray.callbacks import MakerCallback
 from coati.ray.experience_maker_holder import MakerHolder
 from coati.ray.options import MakerOptions
-from coati.rewards import FunctionReward, RewardScorer
-from coati.trainer.strategies import DDPStrategy
+from coati.rewards import FunctionReward, ModelReward, RewardScorer
+from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
 
 SECONDS = 60  # far more than anything here takes
 QUICK = Deadlines(start_seconds=0.2, batch_seconds=SECONDS, grace_seconds=0.1)
@@ -53,11 +54,20 @@ def sinks(monkeypatch):
     return sinks
 
 
-def make_holder(trainers, *, reward=None, model_fn=None, callbacks=(), sync_models_from_trainers=False, **options):
+def make_holder(
+    trainers,
+    *,
+    reward=None,
+    model_fn=None,
+    strategy=DDPStrategy,
+    callbacks=(),
+    sync_models_from_trainers=False,
+    **options,
+):
     generate = {name: options.pop(name) for name in ("top_q", "max_new_tokens") if name in options}
     return MakerHolder(
         list(trainers),
-        lambda: DDPStrategy(device="cpu"),
+        lambda: strategy(device="cpu"),
         model_fn or (lambda: maker_models(0, reward)),
         callbacks=callbacks,
         sync_models_from_trainers=sync_models_from_trainers,
@@ -86,6 +96,27 @@ def test_a_plain_holder_starts_no_ray(sinks):
     was_started = ray.is_initialized()  # by other tests of this process
     work(make_holder(sinks), prompts(1))
     assert ray.is_initialized() == was_started
+
+
+@pytest.mark.parametrize("strategy", [GeminiStrategy, LowLevelZeroStrategy])
+def test_a_strategy_that_shards_trained_models_leaves_a_makers_models_whole(sinks, monkeypatch, strategy):
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+
+    def models():
+        scorer = RewardScorer(ModelReward(RewardModel.from_config(llama_config())), tokenizer=None)
+        return Actor.from_config(llama_config()), Critic.from_config(llama_config()), scorer, Actor(llama())
+
+    made = []
+
+    def make_strategy(**options):
+        made.append(strategy(**options))
+        return made[-1]
+
+    try:
+        assert work(make_holder(sinks, model_fn=models, strategy=make_strategy), prompts(1)).num_delivered == 4
+    finally:
+        made[0].close()
 
 
 def test_items_go_to_three_trainers_in_turn_across_batches_of_four(sinks):

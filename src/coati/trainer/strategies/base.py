@@ -82,7 +82,7 @@ class Strategy(Ranks, ABC):
     # Placing models
 
     def model_init_context(self) -> AbstractContextManager[None]:
-        """Build models inside this context.
+        """Build models that are trained inside this context.
 
         Models are built on the CPU, and `prepare` moves them. Strategies that shard parameters build `Actor` and
         `Critic` without weights, on the meta device: `prepare` reads those block by block, so that no rank ever holds
