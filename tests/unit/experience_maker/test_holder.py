@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -104,7 +105,8 @@ def test_a_strategy_that_shards_trained_models_leaves_a_makers_models_whole(sink
         monkeypatch.delenv(key, raising=False)
 
     def models():
-        scorer = RewardScorer(ModelReward(RewardModel.from_config(llama_config())), tokenizer=None)
+        tokenizer = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+        scorer = RewardScorer(ModelReward(RewardModel.from_config(llama_config())), tokenizer)
         return Actor.from_config(llama_config()), Critic.from_config(llama_config()), scorer, Actor(llama())
 
     made = []
