@@ -24,7 +24,7 @@ import ray
 import torch
 from checked import one_or_more, two_counts, zero_or_more
 
-from coati.experience_buffer.collector import BatchCollector
+from coati.experience_buffer import BatchCollector
 from coati.experience_buffer.utils import BufferItem, make_experience_batch
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 

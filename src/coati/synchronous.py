@@ -15,7 +15,7 @@ from coati import run
 from coati.config import RunSettings
 from coati.cpu import set_up_cpu
 from coati.experience import Experience, split_experience_batch
-from coati.experience_buffer.collector import BatchCollector
+from coati.experience_buffer import BatchCollector
 from coati.experience_maker.base import PromptBatch, build_maker
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.ledger import age_metrics

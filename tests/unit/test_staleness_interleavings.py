@@ -16,7 +16,7 @@ from torch import nn
 
 from coati.config import Deadlines
 from coati.experience import make_experience_batch
-from coati.experience_buffer.collector import BatchCollector
+from coati.experience_buffer import BatchCollector
 from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from coati.background import BackgroundThread
 from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience import BufferItem, Experience, split_experience_batch
-from coati.experience_buffer.collector import BatchCollector
+from coati.experience_buffer import BatchCollector
 from coati.peers import answer
 from coati.ray.peers import RayPeer
 from coati.wire import WireTensor, decode, encode
