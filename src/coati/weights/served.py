@@ -90,8 +90,7 @@ class ServedModels:
         """Work with the models; yields the version that serves throughout."""
         with self._changed:
             self._commit_if_free()
-            if self._fault is not None:
-                raise WeightUpdateError(f"{self._fault}. Send a full update before the models serve again.")
+            self._check_fault()
             self._num_users += 1
             version = self._version
         try:
@@ -102,7 +101,8 @@ class ServedModels:
                 try:
                     self._commit_if_free()
                 except WeightUpdateError as error:
-                    # The work that ends here used whole weights and must not be lost. The next `use` raises the fault.
+                    # The work that ends here used whole weights and must not be lost. The next `use` raises the fault,
+                    # and so does a wait for this version.
                     logger.error("%s", error)
 
     def newest_weight(self, module: str, name: str) -> Tensor:
@@ -161,14 +161,26 @@ class ServedModels:
                     )
 
     def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
-        """Wait until this version (or a newer one) serves; False after the deadline."""
+        """Wait until this version (or a newer one) serves; False after the deadline.
+
+        Raises WeightUpdateError if the models must not serve, because a commit or a canary has failed.
+        """
         with self._changed:
-            return self._changed.wait_for(lambda: self._version >= at_least, timeout=deadline_seconds)
+            self._changed.wait_for(
+                lambda: self._version >= at_least or self._fault is not None, timeout=deadline_seconds
+            )
+            if self._version < at_least:
+                self._check_fault()
+            return self._version >= at_least
 
     def wait_for_full_update(self, deadline_seconds: float) -> bool:
         """Wait for the first update of all modules; False after the deadline."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_synced, timeout=deadline_seconds)
+
+    def _check_fault(self) -> None:
+        if self._fault is not None:
+            raise WeightUpdateError(f"{self._fault}. Send a full update before the models serve again.")
 
     def _newest(self) -> int:
         return self._version if self._pending is None else self._pending.version
@@ -191,9 +203,11 @@ class ServedModels:
         except BaseException as error:
             # Verified weights do not fail to copy, devices do. Half a model must never serve.
             self._fault = f"{self.name}: a commit of version {update.version} failed half way: {error}"
+            self._changed.notify_all()
             raise
         if fault is not None:
             self._fault = f"{self.name} does not compute what the sender of version {update.version} does: {fault}"
+            self._changed.notify_all()
             raise WeightUpdateError(f"{self._fault}. It serves nothing until a full update passes.")
         if update.is_full:
             self._fault = None
