@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError, WeightUpdateError
-from coati.peers import Peer, Peers, PendingCall, wait_any
+from coati.peers import Peer, Peers, PendingCall, remote_error, wait_any
 from coati.weights.message import MemoryProbe, UpdateHeader, WeightMessage
 
 logger = logging.getLogger(__name__)
@@ -21,8 +21,9 @@ class _Recipient:
     name: str
     is_synced: bool  # has had all weights
     is_on_trial: bool = False  # has joined, and has no work yet
-    is_lost: bool = False
-    fault: str | None = None  # why a newcomer did not take an update
+    is_lost: bool = False  # has died
+    is_late: bool = False  # a newcomer that did not answer in time
+    fault: str | None = None  # why a newcomer did not take the last update
 
     @property
     def is_newcomer(self) -> bool:
@@ -30,14 +31,15 @@ class _Recipient:
 
     @property
     def is_updated(self) -> bool:
-        return not self.is_lost and not (self.is_newcomer and self.fault is not None)
+        return not self.is_lost and not (self.is_newcomer and self.is_late)
 
 
 class Recipients:
     """Makers by name.
 
-    Newcomers are makers that joined later and that the run does not depend on yet. A newcomer that fails is sent
-    nothing more, `faults` says why, and the others are updated as if it were not on the list.
+    Newcomers are makers that joined later and that the run does not depend on yet. If one does not take an update,
+    `faults` says why, and the others are updated as if it were not on the list. One that died or was late is sent
+    nothing more; any other gets the next update, which has all weights if it never had them.
     """
 
     def __init__(self, peers: Peers, names: Sequence[str], *, start_seconds: float, update_seconds: float) -> None:
@@ -53,7 +55,10 @@ class Recipients:
 
     @property
     def faults(self) -> dict[str, str]:
-        """Why newcomers did not take an update. Kept until they take one, or are off the list."""
+        """Why newcomers did not take the last update that they were meant to have.
+
+        Kept until they take one, or are off the list.
+        """
         return {one.name: one.fault for one in self._all.values() if one.fault is not None}
 
     def change(self, names: Sequence[str], *, newcomers: Collection[str] = ()) -> None:
@@ -92,11 +97,11 @@ class Recipients:
         for one in (self._all[name] for name in attempt.peers):
             error = attempt.failed.get(one.name)
             if error is None:
-                one.fault = None
+                one.fault, one.is_late = None, False
                 one.is_synced = True  # a sender that has newcomers sends all weights
                 continue
-            reason = str(error.cause if isinstance(error, RemoteError) else error).strip()
-            one.is_lost = isinstance(error, PeerDied)
+            reason = _reason(error)
+            one.is_lost, one.is_late = isinstance(error, PeerDied), isinstance(error, DeadlineExceeded)
             if one.is_newcomer:
                 one.fault = reason
             elif isinstance(error, RemoteError):
@@ -125,13 +130,14 @@ class Recipients:
         """None: a newcomer that failed."""
         try:
             if not peer.has("sharing_fault"):
-                fault = "it takes plain updates only"
+                fault = "it has no method sharing_fault"
             else:
                 share = NEWCOMER_TIME_SHARE if one.is_newcomer else 1.0
                 fault = peer.call("sharing_fault", probe).result(self.update_seconds * share)
         except (DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError) as error:
             if one.is_newcomer:
                 one.fault = str(error)
+                one.is_lost, one.is_late = isinstance(error, PeerDied), isinstance(error, DeadlineExceeded)
                 return None
             if isinstance(error, DeadlineExceeded):
                 raise
@@ -185,7 +191,10 @@ class Attempt:
                 self._leave_out_late()
 
     def _call(self, name: str, message: Any) -> None:
-        self._calls[self.peers[name].call("update_experience_maker", message=message)] = name
+        try:
+            self._calls[self.peers[name].call("update_experience_maker", message=message)] = name
+        except TypeError as error:  # Ray compares the arguments with the actor's class
+            self.failed[name] = remote_error(name, error)
 
     def _leave_out_late(self) -> None:
         now = time.monotonic()
@@ -198,3 +207,11 @@ class Attempt:
                 "newcomers have. Is its machine slower, or further away?"
             )
         self._calls = {call: name for call, name in self._calls.items() if name not in late}
+
+
+def _reason(error: Exception) -> str:
+    """Why a maker did not take an update, in its own words where it has some."""
+    cause = error.cause if isinstance(error, RemoteError) else error
+    if isinstance(cause, TypeError) and "'message'" in str(cause):
+        return f"its update_experience_maker must accept message=, a coati.weights.message.WeightMessage ({cause})"
+    return str(cause).strip()

@@ -203,10 +203,10 @@ class WeightSender:
                 continue
             hashing = self._worker.run(functools.partial(transport.checksum, chunk))
             if waiting is not None:
-                yield _with_checksum(*waiting)
+                yield _with_checksum(*waiting, self._timeout_seconds)
             waiting = (chunk, hashing)
         if waiting is not None:
-            yield _with_checksum(*waiting)
+            yield _with_checksum(*waiting, self._timeout_seconds)
 
     def _finish(self, attempt: Attempt, transport: Transport, manifest: WeightManifest, rest: Sequence[Chunk]) -> None:
         """Send the manifest, wait for all answers, and note what came of it."""
@@ -254,8 +254,14 @@ def shared_memory_of(device: torch.device) -> SharedTransport:
     return CardMemory(device) if device.type == "cuda" else HostMemory()
 
 
-def _with_checksum(chunk: Chunk, checksum: "Future[int]") -> Chunk:
-    return dataclasses.replace(chunk, info=dataclasses.replace(chunk.info, checksum=checksum.result()))
+def _with_checksum(chunk: Chunk, checksum: "Future[int]", seconds: float) -> Chunk:
+    try:
+        info = dataclasses.replace(chunk.info, checksum=checksum.result(seconds))
+    except FutureTimeout:
+        raise DeadlineExceeded(
+            f"waited {seconds:g} s for the checksum of chunk {chunk.index} of the weights."
+        ) from None
+    return dataclasses.replace(chunk, info=info)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """One sender and its makers on threads: who commits what, whoever is slow, dies, rejects or joins."""
 
+import inspect
 import itertools
 import threading
 import weakref
@@ -13,7 +14,7 @@ from weight_testing import Maker, PlainStrategy, deliver, header_of, make_sender
 
 from coati.errors import ActorNotFound, ConfigError, DeadlineExceeded, PeerDied, WeightUpdateError
 from coati.models import Actor
-from coati.peers import LocalPeers, Peer, PendingCall
+from coati.peers import LocalPeer, LocalPeers, Peer, PendingCall
 from coati.weights import sender as sender_module
 from coati.weights.card_memory import CardMemory
 from coati.weights.host_memory import HostMemory
@@ -339,6 +340,23 @@ def test_makers_hear_what_the_sender_sent_before_so_that_no_version_can_jump(mak
         sender.send(2**20)
 
 
+def test_a_checksum_that_is_never_computed_is_an_error(make_models, trained, monkeypatch):
+    monkeypatch.setattr(sender_module, "_GRACE_SECONDS", 0.0)
+    may_end = threading.Event()
+
+    class Stuck(HostMemory):
+        def checksum(self, chunk):
+            may_end.wait(PATIENCE)
+            return super().checksum(chunk)
+
+    peers = LocalPeers(maker=Maker(make_models(0)))
+    try:
+        with pytest.raises(DeadlineExceeded, match="checksum"):
+            make_sender(trained, peers, ["maker"], shared=Stuck(), seconds=0.05).send(1)
+    finally:
+        may_end.set()
+
+
 # Makers that fail.
 
 
@@ -481,7 +499,7 @@ class Damaged(HostMemory):
     def checksum(self, chunk):
         checksum = super().checksum(chunk)
         if chunk.index == 1:
-            self._sets[self._turn].buffers[1].data[0] ^= 1
+            self._sets[self._turn].chunks[1][0] ^= 1
         return checksum
 
 
@@ -517,6 +535,33 @@ class PlainOnly:
 
     def update_experience_maker(self, *, message):
         self._maker.update_experience_maker(message=message)
+
+
+class TakesNoMessage:
+    def update_experience_maker(self, new_actor_state_dict=None, chunk_start=None, chunk_end=None):
+        raise AssertionError("it was called")
+
+
+class CheckingPeer(LocalPeer):
+    """Compares the arguments of a call with the signature before it makes it, as a Ray handle does."""
+
+    def call(self, method, *args, **kwargs):
+        inspect.signature(getattr(self._target, method)).bind(*args, **kwargs)
+        return super().call(method, *args, **kwargs)
+
+
+@pytest.mark.parametrize("peer_class", [LocalPeer, CheckingPeer])
+def test_a_maker_that_does_not_accept_messages_is_refused_and_told_what_it_must_accept(
+    peer_class, make_models, trained, caplog
+):
+    good = Maker(make_models(0))
+    peers = LocalPeers(good=good)
+    peers._peers["mine"] = peer_class("mine", TakesNoMessage())
+    sender = make_sender(trained, peers, ["mine", "good"], shared=HostMemory())
+    with pytest.raises(WeightUpdateError, match=r"maker mine: .*must accept message="):
+        sender.send(1)
+    assert good.served.version == 1
+    assert "plain updates" not in caplog.text
 
 
 @pytest.mark.parametrize("other", [Elsewhere, PlainOnly])
@@ -588,14 +633,28 @@ def test_a_maker_that_joins_gets_all_weights_with_the_next_version(run):
     assert (run.new.versions, run.new.full) == ([2, 3], [True, False])
 
 
-@pytest.mark.parametrize("fail", ["reject", "die", "vanish"])
-def test_a_newcomer_that_fails_is_left_out_until_it_is_counted_on_or_another_takes_its_name(run, fail):
+@pytest.mark.parametrize("fail", ["reject", "drop", "absent"])
+def test_a_newcomer_that_could_not_take_an_update_gets_the_next_in_full(run, fail):
+    absent = run.peers["new"]
     if fail == "reject":
         run.new.rejects = True
-    elif fail == "die":
-        run.peers.kill_at("new", UPDATE)
+    elif fail == "drop":
+        run.peers.drop_reply("new", UPDATE)
     else:
-        run.peers.kill("new")
+        absent.is_alive = False
+    run.send()
+    assert run.recipients.faults.keys() == {"new"}
+    assert run.recipients.has_newcomers
+    run.new.rejects, absent.is_alive = False, True
+    run.send()
+    assert run.recipients.faults == {}
+    assert (run.new.versions[-1], run.new.full[-1]) == (3, True)
+    run.send()
+    assert run.new.full[-1] is False
+
+
+def test_a_newcomer_that_dies_is_left_out_until_another_takes_its_name(run):
+    run.peers.kill_at("new", UPDATE)
     run.send()
     run.send()
     assert run.recipients.faults.keys() == {"new"}
