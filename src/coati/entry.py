@@ -51,11 +51,13 @@ class RunResult:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The metrics of the last step. `coati.load_metrics(result.folder)` has those of all."""
+        """The newest value of every metric. `coati.load_metrics(result.folder)` has those of all steps.
+
+        Those of makers may be older than the last step: no samples are written with the final weights.
+        """
         from coati.monitor import read_jsonl
 
-        rows = read_jsonl(self.files.metrics)
-        return dict(rows[-1]) if rows else {}
+        return {name: value for row in read_jsonl(self.files.metrics) for name, value in row.items()}
 
     @property
     def folder(self) -> Path:
@@ -95,6 +97,12 @@ def train(
     Raises:
         ConfigError: when something is wrong before training starts.
     """
+    for name, part in (("reward", reward), ("learner", learner), ("maker", maker)):
+        if part is not None and not callable(part):
+            raise ConfigError(
+                f"{name} must be a function or a class, got {type(part).__name__}. "
+                "Rewards by name, models and sums of them go into [reward]."
+            )
     settings = checked(_settings(config, overrides, reward), sync=sync, address=address, has_reward=reward is not None)
     check_inputs_outside(settings)
     with open_run_folder(settings, overwrite=overwrite) as delete_earlier:

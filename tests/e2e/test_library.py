@@ -46,6 +46,7 @@ def test_a_file_and_a_function_on_ray(film_run, tmp_path):
     result = coati.train(film_run, reward=good, overrides=["train.total_steps=2"], on_progress=seen.append)
     assert not result.was_stopped
     assert all(0 <= reward <= 1 for _, reward in result.rewards)
+    assert 0 <= result.metrics["reward/mean"] <= 1  # the newest there is
     assert result.metrics["step"] == seen[-1].step == result.config.train.optimizer_steps
     assert (result.folder / "config.toml").read_text().count("test_library:good") == 1
     with pytest.raises(ConfigError, match="earlier run"):
@@ -55,6 +56,8 @@ def test_a_file_and_a_function_on_ray(film_run, tmp_path):
 def test_what_cannot_run_is_told_before_anything_starts(film_run):
     with pytest.raises(ConfigError, match="one maker"):
         coati.train(film_run, overrides=["topology.makers=2"], sync=True)
+    with pytest.raises(ConfigError, match="reward must be"):
+        coati.train(film_run, reward=[lambda completions: [0.0]])
     with pytest.raises(ConfigError, match="overrides"):
         coati.train(coati.load_config(film_run), overrides=["train.epochs=2"])
 

@@ -293,7 +293,10 @@ def find_reward_problem(
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     if name in functions:
         return _signature_problem(key, functions[name], columns)
-    if re.search(rf"\b{name}\b|import \*|__getattr__", source):
+    other_ways = (
+        rf"^{name}\s*[:=]|^\s*(?:async )?(?:def|class) {name}\b|import[^\n]*\b{name}\b|import\s*\([^)]*\b{name}\b"
+    )
+    if re.search(rf"{other_ways}|import \*|__getattr__|globals\(", source, re.MULTILINE):
         return None  # it may be defined in another way
     close = difflib.get_close_matches(name, functions, n=3)
     hint = f"Did you mean {', '.join(close)}?" if close else f"It defines {', '.join(functions) or 'no function'}."

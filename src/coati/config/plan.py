@@ -74,17 +74,20 @@ def _size_lines(config: RunSettings) -> list[str]:
         staleness = "samples may be any number of weight versions behind"
     if topology.max_staleness == 0:
         staleness = "every sample comes from the newest weights (on-policy)"
+    per_version = train.update_steps * per_step
+    is_cut = topology.max_staleness >= 0 and per_batch > per_version
+    parts = f"; made in parts, because a weight version takes only {counted(per_version, 'sample')}" if is_cut else ""
     return [
         f"Rollout: {counted(rollout.prompts_per_batch, 'prompt')} {_TIMES} "
         f"{counted(rollout.samples_per_prompt, 'sample')} = {counted(per_batch, 'sample')} in a rollout batch, "
-        f"at most {counted(rollout.max_new_tokens, 'new token')} each, by the {_engine(config)}.",
+        f"at most {counted(rollout.max_new_tokens, 'new token')} each, by the {_engine(config)}{parts}.",
         f"Makers: {counted(topology.makers, 'maker')}; {staleness}.",
         f"Algorithm: {algorithm.name}{groups}; {penalty}.",
         f"Optimizer step: {counted(topology.trainers, 'trainer')} {_TIMES} {counted(train.batch_size, 'sample')} = "
         f"{counted(per_step, 'sample')}, on each trainer in {_passes(train)}.",
         f"Per weight version: {counted(train.update_steps, 'fresh batch', 'fresh batches')} {_TIMES} "
         f"{counted(train.epochs, 'epoch')} = {counted(train.update_steps * train.epochs, 'optimizer step')} on "
-        f"{counted(train.update_steps * per_step, 'fresh sample')}.",
+        f"{counted(per_version, 'fresh sample')}.",
     ]
 
 
@@ -108,14 +111,12 @@ def _passes(train: TrainSettings) -> str:
 
 
 def _total_lines(config: RunSettings) -> list[str]:
-    train, rollout = config.train, config.rollout
+    train = config.train
     num_versions, remainder = -(-train.total_steps // train.update_steps), train.total_steps % train.update_steps
     num_samples = train.total_steps * config.topology.trainers * train.batch_size
-    per_batch = rollout.prompts_per_batch * rollout.samples_per_prompt
-    num_batches = -(-num_samples // per_batch)
     lines = [
         f"Total: {counted(train.optimizer_steps, 'optimizer step')}, {counted(num_samples, 'sample')}, "
-        f"{counted(num_versions, 'weight version')}, {counted(num_batches, 'rollout batch', 'rollout batches')}."
+        f"{counted(num_versions, 'weight version')}."
     ]
     if remainder:
         lines.append(
@@ -123,8 +124,6 @@ def _total_lines(config: RunSettings) -> list[str]:
             f"{counted(remainder, 'fresh batch', 'fresh batches')} "
             f"({counted(remainder * train.epochs, 'optimizer step')})."
         )
-    if surplus := num_batches * per_batch - num_samples:
-        lines.append(f"Surplus: the last rollout batch holds {counted(surplus, 'sample')} more than the run trains on.")
     return lines
 
 

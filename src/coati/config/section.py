@@ -16,8 +16,8 @@ from coati.errors import ConfigError
 _FOREIGN_NAMES = {
     "train.actor_lr": "lr learning_rate actor_learning_rate",
     "train.critic_lr": "critic_learning_rate",
-    "train.batch_size": "per_device_train_batch_size train_batch_size ppo_mini_batch_size",
-    "train.micro_batch_size": "gradient_accumulation_steps micro_train_batch_size ppo_micro_batch_size_per_gpu",
+    "train.batch_size": "train_batch_size ppo_mini_batch_size gradient_accumulation_steps",
+    "train.micro_batch_size": "per_device_train_batch_size micro_train_batch_size ppo_micro_batch_size_per_gpu",
     "train.micro_batch_tokens": "ppo_max_token_len_per_gpu",
     "train.total_steps": "max_steps num_train_epochs total_training_steps total_epochs num_episodes",
     "train.epochs": "num_iterations ppo_epochs num_ppo_epochs",
@@ -25,6 +25,7 @@ _FOREIGN_NAMES = {
     "train.lr_schedule": "lr_scheduler_type",
     "train.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
     "train.save_every": "save_steps save_freq",
+    "train.mixed_precision": "bf16 fp16",
     "algorithm.name": "algorithm adv_estimator advantage_estimator",
     "algorithm.kl_coef": "beta init_kl_coef kl_loss_coef",
     "algorithm.eps_clip": "epsilon cliprange clip_ratio",
@@ -33,18 +34,17 @@ _FOREIGN_NAMES = {
     "algorithm.normalization": "loss_type loss_agg_mode",
     "rollout.samples_per_prompt": "num_generations n_samples_per_prompt rollout_n",
     "rollout.max_new_tokens": "max_completion_length max_response_length response_length generate_max_len",
-    "rollout.engine": "use_vllm",
     "prompts.max_tokens": "max_prompt_length prompt_max_len",
     "prompts.path": "dataset dataset_name train_files prompt_data",
     "prompts.column": "prompt_key input_key dataset_text_field",
     "model.path": "model_name_or_path model_name pretrain",
     "model.reference": "ref_model ref_model_path",
-    "model.dtype": "torch_dtype bf16 fp16",
+    "model.dtype": "torch_dtype",
     "reward.function": "reward_funcs reward_func custom_reward_function",
     "reward.model": "reward_model reward_pretrain",
     "run.output": "output_dir default_local_dir save_path",
     "run.name": "run_name experiment_name",
-    "lora.rank": "lora_r lora_rank use_peft",
+    "lora.rank": "r lora_r lora_rank use_peft",
     "topology.max_staleness": "async_level staleness_threshold max_head_offpolicyness",
 }
 _OURS = {foreign: ours for ours, names in _FOREIGN_NAMES.items() for foreign in names.split()}
@@ -55,6 +55,7 @@ _ABSENT = {
         "to coati.train.",
     ),
     **dict.fromkeys(("resume", "resume_from_checkpoint", "resume_mode"), "A run cannot be resumed yet."),
+    **dict.fromkeys(("use_vllm", "vllm_mode"), "There is no vLLM back end yet; rollout.engine is native or reference."),
 }
 
 

@@ -102,6 +102,7 @@ def test_a_prompt_path_that_is_nothing(folder):
         ("scorin:praise", "no module 'scorin'"),
         ("scoring:prais", "Did you mean praise?"),
         ("scoring:zzz", "It defines praise."),
+        ("scoring:completions", "It defines praise."),  # the name of a parameter
         ("scoring.deeper:praise", "no module 'scoring.deeper'"),
         ("broken:praise", "broken.py:1 has a syntax error"),
     ],

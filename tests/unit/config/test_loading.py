@@ -241,7 +241,7 @@ def test_all_problems_come_at_once_and_rules_between_sections_when_those_are_sou
         ("train.lr=3", "Use train.actor_lr: learning rate of the policy."),
         ("train.learning_rate=3", "train.actor_lr"),
         ("rollout.num_generations=8", "rollout.samples_per_prompt"),
-        ("train.per_device_train_batch_size=8", "train.batch_size"),
+        ("train.per_device_train_batch_size=8", "train.micro_batch_size"),
         ("algorithm.beta=0.1", "algorithm.kl_coef"),
         ("logging.wandb=true", "trackers"),
         ("run.resume=true", "cannot be resumed"),

@@ -24,9 +24,9 @@ def test_the_defaults_by_hand():
     text = words(plan)
     assert "16 prompts x 1 sample = 16 samples in a rollout batch" in text
     assert "1 trainer x 16 samples = 16 samples, on each trainer in passes of at most 16,384 tokens." in text
-    assert "Total: 100 optimizer steps, 1,600 samples, 100 weight versions, 100 rollout batches." in text
+    assert "Total: 100 optimizer steps, 1,600 samples, 100 weight versions." in text
     assert "Remainder" not in text
-    assert "Surplus" not in text
+    assert "made in parts" not in text
 
 
 def test_how_a_batch_is_cut_into_passes():
@@ -50,10 +50,9 @@ def test_learning_that_would_be_rounded_away_is_said(overrides, warns):
     assert ("Rounding: a bfloat16 weight" in text) == warns
 
 
-def test_a_remainder_and_a_surplus_by_hand():
+def test_a_remainder_by_hand():
     # 10 fresh batches in episodes of 4: 4 + 4 + 2, each gone over 3 times: 12 + 12 + 6 = 30 optimizer steps.
-    # Each step takes 2 trainers × 8 = 16 samples, so 160 samples; rollout batches hold 6 × 8 = 48, and 4 of
-    # them hold 192.
+    # Each step takes 2 trainers × 8 = 16 samples, so 160 samples.
     plan = plan_of(
         "train.total_steps=10",
         "train.update_steps=4",
@@ -67,10 +66,18 @@ def test_a_remainder_and_a_surplus_by_hand():
     )
     text = words(plan)
     assert "16 samples, on each trainer in passes of at most 16,384 tokens and 2 samples." in text
-    assert "Total: 30 optimizer steps, 160 samples, 3 weight versions, 4 rollout batches." in text
+    assert "Total: 30 optimizer steps, 160 samples, 3 weight versions." in text
     assert "4 fresh batches x 3 epochs = 12 optimizer steps on 64 fresh samples" in text
     assert "4 does not divide 10, so the last episode has 2 fresh batches (6 optimizer steps)" in text
-    assert "32 samples more than the run trains on" in text
+    assert "made in parts" not in text
+
+
+def test_a_rollout_batch_that_is_larger_than_a_version_is_made_in_parts():
+    # 16 prompts × 8 samples = 128, where a version takes 16.
+    assert "made in parts, because a weight version takes only 16 samples" in words(
+        plan_of("rollout.samples_per_prompt=8")
+    )
+    assert "made in parts" not in words(plan_of("rollout.samples_per_prompt=8", "topology.max_staleness=-1"))
 
 
 def test_the_plan_says_which_reward_and_where_files_go():
