@@ -153,7 +153,7 @@ def mapped(self):
 
 def lent(self):
     """Inside a trainer: inodes of its buffers."""
-    return {buffer.handle.inode for one in self._sender._shared._sets for buffer in one.buffers.values()}
+    return {buffer.handle.inode for one in self._sender._shared._sets for buffer in one.buffers}
 
 
 def test_a_killed_trainers_whole_update_is_committed_and_half_of_one_is_not(shared_maker, make_trainer, unique):
