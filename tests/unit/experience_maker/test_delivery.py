@@ -237,6 +237,19 @@ def test_a_trainer_that_stays_unreachable_is_an_error_at_the_deadline(make_sende
         sender.flush()
 
 
+def test_retries_do_not_put_off_the_deadline(make_sender, peers, sinks, monkeypatch):
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr("coati.experience_maker.delivery.time", clock)
+    for nth in range(1, 21):
+        peers.drop_reply("t0", "buffer_extend", nth=nth)
+    sender = make_sender("t0", deadlines=Deadlines(batch_seconds=10), retry_seconds=1.0)
+    sender.send(parcels(0, 1))
+    with pytest.raises(DeadlineExceeded, match="10 s"):
+        sender.flush()
+    assert len(sinks["t0"].calls) == 11
+
+
 def test_a_restarted_maker_is_another_sender(make_sender, sinks):
     for _ in range(2):
         sender = make_sender("t0")
