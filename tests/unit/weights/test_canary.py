@@ -93,6 +93,17 @@ def test_an_update_that_computes_otherwise_is_never_served_and_a_full_one_that_p
         assert version == 1
 
 
+def test_an_update_of_some_weights_heals_nothing(maker):
+    trainer, other = make_actor(1), make_actor(2)
+    with pytest.raises(WeightUpdateError, match="nats"):
+        deliver(update(trainer, 1, other), maker)
+    trainer.requires_grad_(False).model.lm_head.requires_grad_(True)
+    deliver(messages_of({"actor": trainer}, header=header_of(2), is_partial=True), maker)
+    assert maker.served.version == 2
+    with pytest.raises(WeightUpdateError, match="Send a full update"), maker.served.use():
+        pass
+
+
 def test_work_that_was_done_before_a_bad_update_is_not_lost(maker, caplog):
     with maker.served.use() as version:  # generation continues with what serves, while the update waits
         deliver(update(make_actor(1), 1, make_actor(2)), maker)
