@@ -112,6 +112,16 @@ def test_chunks_that_a_buffer_has_no_room_for_are_in_the_next_one(make_models, m
     assert maker.receiver.num_mapped == 2 * len({chunk.handle for chunk in chunks})
 
 
+def test_a_chunk_larger_than_a_buffer_gets_one_of_its_size(make_models, memory, maker, fingerprint, monkeypatch):
+    monkeypatch.setattr(host_memory, "BUFFER_BYTES", 256)
+    places = {}
+    for version, max_bytes in enumerate((64, 64, 2**20, 2**20, 64, 64), start=1):
+        chunks = send(memory, make_models(version), maker, version=version, max_bytes=max_bytes)
+        assert fingerprint(maker.models) == fingerprint(make_models(version))
+        places[version] = [(chunk.handle, chunk.handle.offset) for chunk in chunks]
+    assert places[5] == places[1], "buffers are filled from the first one again"
+
+
 def test_a_mapping_shows_the_owners_writes_and_refuses_ours():
     buffer = MemoryBuffer(8)
     mapped = open_memory(buffer.handle)
