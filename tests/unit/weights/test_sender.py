@@ -524,6 +524,19 @@ def handles_in(peers, name):
     return [chunk.handle for message in messages if isinstance(message, WeightMessage) for chunk in message.chunks]
 
 
+def test_lent_chunks_travel_together_and_each_once(make_models, trained, monkeypatch, fingerprint):
+    monkeypatch.setattr(sender_module, "LENT_BYTES_PER_CALL", 50)
+    maker = Maker(make_models(0))
+    peers = ThreadPeers(maker=maker)
+    make_sender(trained, peers, ["maker"], shared=HostMemory(), chunk_mib=1 / 2**20).send(1)
+    messages = [kwargs["message"] for method, _, kwargs in peers["maker"].calls if method == UPDATE]
+    parts = [[chunk.info.nbytes for chunk in message.chunks] for message in messages if message.chunks]
+    assert [chunk.index for message in messages for chunk in message.chunks] == list(range(sum(map(len, parts))))
+    assert len(parts) > 1
+    assert all(sum(part[:-1]) < 50 <= sum(part) for part in parts[:-1])
+    assert fingerprint(maker.models) == fingerprint(trained)
+
+
 class Elsewhere(Maker):
     def sharing_fault(self, probe):
         return "it sits elsewhere"
