@@ -58,6 +58,25 @@ def test_tokens_without_text_and_tokens_beyond_the_tokenizer_change_nothing(toke
     assert int(state) == stops.found
 
 
+def test_a_token_that_loses_its_space_alone_has_it_behind_another():
+    class Stripping:
+        """A tokenizer that leaves out the space at the beginning of a text, as many do."""
+
+        texts = (" a", "b")
+
+        def __len__(self):
+            return len(self.texts)
+
+        def batch_decode(self, rows, *, skip_special_tokens):
+            assert skip_special_tokens
+            return ["".join(self.texts[token] for token in row).removeprefix(" ") for row in rows]
+
+    stops = stop_strings_of(Stripping(), ("b a",), CPU)
+    after_b = stops.advance(torch.tensor([0]), torch.tensor([1]))
+    assert stops.advance(after_b, torch.tensor([0])).tolist() == [stops.found]
+    assert after_b.tolist() != [stops.found]
+
+
 def test_a_string_that_the_tokens_cannot_spell_is_refused(tokenizer):
     with pytest.raises(GenerateOptionError, match="stop_strings"):
         stop_strings_of(tokenizer, ("z",), CPU)
