@@ -205,6 +205,13 @@ def test_joined_layers_share_the_models_memory():
     torch.testing.assert_close(fused(inputs)[:, 2:], inputs.sum(dim=1, keepdim=True).expand(5, 4))
 
 
+@pytest.mark.parametrize("biases", [(False, True), (True, False)])
+def test_layers_of_which_only_some_have_a_bias_are_not_joined(biases):
+    layers = [torch.nn.Linear(3, 2, bias=bias) for bias in biases]
+    inputs = torch.randn(5, 3)
+    torch.testing.assert_close(FusedLinear(layers)(inputs), torch.cat([layer(inputs) for layer in layers], dim=-1))
+
+
 @pytest.mark.parametrize(
     ("model", "options", "reason"),
     [
