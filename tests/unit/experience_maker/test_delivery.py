@@ -180,6 +180,21 @@ def test_a_send_that_failed_makes_no_room(make_sender, peers):
     assert (sender.num_delivered, sender.num_redirected) == (1, 1)
 
 
+def test_items_that_wait_for_room_at_a_trainer_that_dies_go_elsewhere(make_sender, peers, sinks):
+    sender = make_sender("t0", "t1", max_in_flight=1)
+    held = peers.hold("t0", "buffer_extend")
+    sender.send(parcels(0, 2))
+    held.reached()
+    waiting = in_background(sender.send, parcels(2, 1))
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    peers.kill("t0")
+    held.release()
+    waiting.join(PATIENCE)
+    sender.flush()
+    assert sorted(sinks["t1"].sample_ids) == [0, 1, 2]
+
+
 def test_after_a_stop_a_full_trainer_does_not_hold_the_maker(make_sender, peers):
     held = peers.hold("t0", "buffer_extend")
     sender = make_sender("t0", should_stop=lambda: True)
