@@ -121,9 +121,6 @@ class ItemSender:
     def _dispatch(self, trainer: str, items: list[BufferItem]) -> None:
         while sum(flight.trainer == trainer for flight in self._in_flight) >= self._max_in_flight:
             self._await_oldest()
-        if trainer not in self._alive:  # it died while we waited
-            self.send(items)
-            return
         for item in items:
             number = self._next_number[trainer]
             item.delivery_id = (f"{self._stream}>{trainer}", number)
