@@ -2,7 +2,7 @@
 
 FSDP2's mixed-precision policy gives the same numbers, to the bit (test_strategies.py). It is not used here because it
 needs a process group for a single rank, and because one rank of it took 1.8 times (Gemini) to 2.3 times (ZeRO-2) the
-step of plain data parallelism on an H200 (docs/performance.md, "Strategies on one H200").
+step of plain data parallelism on an H200 (docs/performance.md, "Strategies").
 """
 
 from __future__ import annotations
