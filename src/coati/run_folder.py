@@ -105,8 +105,8 @@ def _check_replaceable(folder: Path, *, overwrite: bool) -> None:
     is_run = any(path.name not in _START_FILES for path in _entries(folder))
     if not overwrite and (is_run or (folder / _EARLIER).exists() or (folder / _MOVING).exists()):
         raise ConfigError(
-            f"run.output {str(folder)!r} holds an earlier run. Give --overwrite to replace it, or choose another "
-            "folder with --set run.output=…"
+            f"run.output {str(folder)!r} holds an earlier run. Give --overwrite (overwrite=True in Python) to "
+            "replace it, or choose another run.output."
         )
 
 
