@@ -26,14 +26,7 @@ VOCAB = 13
 SETTINGS = {"actor_lr": 1e-3, "critic_lr": 2e-3, "entropy_coef": 0.01}
 
 
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch):
-    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(key, raising=False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 @functools.cache

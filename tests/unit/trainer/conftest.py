@@ -1,0 +1,15 @@
+"""What tests of one trainer share."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """No process group in the environment, and one thread; both are restored."""
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
