@@ -5,7 +5,7 @@ import gc
 gc.set_threshold(50_000, 20, 100)
 
 # Slow folders first, so that the workers of `pytest -n` end together.
-ORDER = ("e2e", "ray", "gpu", "unit")
+ORDER = ("e2e", "ray", "ranks", "gpu", "unit")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,4 +1,4 @@
-"""Strategies in one process: exactness, shards, files. Two ranks: test_strategies_ranks.py."""
+"""Strategies in one process: exactness, shards, files. Two ranks: tests/ranks."""
 
 import copy
 import itertools
