@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import learner as worker
-from ranks import strategies as bare
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +18,8 @@ from coati.algos import clipped_value_loss, entropy_bonus, masked_whiten
 from coati.cpu import set_up_cpu
 from coati.models import Critic, action_logprobs, action_values
 from coati.trainer.objective import StepCounts, policy_objective
+from ranks import learner as worker
+from ranks import strategies as bare
 
 IN_FLIGHT = 2  # each of gloo's threads may hold a tensor for a moment after it has arrived
 
