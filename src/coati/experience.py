@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from coati.errors import DataError
 from coati.wire import WireTensor, decode, encode
@@ -132,7 +133,6 @@ EXPERIENCE_FIELDS = tuple(field.name for field in dataclasses.fields(_SampleFiel
 REQUIRED_FIELDS = EXPERIENCE_FIELDS[:6]
 PER_TOKEN_FIELDS = ("sequences", "attention_mask")  # [B, S]
 PER_SAMPLE_FIELDS = ("reward", "sample_ids", "group_ids", "temperatures")  # [B]; all others are [B, A]
-_MASKS = ("attention_mask", "action_mask")
 
 
 @dataclasses.dataclass
@@ -221,7 +221,7 @@ class BufferItem(_SampleFields):
 
 
 class ItemBundle(list[BufferItem]):
-    """A list of items that pickles ten times faster and unpickles as a plain list of the same items.
+    """Items of one batch, which pickle ten times faster together and unpickle as a plain list.
 
     >>> import copy
     >>> type(copy.copy(ItemBundle([])))  # a copy is made by pickling's rules
@@ -229,8 +229,7 @@ class ItemBundle(list[BufferItem]):
     """
 
     def __reduce__(self) -> tuple[Callable[..., list[BufferItem]], tuple[Any, ...]]:
-        packed = _pack(self) if all(isinstance(item, BufferItem) for item in self) else None
-        return (list, (list(self),)) if packed is None else (_unpack, (packed,))
+        return _unpack, (_pack(self),)
 
 
 # The wire form of items: for each field one array of all items and, where their shapes differ, the length of each; and
@@ -238,23 +237,17 @@ class ItemBundle(list[BufferItem]):
 _Packed = tuple[dict[str, tuple[WireTensor, list[int] | None]], list[tuple[tuple[str, int] | None, int | None]]]
 
 
-def _pack(items: Sequence[BufferItem]) -> _Packed | None:
-    """One array for each field instead of one for each field of each item; None if the items are too different."""
+def _pack(items: Sequence[BufferItem]) -> _Packed:
+    """One array for each field instead of one for each field of each item."""
     packed: dict[str, tuple[WireTensor, list[int] | None]] = {}
     for name in EXPERIENCE_FIELDS:
-        parts = [getattr(item, name) for item in items]
-        if all(part is None for part in parts):
+        tensors = [getattr(item, name) for item in items]
+        if all(tensor is None for tensor in tensors):
             continue
-        if len({None if part is None else (part.dtype, part.device) for part in parts}) > 1:
-            return None
-        shapes = {part.shape for part in parts}
-        if len(shapes) == 1:
-            wire, sizes = encode(torch.stack(parts)), None
-        elif all(len(shape) == 1 for shape in shapes):
-            wire, sizes = encode(torch.cat(parts)), [len(part) for part in parts]
+        if len({tensor.shape for tensor in tensors}) == 1:
+            packed[name] = encode(torch.stack(tensors)), None
         else:
-            return None
-        packed[name] = wire, sizes
+            packed[name] = encode(torch.cat(tensors)), [len(tensor) for tensor in tensors]
     return packed, [(item.delivery_id, item.round_index) for item in items]
 
 
@@ -282,8 +275,10 @@ def split_experience_batch(experience: Experience) -> list[BufferItem]:
     starts = [0] * experience.num_samples  # prompt positions before the first real token
     if experience.attention_mask is not None and num_prompt_tokens:
         starts = (experience.attention_mask[:, :num_prompt_tokens].ne(0).cumsum(dim=1) == 0).sum(dim=1).tolist()
-    lengths = _last_true(experience.full_action_mask())
     token_columns = torch.arange(experience.sequences.shape[1], device=device)
+    # One past the last True of each row; 0 if there is none.
+    ends = experience.full_action_mask() * (token_columns[: experience.num_actions] + 1)
+    lengths = F.pad(ends, (1, 0)).amax(dim=1).tolist()
     starts_at, ends_at = torch.tensor([starts, lengths], device=device).unsqueeze(-1)  # [B, 1] each
     is_response = token_columns[: experience.num_actions] < ends_at
     is_token = (token_columns >= starts_at) & (token_columns < num_prompt_tokens + ends_at)
@@ -330,30 +325,30 @@ def pad_items(items: Sequence[BufferItem]) -> Experience:
     width_prompt, width_response = max(prompts), max(responses)
     is_ragged = min(prompts) != width_prompt or min(responses) != width_response
     device = items[0].sequences.device
-    token_places = _Places(
+    tokens = _Padding(
         starts=[width_prompt - length for length in prompts],
         lengths=[prompt + response for prompt, response in zip(prompts, responses, strict=True)],
         width=width_prompt + width_response,
         device=device,
     )
-    response_places = _Places(starts=[0] * len(items), lengths=responses, width=width_response, device=device)
+    response_tokens = _Padding(starts=[0] * len(items), lengths=responses, width=width_response, device=device)
     fields: dict[str, Tensor | None] = {}
     for name in EXPERIENCE_FIELDS:
-        parts = [getattr(item, name) for item in items]
-        has_any = any(part is not None for part in parts) or (is_ragged and name in _MASKS)
-        if not has_any:
+        tensors = [getattr(item, name) for item in items]
+        needs_mask = is_ragged and name in ("attention_mask", "action_mask")
+        if all(tensor is None for tensor in tensors) and not needs_mask:
             fields[name] = None
             continue
         # Samples of a hand-written maker may mix with ours: fields they lack get a neutral value.
-        parts = [_default(item, name) if part is None else part for item, part in zip(items, parts, strict=True)]
+        tensors = [_default(item, name) if found is None else found for item, found in zip(items, tensors, strict=True)]
         if name in PER_SAMPLE_FIELDS:
-            fields[name] = torch.stack([part.reshape(()) for part in parts])
+            fields[name] = torch.stack([tensor.reshape(()) for tensor in tensors])
         else:
-            fields[name] = (token_places if name in PER_TOKEN_FIELDS else response_places).filled(parts)
+            fields[name] = (tokens if name in PER_TOKEN_FIELDS else response_tokens).padded(tensors)
     return Experience(**fields)  # type: ignore[arg-type]
 
 
-class _Places:
+class _Padding:
     """Where the entries of all rows go in a padded batch, computed once for all fields of the same shape."""
 
     def __init__(self, *, starts: list[int], lengths: list[int], width: int, device: torch.device) -> None:
@@ -364,9 +359,9 @@ class _Places:
         before = counts.cumsum(0) - counts
         self._flat = torch.arange(sum(lengths), device=device) + (begins - before).repeat_interleave(counts)
 
-    def filled(self, parts: Sequence[Tensor]) -> Tensor:
-        """The parts in their places, and 0 everywhere else."""
-        entries = torch.cat(list(parts))
+    def padded(self, rows: Sequence[Tensor]) -> Tensor:
+        """One matrix of all rows, with 0 in the padding."""
+        entries = torch.cat(list(rows))
         return entries.new_zeros(self._shape[0] * self._shape[1]).index_copy_(0, self._flat, entries).view(self._shape)
 
 
@@ -384,12 +379,3 @@ def _default(item: BufferItem, name: str) -> Tensor:
     if name == "policy_versions":
         return torch.full_like(item.action_log_probs, UNKNOWN_ID, dtype=torch.long)
     return torch.tensor(UNKNOWN_ID, device=item.sequences.device)
-
-
-def _last_true(mask: Tensor) -> list[int]:
-    """One past the last True of each row (0 if there is none)."""
-    if mask.shape[1] == 0:
-        return [0] * mask.shape[0]
-    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    lengths: list[int] = (mask.long() * positions).amax(dim=1).tolist()
-    return lengths

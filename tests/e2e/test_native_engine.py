@@ -61,7 +61,7 @@ def make_model(name, seed=0):
     return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)).eval()
 
 
-def make_request(*, rows=9, max_new_tokens=7, commit_point=None, **options):
+def make_request(*, rows=9, max_new_tokens=7, between_tokens=None, **options):
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 29, (rows, 5), generator=generator)
     mask = torch.ones_like(ids)
@@ -76,7 +76,7 @@ def make_request(*, rows=9, max_new_tokens=7, commit_point=None, **options):
         options=GenerateOptions.parse(**{"eos_token_id": [2, 5, 8, 11], **options}),
         max_new_tokens=max_new_tokens,
         version=4,
-        commit_point=commit_point,
+        between_tokens=between_tokens,
     )
 
 
@@ -138,14 +138,14 @@ def test_weights_that_are_written_into_the_model_count_from_the_next_token():
     def generate(engine_class, **settings):
         model, calls = make_model("qwen2"), []
 
-        def commit_point():
+        def between_tokens():
             calls.append(None)
             if len(calls) == 3:
                 for name, tensor in model.state_dict().items():
                     tensor.copy_(new[name])
             return 5 if len(calls) >= 3 else 4
 
-        return engine_class(model, **settings).generate(make_request(commit_point=commit_point, eos_token_id=[]))
+        return engine_class(model, **settings).generate(make_request(between_tokens=between_tokens, eos_token_id=[]))
 
     expected = generate(ReferenceEngine)
     assert expected.token_versions[0].tolist() == [4, 4, 4, 5, 5, 5, 5]
@@ -334,7 +334,7 @@ def test_weights_that_come_with_looks_under_way_count_from_the_steps_after(repla
             old.load_state_dict(new)
         return version
 
-    rollout = NativeEngine(old).generate(dataclasses.replace(request, commit_point=commit))
+    rollout = NativeEngine(old).generate(dataclasses.replace(request, between_tokens=commit))
     assert rollout.token_versions.tolist() == [[4] * 7 + [5] * 4] * len(
         rollout.is_cut
     )  # one with the prompt, and two looks of three

@@ -44,7 +44,7 @@ def make_model(family="qwen2", seed=0, dtype=torch.float32):
     return model.eval().to("cuda", dtype)
 
 
-def make_request(rows=35, *, max_new_tokens=40, seed=1, commit_point=None, **options):
+def make_request(rows=35, *, max_new_tokens=40, seed=1, between_tokens=None, **options):
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(20, 200, (rows, 12), generator=generator)
     mask = torch.ones_like(ids)
@@ -59,7 +59,7 @@ def make_request(rows=35, *, max_new_tokens=40, seed=1, commit_point=None, **opt
         options=GenerateOptions.parse(**{"eos_token_id": ENDS, "pad_token_id": 0, **options}),
         max_new_tokens=max_new_tokens,
         version=4,
-        commit_point=commit_point,
+        between_tokens=between_tokens,
     )
 
 
@@ -172,7 +172,7 @@ def test_weights_committed_in_flight_are_read_by_the_graphs_that_exist():
             model.load_state_dict(new)
         return 4 if looks < 3 else 5
 
-    rollout = engine.generate(make_request(eos_token_id=[], commit_point=commit))
+    rollout = engine.generate(make_request(eos_token_id=[], between_tokens=commit))
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == addresses
     assert rollout.token_versions.tolist() == [[4] * num_old + [5] * (40 - num_old)] * 35
     model.load_state_dict(old)

@@ -8,7 +8,7 @@ import pytest
 from coati import errors
 from coati.config import Deadlines
 from coati.errors import CoatiError, ConfigError
-from coati.experience_maker.naive import AllSamplesDropped
+from coati.experience_maker import AllSamplesDropped
 
 CLASSES = [value for _, value in inspect.getmembers(errors, inspect.isclass)] + [AllSamplesDropped]
 

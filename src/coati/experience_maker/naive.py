@@ -6,7 +6,6 @@ its scores have come; the next one may be begun in between.
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,19 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coati.algos import kl_estimate
+from coati.algos import has_signal, kl_estimate
 from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, RewardError
 from coati.experience import Experience
 from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
 from coati.experience_maker.scoring import (
-    DROPPED_NO_SIGNAL,
-    DROPPED_PROMPT_TOO_LONG,
     GapWatch,
     NoSignal,
-    drop_bad_rewards,
-    drop_equal_scores,
     estimate_advantages,
+    has_good_reward,
     score_with_models,
 )
 from coati.experience_maker.statistics import reward_term_metrics
@@ -37,10 +33,8 @@ from coati.models.calls import context_length_of
 from coati.models.packing import joined_once
 from coati.monitor.metrics import Sum
 from coati.monitor.timeline import Timeline
-from coati.rewards import PendingScores, RewardScorer
+from coati.rewards import RewardScorer
 from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, make_engine, merge_rollouts
-
-__all__ = ["AllSamplesDropped", "NaiveExperienceMaker", "NoSignal"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +44,9 @@ _NO_LIMIT = 1 << 62
 class NaiveExperienceMaker(ExperienceMaker):
     """Makes experience with one pass of each model.
 
-    Samples that cannot be trained on (a prompt that leaves no room in the context, a reward that is not a
-    finite number) are dropped and counted in `dropped`; the experience then has fewer rows than the batch.
-    Where the algorithm compares the samples of a prompt, a group that lost one is dropped whole.
+    Samples that cannot be trained on (a prompt that leaves no room in the context, a reward that is not a finite
+    number) are dropped with a warning; the experience then has fewer rows than the batch. Where the algorithm compares
+    the samples of a prompt, a group that lost one is dropped whole.
 
     `algorithm` decides how advantages are made and where the KL penalty goes; `kl_coef`, `gamma` and `lam` are short
     for its settings of the same name. Algorithms without a critic take None for it.
@@ -87,8 +81,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         self.seed = seed
         self.engine: RolloutEngine = make_engine(engine, actor) if isinstance(engine, str) else engine
         self.timeline = Timeline()
-        self.dropped: Counter[str] = Counter()
-        self._num_no_signal_reported = 0
+        self._num_without_signal = 0  # not yet reported
         self._gap_watch = GapWatch()
         self._next_sample_id = 0
         for model in (actor, critic, reward_model, initial_model):
@@ -97,9 +90,8 @@ class NaiveExperienceMaker(ExperienceMaker):
 
     @property
     def has_time_between_tokens(self) -> bool:  # type: ignore[override]
-        """Whether generation leaves the host idle: on a GPU, with an engine that pauses between tokens."""
-        has_pauses = getattr(self.engine, "calls_commit_point", False)
-        return has_pauses and not self._is_overridden and next(self.actor.parameters()).device.type == "cuda"
+        """Whether generation leaves the host idle, as it does on a GPU."""
+        return not self._is_overridden and next(self.actor.parameters()).device.type == "cuda"
 
     @torch.no_grad()
     def make_experience(
@@ -161,23 +153,45 @@ class NaiveExperienceMaker(ExperienceMaker):
     def _finish(self, batch: MakerBatch) -> None:
         experience = batch.experience
         assert experience is not None
-        if (scores := batch.scores) is not None:
-            if not scores.is_ready:
-                with self.timeline.span("wait_rewards"):
-                    scores.wait(math.inf)
-            experience.reward = self._checked_scores(scores(), experience.sequences)
-            batch.metrics |= reward_term_metrics(scores.terms, experience.num_samples)
+        if not batch.is_ready:
+            with self.timeline.span("wait_rewards"):
+                batch.wait(math.inf)
         with self.timeline.span("score"):
+            self._take_scores(batch)
+            is_good = has_good_reward(experience, in_whole_groups=self.algorithm.uses_groups)
+            if not bool(is_good.all()):
+                batch.keep(is_good)
+            if self.algorithm.dynamic_sampling:
+                self._drop_equal_scores(batch)
             self._estimate_advantages(batch)
 
-    def _estimate_advantages(self, batch: MakerBatch) -> None:
-        algorithm = self.algorithm
-        drop_bad_rewards(batch, self.dropped, in_whole_groups=algorithm.uses_groups)
-        if algorithm.dynamic_sampling:
-            drop_equal_scores(batch, self.dropped)
-            num_no_signal, self._num_no_signal_reported = self._num_no_signal_reported, self.dropped[DROPPED_NO_SIGNAL]
-            batch.metrics["maker/no_signal"] = Sum(self._num_no_signal_reported - num_no_signal)
+    def _take_scores(self, batch: MakerBatch) -> None:
+        """Write the pending scores, if there are any, into the experience."""
+        if (scores := batch.scores) is not None:
+            assert batch.experience is not None
+            batch.experience.reward = self._checked_scores(scores(), batch.experience.sequences)
+            batch.metrics |= reward_term_metrics(scores.terms, batch.experience.num_samples)
+            batch.scores = None
+
+    def _drop_equal_scores(self, batch: MakerBatch) -> None:
+        """Dynamic sampling: drop the groups whose samples all score the same, and so have no advantage."""
         experience = batch.experience
+        assert experience is not None
+        assert experience.group_ids is not None
+        teaches = has_signal(experience.reward, experience.group_ids)
+        self._num_without_signal += int((~teaches).sum())
+        if not bool(teaches.any()):
+            raise NoSignal(
+                f"all {len(teaches)} samples of a batch scored the same as the others of their prompt, so dynamic "
+                "sampling dropped them. Use prompts that are neither too easy nor too hard, more samples of each, or "
+                "set algorithm.dynamic_sampling = false."
+            )
+        batch.keep(teaches)
+        batch.metrics["maker/no_signal"] = Sum(self._num_without_signal)
+        self._num_without_signal = 0
+
+    def _estimate_advantages(self, batch: MakerBatch) -> None:
+        algorithm, experience = self.algorithm, batch.experience
         assert experience is not None
         experience.advantages = estimate_advantages(
             algorithm.advantages,
@@ -197,7 +211,6 @@ class NaiveExperienceMaker(ExperienceMaker):
         num_dropped = int((~fits).sum())
         if num_dropped == 0:
             return prompts
-        self.dropped[DROPPED_PROMPT_TOO_LONG] += num_dropped
         longest = int(prompts.attention_mask.sum(dim=1).max())
         message = (
             f"{num_dropped} of {len(fits)} prompts leave no room for a response (longest {longest} tokens; "
@@ -239,7 +252,7 @@ class NaiveExperienceMaker(ExperienceMaker):
                         options=options,
                         max_new_tokens=int(room[rows].max()),
                         version=self.policy_version,
-                        commit_point=None if self.between_tokens is None else self._pause,
+                        between_tokens=None if self.between_tokens is None else self._pause,
                     )
                 )
             )
@@ -256,7 +269,9 @@ class NaiveExperienceMaker(ExperienceMaker):
         sequences, attention_mask, action_mask = rollout.sequences, rollout.attention_mask, rollout.action_mask
         forward = (sequences, attention_mask, action_mask)
         temperatures = torch.full(action_mask.shape[:1], temperature, device=sequences.device)
-        scores = self._begin_scores(*forward, prompts.columns)
+        scorer = self.reward_model
+        if isinstance(scorer, RewardScorer):
+            batch.scores = scorer.begin(*forward, prompts.columns)
         side_stream = SideStream(sequences.device)
         # The engine drew the tokens by these log-probs, so they are the policy's, whatever a second pass would say.
         logprobs = rollout.rollout_log_probs
@@ -281,26 +296,11 @@ class NaiveExperienceMaker(ExperienceMaker):
                 reference_logprobs.masked_fill(~action_mask, 0.0) if self.algorithm.kl_in == "loss" else None
             ),
         )
-        if scores is not None and scores.is_in_background:
-            batch.scores = scores
-            return
         # Models score now, because the models are free only until the next batch begins.
-        if scores is not None:
-            output = scores()
-            batch.metrics |= reward_term_metrics(scores.terms, len(sequences))
-        else:
-            arguments = (*forward, prompts.columns) if isinstance(self.reward_model, RewardScorer) else forward[:2]
-            output = self.reward_model(*arguments)
-        batch.experience.reward = self._checked_scores(output, sequences)
-
-    def _begin_scores(
-        self, sequences: Tensor, attention_mask: Tensor, action_mask: Tensor, columns: Mapping[str, Sequence[Any]]
-    ) -> PendingScores | None:
-        """Start a `RewardScorer`; None for other rewards, and for a subclass with a `__call__` of its own."""
-        scorer = self.reward_model
-        if not isinstance(scorer, RewardScorer) or type(scorer).__call__ is not RewardScorer.__call__:
-            return None
-        return scorer.begin(sequences, attention_mask, action_mask, columns)
+        if batch.scores is None:
+            batch.experience.reward = self._checked_scores(scorer(sequences, attention_mask), sequences)
+        elif not batch.scores.is_in_background:
+            self._take_scores(batch)
 
     def _checked_scores(self, output: Any, sequences: Tensor) -> Tensor:
         scores = output["logits"] if isinstance(output, Mapping) else output

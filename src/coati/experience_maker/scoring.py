@@ -1,17 +1,15 @@
 """From a rollout to advantages: reference and critic, the check of the engine, what is dropped, and the estimates."""
 
 import logging
-from collections import Counter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from coati.algos import gae, grpo_advantages, has_signal, reinforce_returns, rloo_advantages, shaped_rewards, spread
+from coati.algos import gae, grpo_advantages, reinforce_returns, rloo_advantages, shaped_rewards, spread
 from coati.algos.masked import zero_padding
 from coati.config.algorithm import AdvantageKind
-from coati.errors import DataError
-from coati.experience_maker.base import AllSamplesDropped, MakerBatch
+from coati.experience import Experience
+from coati.experience_maker.base import AllSamplesDropped
 from coati.models import action_logprobs, action_values
 from coati.models.actor import packed_scoring_problem
 from coati.models.packing import SCORED_TOKENS, joined_once, row_parts, row_tokens
@@ -20,23 +18,9 @@ from coati.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 
-DROPPED_PROMPT_TOO_LONG = "prompt_too_long"
-DROPPED_REWARD_NOT_FINITE = "reward_not_finite"
-DROPPED_GROUP_INCOMPLETE = "group_incomplete"
-DROPPED_NO_SIGNAL = "no_signal"
-
 # Rows of each batch whose log-probs are recomputed, and the mean gap that rounding cannot explain.
 _PROBED_ROWS = 2
 _EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
-
-
-class ModelScores(NamedTuple):
-    """The models' outputs for a batch."""
-
-    reference_logprobs: Tensor
-    """[B, A]"""
-    values: Tensor
-    """[B, A]; 0 outside of responses, and everywhere without a critic."""
 
 
 @torch.no_grad()
@@ -49,25 +33,25 @@ def score_with_models(
     temperatures: Tensor,  # [B]
     *,
     max_tokens: int = SCORED_TOKENS,
-) -> ModelScores:
-    """Run reference and critic over the batch, a part at a time."""
+) -> tuple[Tensor, Tensor]:
+    """Reference log-probs and values, [B, A] each; values are 0 outside of responses, and without a critic.
+
+    A large batch is passed through the models in several micro-batches.
+    """
     num_actions = action_mask.shape[1]
     costs = row_tokens(sequences, attention_mask, is_packed=not packed_scoring_problem(initial_model))
-    slices = row_parts(costs, max_tokens=max_tokens)
-    parts = []
-    for rows in slices:
-        # One part is the tensors themselves, so that a reward model gets the rows that are joined here.
-        whole = (sequences, attention_mask) if len(slices) == 1 else (sequences[rows], attention_mask[rows])
-        part = (*whole, num_actions)
+    micro_batches = row_parts(costs, max_tokens=max_tokens)
+    references, values = [], []
+    for rows in micro_batches:
+        # A single one is the tensors themselves, so that a reward model gets the rows that are joined here.
+        tokens = (sequences, attention_mask) if len(micro_batches) == 1 else (sequences[rows], attention_mask[rows])
         with joined_once():
-            reference = action_logprobs(initial_model, *part, temperatures=temperatures[rows])[0]
-            values = torch.zeros_like(reference)
-            if critic is not None:
-                values = action_values(critic, *part).masked_fill(~action_mask[rows], 0.0)
-        parts.append(ModelScores(reference, values))
-    if len(parts) == 1:
-        return parts[0]
-    return ModelScores(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+            references.append(action_logprobs(initial_model, *tokens, num_actions, temperatures=temperatures[rows])[0])
+            if critic is None:
+                values.append(torch.zeros_like(references[-1]))
+            else:
+                values.append(action_values(critic, *tokens, num_actions).masked_fill(~action_mask[rows], 0.0))
+    return torch.cat(references), torch.cat(values)
 
 
 class GapWatch:
@@ -109,48 +93,25 @@ class NoSignal(AllSamplesDropped):
     """Dynamic sampling left nothing: in each group of the batch all samples scored the same."""
 
 
-def drop_bad_rewards(batch: MakerBatch, dropped: Counter[str], *, in_whole_groups: bool) -> None:
-    """Drop samples whose reward is NaN or infinite: one of them would poison a whole training batch.
+def has_good_reward(experience: Experience, *, in_whole_groups: bool) -> Tensor:
+    """Which samples to keep, [B] bool: one reward that is NaN or infinite would poison a whole training batch.
 
-    With `in_whole_groups` a group that lost one is dropped too. `dropped` counts the samples by reason.
+    With `in_whole_groups` all samples of a group must be good: an advantage among the rest would be a different one.
     """
-    experience = batch.experience
-    assert experience is not None
     is_good = experience.reward.isfinite()
-    num_dropped = int((~is_good).sum())
-    if num_dropped == 0:
-        return
-    dropped[DROPPED_REWARD_NOT_FINITE] += num_dropped
-    ids = experience.sample_ids[~is_good].tolist() if experience.sample_ids is not None else []
-    message = f"the reward of {num_dropped} of {len(is_good)} samples is not a finite number (sample ids {ids[:8]})"
-    if not bool(is_good.any()):
-        raise AllSamplesDropped(f"{message}. Make the reward return finite numbers for these samples.")
-    logger.warning("%s; dropped", message)
+    is_bad = ~is_good
+    if not bool(is_bad.any()):
+        return is_good
     if in_whole_groups and experience.group_ids is not None:
-        # An advantage among the rest of a group would be a different one.
-        is_whole = is_good & ~torch.isin(experience.group_ids, experience.group_ids[~is_good])
-        dropped[DROPPED_GROUP_INCOMPLETE] += int((is_good & ~is_whole).sum())
-        if not bool(is_whole.any()):
-            raise AllSamplesDropped(f"{message}, in every group of the batch. Make the reward return finite numbers.")
-        is_good = is_whole
-    batch.keep(is_good)
-
-
-def drop_equal_scores(batch: MakerBatch, dropped: Counter[str]) -> None:
-    """Dynamic sampling: drop the groups whose samples all score the same, and so have no advantage."""
-    experience = batch.experience
-    assert experience is not None
-    assert experience.group_ids is not None
-    teaches = has_signal(experience.reward, experience.group_ids)
-    num_dropped = int((~teaches).sum())
-    dropped[DROPPED_NO_SIGNAL] += num_dropped
-    if num_dropped == len(teaches):
-        raise NoSignal(
-            f"all {num_dropped} samples of a batch scored the same as the others of their prompt, so dynamic "
-            "sampling dropped them. Use prompts that are neither too easy nor too hard, more samples of each, or "
-            "set algorithm.dynamic_sampling = false."
-        )
-    batch.keep(teaches)
+        is_good = ~torch.isin(experience.group_ids, experience.group_ids[is_bad])
+    ids = experience.sample_ids[is_bad].tolist() if experience.sample_ids is not None else []
+    message = (
+        f"the reward of {int(is_bad.sum())} of {len(is_bad)} samples is not a finite number (sample ids {ids[:8]})"
+    )
+    if not bool(is_good.any()):
+        raise AllSamplesDropped(f"{message}, so none is left. Make the reward return finite numbers for these samples.")
+    logger.warning("%s; dropped", message)
+    return is_good
 
 
 def estimate_advantages(
@@ -177,24 +138,17 @@ def estimate_advantages(
     ... ).tolist()
     [[-0.5], [0.5]]
     """
+    assert group_ids is not None or kind in ("gae", "returns")  # see `PromptBatch.check_groups`
     if kind in ("gae", "returns", "returns_above_group"):
         rewards = shaped_rewards(scores, kl, mask, kl_coef=kl_coef)
         if kind == "gae":
             return gae(rewards, values, mask, gamma=gamma, lam=lam)
-        groups = _required(kind, group_ids) if kind == "returns_above_group" else None
-        return reinforce_returns(rewards, mask, gamma=gamma, group_ids=groups)
+        return reinforce_returns(
+            rewards, mask, gamma=gamma, group_ids=group_ids if kind == "returns_above_group" else None
+        )
     # The estimate may overflow to inf even where there is no penalty, and 0 * inf is nan.
     totals = scores - kl_coef * zero_padding(kl, mask, name="kl").sum(-1) if kl_coef else scores
-    groups = _required(kind, group_ids)
+    assert group_ids is not None
     if kind == "leave_one_out":
-        return spread(rloo_advantages(totals, groups), mask)
-    return spread(grpo_advantages(totals, groups, normalize_std=kind == "group_normalized"), mask)
-
-
-def _required(kind: str, group_ids: Tensor | None) -> Tensor:
-    if group_ids is None:
-        raise DataError(
-            f"advantages of kind {kind} compare the samples of a prompt, but the batch has no group_ids. "
-            "Give every sample of a prompt the same group id."
-        )
-    return group_ids
+        return spread(rloo_advantages(totals, group_ids), mask)
+    return spread(grpo_advantages(totals, group_ids, normalize_std=kind == "group_normalized"), mask)

@@ -22,11 +22,11 @@ class RolloutRequest:
     max_new_tokens: int
     version: int = 0
     """Version of the weights that generation starts with."""
-    commit_point: Callable[[], int] | None = None
-    """Called between two tokens: the model may take new weights here, and the next token is by the version returned.
+    between_tokens: Callable[[], int] | None = None
+    """Call it between two tokens: the model may take new weights here, and the next token is by the version returned.
 
-    On a CPU that is after each token, on a GPU the native engine comes here every few tokens. New weights are written
-    into the memory that holds the old ones.
+    New weights are written into the memory that holds the old ones. Finished batches are delivered here too, so an
+    engine that does not call it delays them. The native engine calls it every few tokens on a GPU, else at each.
     """
 
 
@@ -88,10 +88,7 @@ def merge_rollouts(rollouts: Sequence[Rollout], parts: Sequence[Tensor], num_pro
 
 
 class RolloutEngine(Protocol):
-    """Generates responses. Engines differ in speed only: the draws are keyed by sample id.
-
-    One that calls `request.commit_point` between tokens says so by an attribute `calls_commit_point = True`.
-    """
+    """Generates responses. Engines differ in speed only: the draws are keyed by sample id."""
 
     def generate(self, request: RolloutRequest) -> Rollout:
         """Continue every prompt."""

@@ -29,8 +29,6 @@ from coati.rollout.sampling import Sampler, stop_strings_of
 class ReferenceEngine:
     """Correct for every causal LM that transformers can generate with; other engines are tested against it."""
 
-    calls_commit_point = True
-
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
@@ -107,7 +105,7 @@ class _KeyedDice(LogitsProcessor):  # type: ignore[misc]
         self._log_probs: list[Tensor] = []
         self._version = request.version
         self._versions: list[int] = []
-        self._commit_point = request.commit_point
+        self._between_tokens = request.between_tokens
         draws = keyed_uniforms(request.seed, request.sample_ids.tolist(), request.max_new_tokens)
         self._uniforms = torch.from_numpy(draws).to(request.input_ids.device)  # [B, max_new_tokens]
 
@@ -115,9 +113,9 @@ class _KeyedDice(LogitsProcessor):  # type: ignore[misc]
         tokens, log_probs = self._sampler(scores, self._uniforms[:, len(self._log_probs)])
         self._log_probs.append(log_probs)
         self._versions.append(self._version)
-        if self._commit_point is not None:
+        if self._between_tokens is not None:
             # These scores are used up; the next ones may come from other weights, over the same cache.
-            self._version = self._commit_point()
+            self._version = self._between_tokens()
         return torch.full_like(scores, float("-inf")).scatter(1, tokens.unsqueeze(1), 0.0)
 
     def log_probs(self, num_actions: int) -> Tensor:

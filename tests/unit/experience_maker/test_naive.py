@@ -16,13 +16,7 @@ from coati.errors import ConfigError, DataError, GenerateOptionError, RewardErro
 from coati.experience_maker import AllSamplesDropped, NaiveExperienceMaker
 from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
-from coati.experience_maker.scoring import (
-    DROPPED_GROUP_INCOMPLETE,
-    DROPPED_NO_SIGNAL,
-    DROPPED_PROMPT_TOO_LONG,
-    DROPPED_REWARD_NOT_FINITE,
-    NoSignal,
-)
+from coati.experience_maker.scoring import NoSignal
 from coati.models import Actor, Critic, RewardModel, action_values
 from coati.rewards import Reward, RewardScorer
 from coati.rollout import ReferenceEngine
@@ -380,15 +374,14 @@ def test_ids_must_be_one_for_each_prompt(make_maker, name):
 # Rewards that are no numbers
 
 
-def test_a_sample_without_a_finite_reward_is_dropped_and_counted(make_maker, caplog):
+def test_a_sample_without_a_finite_reward_is_dropped_with_a_warning(make_maker, caplog):
     maker = make_maker(reward_model=Scores(torch.tensor([1.0, NAN, INF, 2.0])))
-    with caplog.at_level(logging.WARNING, logger="coati.experience_maker.naive"):
+    with caplog.at_level(logging.WARNING, logger="coati.experience_maker.scoring"):
         experience = make_experience(maker, sample_ids=torch.tensor([11, 12, 13, 14]))
     assert experience.sample_ids.tolist() == [11, 14]
     assert experience.reward.tolist() == [1.0, 2.0]
     assert [prompt for prompt, _ in texts(experience)] == [PROMPTS[0], PROMPTS[3]]
     assert all(tensor.isfinite().all() for _, tensor in experience.tensors())
-    assert maker.dropped == {DROPPED_REWARD_NOT_FINITE: 2}
     assert "2 of 4 samples is not a finite number (sample ids [12, 13])" in caplog.text
 
 
@@ -396,7 +389,6 @@ def test_a_batch_without_a_finite_reward_is_dropped_whole(make_maker):
     maker = make_maker(reward_model=Scores(torch.full((4,), NAN)))
     with pytest.raises(AllSamplesDropped, match=r"4 of 4 samples .*\[0, 1, 2, 3\].*finite numbers") as caught:
         make_experience(maker)
-    assert maker.dropped == {DROPPED_REWARD_NOT_FINITE: 4}
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
@@ -412,7 +404,6 @@ def test_a_prompt_that_fills_the_context_is_dropped_and_its_neighbours_are_not_c
     prompts = [[3] * 8, [4] * 6, [5] * 5, [6, 7], [8]]
     with caplog.at_level(logging.WARNING, logger="coati.experience_maker.naive"):
         experience = make_experience(maker, prompts, max_new_tokens=4, eos_token_id=[])
-    assert maker.dropped == {DROPPED_PROMPT_TOO_LONG: 1}
     assert "1 of 5 prompts leave no room for a response (longest 8 tokens; context 8" in caplog.text
     assert [prompt for prompt, _ in texts(experience)] == prompts[1:]
     assert [len(response) for _, response in texts(experience)] == [2, 3, 4, 4]
@@ -423,7 +414,6 @@ def test_when_no_prompt_fits_the_batch_is_dropped_whole(make_maker, gpt2):
     maker = make_maker(actor=gpt2(n_positions=4))
     with pytest.raises(AllSamplesDropped, match=r"2 of 2 prompts leave no room .*Shorten the prompts"):
         make_experience(maker, [[3] * 4, [4] * 5])
-    assert maker.dropped == {DROPPED_PROMPT_TOO_LONG: 2}
 
 
 def test_max_length_counts_each_prompt_without_its_padding(make_maker):
@@ -547,22 +537,34 @@ def test_grpo_needs_no_critic_and_keeps_the_reference_for_the_loss(make_maker):
     assert make_experience(make_maker()).reference_log_probs is None  # PPO's penalty is in the reward
 
 
-def test_one_bad_reward_drops_its_group_and_is_counted(make_maker):
+def test_one_bad_reward_drops_its_group(make_maker):
     maker = scored_maker(make_maker, [1.0, 3.0, NAN, 2.0])
     experience = grouped(maker, sample_ids=torch.tensor([10, 11, 12, 13]))
     assert experience.sample_ids.tolist() == [10, 11]
-    assert dict(maker.dropped) == {DROPPED_REWARD_NOT_FINITE: 1, DROPPED_GROUP_INCOMPLETE: 1}
-    with pytest.raises(AllSamplesDropped, match="in every group"):
+    with pytest.raises(AllSamplesDropped, match="none is left"):
         grouped(scored_maker(make_maker, [NAN, 3.0, NAN, 2.0]))
 
 
 def test_dynamic_sampling_leaves_out_what_teaches_nothing(make_maker):
     maker = scored_maker(make_maker, [2.0, 2.0, 0.0, 1.0], "dapo")
     assert grouped(maker).group_ids.tolist() == [5, 5]
-    assert maker.dropped[DROPPED_NO_SIGNAL] == 2
     assert grouped(scored_maker(make_maker, [2.0, 2.0, 0.0, 1.0])).num_samples == 4  # GRPO keeps them
     with pytest.raises(NoSignal, match="scored the same"):
         grouped(scored_maker(make_maker, [2.0, 2.0, 1.0, 1.0], "dapo"))
+
+
+def test_samples_without_signal_are_reported_with_the_next_batch_that_has_some(make_maker):
+    maker = scored_maker(make_maker, [2.0, 2.0, 1.0, 1.0], "dapo")
+    input_ids, attention_mask = padded(PROMPTS)
+    groups, ids = torch.tensor([3, 3, 5, 5]), torch.arange(4)
+    prompts = PromptBatch(input_ids, attention_mask, sample_ids=ids, group_ids=groups)
+    with pytest.raises(NoSignal):
+        maker.finish(maker.begin(prompts, max_new_tokens=2))
+    maker.reward_model = Scores(torch.tensor([2.0, 2.0, 0.0, 1.0]))
+    for expected in (4 + 2, 2):
+        batch = maker.begin(prompts, max_new_tokens=2)
+        maker.finish(batch)
+        assert batch.metrics["maker/no_signal"].value == expected
 
 
 @pytest.mark.parametrize(

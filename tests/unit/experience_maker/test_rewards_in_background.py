@@ -38,11 +38,11 @@ class Watched(nn.Module):
 
 @pytest.fixture
 def make(llama):
-    def make(reward, on_reference=lambda: None, scorer=RewardScorer):
+    def make(reward, on_reference=lambda: None):
         maker = NaiveExperienceMaker(
             Actor(llama(seed=1)),
             None,
-            scorer(reward, Numbers()),
+            RewardScorer(reward, Numbers()),
             Watched(llama(seed=2), on_reference),
             algorithm=AlgorithmSettings(name="grpo"),
         )
@@ -121,15 +121,6 @@ def test_a_function_that_asks_a_model_says_so_and_waits_its_turn(make):
     judged.is_host_work = False
     make(FunctionReward(judged), lambda: calls.append("reference"))
     assert calls == ["reference", "reward"]
-
-
-def test_a_scorer_with_a_call_of_its_own_is_called(make):
-    class Doubled(RewardScorer):
-        def __call__(self, *args):
-            return 2 * super().__call__(*args)
-
-    reward = FunctionReward(lambda completions: [1.0] * len(completions), name="function")
-    assert make(reward, scorer=Doubled).reward.tolist() == [2.0, 2.0]
 
 
 def test_a_reward_that_never_ends_is_an_error(make, monkeypatch):

@@ -1,4 +1,4 @@
-"""Scoring a part at a time gives what scoring all at once does."""
+"""Scoring in micro-batches gives what scoring all at once does."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from coati.rollout import Rollout
 
 @pytest.mark.parametrize("max_tokens", [1, 9, 20])
 @pytest.mark.parametrize("with_critic", [True, False])
-def test_parts_do_not_matter(llama, max_tokens, with_critic, joined):
+def test_micro_batches_do_not_matter(llama, max_tokens, with_critic, joined):
     reference = Actor(llama(seed=1).double())
     critic = Critic(llama(seed=2).double()) if with_critic else None
     if critic is not None:
@@ -25,15 +25,16 @@ def test_parts_do_not_matter(llama, max_tokens, with_critic, joined):
     reference.model.model.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    parts = score_with_models(reference, critic, *rest, max_tokens=max_tokens)
+    micro_batches = score_with_models(reference, critic, *rest, max_tokens=max_tokens)
     assert calls == {1: [4, 3, 2, 5], 9: [9, 5], 20: [14]}[max_tokens]
     assert len(joined) == len(calls)  # once for reference and critic
     whole = score_with_models(reference, critic, *rest)
-    for ours, theirs in zip(parts, whole, strict=True):
+    for ours, theirs in zip(micro_batches, whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
         assert not ours.requires_grad
-    assert bool(parts.values.any()) == with_critic
-    assert bool(parts.reference_logprobs.any())
+    reference_logprobs, values = micro_batches
+    assert bool(values.any()) == with_critic
+    assert bool(reference_logprobs.any())
 
 
 def test_the_gap_is_that_of_the_first_rows_and_of_response_tokens_only(llama):

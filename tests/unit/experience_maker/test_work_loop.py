@@ -43,13 +43,13 @@ class WatchedEngine(ReferenceEngine):
     def generate(self, request):
         first = int(request.sample_ids[0])
         self._story.append(f"generate {first}")
-        go_on = request.commit_point
+        go_on = request.between_tokens
 
-        def commit_point():
+        def between_tokens():
             self._before_token(first)
             return request.version if go_on is None else go_on()
 
-        rollout = super().generate(dataclasses.replace(request, commit_point=commit_point))
+        rollout = super().generate(dataclasses.replace(request, between_tokens=between_tokens))
         self._story.append(f"generated {first}")
         return rollout
 
@@ -192,13 +192,11 @@ class Own(NaiveExperienceMaker):
         return super().make_experience(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", ["nothing", "a CPU", "its own maker", "its own engine", "no bound"])
+@pytest.mark.parametrize("kind", ["nothing", "a CPU", "its own maker", "no bound"])
 def test_there_is_time_between_tokens_only_where_the_host_waits_and_pauses(llama, kind, monkeypatch):
     maker_class = Own if kind == "its own maker" else NaiveExperienceMaker
     bound = UNBOUNDED if kind == "no bound" else 1
     pipeline = Rig(llama, lambda _: None, maker_class=maker_class, share=share(6, max_staleness=bound)).pipeline
-    if kind == "its own engine":
-        pipeline.maker.engine = SimpleNamespace(generate=None)
     if kind != "a CPU":
         pipeline.maker.actor = nn.Module()
         pipeline.maker.actor.parameters = lambda: iter([SimpleNamespace(device=torch.device("cuda"))])

@@ -53,27 +53,27 @@ def switch_after(actor, new, num_tokens, version):
     """A commit point that loads the new weights after so many tokens."""
     state = {"tokens": 0}
 
-    def commit_point():
+    def between_tokens():
         state["tokens"] += 1
         if state["tokens"] == num_tokens:
             actor.load_state_dict(new.state_dict())
         return version + (state["tokens"] >= num_tokens)
 
-    return commit_point
+    return between_tokens
 
 
 def test_tokens_before_the_switch_are_the_old_models_and_versions_say_so(actors):
     old, new = actors
     of_old = generate(copy.deepcopy(old))
     actor = copy.deepcopy(old)
-    mixed = generate(actor, version=6, commit_point=switch_after(actor, new, 3, 6))
+    mixed = generate(actor, version=6, between_tokens=switch_after(actor, new, 3, 6))
     assert torch.equal(mixed.sequences[:, :7], of_old.sequences[:, :7])
     assert torch.equal(mixed.rollout_log_probs[:, :3], of_old.rollout_log_probs[:, :3])
     assert mixed.token_versions.tolist() == [[6, 6, 6, 7, 7, 7, 7, 7]] * 3
     assert not torch.equal(mixed.rollout_log_probs[:, 3:], of_old.rollout_log_probs[:, 3:])
 
 
-def test_without_a_commit_point_one_version_wrote_everything(actors):
+def test_without_a_pause_one_version_wrote_everything(actors):
     assert generate(actors[0], version=4).token_versions.eq(4).all()
 
 

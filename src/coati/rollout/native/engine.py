@@ -25,8 +25,6 @@ class NativeEngine:
     for each reason.
     """
 
-    calls_commit_point = True
-
     def __init__(self, model: nn.Module, *, num_slots: int = DEFAULT_SLOTS) -> None:
         self._model = model
         self._num_slots = num_slots

@@ -102,9 +102,9 @@ class SlotLoop:
                 longest = min(longest + num_steps, self._num_positions)
                 self._run(num_steps, view.count, longest, rules, rules_key)
                 view.add(num_steps, AliveCopy(self._slots.alive[: view.count]))
-            if request.commit_point is not None:
+            if request.between_tokens is not None:
                 # Weights change in place, in the memory that the graphs read; the cache stays.
-                self._version.fill_(request.commit_point())
+                self._version.fill_(request.between_tokens())
             view.update()
 
     def _rules(self, request: RolloutRequest, eos_token_ids: tuple[int, ...]) -> tuple[TokenRules, tuple[Any, ...]]:
