@@ -37,13 +37,13 @@ from pathlib import Path
 import torch
 from checked import check_device, one_or_more, zero_or_more
 from largest_model import find_deepest
-from torch import Tensor, nn
+from torch import nn
 from transformers import Qwen2Config
+from transformers.initialization import no_init_weights
 
 from coati.config import TrainSettings
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic
-from coati.models.deferred import DeferredWeights, deferred_weights
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
 
@@ -152,18 +152,17 @@ def make_batch(shape: Shape, seed: int) -> Experience:
     )
 
 
-class DeviceDraws(DeferredWeights):
-    """Random weights of a model that is sharded block by block, drawn on the device: on a CPU that takes minutes."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__({}, seed=0)
-        self._device = device
-
-    def _draw(self, model: nn.Module, layer: nn.Module, key: str, name: str) -> Tensor:  # noqa: ARG002
-        parameter = layer._parameters[key]
+def drawn_on(device: str, model_class: type[nn.Module], config: Qwen2Config, dtype: torch.dtype) -> nn.Module:
+    """A model in host memory with random weights, drawn on the device: on a CPU that takes minutes."""
+    with no_init_weights():
+        model = model_class.from_config(config, dtype=dtype)
+    next(model.children()).tie_weights()
+    for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
-            return torch.full(parameter.shape, 0.0 if key == "bias" else 1.0)
-        return torch.randn(parameter.shape, dtype=parameter.dtype, device=self._device).mul_(0.02).cpu()
+            parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            parameter.data.copy_(torch.randn(parameter.shape, dtype=dtype, device=device).mul_(0.02))
+    return model
 
 
 def make_learner(case: str, shape: Shape, device: str) -> PPOLearner:
@@ -172,11 +171,7 @@ def make_learner(case: str, shape: Shape, device: str) -> PPOLearner:
     # Models that are not sharded are drawn where they belong.
     place = nullcontext() if case.startswith("gemini") else torch.device(device)
     with place, strategy.model_init_context():
-        actor = Actor.from_config(model_config(shape), dtype=dtype)
-        critic = Critic.from_config(model_config(shape), dtype=dtype)
-    for model in (actor, critic):
-        if deferred_weights(model) is not None:
-            model.deferred_weights = DeviceDraws(device)
+        actor, critic = (drawn_on(device, model_class, model_config(shape), dtype) for model_class in (Actor, Critic))
     settings = TrainSettings(actor_lr=1e-6, critic_lr=1e-5, micro_batch_size=shape.micro_batch)
     return PPOLearner(actor, critic, strategy, settings, optimizer_class=strategy.optimizer_class)
 

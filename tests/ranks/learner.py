@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coati.config import AlgorithmSettings, TrainSettings
+from coati.errors import CoatiError
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic
 from coati.models.actor import packed_scoring_problem
-from coati.models.deferred import DeferredWeights
+from coati.models.lora import LoRASettings
 from coati.models.value_head import packs
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import (
@@ -29,6 +30,7 @@ from coati.trainer.strategies import (
     optimizer_files,
     state_chunks,
 )
+from coati.trainer.strategies.sharded import ShardedStrategy
 
 VOCAB = 23
 NUM_STEPS = 5
@@ -191,17 +193,21 @@ class watched_fill:
         self._notes = notes
 
     def __enter__(self):
-        self._plain = plain = DeferredWeights.fill
-        notes = self._notes
+        self._plain = agree, fill = ShardedStrategy._agree_on_formats, ShardedStrategy._fill_from_rank0
+        notes, models = self._notes, []
 
-        def fill(deferred, model, *args, **kwargs):
-            plain(deferred, model, *args, **kwargs)
-            notes.append(num_bytes(model.parameters()))
+        def watched_agree(strategy, model):
+            models.append(model)
+            agree(strategy, model)
 
-        DeferredWeights.fill = fill
+        def watched_fill(strategy, module):
+            fill(strategy, module)
+            notes.append(num_bytes(models[-1].parameters()))
+
+        ShardedStrategy._agree_on_formats, ShardedStrategy._fill_from_rank0 = watched_agree, watched_fill
 
     def __exit__(self, *exc_info):
-        DeferredWeights.fill = self._plain
+        ShardedStrategy._agree_on_formats, ShardedStrategy._fill_from_rank0 = self._plain
 
 
 @contextlib.contextmanager
@@ -318,13 +324,31 @@ def resume_from_all(folder, expected):
 
 
 def draw_weights(folder, name):
-    """The weights of a model that is in no file, built by ranks whose generators differ."""
+    """The weights of a trained model with adapters and of one for inference, built by ranks whose generators differ."""
     strategy = STRATEGIES[name]()
     torch.manual_seed(strategy.rank)
+    config = LlamaConfig.from_pretrained(folder / "actor", tie_word_embeddings=True)
     with strategy.model_init_context():
-        actor = Actor.from_config(LlamaConfig.from_pretrained(folder / "actor"))
-    actor, _ = strategy.prepare((actor, strategy.optimizer_class(actor.parameters())))
-    return {n: t.clone() for chunk in strategy.get_model_state_dict_shard(actor) for n, t in chunk.items()}
+        actor = Actor.from_config(config, lora=LoRASettings(rank=2))
+        critic = Critic.from_config(config, dtype=torch.bfloat16 if strategy.rank == 0 else None)
+    trained = [parameter for parameter in actor.parameters() if parameter.requires_grad]
+    (actor, _), critic = strategy.prepare((actor, strategy.optimizer_class(trained)), critic)
+    streams = [strategy.get_model_state_dict_shard(model) for model in (actor, critic)]
+    buffers = [{name: tensor.clone() for name, tensor in model.named_buffers()} for model in (actor, critic)]
+    return [{n: t.clone() for chunk in stream for n, t in chunk.items()} for stream in streams] + buffers
+
+
+def prepare_different_models(folder, name):
+    """What each rank hears when they do not build the same model."""
+    strategy = STRATEGIES[name]()
+    config = LlamaConfig.from_pretrained(folder / "actor", num_hidden_layers=1 + strategy.rank)
+    with strategy.model_init_context():
+        actor = Actor.from_config(config)
+    try:
+        strategy.prepare((actor, strategy.optimizer_class(actor.parameters())))
+    except CoatiError as error:
+        return str(error)
+    return ""
 
 
 def mixed_precision(folder, name):
@@ -361,6 +385,7 @@ def main(folder):
         seen[name]["held_to_save"] = save_all(learner, folder / f"{name}-2")
         seen[f"mixed-{name}"] = mixed_precision(folder, name)
     seen["drawn"] = draw_weights(folder, "gemini")
+    seen["different"] = prepare_different_models(folder, "gemini")
     for name in ("ddp", "gemini"):
         seen[f"off-policy-{name}"] = train(folder, name, OFF_POLICY, num_steps=3)[1]
     seen["resumed"] = resume_from_all(folder, torch.load(folder / "expected.pt"))

@@ -241,13 +241,12 @@ def test_bytes_held_fall_as_each_strategy_claims(alone, together):
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "gemini"])
-def test_a_sharded_model_is_never_whole_while_it_is_loaded(together, name):
+def test_only_rank_0_holds_a_whole_model_while_it_is_loaded(together, name):
     for seen in together:
-        sizes = seen[name]["fill_bytes"]
-        assert len(sizes) == 2 * 3  # actor and critic: two blocks, then the rest
-        # At worst one block of two is whole and the other a half: 3/4 of the blocks, and nothing of the rest.
-        whole = sum(tensor.nbytes for key, tensor in seen[name]["state"].items() if key.startswith("actor."))
-        assert 0 < max(sizes) < 0.65 * whole
+        assert len(seen[name]["fill_bytes"]) == 2 * 3  # actor and critic: two blocks, then the rest
+    # At worst one block of two is whole and the other a half: 3/4 of the blocks, and nothing of the rest.
+    whole = sum(tensor.nbytes for key, tensor in seen[name]["state"].items() if key.startswith("actor."))
+    assert 0 < max(together[1][name]["fill_bytes"]) < 0.65 * whole
 
 
 @pytest.mark.parametrize("name", ["zero2", "gemini"])
@@ -282,10 +281,19 @@ def test_how_many_blocks_are_whole_at_once_in_the_forward_pass(alone, together, 
         assert seen[name]["whole_blocks"] == counts
 
 
-def test_ranks_draw_the_weights_that_no_file_has_from_rank_0s_seed(alone, together):
+def test_weights_that_no_file_has_are_rank_0s_and_so_are_formats_and_buffers(alone, together):
     for seen in together:
-        assert worker.furthest(seen["drawn"], alone["drawn"]) == 0
-    assert all(tensor.std() > 0 for name, tensor in alone["drawn"].items() if "norm" not in name)
+        for ours, theirs in zip(seen["drawn"], alone["drawn"], strict=True):
+            assert worker.furthest(ours, theirs) == 0
+            assert {name: tensor.dtype for name, tensor in ours.items()} == {n: t.dtype for n, t in theirs.items()}
+    actor, critic, *_ = alone["drawn"]
+    assert all(tensor.std() > 0 for name, tensor in actor.items() if "norm" not in name and "lora_B" not in name)
+    assert {tensor.dtype for tensor in critic.values()} == {torch.bfloat16}
+
+
+def test_ranks_that_build_different_models_hear_of_it(together):
+    assert "another rank" in together[0]["different"]
+    assert "same model" in together[1]["different"]
 
 
 def test_models_that_keep_their_parameters_whole_stream_without_a_copy(together):

@@ -7,13 +7,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from coati.config import LoRASettings
 from coati.models.calls import context_length_of, forward_causal, own_config
-from coati.models.deferred import build_deferred
 from coati.models.lora import add_lora
-from coati.models.memory import own_memory
+from coati.models.memory import are_shapes_enough, own_memory
 from coati.models.packing import log_padding_once
 from coati.models.scoring import Scoring, score_actions, score_padded, scoring_problem
 
@@ -36,22 +35,18 @@ class Actor(nn.Module):
     @classmethod
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
         """Load from a folder or a hub name; `kwargs` go to `AutoModelForCausalLM.from_pretrained`."""
+        if are_shapes_enough(kwargs):
+            return cls.from_config(path, lora=lora, **kwargs)
         kwargs.setdefault("trust_remote_code", False)  # without it transformers would ask the terminal
-        deferred = build_deferred(
-            lambda: cls(_causal_without_weights(str(path), **kwargs), lora=lora), weights_of=path, options=kwargs
-        )
-        return deferred or cls(own_memory(AutoModelForCausalLM.from_pretrained(str(path), **kwargs)), lora=lora)
+        return cls(own_memory(AutoModelForCausalLM.from_pretrained(str(path), **kwargs)), lora=lora)
 
     @classmethod
     def from_config(
         cls, config: PreTrainedConfig | str | Path, *, lora: LoRASettings | None = None, **kwargs: Any
     ) -> Self:
         """Fresh random weights from a transformers config, or from the path of one."""
-        config = own_config(config)
-        deferred = build_deferred(
-            lambda: cls(AutoModelForCausalLM.from_config(config, **kwargs), lora=lora), weights_of=None
-        )
-        return deferred or cls(AutoModelForCausalLM.from_config(config, **kwargs), lora=lora)
+        with torch.device("meta") if are_shapes_enough() else contextlib.nullcontext():
+            return cls(AutoModelForCausalLM.from_config(own_config(config), **kwargs), lora=lora)
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -83,14 +78,6 @@ class Actor(nn.Module):
         if (state_dict := kwargs.get("state_dict")) is not None:
             kwargs["state_dict"] = {name.removeprefix("model."): value for name, value in state_dict.items()}
         self.model.save_pretrained(str(path), **kwargs)
-
-
-def _causal_without_weights(path: str, **kwargs: Any) -> PreTrainedModel:
-    """What `from_pretrained` makes, before it loads the weights."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(own_config(path), **kwargs)
-    with contextlib.suppress(OSError):  # a folder need not have one
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    return model.eval()
 
 
 def action_logprobs(

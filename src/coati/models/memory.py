@@ -1,5 +1,8 @@
-"""Where a model's weights lie: in memory of their own, and once where several names share a tensor."""
+"""Where a model's weights lie: nowhere yet, in memory of their own, and once where several names share a tensor."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -7,6 +10,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_shapes_only: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_only", default=False)
+# Options of `from_pretrained` that mean the same without weights.
+_SHAPE_OPTIONS = {"dtype", "attn_implementation"}
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Make `Actor` and `Critic` in here without weights; a sharding strategy's `prepare` gives them rank 0's."""
+    token = _shapes_only.set(True)
+    try:
+        yield
+    finally:
+        _shapes_only.reset(token)
+
+
+def are_shapes_enough(options: Iterable[str] = ()) -> bool:
+    """Whether to build a model on the meta device instead of loading it with these options."""
+    return _shapes_only.get() and _SHAPE_OPTIONS.issuperset(options)
 
 
 def own_memory(model: Model) -> Model:

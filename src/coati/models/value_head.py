@@ -1,5 +1,6 @@
 """Models with one number at each token: the value function, and the reward as a network."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any, Self
@@ -19,9 +20,8 @@ from coati.config import LoRASettings
 from coati.errors import CheckpointError, ConfigError, DataError
 from coati.models.actor import Actor, unwrap
 from coati.models.calls import accepts, last_real_position, own_config, position_ids_from_mask
-from coati.models.deferred import build_deferred
 from coati.models.lora import add_lora, copy_without_adapters
-from coati.models.memory import own_memory
+from coati.models.memory import are_shapes_enough, own_memory
 from coati.models.packing import (
     SCORED_TOKENS,
     PackedRows,
@@ -53,19 +53,16 @@ class ValueHeadModel(nn.Module):
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
         """Load what `save_pretrained` wrote, a classification model, or any body (then a new head)."""
         head_file = Path(path) / HEAD_FILE
+        is_empty = are_shapes_enough(kwargs)
         kwargs.setdefault("trust_remote_code", False)  # without it transformers would ask the terminal
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=kwargs["trust_remote_code"])
         architecture = next(iter(getattr(config, "architectures", None) or ()), "")
         has_own_head = not head_file.exists() and architecture.endswith("ForSequenceClassification")
         auto_class = AutoModelForSequenceClassification if has_own_head else AutoModel
-        deferred = build_deferred(
-            lambda: cls(auto_class.from_config(config, **kwargs).eval(), lora=lora), weights_of=path, options=kwargs
-        )
-        if deferred is not None:
-            return deferred
+        if is_empty:
+            with torch.device("meta"):
+                return cls(auto_class.from_config(config, **kwargs), lora=lora)
         loaded = cls(own_memory(auto_class.from_pretrained(str(path), **kwargs)), lora=lora)
-        if has_own_head:
-            return loaded
         if head_file.exists():
             try:
                 loaded.value_head.load_state_dict(load_file(head_file))
@@ -78,9 +75,8 @@ class ValueHeadModel(nn.Module):
         cls, config: PreTrainedConfig | str | Path, *, lora: LoRASettings | None = None, **kwargs: Any
     ) -> Self:
         """Fresh random weights from a transformers config, or from the path of one."""
-        config = own_config(config)
-        deferred = build_deferred(lambda: cls(AutoModel.from_config(config, **kwargs), lora=lora), weights_of=None)
-        return deferred or cls(AutoModel.from_config(config, **kwargs), lora=lora)
+        with torch.device("meta") if are_shapes_enough() else contextlib.nullcontext():
+            return cls(AutoModel.from_config(own_config(config), **kwargs), lora=lora)
 
     @property
     def config(self) -> PreTrainedConfig:

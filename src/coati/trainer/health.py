@@ -34,7 +34,7 @@ class TrainingHealth:
         self._optimizers = optimizers
         self._strategy = strategy
         broken = [f"{label}: {name}" for label, model in models.items() for name in _names_not_finite(model)]
-        if self._any_rank(bool(broken)):
+        if self._strategy.any_rank(bool(broken)):
             found = f"{len(broken)}, the first {broken[0]!r}" if broken else "some on another rank"
             raise CheckpointError(
                 f"models to train must have finite weights, got NaN or infinity in {found}. Use another copy of the "
@@ -46,7 +46,7 @@ class TrainingHealth:
         self.num_steps += 1
         self._num_skipped_in_a_row = 0
         broken = [label for label, model in self._models.items() if not _is_finite(model)]
-        if self._any_rank(bool(broken)):
+        if self._strategy.any_rank(bool(broken)):
             raise TrainingDiverged(
                 f"weights of the {' and the '.join(broken) or 'model, on another rank,'} are NaN or infinite after "
                 f"optimizer step {self.num_steps}. {self._remedy()}"
@@ -76,9 +76,6 @@ class TrainingHealth:
             raise TrainingDiverged(
                 f"all {self.num_skipped} batches were skipped, so nothing was learned. {self._remedy()}"
             )
-
-    def _any_rank(self, is_so: bool) -> bool:
-        return bool(self._strategy.all_reduce_sum(torch.tensor(int(is_so))) > 0)
 
     def _remedy(self) -> str:
         rates = ", ".join(

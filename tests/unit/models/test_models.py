@@ -1,6 +1,5 @@
 """Actor, Critic and RewardModel: over any body, whatever the padding, saved and loaded equal."""
 
-import contextlib
 import doctest
 from types import SimpleNamespace
 
@@ -22,7 +21,7 @@ from coati.errors import CheckpointError, ConfigError
 from coati.models import Actor, Critic, LoRASettings, RewardModel, action_logprobs, as_critic
 from coati.models.actor import unwrap
 from coati.models.calls import check_vocabularies, context_length_of, last_real_position
-from coati.models.deferred import weights_come_later, with_weights
+from coati.models.memory import shapes_only, tied_names
 from coati.models.value_head import HEAD_FILE
 
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
@@ -361,19 +360,37 @@ def test_models_of_one_config_do_not_change_each_other(llama_config):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="models go to the GPU, which is a copy")
-@pytest.mark.parametrize("is_deferred", [False, True])
 @pytest.mark.parametrize("made", [Actor, Critic])
-def test_a_loaded_model_does_not_change_with_its_file(llama, tmp_path, made, is_deferred):
+def test_a_loaded_model_does_not_change_with_its_file(llama, tmp_path, made):
     made(llama()).save_pretrained(tmp_path)
-    with weights_come_later() if is_deferred else contextlib.nullcontext():
-        loaded = made.from_pretrained(tmp_path)
-    loaded = with_weights(loaded)
+    loaded = made.from_pretrained(tmp_path)
     before = [parameter.detach().clone() for parameter in loaded.parameters()]
     file = tmp_path / "model.safetensors"
     with file.open("r+b") as handle:  # in place, as cp and rsync --inplace do
         handle.seek(-512, 2)
         handle.write(bytes(512))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(loaded.parameters(), before, strict=True))
+
+
+def layout_of(model):
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: (tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in named}
+
+
+@pytest.mark.parametrize("lora", [None, LoRASettings(rank=2)], ids=["whole", "lora"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("made", [Actor, Critic])
+def test_shapes_are_those_of_the_loaded_model(request, tmp_path, made, family, lora):
+    made(request.getfixturevalue(family)(tie_word_embeddings=True).bfloat16()).save_pretrained(tmp_path)
+    with shapes_only():
+        empty, asked = made.from_pretrained(tmp_path, lora=lora), made.from_config(tmp_path, dtype=torch.float16)
+        loaded = made.from_pretrained(tmp_path, lora=lora, revision="main")  # not an option of a config
+    assert all(tensor.is_meta for tensor in (*empty.parameters(), *empty.buffers()))
+    assert not any(tensor.is_meta for tensor in loaded.parameters())
+    assert layout_of(empty) == layout_of(loaded) == layout_of(made.from_pretrained(tmp_path, lora=lora))
+    assert tied_names(empty) == tied_names(loaded)
+    assert {parameter.dtype for parameter in asked.parameters()} == {torch.float16}
+    assert not any(tensor.is_meta for tensor in made.from_config(tmp_path).parameters())
 
 
 def test_a_tokenizer_or_a_reference_with_other_tokens_is_refused(llama_config):

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from coati.errors import ConfigError
-from coati.models.deferred import weights_come_later, with_weights
+from coati.models.memory import shapes_only
 from coati.trainer.strategies.folders import replace_folder, writes_folder
 from coati.trainer.strategies.model_files import MODEL_MARKERS, copy_into, find_tensors, names_to_save, write_model
 from coati.trainer.strategies.optimizer_files import OPTIMIZER_MARKERS, iter_state, read_optimizer, write_optimizer
@@ -85,10 +85,10 @@ class Strategy(Ranks, ABC):
         """Build models that are trained inside this context.
 
         Models are built on the CPU, and `prepare` moves them. Strategies that shard parameters build `Actor` and
-        `Critic` without weights, on the meta device: `prepare` reads those block by block, so that no rank ever holds
-        a whole model.
+        `Critic` with weights on rank 0 only: `prepare` sends them to the others block by block, so that no other rank
+        ever holds a whole model.
         """
-        return weights_come_later() if self.shards_parameters else nullcontext()
+        return shapes_only() if self.shards_parameters and self.rank > 0 else nullcontext()
 
     def prepare(self, *models_or_pairs: nn.Module | tuple[nn.Module, Optimizer]) -> Any:
         """Place models and optimizers; returns what came, in the same structure, ready to use.
@@ -113,8 +113,12 @@ class Strategy(Ranks, ABC):
         if isinstance(model, DistributedDataParallel | FSDPModule):
             raise ConfigError("prepare got a model that was prepared before. Prepare each model once.")
         if optimizer is None:
-            return with_weights(model).to(self.device)
+            return self._prepare_lone(model)
         return self._prepare_trained(model, optimizer)
+
+    def _prepare_lone(self, model: nn.Module) -> nn.Module:
+        """Place a model for inference."""
+        return model.to(self.device)
 
     @abstractmethod
     def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:

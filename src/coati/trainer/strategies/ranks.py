@@ -140,6 +140,10 @@ class Ranks:
         dist.all_gather(rows, mine)
         return torch.stack(rows).to(vector.device)
 
+    def any_rank(self, is_so: bool) -> bool:
+        """Whether it is so on some rank."""
+        return bool(self.all_reduce_sum(torch.tensor(int(is_so))) > 0)
+
     def run_on_all(self, work: Callable[[], _T], what: str) -> _T:
         """Run `work` on every rank; if it fails on one, raise on all, so that none waits for a rank that left."""
         failure: Exception | None = None
@@ -148,10 +152,10 @@ class Ranks:
             result = work()
         except Exception as error:
             failure = error
-        num_failed = self.all_reduce_sum(torch.tensor(int(failure is not None)))
+        has_failed = self.any_rank(failure is not None)
         if failure is not None:
             raise failure
-        if num_failed > 0:
+        if has_failed:
             raise CheckpointError(f"another rank could not {what}; its own message says why.")
         return result  # type: ignore[return-value]
 

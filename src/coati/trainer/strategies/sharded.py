@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, Unpack, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from coati.errors import ConfigError
-from coati.models.deferred import deferred_weights
 from coati.trainer.optim import HybridAdam
 from coati.trainer.strategies.base import Strategy, StrategyOptions
 from coati.trainer.strategies.rest import bring_to_rest
@@ -41,24 +41,21 @@ class ShardedStrategy(Strategy):
         return False
 
     def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Start from rank 0's weights, shard the model in place and point the optimizer at the shards.
-
-        A model whose weights come later (see `coati.models.deferred`) gets them here, one block at a time: none is ever
-        whole.
-        """
+        """Start from rank 0's weights, shard the model in place and point the optimizer at the shards."""
         before = dict(model.named_parameters())
         _check_optimizer(optimizer, before.values())
-        deferred = deferred_weights(model)
-        if deferred is not None and self.world_size > 1:
-            deferred.seed = int(self.all_gather(torch.tensor([deferred.seed]))[0])
-        elif self.world_size > 1:
-            self._broadcast_from_rank0(model)
         self._shard(model)
         after = dict(model.named_parameters())
         successor = {id(parameter): after[name] for name, parameter in before.items()}
         for group in optimizer.param_groups:
             group["params"] = [successor[id(parameter)] for parameter in group["params"]]
         return model, optimizer
+
+    def _prepare_lone(self, model: nn.Module) -> nn.Module:
+        if self.any_rank(any(parameter.is_meta for parameter in model.parameters())):
+            self._agree_on_formats(model)
+            self._fill_from_rank0(model)
+        return super()._prepare_lone(model)
 
     def discard_gradients(self, model: nn.Module) -> None:
         """Drop all gradients, whole ones too, also after a pass that raised; the model is back in shards."""
@@ -70,18 +67,18 @@ class ShardedStrategy(Strategy):
         """Shard the parameters over all ranks, in place: one group per transformer block, one for the rest.
 
         Groups are what is gathered together. With `compute_dtype` what is gathered is in that format, and gradients are
-        added up in float32.
+        added up in float32. Each group gets rank 0's weights just before, so that ranks without them hold one group.
         """
+        if self.world_size > 1:
+            self._agree_on_formats(model)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         offloads = self.device.type != "cpu" and self._offloads(model)
         offload: OffloadPolicy = CPUOffloadPolicy() if offloads else OffloadPolicy()
         reduce_dtype = None if self.compute_dtype is None else torch.float32
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=reduce_dtype)
-        deferred = deferred_weights(model)
-        blocks = list(transformer_blocks(model))
-        for module in [*blocks, model]:
-            if deferred is not None:
-                deferred.fill(model, module, skip=frozenset(blocks) - {module})
+        for module in [*transformer_blocks(model), model]:
+            if self.world_size > 1:
+                self._fill_from_rank0(module)
             fully_shard(
                 module,
                 mesh=mesh,
@@ -89,15 +86,45 @@ class ShardedStrategy(Strategy):
                 offload_policy=offload,
                 mp_policy=precision,
             )
-        if deferred is not None:
-            del model.deferred_weights
+
+    def _agree_on_formats(self, model: nn.Module) -> None:
+        """Give the tensors rank 0's formats, which only a file may tell; refuse a model that is another one there."""
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        layout = [(name, tuple(tensor.shape)) for name, tensor in tensors]
+        of_rank0: list[Any] = [(layout, [tensor.dtype for _, tensor in tensors])]
+        dist.broadcast_object_list(of_rank0, src=0)
+        theirs, dtypes = of_rank0[0]
+        differing = set(layout) ^ set(theirs)
+
+        def check() -> None:
+            if differing:
+                raise ConfigError(
+                    f"all ranks must prepare the same model, but {min(differing)} is not on both rank 0 and rank "
+                    f"{self.rank}. Build it from one path or config."
+                )
+
+        self.run_on_all(check, "prepare the model of rank 0")
+        for (_, tensor), dtype in zip(tensors, dtypes, strict=True):
+            tensor.data = tensor.data.to(dtype)
 
     @torch.no_grad()
-    def _broadcast_from_rank0(self, model: nn.Module) -> None:
-        for tensor in (*model.parameters(), *model.buffers()):
-            staged = tensor.detach().to(self.device).contiguous()
-            dist.broadcast(staged, src=0)
-            tensor.copy_(staged)
+    def _fill_from_rank0(self, module: nn.Module) -> None:
+        """Give a module's tensors that are not sharded yet rank 0's values, and memory where they have none."""
+        made: dict[Tensor, Any] = {}  # tied ones stay tied
+        for part in module.modules():
+            for tensors in (part._parameters, part._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is not None and tensor.is_meta:
+                        if tensor not in made:
+                            empty = torch.empty_like(tensor, device=self.device)
+                            is_trained = tensor.requires_grad
+                            made[tensor] = nn.Parameter(empty, is_trained) if tensors is part._parameters else empty
+                        tensors[key] = made[tensor]
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not isinstance(tensor, DTensor):
+                staged = tensor.detach().to(self.device).contiguous()
+                dist.broadcast(staged, src=0)
+                tensor.copy_(staged)
 
 
 class LowLevelZeroStrategy(ShardedStrategy):
@@ -169,7 +196,7 @@ class GeminiStrategy(ShardedStrategy):
         needed_bytes = training_bytes(model) / self.world_size
         is_tight = needed_bytes > _MEMORY_SHARE * free_bytes
         # One rank that is short of memory decides for all: a collective has one layout.
-        offload = bool(self.all_reduce_sum(torch.tensor(int(is_tight))) > 0)
+        offload = self.any_rank(is_tight)
         logger.info(
             "placement_policy auto: shards need %.1f GiB of %.1f GiB free, so they rest %s",
             needed_bytes / 2**30,
