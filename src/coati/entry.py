@@ -5,9 +5,11 @@ Light to import: torch and Ray come when a run starts.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -76,7 +78,7 @@ def train(
     address: str | None = None,
     overwrite: bool = False,
     trackers: Sequence[Tracker] = (),
-    on_progress: Callable[[RunSnapshot], None] = lambda _: None,
+    on_progress: Callable[[RunSnapshot], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> RunResult:
     """Train as `coati train` does, and return what came of it.
@@ -91,7 +93,7 @@ def train(
         address: the Ray cluster to join; None starts a private one.
         overwrite: replace an earlier run in the output folder.
         trackers: where metrics go besides `metrics.jsonl`.
-        on_progress: called with where the run stands, now and then.
+        on_progress: called with where the run stands, now and then; None shows it on stderr if that is a terminal.
         should_stop: asked between steps; a run that is stopped saves its model.
 
     Raises:
@@ -105,15 +107,22 @@ def train(
             )
     settings = checked(_settings(config, overrides, reward), sync=sync, address=address, has_reward=reward is not None)
     check_inputs_outside(settings)
-    with open_run_folder(settings, overwrite=overwrite) as delete_earlier:
+    with contextlib.ExitStack() as stack:
+        begin = stack.enter_context(open_run_folder(settings, overwrite=overwrite))
+        if on_progress is None and sys.stderr.isatty():
+            from rich.console import Console
+
+            from coati.monitor.live import LiveView
+
+            on_progress = stack.enter_context(LiveView(Console(stderr=True))).show
         return execute(
             settings,
             parts={"reward": reward, "learner": learner, "maker": maker},
             sync=sync,
             address=address,
             trackers=trackers,
-            on_begin=delete_earlier,
-            on_progress=on_progress,
+            on_begin=begin,
+            on_progress=on_progress or (lambda _: None),
             should_stop=should_stop,
         )
 

@@ -1,11 +1,9 @@
-"""The output folder of a run: whose it is, who may write there, and when an earlier run is deleted.
+"""The output folder of a run: whose it is, who may write there, and when an earlier run is replaced.
 
 A run folder has the file `.coati-run`. Nothing is touched in a folder with other content and without that file. The
 process that runs holds a lock on it, which ends with the process.
 
-An earlier run lies in the subfolder `.coati-earlier` from the start of a new one until that one trains. A start that
-fails puts it back; one that is killed leaves that to the next start. Every change is a rename or a deletion that can
-be repeated, so it does not matter when the process is killed.
+An earlier run stays as it is until a new one trains. Then the files that runs write are deleted, and no others.
 """
 
 import contextlib
@@ -15,7 +13,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -27,13 +25,15 @@ logger = logging.getLogger(__name__)
 
 MARKER = ".coati-run"
 
-_EARLIER = ".coati-earlier"  # a whole earlier run, until the new one trains
-_MOVING = ".coati-moving"  # the part of an earlier run that is on its way to _EARLIER or back
-_DELETED = ".coati-deleted"
-_OURS = {MARKER, _EARLIER, _MOVING, _DELETED}
+# What takes a run to make, and is replaced only if the user says so.
+_RESULTS = ("samples.jsonl", "checkpoints", "model", "model-at-failure")
+# Those of the latest start, even if it failed.
+_CONTROL_FILES = ("state.json", "control.json")
 
-# What a run leaves that ended before its first sample; not worth an error.
-_START_FILES = {"config.toml", "metrics.jsonl", "spans.jsonl", "state.json", "control.json", "tensorboard"}
+RUN_FILES = (
+    *_RESULTS, *_CONTROL_FILES, "config.toml", "metrics.jsonl", "spans.jsonl", "tensorboard", "report.html"
+)  # fmt: skip
+"""Everything that a run and its report write; a new run deletes these and nothing else."""
 
 
 def check_run_folder(config: RunSettings, *, overwrite: bool) -> None:
@@ -43,7 +43,11 @@ def check_run_folder(config: RunSettings, *, overwrite: bool) -> None:
     if (marker := folder / MARKER).is_file():
         with marker.open(encoding="utf-8") as file:
             _lock(file, folder, fcntl.LOCK_SH)
-        _check_replaceable(folder, overwrite=overwrite)
+    if not overwrite and any((folder / name).exists() for name in _RESULTS):
+        raise ConfigError(
+            f"run.output {str(folder)!r} holds an earlier run. Give --overwrite (overwrite=True in Python) to "
+            "replace it, or choose another run.output."
+        )
 
 
 def check_inputs_outside(config: RunSettings) -> None:
@@ -62,35 +66,42 @@ def check_inputs_outside(config: RunSettings) -> None:
 def open_run_folder(config: RunSettings, *, overwrite: bool) -> Iterator[Callable[[], None]]:
     """Make the output folder and hold it for a run inside the `with` block.
 
-    Gives a function that deletes the earlier run; call it when training begins. If the block raises before that, the
-    earlier run is put back.
+    Gives a function to call when training begins: it deletes what an earlier run wrote, and writes the settings.
 
     Raises:
         ConfigError: when the folder is not a run's, is in use, cannot be written, or holds a run that `overwrite` does
             not allow to replace.
     """
     folder = config.output_folder
+    check_run_folder(config, overwrite=overwrite)
     with contextlib.ExitStack() as stack:
-        try:
-            _check_owner(folder)
+        with _as_config_error(folder):
             stack.enter_context(_held(folder))
-            _restore(folder)
-            _check_replaceable(folder, overwrite=overwrite)
-            _set_aside(folder)
-            output_files(config).config.write_text(dump_config(config.with_absolute_paths()), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"run.output {str(folder)!r} cannot be written: {error}. Choose another folder."
-            ) from error
-        try:
-            yield lambda: _delete_earlier(folder)
-        except BaseException as error:
-            try:
-                _restore(folder)
-            except OSError as problem:
-                error.add_note(f"The earlier run could not be put back ({problem}); the next start tries again.")
-            raise
-        _delete_earlier(folder)
+            _delete(folder, _CONTROL_FILES)
+        yield lambda: _begin(config)
+
+
+def _begin(config: RunSettings) -> None:
+    folder = config.output_folder
+    with _as_config_error(folder):
+        _delete(folder, set(RUN_FILES) - set(_CONTROL_FILES))
+        output_files(config).config.write_text(dump_config(config.with_absolute_paths()), encoding="utf-8")
+
+
+def _delete(folder: Path, names: Iterable[str]) -> None:
+    for path in (folder / name for name in names):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _as_config_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"run.output {str(folder)!r} cannot be written: {error}. Choose another folder.") from error
 
 
 def _check_owner(folder: Path) -> None:
@@ -98,15 +109,6 @@ def _check_owner(folder: Path) -> None:
         raise ConfigError(
             f"run.output {str(folder)!r} holds files that are not a coati run's. Choose another folder. If it is a "
             f"run of an older version that may be replaced, create the file {str(folder / MARKER)!r} first."
-        )
-
-
-def _check_replaceable(folder: Path, *, overwrite: bool) -> None:
-    is_run = any(path.name not in _START_FILES for path in _entries(folder))
-    if not overwrite and (is_run or (folder / _EARLIER).exists() or (folder / _MOVING).exists()):
-        raise ConfigError(
-            f"run.output {str(folder)!r} holds an earlier run. Give --overwrite (overwrite=True in Python) to "
-            "replace it, or choose another run.output."
         )
 
 
@@ -140,37 +142,3 @@ def _holder(file: TextIO) -> str:
         return f"pid {fields['pid']} on {fields['host']}"
     except (OSError, ValueError, TypeError, KeyError):  # it is being written
         return "pid unknown"
-
-
-def _set_aside(folder: Path) -> None:
-    if not (entries := _entries(folder)):
-        return
-    moving = folder / _MOVING
-    moving.mkdir()
-    for path in entries:
-        path.rename(moving / path.name)
-    moving.rename(folder / _EARLIER)
-
-
-def _restore(folder: Path) -> None:
-    """Undo a start that did not come to train; of this process, or of one that was killed."""
-    earlier, moving = folder / _EARLIER, folder / _MOVING
-    if earlier.exists():
-        for path in _entries(folder):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        earlier.rename(moving)
-    if moving.exists():
-        for path in list(moving.iterdir()):
-            path.rename(folder / path.name)
-        moving.rmdir()
-    shutil.rmtree(folder / _DELETED, ignore_errors=True)
-
-
-def _delete_earlier(folder: Path) -> None:
-    if (folder / _EARLIER).exists():
-        (folder / _EARLIER).rename(folder / _DELETED)
-        shutil.rmtree(folder / _DELETED, ignore_errors=True)
-
-
-def _entries(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.name not in _OURS]

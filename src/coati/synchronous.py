@@ -187,6 +187,7 @@ class SynchronousRun(FitSteps):
         self._version += 1
         with self._timeline.span("publish"):
             self._weights.send(self._version)
+        self._log.trainer_version = self._version
         every = self._config.train.save_every
         if every and self._version % every == 0:
             with self._timeline.span("save"):

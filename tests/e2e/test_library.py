@@ -1,6 +1,7 @@
 """coati as a library: the page in the docs, and `coati.train` on Ray."""
 
 import inspect
+import io
 import json
 import re
 import subprocess
@@ -51,6 +52,16 @@ def test_a_file_and_a_function_on_ray(film_run, tmp_path):
     assert (result.folder / "config.toml").read_text().count("test_library:good") == 1
     with pytest.raises(ConfigError, match="earlier run"):
         coati.train(film_run, reward=good, sync=True)
+
+
+def test_progress_is_shown_on_a_terminal(film_run, monkeypatch):
+    text = io.StringIO()
+    monkeypatch.setattr(text, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", text)
+    coati.train(
+        film_run, reward=lambda completions: [0.0] * len(completions), overrides=["train.total_steps=2"], sync=True
+    )
+    assert "step 4/4 (100%)" in text.getvalue()
 
 
 def test_what_cannot_run_is_told_before_anything_starts(film_run):

@@ -1,16 +1,13 @@
 """The output folder of a run: other files are not touched, and an earlier run stays until a new one trains."""
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 
-from coati.config import build_config
+from coati.config import build_config, load_config
 from coati.errors import ConfigError
-from coati.run_folder import MARKER, check_inputs_outside, check_run_folder, open_run_folder
+from coati.run_folder import MARKER, RUN_FILES, check_inputs_outside, check_run_folder, open_run_folder
 
 
 def make_config(tmp_path, **sections):
@@ -27,14 +24,11 @@ def make_config(tmp_path, **sections):
 def config(tmp_path):
     """Of a run whose folder holds an earlier one."""
     config = make_config(tmp_path)
-    with open_run_folder(config, overwrite=False):
+    with open_run_folder(config, overwrite=False) as begin:
+        begin()
         (tmp_path / "out" / "model").mkdir()
         (tmp_path / "out" / "model" / "weights").write_text("earlier")
     return config
-
-
-def weights(tmp_path):
-    return (tmp_path / "out" / "model" / "weights").read_text()
 
 
 def names(tmp_path):
@@ -60,7 +54,7 @@ def test_a_folder_that_is_not_a_runs_is_not_touched(tmp_path, foreign, overwrite
     assert (out / foreign).read_text() == "baseURL = 'mine'"
 
 
-def test_without_overwrite_only_what_a_start_writes_is_replaced(config, tmp_path):
+def test_without_overwrite_only_a_run_without_results_is_replaced(config, tmp_path):
     with pytest.raises(ConfigError, match="--overwrite"):
         check_run_folder(config, overwrite=False)
     with pytest.raises(ConfigError, match="--overwrite"), open_run_folder(config, overwrite=False):
@@ -68,84 +62,46 @@ def test_without_overwrite_only_what_a_start_writes_is_replaced(config, tmp_path
     assert names(tmp_path) == EARLIER_RUN
     config = make_config(tmp_path, run={"output": str(tmp_path / "second")})
     for _ in range(2):  # neither has made a sample
-        with open_run_folder(config, overwrite=False):
+        with open_run_folder(config, overwrite=False) as begin:
+            begin()
+            assert not (tmp_path / "second" / "metrics.jsonl").exists()
             (tmp_path / "second" / "metrics.jsonl").write_text("")
-    (tmp_path / "second" / "notes.md").write_text("mine")
-    with pytest.raises(ConfigError, match="--overwrite"), open_run_folder(config, overwrite=False):
-        pass
-    assert (tmp_path / "second" / "notes.md").exists()
 
 
 def test_an_earlier_run_is_there_until_the_new_one_trains(config, tmp_path):
-    with open_run_folder(config, overwrite=True) as delete_earlier:
-        assert not (tmp_path / "out" / "model").exists()
-        assert list((tmp_path / "out").rglob("weights"))
-        delete_earlier()
-        assert not list((tmp_path / "out").rglob("weights"))
-    assert names(tmp_path) == {MARKER, "config.toml"}
+    with open_run_folder(config, overwrite=True) as begin:
+        assert names(tmp_path) == EARLIER_RUN
+        assert (tmp_path / "out" / "model" / "weights").read_text() == "earlier"
+        begin()
+        assert names(tmp_path) == {MARKER, "config.toml"}
 
 
-@pytest.mark.parametrize("error", [ConfigError("no such cluster"), SystemExit(130)])
-def test_a_run_that_does_not_begin_leaves_the_earlier_one(config, tmp_path, error):
-    def run():
-        with open_run_folder(config, overwrite=True):
-            (tmp_path / "out" / "metrics.jsonl").write_text("of the new one")
-            raise error
-
-    with pytest.raises(type(error)):
-        run()
-    assert weights(tmp_path) == "earlier"
-    assert names(tmp_path) == EARLIER_RUN
-
-
-def test_what_a_run_that_began_has_made_stays_when_it_fails(config, tmp_path):
-    def run():
-        with open_run_folder(config, overwrite=True) as delete_earlier:
-            delete_earlier()
-            (tmp_path / "out" / "metrics.jsonl").write_text("of the new one")
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        run()
-    assert names(tmp_path) == {MARKER, "config.toml", "metrics.jsonl"}
+def test_overwrite_deletes_what_runs_write_and_nothing_else(config, tmp_path):
+    out = tmp_path / "out"
+    (out / "notes.md").write_text("mine")
+    (out / "plots").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "version-1").write_text("mine")
+    (out / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    for name in set(RUN_FILES) - {"checkpoints", "model", "tensorboard"}:
+        (out / name).write_text("earlier")
+    (out / "tensorboard").mkdir()
+    with open_run_folder(config, overwrite=True) as begin:
+        begin()
+    assert names(tmp_path) == {MARKER, "config.toml", "notes.md", "plots"}
+    assert (tmp_path / "elsewhere" / "version-1").exists()
 
 
-KILLED_START = """
-import os, signal, sys
-from pathlib import Path
-from coati.config import build_config
-from coati import run_folder
-
-folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-config = build_config({"run": {"output": str(folder)}, "model": {"path": "m"}, "prompts": {"path": "p.jsonl"},
-                       "reward": {"model": "r"}})
-calls = 0
-real = Path.rename
-def rename(self, target):
-    global calls
-    if calls == kill_at:
-        os.kill(os.getpid(), signal.SIGKILL)
-    calls += 1
-    return real(self, target)
-Path.rename = rename
-with run_folder.open_run_folder(config, overwrite=True):
-    (folder / "metrics.jsonl").write_text("of the new one")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.parametrize("renames_before_the_kill", [0, 1, 2, 99])
-def test_a_start_that_is_killed_is_undone_by_the_next(config, tmp_path, renames_before_the_kill):
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED_START, str(tmp_path / "out"), str(renames_before_the_kill)], check=False
-    )
-    assert killed.returncode == -signal.SIGKILL
-    with pytest.raises(ConfigError, match="--overwrite"):
-        check_run_folder(config, overwrite=False)
-    with pytest.raises(ConfigError, match="--overwrite"), open_run_folder(config, overwrite=False):
-        pass
-    assert weights(tmp_path) == "earlier"
-    assert names(tmp_path) == EARLIER_RUN
+def test_saved_settings_name_files_that_were_written_after_the_folder_was_opened(tmp_path, monkeypatch):
+    """The demo writes its model and its prompts into the run's folder; a copy of config.toml works anywhere."""
+    monkeypatch.chdir(tmp_path)
+    fields = {"run": {"output": "out"}, "model": {"path": "out/base"}, "prompts": {"path": "out/prompts.jsonl"}}
+    with open_run_folder(make_config(tmp_path, **fields), overwrite=True) as begin:
+        (tmp_path / "out" / "base").mkdir()
+        (tmp_path / "out" / "prompts.jsonl").touch()
+        begin()
+    saved = load_config(tmp_path / "out" / "config.toml")
+    assert (saved.model.path, saved.prompts.path) == (str(tmp_path / "out/base"), str(tmp_path / "out/prompts.jsonl"))
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

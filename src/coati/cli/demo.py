@@ -14,9 +14,9 @@ from rich.table import Table
 from coati.cli.train import EXIT_STOPPED, execute, quiet_libraries
 from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
-from coati.demo.plot import plot_rewards
-from coati.demo.reward import import_extra
+from coati.demo.reward import sentiment_analyzer
 from coati.entry import RunResult
+from coati.monitor.report import read_run, render_page, run_times
 from coati.run_folder import open_run_folder
 
 NUM_EVALUATED = 256  # enough that the mean reward is good to about 0.03
@@ -27,8 +27,7 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
     """Build the base model, show it, train it on Ray, show it again."""
     console = Console()
     started = time.monotonic()
-    for module in ("vaderSentiment", "matplotlib"):
-        import_extra(module)  # an error now, not after the training
+    sentiment_analyzer()  # an error now, not after the training
     quiet_libraries(verbose)
     console.print(
         "[bold]coati demo[/]\nA small Llama that writes film opinions, good and bad, learns to write kind ones. "
@@ -40,12 +39,13 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
     cached = _base_model(console)
     base = output / "base"
     config = demo_config(base, seed=seed, output=output)
-    with open_run_folder(config, overwrite=True) as delete_earlier:
-        shutil.copytree(cached, base)  # a copy, so that the run's folder does not need the cache
+    with open_run_folder(config, overwrite=True) as begin:
+        shutil.copytree(cached, base, dirs_exist_ok=True)  # a copy, so that the run's folder does not need the cache
+        (output / "summary.json").unlink(missing_ok=True)
         prompts = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
         Path(config.prompts.path).write_text(prompts, encoding="utf-8")
         before = _evaluate(console, config, base, "Before")
-        result = execute(config, console, sync=sync, address=None, verbose=verbose, on_begin=delete_earlier)
+        result = execute(config, console, sync=sync, address=None, verbose=verbose, on_begin=begin)
         if result.was_stopped:
             console.print(f"Stopped. The model so far is in {result.model}.", highlight=False)
             raise SystemExit(EXIT_STOPPED)
@@ -120,11 +120,12 @@ def _show_numbers(console: Console, before: dict[str, float], after: dict[str, f
 
 
 def _show_files(console: Console, result: RunResult, *, seconds: float) -> None:
-    plot = result.folder / "reward.png"
-    plot_rewards(plot, result.rewards, result.kls)
+    page = result.folder / "report.html"
+    run = read_run(result.folder)
+    page.write_text(render_page(run, run_times(run.spans)), encoding="utf-8", errors="backslashreplace")
     python, coati = _command("python"), _command("coati")
     console.print(
-        f"Reward curve:  {plot}\n"
+        f"Reward curve:  {page}\n"
         f"Model:         {result.model}\n"
         f"Metrics:       {result.files.metrics}\n"
         f"Whole run:     {seconds:.0f} s\n"

@@ -2,17 +2,21 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any, Self
 
 from rich.console import Console
 
 from coati import entry
-from coati.cli.live import LiveView, StopSignal
 from coati.config import RunSettings, load_config, plan_lines
 from coati.config.plan import output_files
 from coati.entry import RunResult, checked
+from coati.errors import RunStopped
+from coati.monitor.live import LiveView
 from coati.run_folder import check_inputs_outside, check_run_folder, open_run_folder
 
 EXIT_STOPPED = 130  # what shells use for "ended by SIGINT"
@@ -38,8 +42,8 @@ def run_train(
         check_run_folder(config, overwrite=overwrite)
         console.print("[green]Config OK.[/] Run again without --dry-run to train.")
         return
-    with open_run_folder(config, overwrite=overwrite) as delete_earlier:
-        outcome = execute(config, console, sync=sync, address=address, verbose=verbose, on_begin=delete_earlier)
+    with open_run_folder(config, overwrite=overwrite) as begin:
+        outcome = execute(config, console, sync=sync, address=address, verbose=verbose, on_begin=begin)
     rewards = outcome.rewards
     console.print(
         f"{'Stopped' if outcome.was_stopped else 'Done'} after {outcome.seconds:.0f} s and "
@@ -81,15 +85,57 @@ def execute(
             "TensorBoard is not installed; metrics.jsonl has the metrics. To install it: pip install tensorboard"
         )
     quiet_libraries(verbose)
-    with StopSignal(console) as should_stop, LiveView(console) as view:
-        return entry.execute(
-            config,
-            sync=sync,
-            address=address,
-            on_begin=on_begin,
-            on_progress=view.show,
-            should_stop=should_stop,
-            log_to_driver=verbose,
+    with StopSignal(console) as stop, LiveView(console) as view:
+
+        def begin() -> None:
+            on_begin()
+            stop.has_begun = True
+
+        try:
+            return entry.execute(
+                config,
+                sync=sync,
+                address=address,
+                on_begin=begin,
+                on_progress=view.show,
+                should_stop=stop,
+                log_to_driver=verbose,
+            )
+        except KeyboardInterrupt:
+            if stop.has_begun:
+                raise
+            raise RunStopped("stopped before training began; there was nothing to save.") from None
+
+
+class StopSignal:
+    """The first SIGINT or SIGTERM asks a run that trains to stop and save; a second, or one before that, ends it."""
+
+    def __init__(self, console: Console) -> None:
+        self.has_begun = False
+        """Whether there is something to save."""
+        self._console = console
+        self._is_set = False
+        self._previous: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        """Whether a stop was requested."""
+        return self._is_set
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        is_second, self._is_set = self._is_set, True
+        if is_second or not self.has_begun:
+            raise KeyboardInterrupt
+        self._console.print(
+            "[yellow]Stopping: finishing the current batch and saving. Press Ctrl-C again to quit now.[/]"
         )
 
 

@@ -1,6 +1,5 @@
 """The demo's reward: how warmly a sentence speaks of the film, by the lexicon of `vaderSentiment`."""
 
-import importlib
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -19,20 +18,16 @@ def film_sentiment(completions: Sequence[str], prompts: Sequence[str], **_: obje
         >>> good > 0 > bad
         True
     """
-    analyzer = _analyzer()
+    analyzer = sentiment_analyzer()
     sentences = (f"{prompt} {completion}" for prompt, completion in zip(prompts, completions, strict=True))
     return [float(analyzer.polarity_scores(sentence)["compound"]) for sentence in sentences]
 
 
-@cache
-def _analyzer() -> Any:
-    # Cached: reading the lexicon takes longer than scoring a thousand sentences.
-    return import_extra("vaderSentiment.vaderSentiment").SentimentIntensityAnalyzer()
-
-
-def import_extra(module: str) -> Any:
-    """Import a module of the `demo` extra, or say how to install it."""
+@cache  # reading the lexicon takes longer than scoring a thousand sentences
+def sentiment_analyzer() -> Any:
+    """Return the analyzer of the `demo` extra; ConfigError says how to install it."""
     try:
-        return importlib.import_module(module)
+        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ModuleNotFoundError as error:
         raise ConfigError(f"The demo needs {error.name}. Run: pip install 'coati[demo]'") from error
+    return SentimentIntensityAnalyzer()

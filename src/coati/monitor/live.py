@@ -1,0 +1,64 @@
+"""Progress on a console: a live panel in a terminal, a plain line every few seconds elsewhere."""
+
+import logging
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+
+from coati.monitor.progress import RunSnapshot, plain_line, render_progress
+
+_PLAIN_EVERY_SECONDS = 3.0
+
+
+class LiveView:
+    """Shows snapshots while it is open."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._last_line = 0.0
+        self._last_message = ""
+        self._held_back: RunSnapshot | None = None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.__enter__()
+            _log_to_stderr()  # which prints above the panel while it is shown
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, traceback)
+            _log_to_stderr()
+        elif self._held_back is not None:
+            self._print(self._held_back)
+
+    def show(self, snapshot: RunSnapshot) -> None:
+        """Draw the snapshot."""
+        if self._live is not None:
+            self._live.update(render_progress(snapshot, self._console.width), refresh=True)
+            return
+        # After the last step comes its weight update: the last line waits for that.
+        is_end = snapshot.step == snapshot.total_steps and not snapshot.message
+        self._held_back = snapshot if is_end else None
+        now = time.monotonic()
+        is_due = snapshot.message != self._last_message or now - self._last_line >= _PLAIN_EVERY_SECONDS
+        if is_due and not is_end:
+            self._last_line, self._last_message = now, snapshot.message
+            self._print(snapshot)
+
+    def _print(self, snapshot: RunSnapshot) -> None:
+        self._console.print(plain_line(snapshot), highlight=False, markup=False, soft_wrap=True)
+
+
+def _log_to_stderr() -> None:
+    """Have log messages use what `sys.stderr` is now: the live panel replaces it."""
+    for handler in logging.getLogger().handlers:
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(sys.stderr)

@@ -1,0 +1,54 @@
+"""`coati train` and signals: before training it ends at once, then the run is asked to stop."""
+
+import signal
+
+import pytest
+from rich.console import Console
+
+from coati import entry
+from coati.cli.train import execute
+from coati.config import build_config
+from coati.errors import RunStopped
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs `execute` over a run that does what a function of `on_begin` and `should_stop` does."""
+    config = build_config({"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {"model": "r"}})
+
+    def run(training):
+        monkeypatch.setattr(
+            entry, "execute", lambda config, *, on_begin, should_stop, **_: training(on_begin, should_stop)
+        )
+        return execute(config, Console(quiet=True), sync=True, address=None, verbose=True)
+
+    return run
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_everything_is_loaded_ends_the_run_at_once(run, number):
+    def load(on_begin, should_stop):
+        signal.raise_signal(number)
+        pytest.fail("it goes on loading")
+
+    before = signal.getsignal(number)
+    with pytest.raises(RunStopped, match="before training began"):
+        run(load)
+    assert signal.getsignal(number) is before
+
+
+def test_the_first_signal_asks_a_run_that_trains_to_stop_and_the_second_ends_it(run):
+    def train(on_begin, should_stop):
+        on_begin()
+        assert not should_stop()
+        signal.raise_signal(signal.SIGINT)
+        assert should_stop()
+        return "saved"
+
+    def hang(on_begin, should_stop):
+        train(on_begin, should_stop)
+        signal.raise_signal(signal.SIGINT)
+
+    assert run(train) == "saved"
+    with pytest.raises(KeyboardInterrupt):
+        run(hang)
