@@ -27,9 +27,9 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: $(STAMP)
 	$(PYTEST) -m "not long" tests
 
-# Clusters of several nodes, many seeds, whole learning curves.
+# Clusters of several nodes, many seeds, whole learning curves, properties on many examples.
 test-long: $(STAMP)
-	$(PYTEST) -m long tests
+	$(PYTEST) -m "long or hypothesis" --hypothesis-profile long tests
 
 test-all: test test-long
 

@@ -1,6 +1,14 @@
-"""For all tests: which run first, and a garbage collector that passes over what imports have left."""
+"""For all tests: which run first, how many examples they try, and a garbage collector that skips what imports left."""
 
+import contextlib
 import gc
+
+with contextlib.suppress(ImportError):  # tests/gpu runs without it
+    from hypothesis import settings
+
+    settings.register_profile("quick", max_examples=20, deadline=None)
+    settings.register_profile("long", max_examples=300, deadline=None)  # make test-long
+    settings.load_profile("quick")
 
 gc.set_threshold(50_000, 20, 100)
 

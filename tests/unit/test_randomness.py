@@ -3,7 +3,7 @@
 import doctest
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import coati.randomness
@@ -25,7 +25,6 @@ def test_draws_are_those_of_every_other_day():
     assert keyed_uniforms(7, [42], 2).tolist() == [[0.06286740324837614, 0.9606614182572103]]
 
 
-@settings(max_examples=50, deadline=None)
 @given(seed=anything, ids=st.lists(anything, min_size=1, max_size=4), data=st.data())
 def test_a_samples_draws_do_not_depend_on_its_batch_its_place_or_how_many_are_drawn(seed, ids, data):
     order = data.draw(st.permutations(ids))

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coati.algos import discounted_returns, gae, shaped_rewards
@@ -70,7 +70,6 @@ def test_discounted_returns_by_hand():
     assert discounted_returns(rewards, mask, gamma=0.5).tolist() == [[3.0, 4.0, 4.0, 0.0]]
 
 
-@settings(max_examples=50, deadline=None)
 @given(episode=episodes(), gamma=rates, lam=rates)
 def test_gae_equals_its_definition(episode, gamma, lam):
     rewards, values, mask = episode
@@ -85,7 +84,6 @@ def test_gae_equals_its_definition(episode, gamma, lam):
     torch.testing.assert_close(gae(rewards, values, mask, gamma=gamma, lam=lam), expected, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
 @given(episode=episodes(), gamma=rates)
 def test_with_lambda_one_advantage_plus_value_is_the_return(episode, gamma):
     rewards, values, mask = episode
@@ -95,7 +93,6 @@ def test_with_lambda_one_advantage_plus_value_is_the_return(episode, gamma):
         torch.testing.assert_close(targets[mask], returns[mask], rtol=0, atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
 @given(episode=episodes(), garbage=st.sampled_from([NAN, INF, -INF, 1e308]), data=st.data())
 def test_padding_and_the_order_of_rows_never_matter(episode, garbage, data):
     rewards, values, mask = episode

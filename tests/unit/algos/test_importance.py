@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coati.algos import WeightSums, importance_weights, ratio_tails, weight_sums
@@ -49,7 +49,6 @@ def test_weights_by_hand(level, kind, expected):
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     cap=st.floats(1, 10),
@@ -109,7 +108,6 @@ def test_a_weight_that_overflows_stays_finite(level, kind, dtype):
         assert ratio_tails(logprobs, mask, level=level, cap=2.0, num_samples=6).ratio_max > 1e37
 
 
-@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31), garbage=st.sampled_from(GARBAGE), data=st.data())
 def test_padding_and_the_order_of_rows_never_matter(seed, garbage, data):
     logprobs, behavior, mask = random_batch(seed)
@@ -163,7 +161,6 @@ def test_effective_sample_size_at_its_ends(level):
     assert effective_sample_size(torch.full((8, 3), -INF), mask, level=level).item() == 0.0
 
 
-@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**31), cuts=st.sets(st.integers(1, 4)), scale=st.floats(0.01, 30))
 def test_numbers_to_watch_combine_over_micro_batches(seed, cuts, scale):
     logprobs, behavior, mask = random_batch(seed, scale=scale)

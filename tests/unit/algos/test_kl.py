@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coati.algos import k1, k2, k3, kl_estimate
@@ -28,7 +28,6 @@ def test_by_hand_with_garbage_in_the_padding(kind, expected):
     assert result.tolist() == [[pytest.approx(expected, rel=1e-12), 0.0, 0.0]]
 
 
-@settings(max_examples=50, deadline=None)
 @given(logits=st.lists(st.tuples(st.floats(-4, 4), st.floats(-4, 4)), min_size=2, max_size=6))
 def test_k1_and_k3_are_exact_in_expectation(logits):
     logits = torch.tensor(logits, dtype=torch.float64)
@@ -48,7 +47,6 @@ def test_k2_is_biased():
     assert by_hand != pytest.approx(exact, rel=1e-2)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     policy=st.floats(-50, 0),
     difference=st.floats(-10, 10) | st.floats(-1e-3, 1e-3) | st.floats(-1e-7, 1e-7),
@@ -62,7 +60,6 @@ def test_k2_and_k3_are_never_negative(policy, difference, dtype):
     assert (k3(torch.full((32,), difference, dtype=dtype), torch.zeros(32, dtype=dtype)) >= 0).all()
 
 
-@settings(max_examples=50, deadline=None)
 @given(difference=st.floats(-0.01, 0.01))
 def test_k2_and_k3_agree_to_second_order(difference):
     d = torch.tensor(difference, dtype=torch.float64)

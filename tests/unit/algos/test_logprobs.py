@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +39,6 @@ def test_by_hand():
     assert none is None
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     batch=st.integers(0, 4),

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coati.algos import clipped_policy_loss, clipped_value_loss, entropy_bonus
@@ -89,7 +89,6 @@ def test_the_two_clip_bounds_are_distances_from_one():
     assert out.loss.item() == pytest.approx(-(1.5 - 0.75), abs=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_policy_loss_is_the_textbook_minimum(seed):
     logprobs, behavior, advantages, mask = random_batch(seed)
@@ -136,7 +135,6 @@ def test_entropy_bonus_by_hand():
 
 
 @LOSSES
-@settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**31), garbage=st.lists(st.sampled_from(GARBAGE), min_size=3, max_size=3))
 def test_padding_garbage_changes_neither_results_nor_gradients(loss_of, seed, garbage):
     *tensors, mask = random_batch(seed)
@@ -150,7 +148,6 @@ def test_padding_garbage_changes_neither_results_nor_gradients(loss_of, seed, ga
 
 
 @LOSSES
-@settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**31), cuts=st.sets(st.integers(1, 4)))
 def test_micro_batches_add_up(loss_of, seed, cuts):
     *tensors, mask = random_batch(seed)

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coati.algos import (
@@ -69,7 +69,6 @@ def test_decoupled_loss_by_hand():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_on_policy_it_is_the_clipped_loss_bit_for_bit(dtype, seed):
     (current, proximal, _, advantages, _), mask = random_batch(seed, dtype=dtype)
@@ -83,7 +82,6 @@ def test_on_policy_it_is_the_clipped_loss_bit_for_bit(dtype, seed):
     assert torch.equal(grad, plain_grad)
 
 
-@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_decoupled_loss_is_its_formula(seed):
     (current, proximal, behavior, advantages, weights), mask = random_batch(seed)
@@ -124,7 +122,6 @@ def test_a_token_of_weight_zero_may_overflow():
     assert current.grad.tolist() == [[0.0, 0.5]]
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     is_reduced=st.booleans(),
     seed=st.integers(0, 2**31),

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coati.algos import (
@@ -62,7 +62,6 @@ def test_sequence_loss_by_hand():
     torch.testing.assert_close(grad, expected)
 
 
-@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_sequence_loss_differentiates_through_the_ratio_of_the_paper(seed):
     logprobs, behavior, advantages, mask = random_batch(seed)
@@ -105,7 +104,6 @@ def test_responses_of_one_token_make_it_the_clipped_loss():
 
 
 @LOSSES
-@settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     garbage=st.lists(st.sampled_from(GARBAGE), min_size=3, max_size=3),

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coati.algos import gae, vtrace
@@ -38,7 +38,6 @@ def test_vtrace_by_hand():
     assert out.advantages.tolist() == [pytest.approx([0.25, -6.0, 0.0])]
 
 
-@settings(max_examples=30, deadline=None)
 @given(episode=episodes(), gamma=rates, lam=rates, rho_bar=st.floats(0.5, 5), c_share=rates)
 def test_vtrace_equals_its_double_sum(episode, gamma, lam, rho_bar, c_share):
     rewards, values, log_ratios, mask = episode
@@ -70,7 +69,6 @@ def test_vtrace_equals_its_double_sum(episode, gamma, lam, rho_bar, c_share):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@settings(max_examples=15, deadline=None)
 @given(episode=episodes(), gamma=rates, lam=rates, bar=st.floats(1, 5) | st.just(INF))
 def test_on_policy_vtrace_is_gae_bit_for_bit(dtype, episode, gamma, lam, bar):
     rewards, values, _, mask = episode
@@ -83,7 +81,6 @@ def test_on_policy_vtrace_is_gae_bit_for_bit(dtype, episode, gamma, lam, bar):
     assert out.advantages.dtype == expected.dtype
 
 
-@settings(max_examples=15, deadline=None)
 @given(episode=episodes(), garbage=st.sampled_from(GARBAGE), data=st.data())
 def test_vtrace_ignores_padding_and_the_order_of_rows(episode, garbage, data):
     *tensors, mask = episode

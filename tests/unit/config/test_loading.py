@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -364,7 +364,6 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     generate=st.dictionaries(st.just("cache_config"), st.dictionaries(st.text(), values, max_size=4)),
     output=st.text(),

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import coati.experience as experience_module
@@ -84,7 +84,6 @@ def batch_with_garbage(items, extra_prompt, extra_actions):
     return Experience(**{name: torch.stack(parts) for name, parts in fields.items()})
 
 
-@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_split_then_make_is_the_identity_on_every_unpadded_value_of_samples_from_different_batches(data):
     batches = data.draw(st.lists(st.lists(samples(), min_size=1, max_size=3), min_size=1, max_size=3))

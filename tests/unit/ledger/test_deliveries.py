@@ -1,7 +1,7 @@
 """What has arrived is recognised when it comes again, in whatever order."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coati.experience_buffer import BufferItem
@@ -50,7 +50,6 @@ def test_items_without_an_id_are_always_fresh():
     assert log.num_repeated == 0
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 9)), max_size=60))
 def test_any_sequence_of_deliveries_lets_each_id_through_once(ids):
     log = DeliveryLog()

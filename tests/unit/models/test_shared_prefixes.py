@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import coati.models.packing
@@ -23,7 +23,6 @@ def rows_of(packed):
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(st.lists(st.integers(0, 1), min_size=0, max_size=7), min_size=1, max_size=6),
     paddings=st.lists(st.integers(0, 2), min_size=6, max_size=6),

@@ -6,7 +6,7 @@ import math
 import pickle
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coati.monitor.metrics import Max, Mean, MetricBag, Min, Sum
@@ -45,7 +45,6 @@ def test_nan_wins_in_either_order(kind):
     st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.1, 100)), min_size=1, max_size=20),
     st.integers(0, 20),
 )
-@settings(max_examples=50, deadline=None)
 def test_means_merge_to_the_same_however_they_are_split(pairs, cut):
     left, right = MetricBag(), MetricBag()
     for bag, part in ((left, pairs[:cut]), (right, pairs[cut:])):

@@ -4,7 +4,7 @@ import io
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -116,7 +116,6 @@ def test_sparkline_by_hand():
 
 
 @given(st.lists(st.floats(-1e9, 1e9) | st.sampled_from([math.nan, math.inf]), max_size=60), st.integers(0, 30))
-@settings(max_examples=50, deadline=None)
 def test_sparkline_always_fits(values, width):
     line = sparkline(values, width)
     assert len(line) <= min(width, len(values))

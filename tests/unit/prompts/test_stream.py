@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -107,7 +107,6 @@ def test_every_pass_is_a_new_order_of_all_prompts():
     assert samples_below(30, stream_of(table, shuffle=True, seed=2)) != samples
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     size=st.integers(1, 7),
     num_shards=st.integers(1, 5),

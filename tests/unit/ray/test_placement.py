@@ -1,7 +1,7 @@
 """Bundles: who shares a card, and who shares a node."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coati.ray.placement import plan_bundles
@@ -31,7 +31,6 @@ def test_who_shares_a_card(trainers, trainer_gpus, makers, maker_gpus, bundles):
 gpus = st.sampled_from([0.0, 0.1, 0.25, 0.3, 0.5, 0.9, 1.0, 2.0])
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 8), gpus, st.integers(1, 8), gpus, st.booleans())
 def test_every_actor_has_one_bundle_and_what_it_needs(trainers, trainer_gpus, makers, maker_gpus, share_cards):
     bundles = plan(trainers, trainer_gpus, makers, maker_gpus, share_cards)

@@ -1,12 +1,11 @@
 """Who updates whom, when makers come and go."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from coati.ray.run_actors import first_updaters, makers_to_leave, trainer_for_newcomer
 
 
-@settings(max_examples=50, deadline=None)
 @given(num_makers=st.integers(0, 12), num_trainers=st.integers(1, 12))
 def test_each_maker_is_updated_by_exactly_one_trainer_and_evenly(num_makers, num_trainers):
     updaters = first_updaters([f"maker-{index}" for index in range(num_makers)], num_trainers)
@@ -19,7 +18,6 @@ def spread_over(updaters, num_trainers):
     return max(parts) - min(parts)
 
 
-@settings(max_examples=50, deadline=None)
 @given(changes=st.lists(st.integers(-4, 4), max_size=6), num_trainers=st.integers(1, 5))
 def test_makers_stay_evenly_spread_and_with_their_trainer_when_others_come_and_go(changes, num_trainers):
     updaters = first_updaters(["a", "b", "c"], num_trainers)

@@ -5,7 +5,7 @@ import doctest
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from weight_testing import deliver, header_of, messages_of
 
@@ -31,7 +31,6 @@ def test_docstring_examples_run():
 # The checksum.
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 100), st.data())
 def test_any_flipped_bit_changes_the_checksum(size, data):
     original = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))

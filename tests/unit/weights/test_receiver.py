@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from weight_testing import Maker, deliver, header_of, messages_of, value_chunk
@@ -311,7 +311,6 @@ def test_a_rejected_update_takes_no_more_messages(make_models, maker):
             maker.update_experience_maker(message=message)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10_000))
 def test_any_flipped_bit_is_seen(bit):
     models = {"m": nn.Linear(3, 3)}
