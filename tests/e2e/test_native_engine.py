@@ -110,6 +110,22 @@ def test_it_writes_what_the_reference_writes(name, options):
         assert_same(NativeEngine(model, num_slots=num_slots).generate(make_request(**options)), expected)
 
 
+def limited(request):
+    """The request with a limit of its own for each row."""
+    return dataclasses.replace(request, max_new_tokens=torch.arange(len(request.input_ids)) % 7 + 1)
+
+
+def test_each_row_is_cut_at_its_own_limit():
+    model, request = make_model("llama"), limited(make_request())
+    expected = ReferenceEngine(model).generate(request)
+    lengths = expected.action_mask.sum(dim=1)
+    assert bool((lengths <= request.limits).all())
+    assert torch.equal(lengths[expected.is_cut], request.limits[expected.is_cut])
+    assert 0 < int(expected.is_cut.sum()) < 9
+    for num_slots in (64, 2):
+        assert_same(NativeEngine(model, num_slots=num_slots).generate(request), expected)
+
+
 def test_rows_do_not_depend_on_slots_or_neighbours():
     model = make_model("qwen3")
     whole = NativeEngine(model).generate(make_request())
@@ -309,10 +325,11 @@ def replayed(monkeypatch):
 @pytest.mark.parametrize("looks_under_way", [1, 2, 3])
 def test_with_a_look_every_few_tokens_it_writes_the_same(replayed, looks_under_way, monkeypatch):
     monkeypatch.setattr("coati.rollout.native.loop.LOOKS_UNDER_WAY", looks_under_way)
-    model, request = make_model("llama"), make_request(rows=12)
-    expected = ReferenceEngine(model).generate(request)
-    for num_slots in (2, 4, 8):
-        assert_same(NativeEngine(model, num_slots=num_slots).generate(request), expected)
+    model = make_model("llama")
+    for request in (make_request(rows=12), limited(make_request(rows=12))):
+        expected = ReferenceEngine(model).generate(request)
+        for num_slots in (2, 4, 8):
+            assert_same(NativeEngine(model, num_slots=num_slots).generate(request), expected)
 
 
 def test_responses_of_one_token_need_no_step(monkeypatch):

@@ -34,11 +34,9 @@ from coati.models.packing import joined_once
 from coati.monitor.metrics import Sum
 from coati.monitor.timeline import Timeline
 from coati.rewards import RewardScorer
-from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, make_engine, merge_rollouts
+from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, make_engine
 
 logger = logging.getLogger(__name__)
-
-_NO_LIMIT = 1 << 62
 
 
 class NaiveExperienceMaker(ExperienceMaker):
@@ -143,9 +141,20 @@ class NaiveExperienceMaker(ExperienceMaker):
         if self.algorithm.uses_groups:
             prompts.check_groups()
         batch = MakerBatch(prompts)
-        prompts = self._without_overlong(prompts.to(next(self.actor.parameters()).device), options)
+        prompts, limits = self._with_room(prompts.to(next(self.actor.parameters()).device), options)
+        assert prompts.sample_ids is not None
+        request = RolloutRequest(
+            input_ids=prompts.input_ids,
+            attention_mask=prompts.attention_mask,
+            sample_ids=prompts.sample_ids,
+            seed=self.seed,
+            options=options,
+            max_new_tokens=limits,
+            version=self.policy_version,
+            between_tokens=None if self.between_tokens is None else self._pause,
+        )
         with self.timeline.span("generate"):
-            rollout = self._generate(prompts, options)
+            rollout = self.engine.generate(request)
         with self.timeline.span("score"), joined_once():
             self._score(batch, prompts, rollout, options.sampling_temperature)
         return batch
@@ -205,59 +214,25 @@ class NaiveExperienceMaker(ExperienceMaker):
             lam=algorithm.lam,
         )
 
-    def _without_overlong(self, prompts: PromptBatch, options: GenerateOptions) -> PromptBatch:
-        """Drop prompts that leave no room for a single new token."""
-        fits = self._room(prompts, options)[0] >= 1
+    def _with_room(self, prompts: PromptBatch, options: GenerateOptions) -> tuple[PromptBatch, Tensor]:
+        """Drop prompts that leave no room for a response; returns how many tokens the others may get too, [B]."""
+        context = context_length_of(unwrap(self.actor))
+        lengths = prompts.attention_mask.sum(dim=1)
+        limits = torch.tensor([options.new_token_limit(length) for length in lengths.tolist()], device=lengths.device)
+        if context is not None:
+            limits = torch.minimum(limits, context - lengths)
+        fits = limits >= 1
         num_dropped = int((~fits).sum())
         if num_dropped == 0:
-            return prompts
-        longest = int(prompts.attention_mask.sum(dim=1).max())
+            return prompts, limits
         message = (
-            f"{num_dropped} of {len(fits)} prompts leave no room for a response (longest {longest} tokens; "
-            f"context {context_length_of(unwrap(self.actor))}, max_length {options.max_length})"
+            f"{num_dropped} of {len(fits)} prompts leave no room for a response (longest {int(lengths.max())} tokens; "
+            f"context {context}, max_length {options.max_length})"
         )
         if not bool(fits.any()):
             raise AllSamplesDropped(f"{message}. Shorten the prompts or raise max_length.")
         logger.warning("%s; dropped", message)
-        return prompts.select(fits)
-
-    def _room(self, prompts: PromptBatch, options: GenerateOptions) -> tuple[Tensor, Tensor]:
-        """How many new tokens each prompt may get, and how many fit the model's context after it, [B] each."""
-        context = context_length_of(unwrap(self.actor))
-        lengths = prompts.attention_mask.sum(dim=1)
-        fits = torch.full_like(lengths, _NO_LIMIT) if context is None else context - lengths
-        limits = torch.tensor([options.new_token_limit(length) for length in lengths.tolist()], device=lengths.device)
-        return torch.minimum(limits, fits), fits
-
-    def _generate(self, prompts: PromptBatch, options: GenerateOptions) -> Rollout:
-        """Generate, and give each response its own room: one long prompt does not cut its neighbours short.
-
-        A call may run past the room of some rows, whose responses are cut afterwards, but never past the end
-        of the model's context: prompts that come near it are grouped into calls that stop in time.
-        """
-        room, context_room = self._room(prompts, options)
-        steps = torch.minimum(room.max(), context_room)
-        parts = [steps == count for count in sorted(set(steps.tolist()))]
-        rollouts = []
-        for rows in parts:
-            part = prompts.select(rows)
-            assert part.sample_ids is not None
-            rollouts.append(
-                self.engine.generate(
-                    RolloutRequest(
-                        input_ids=part.input_ids,
-                        attention_mask=part.attention_mask,
-                        sample_ids=part.sample_ids,
-                        seed=self.seed,
-                        options=options,
-                        max_new_tokens=int(room[rows].max()),
-                        version=self.policy_version,
-                        between_tokens=None if self.between_tokens is None else self._pause,
-                    )
-                )
-            )
-        whole = rollouts[0] if len(rollouts) == 1 else merge_rollouts(rollouts, parts, prompts.input_ids.shape[1])
-        return whole.shortened(room)
+        return prompts.select(fits), limits[fits]
 
     def _pause(self) -> int:
         assert self.between_tokens is not None

@@ -4,7 +4,7 @@ from typing import Any
 
 from coati.config.generate import GenerateOptions
 from coati.errors import ConfigError
-from coati.rollout.engine import Rollout, RolloutEngine, RolloutRequest, mask_after_end, merge_rollouts
+from coati.rollout.engine import Rollout, RolloutEngine, RolloutRequest
 from coati.rollout.native import NativeEngine
 from coati.rollout.reference import ReferenceEngine
 
@@ -16,8 +16,6 @@ __all__ = [
     "RolloutEngine",
     "RolloutRequest",
     "make_engine",
-    "mask_after_end",
-    "merge_rollouts",
 ]
 
 

@@ -1,7 +1,7 @@
 """What every rollout engine does: prompts in, sampled responses with their log-probs out."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -19,7 +19,8 @@ class RolloutRequest:
     sample_ids: Tensor  # [B] int64: key of each row's randomness
     seed: int
     options: GenerateOptions
-    max_new_tokens: int
+    max_new_tokens: int | Tensor
+    """Where responses are cut: one number, or [B] of each row."""
     version: int = 0
     """Version of the weights that generation starts with."""
     between_tokens: Callable[[], int] | None = None
@@ -28,6 +29,12 @@ class RolloutRequest:
     New weights are written into the memory that holds the old ones. Finished batches are delivered here too, so an
     engine that does not call it delays them. The native engine calls it every few tokens on a GPU, else at each.
     """
+
+    @property
+    def limits(self) -> Tensor:
+        """Most new tokens of each row, [B]."""
+        limits = torch.as_tensor(self.max_new_tokens, device=self.input_ids.device)
+        return limits.expand(self.input_ids.shape[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,51 +48,6 @@ class Rollout:
     is_cut: Tensor  # [B] bool: the length limit ended the response, and no end-of-sequence token or stop string
     token_versions: Tensor  # [B, A] int64: version of the weights that wrote each token
 
-    def shortened(self, limits: Tensor) -> "Rollout":
-        """Cut each response to its own limit [B], and the batch to the longest that is left."""
-        width = int(self.action_mask.sum(dim=1).minimum(limits).max())
-        first = self.sequences.shape[1] - self.action_mask.shape[1]
-        fits = torch.arange(width, device=limits.device) < limits.unsqueeze(1)  # [B, width]
-        attention_mask = self.attention_mask[:, : first + width].clone()
-        attention_mask[:, first:].masked_fill_(~fits, 0)
-        return Rollout(
-            sequences=self.sequences[:, : first + width],
-            attention_mask=attention_mask,
-            action_mask=self.action_mask[:, :width] & fits,
-            rollout_log_probs=self.rollout_log_probs[:, :width].masked_fill(~fits, 0.0),
-            is_cut=self.is_cut | (self.action_mask.sum(dim=1) > limits),
-            token_versions=self.token_versions[:, :width],
-        )
-
-
-def merge_rollouts(rollouts: Sequence[Rollout], parts: Sequence[Tensor], num_prompt_tokens: int) -> Rollout:
-    """Put rows that were generated in separate calls back into one batch, in their old order."""
-    num_rows = parts[0].shape[0]
-    num_actions = max(rollout.action_mask.shape[1] for rollout in rollouts)
-    first = rollouts[0]
-
-    def joined(name: str, width: int) -> Tensor:
-        example: Tensor = getattr(first, name)
-        result = example.new_zeros((num_rows, width))
-        for rows, rollout in zip(parts, rollouts, strict=True):
-            values: Tensor = getattr(rollout, name)
-            padded = values.new_zeros((values.shape[0], width))
-            padded[:, : values.shape[1]] = values
-            result[rows] = padded
-        return result
-
-    is_cut = first.is_cut.new_zeros(num_rows)
-    for rows, rollout in zip(parts, rollouts, strict=True):
-        is_cut[rows] = rollout.is_cut
-    return Rollout(
-        sequences=joined("sequences", num_prompt_tokens + num_actions),
-        attention_mask=joined("attention_mask", num_prompt_tokens + num_actions),
-        action_mask=joined("action_mask", num_actions),
-        rollout_log_probs=joined("rollout_log_probs", num_actions),
-        token_versions=joined("token_versions", num_actions),
-        is_cut=is_cut,
-    )
-
 
 class RolloutEngine(Protocol):
     """Generates responses. Engines differ in speed only: the draws are keyed by sample id."""
@@ -93,20 +55,3 @@ class RolloutEngine(Protocol):
     def generate(self, request: RolloutRequest) -> Rollout:
         """Continue every prompt."""
         ...
-
-
-def mask_after_end(responses: Tensor, eos_token_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Which tokens belong to the response [B, A], and whether each ended by itself [B].
-
-    The first end-of-sequence token ends the response and is part of it. Works where pad and eos are one
-    token, because it goes by position and not by value.
-
-    >>> mask_after_end(torch.tensor([[5, 2, 2], [5, 6, 7]]), (2,))
-    (tensor([[ True,  True, False],
-            [ True,  True,  True]]), tensor([ True, False]))
-    """
-    is_end = torch.zeros_like(responses, dtype=torch.bool)
-    for token in eos_token_ids:
-        is_end |= responses == token
-    ends_before = is_end.long().cumsum(dim=1) - is_end.long()
-    return ends_before == 0, is_end.any(dim=1)

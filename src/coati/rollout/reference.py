@@ -6,11 +6,13 @@ by inverse CDF from that row's own uniform numbers.
 """
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -21,8 +23,9 @@ from transformers import (
 )
 
 from coati.models.actor import unwrap
+from coati.models.calls import context_length_of
 from coati.randomness import keyed_uniforms
-from coati.rollout.engine import Rollout, RolloutRequest, mask_after_end
+from coati.rollout.engine import Rollout, RolloutRequest
 from coati.rollout.sampling import Sampler, stop_strings_of
 
 
@@ -34,7 +37,33 @@ class ReferenceEngine:
 
     @torch.no_grad()
     def generate(self, request: RolloutRequest) -> Rollout:
-        """Continue every prompt; the result is as wide as the longest response."""
+        """Continue every prompt; the result is as wide as the longest response.
+
+        A row that has ended is computed until the last one has, but never past the end of the model's context, where
+        some models have no positions: rows that come near it are generated in calls that stop in time.
+        """
+        limits, lengths = request.limits, request.attention_mask.sum(dim=1)
+        context = context_length_of(unwrap(self._model))
+        longest = limits.max() if context is None else torch.minimum(limits.max(), context - lengths)
+        calls = [longest == count for count in sorted({*longest.flatten().tolist()})]
+        if len(calls) == 1:
+            return self._generate(request)[0]
+        rollouts, version = [], request.version
+        for rows in calls:
+            part = dataclasses.replace(
+                request,
+                input_ids=request.input_ids[rows],
+                attention_mask=request.attention_mask[rows],
+                sample_ids=request.sample_ids[rows],
+                max_new_tokens=limits[rows],
+                version=version,
+            )
+            rollout, version = self._generate(part)
+            rollouts.append(rollout)
+        return _joined(rollouts, calls)
+
+    def _generate(self, request: RolloutRequest) -> tuple[Rollout, int]:
+        """Continue the prompts in one call; returns the version that the weights have then too."""
         model: Any = unwrap(self._model)
         eos_token_ids = request.options.eos_token_ids(model)
         dice = _KeyedDice(request)
@@ -54,16 +83,32 @@ class ReferenceEngine:
         finally:
             model.train(was_training)
         responses = sequences[:, request.input_ids.shape[1] :]
-        action_mask, has_ended = mask_after_end(responses, eos_token_ids)
-        action_mask &= stops.mask(responses.shape[1])
-        return Rollout(
+        # By position and not by value: the padding may be an end token too.
+        is_end = torch.isin(responses, torch.tensor(eos_token_ids, dtype=responses.dtype, device=responses.device))
+        action_mask = (is_end.cumsum(dim=1) - is_end.long() == 0) & stops.mask(responses.shape[1])
+        rollout = Rollout(
             sequences=sequences,
             attention_mask=torch.cat([request.attention_mask, action_mask.to(request.attention_mask.dtype)], dim=1),
             action_mask=action_mask,
             rollout_log_probs=dice.log_probs(responses.shape[1]).masked_fill(~action_mask, 0.0),
-            is_cut=~has_ended & ~stops.has_stopped,
+            is_cut=~(is_end & action_mask).any(dim=1) & ~stops.has_stopped,
             token_versions=dice.versions(responses),
         )
+        return rollout, dice.version
+
+
+def _joined(rollouts: Sequence[Rollout], calls: Sequence[Tensor]) -> Rollout:
+    """Put rows that were generated in separate calls into one batch, in the order of the request."""
+    order = torch.cat([rows.nonzero().squeeze(1) for rows in calls]).argsort()
+
+    def joined(tensors: list[Tensor]) -> Tensor:
+        if tensors[0].ndim == 2:
+            width = max(tensor.shape[1] for tensor in tensors)
+            tensors = [F.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
+        return torch.cat(tensors)[order]
+
+    names = [field.name for field in dataclasses.fields(Rollout)]
+    return Rollout(**{name: joined([getattr(rollout, name) for rollout in rollouts]) for name in names})
 
 
 def _greedy_config(model: PreTrainedModel, request: RolloutRequest, eos_token_ids: tuple[int, ...]) -> GenerationConfig:
@@ -72,7 +117,7 @@ def _greedy_config(model: PreTrainedModel, request: RolloutRequest, eos_token_id
     extra.setdefault("bos_token_id", getattr(model.config, "bos_token_id", None))
     return GenerationConfig(
         do_sample=False,
-        max_new_tokens=request.max_new_tokens,
+        max_new_tokens=int(request.limits.max()),
         eos_token_id=list(eos_token_ids) or None,
         pad_token_id=options.pad_token(model),
         **extra,
@@ -103,19 +148,19 @@ class _KeyedDice(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, request: RolloutRequest) -> None:
         self._sampler = Sampler(request.options)
         self._log_probs: list[Tensor] = []
-        self._version = request.version
+        self.version = request.version
         self._versions: list[int] = []
         self._between_tokens = request.between_tokens
-        draws = keyed_uniforms(request.seed, request.sample_ids.tolist(), request.max_new_tokens)
-        self._uniforms = torch.from_numpy(draws).to(request.input_ids.device)  # [B, max_new_tokens]
+        draws = keyed_uniforms(request.seed, request.sample_ids.tolist(), int(request.limits.max()))
+        self._uniforms = torch.from_numpy(draws).to(request.input_ids.device)  # [B, A]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
         tokens, log_probs = self._sampler(scores, self._uniforms[:, len(self._log_probs)])
         self._log_probs.append(log_probs)
-        self._versions.append(self._version)
+        self._versions.append(self.version)
         if self._between_tokens is not None:
             # These scores are used up; the next ones may come from other weights, over the same cache.
-            self._version = self._between_tokens()
+            self.version = self._between_tokens()
         return torch.full_like(scores, float("-inf")).scatter(1, tokens.unsqueeze(1), 0.0)
 
     def log_probs(self, num_actions: int) -> Tensor:
@@ -129,7 +174,7 @@ class _KeyedDice(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Stops(StoppingCriteria):  # type: ignore[misc]
-    """Stop strings and the user's criteria; records where each row met one.
+    """Limits of rows, stop strings and the user's criteria; records where each row met one.
 
     A row that has stopped is continued, as padding or as text, until the last one is: the tokens do not show it.
     """
@@ -143,7 +188,8 @@ class _Stops(StoppingCriteria):  # type: ignore[misc]
             self._strings = stop_strings_of(options.tokenizer, options.stop_strings, device)
             self._states = torch.zeros(num_rows, dtype=torch.long, device=device)
         self.has_stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)  # [B]
-        self._lengths = torch.full_like(self.has_stopped, request.max_new_tokens, dtype=torch.long)  # [B]
+        self._limits = request.limits
+        self._lengths = self._limits.clone()  # [B]
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         stops_here = torch.zeros_like(self.has_stopped)
@@ -152,10 +198,12 @@ class _Stops(StoppingCriteria):  # type: ignore[misc]
         if self._strings is not None:
             self._states = self._strings.advance(self._states, input_ids[:, -1])
             stops_here |= self._states == self._strings.found
-        is_first = stops_here & ~self.has_stopped
-        self._lengths[is_first] = input_ids.shape[1] - self._num_prompt_tokens
-        self.has_stopped |= stops_here
-        return self.has_stopped.clone()
+        num_written = input_ids.shape[1] - self._num_prompt_tokens
+        # What is written past a row's limit is no response, and so has no stop in it.
+        is_first = stops_here & ~self.has_stopped & (num_written <= self._limits)
+        self._lengths[is_first] = num_written
+        self.has_stopped |= is_first
+        return self.has_stopped | (num_written >= self._limits)
 
     def mask(self, num_actions: int) -> Tensor:
         """True up to and with the token that stopped the row, [B, num_actions]."""

@@ -19,11 +19,7 @@ from coati.errors import GenerateOptionError
 
 
 class Sampler:
-    """Draws tokens from logits as the options say.
-
-    `draw` may replace torch for sampling at a temperature without cuts: (logits, uniforms, temperature) to tokens and
-    log-probs.
-    """
+    """Draws tokens from logits as the options say. `draw` may replace torch where nothing is cut."""
 
     def __init__(
         self,

@@ -1,17 +1,15 @@
 """The reference engine: transformers' text, our dice."""
 
-import doctest
 import math
 
 import pytest
 import torch
 from transformers import StoppingCriteria
 
-import coati.rollout.engine as engine_module
 from coati.models import Actor, action_logprobs
 from coati.models.lora import LoRASettings
 from coati.randomness import keyed_uniforms
-from coati.rollout import GenerateOptions, ReferenceEngine, Rollout, RolloutRequest, mask_after_end
+from coati.rollout import GenerateOptions, ReferenceEngine, Rollout, RolloutRequest
 from coati.rollout.sampling import inverse_cdf
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 3, 4]]
@@ -57,12 +55,6 @@ def first_probabilities(model, temperature=1.0):
     with torch.no_grad():
         logits = model(torch.tensor([PROMPTS[0]])).logits[0, -1]
     return torch.softmax(logits.double() / temperature, dim=-1)
-
-
-def test_docstring_examples_run():
-    result = doctest.testmod(engine_module)
-    assert result.attempted > 0
-    assert result.failed == 0
 
 
 # Keyed draws
@@ -232,14 +224,6 @@ def test_extra_left_padding_changes_no_token(llama, gpt2):
 # Ends
 
 
-def test_mask_after_end_by_hand():
-    # end tokens 2 and 5: the first of either ends the row and belongs to it, whatever follows
-    tokens = torch.tensor([[7, 2, 2, 5], [5, 7, 7, 7], [7, 7, 7, 2], [7, 7, 7, 7]])
-    mask, has_ended = mask_after_end(tokens, (2, 5))
-    assert mask.long().tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
-    assert has_ended.tolist() == [True, True, True, False]
-
-
 def long_rollout(model, **options):
     """Enough text for every row to meet some end, in rows of different length."""
     return generate(model, [PROMPTS[0]] * 12, max_new_tokens=40, **options)
@@ -304,26 +288,16 @@ def test_what_follows_a_stopping_criterion_is_no_response(llama, eos, pad):
     assert not rollout.is_cut.any()
 
 
-def test_shortened_cuts_each_response_at_its_own_limit():
-    # limits 1, 3 and 2 for responses of 3 (ended), 2 (ended) and 3 (cut) tokens
-    #   row 0: the end token is cut off       row 1: as it was       row 2: cut as before, but earlier
-    action_mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1]]).bool()
-    rollout = Rollout(
-        sequences=torch.arange(12).reshape(3, 4),
-        attention_mask=torch.cat([torch.ones(3, 1), action_mask], dim=1).long(),
-        action_mask=action_mask,
-        rollout_log_probs=-torch.ones(3, 3).masked_fill(~action_mask, 0.0),
-        is_cut=torch.tensor([False, False, True]),
-        token_versions=torch.tensor([[1, 1, 2]] * 3),
-    )
-    short = rollout.shortened(torch.tensor([1, 3, 2]))
-    assert short.action_mask.long().tolist() == [[1, 0], [1, 1], [1, 1]]
-    assert short.attention_mask.tolist() == [[1, 1, 0], [1, 1, 1], [1, 1, 1]]
-    assert short.sequences.tolist() == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
-    assert short.token_versions.tolist() == [[1, 1]] * 3
-    assert short.rollout_log_probs.tolist() == [[-1, 0], [-1, -1], [-1, -1]]
-    assert short.is_cut.tolist() == [True, False, True]
-    assert rollout.attention_mask[0].tolist() == [1, 1, 1, 1]  # the original is untouched
+def test_each_row_is_cut_at_its_own_limit(llama):
+    # What ends or stops a row after its limit does not count: a row that ends later is cut.
+    model = llama()
+    whole = long_rollout(model, stopping_criteria=[StopAtFour()])
+    limits = torch.arange(12) % 5 + 1
+    rollout = generate(model, [PROMPTS[0]] * 12, max_new_tokens=limits, stopping_criteria=[StopAtFour()])
+    texts = responses(whole)
+    assert responses(rollout) == [text[:limit] for text, limit in zip(texts, limits.tolist(), strict=True)]
+    assert rollout.is_cut.tolist() == [len(text) > limit for text, limit in zip(texts, limits.tolist(), strict=True)]
+    assert 0 < rollout.is_cut.sum() < 12
 
 
 # Options and defaults that reach transformers

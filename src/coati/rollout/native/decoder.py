@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from coati.gpu import without_cudnn_attention
 from coati.models.actor import unwrap
+from coati.models.packing import base_of
 from coati.rollout.native.operations import Geometry, operations_for, rms_norm, split_heads
 
 
@@ -27,11 +28,6 @@ class SlotCache:
 
     keys: list[Tensor]
     values: list[Tensor]
-
-    @property
-    def num_slots(self) -> int:
-        """N."""
-        return int(self.keys[0].shape[0])
 
     @property
     def num_positions(self) -> int:
@@ -117,7 +113,7 @@ class Decoder:
     """Prefill and decode for one model."""
 
     def __init__(self, model: nn.Module) -> None:
-        base = base_of(model)
+        base: Any = base_of(unwrap(model))
         config = base.config
         self._embedding: nn.Module = base.get_input_embeddings()
         self._layers = [_Layer.of(module) for module in base.model.layers]
@@ -224,9 +220,3 @@ class Decoder:
             half = sin.shape[-1] // 2
             self._angles = (cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1))
         return self._angles
-
-
-def base_of(model: nn.Module) -> Any:
-    """The transformers model inside of wrappers and adapters."""
-    inner: Any = unwrap(model)
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner

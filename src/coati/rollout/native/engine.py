@@ -7,8 +7,9 @@ from torch import nn
 
 from coati.config.generate import native_engine_problem
 from coati.models.actor import unwrap
+from coati.models.packing import base_of
 from coati.rollout.engine import Rollout, RolloutRequest
-from coati.rollout.native.decoder import Decoder, base_of
+from coati.rollout.native.decoder import Decoder
 from coati.rollout.native.loop import SlotLoop
 from coati.rollout.native.slots import PromptQueue
 from coati.rollout.reference import ReferenceEngine
@@ -29,7 +30,7 @@ class NativeEngine:
         self._model = model
         self._num_slots = num_slots
         self._reference = ReferenceEngine(model)
-        base = base_of(model)
+        base = base_of(unwrap(model))
         config = base.config.to_dict() if hasattr(base, "config") else {}
         self._model_config = {**config, "architectures": [type(base).__name__]}
         self._decoder: Decoder | None = None
@@ -51,7 +52,7 @@ class NativeEngine:
             "num_slots": num_slots,
             "num_positions": queue.num_positions,
             "num_rows": queue.num_rows,
-            "max_new_tokens": request.max_new_tokens,
+            "max_new_tokens": queue.max_new_tokens,
         }
         if self._loop is None or not self._loop.fits(**sizes):
             self._loop = None  # its memory first

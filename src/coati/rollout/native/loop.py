@@ -57,7 +57,7 @@ class SlotLoop:
         self._slots = Slots.empty(num_slots, device)
         # One row more than there are: what a slot without a sample writes goes there.
         self._responses = Responses.empty(num_rows + 1, max_new_tokens, device)
-        self._version, self._limit = torch.zeros(2, dtype=torch.long, device=device)  # what a step reads of the request
+        self._version = torch.zeros((), dtype=torch.long, device=device)
         # The least recently used first; with the rules, whose tensors a graph reads.
         self._graphs: dict[tuple[Any, ...], tuple[Any, TokenRules]] = {}
         self._pool: Any = None
@@ -81,7 +81,6 @@ class SlotLoop:
         self._responses.begin(queue.pad_token, queue.uniforms)
         self._slots.alive.zero_()
         self._version.fill_(request.version)
-        self._limit.fill_(request.max_new_tokens)
         steps_per_look, looks_under_way = (STEPS_PER_LOOK, LOOKS_UNDER_WAY) if self._is_captured else (1, 1)
         view = HostView(looks_under_way)
         longest = 0  # every living slot's position lies below
@@ -89,7 +88,7 @@ class SlotLoop:
             if queue.has_waiting and (free := view.free(num_slots)):
                 rows = queue.next_rows(len(free))
                 self._admit(queue, rows, free[: len(rows)], rules)
-                view.fill(free[: len(rows)], steps_left=request.max_new_tokens - 1)
+                view.fill(free[: len(rows)], steps_left=queue.max_new_tokens - 1)
                 longest = max(longest, int(queue.lengths[rows].max()) + 1)
                 if self._is_captured and view.steps_left > 0:
                     continue  # steps first, so that the device is busy while the commit point has the host
@@ -112,16 +111,9 @@ class SlotLoop:
         options, device = request.options, self._version.device
         stops = stop_strings_of(options.tokenizer, options.stop_strings, device) if options.stop_strings else None
         sampler = Sampler(options, draw=self._decoder.operations.draw)
-        key = (
-            options.do_sample,
-            options.temperature,
-            options.top_k,
-            options.top_p,
-            options.min_p,
-            eos_token_ids,
-            stops,
-        )
-        return TokenRules(sampler, eos_token_ids, stops, device), key
+        draws = (options.do_sample, options.temperature, options.top_k, options.top_p, options.min_p)
+        key = (*draws, eos_token_ids, stops)
+        return TokenRules(sampler, torch.tensor(eos_token_ids, dtype=torch.long, device=device), stops), key
 
     def _admit(self, queue: PromptQueue, rows: Tensor, free: list[int], rules: TokenRules) -> None:
         """Read prompts into free slots, and draw their first tokens."""
@@ -133,8 +125,8 @@ class SlotLoop:
         mine = self._slots
         mine.rows[slots], mine.tokens[slots] = rows, tokens
         mine.positions[slots], mine.steps[slots] = queue.lengths[rows], nothing + 1
-        mine.stop_states[slots] = stop_states
-        mine.alive[slots] = ~is_end & (self._limit > 1)
+        mine.stop_states[slots], mine.limits[slots] = stop_states, queue.limits[rows]
+        mine.alive[slots] = ~is_end & (queue.limits[rows] > 1)
 
     def _pack(self, view: HostView) -> None:
         """Move the living slots to the front where that lets fewer be computed.
@@ -176,11 +168,11 @@ class SlotLoop:
 
     def _step(self, count: int, length: int, rules: TokenRules) -> None:
         """One token for each of the first `count` slots, all on the device and in place."""
-        rows, tokens, positions, steps, stop_states, alive = (tensor[:count] for tensor in self._slots.tensors())
+        rows, tokens, positions, steps, limits, stop_states, alive = (t[:count] for t in self._slots.tensors())
         logits = self._decoder.decode(tokens, positions, self._cache, num_positions=length)
         rows = torch.where(alive, rows, self._num_rows)
         drawn, is_end, new_states = self._responses.write(rules, logits, rows, steps, stop_states, self._version)
-        continues = alive & ~is_end & (steps + 1 < self._limit)
+        continues = alive & ~is_end & (steps + 1 < limits)
         tokens.copy_(drawn)
         if new_states is not stop_states:  # without stop strings, a kernel less in each step
             stop_states.copy_(new_states)

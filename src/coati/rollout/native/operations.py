@@ -6,6 +6,7 @@ Both compute the same, up to rounding. The torch functions are the definition, a
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coati.rollout.sampling import inverse_cdf
+from coati.config.generate import GenerateOptions
+from coati.rollout.sampling import Sampler
 
 logger = logging.getLogger(__name__)
+
+Attention = Callable[[Tensor, Any, Tensor, Tensor], Tensor]
+"""(projected, layer, keys, values): append the new tokens to the cache [N, K, L, D], and attend; [n, H·D]."""
 
 # How far kernels may be from torch in their trial: numbers are around 1, some of them sums of a few roundings.
 _KERNEL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -34,6 +39,8 @@ class Geometry:
 class TorchOperations:
     """Plain torch, on any device."""
 
+    draw = None  # as `Sampler` does
+
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
 
@@ -48,46 +55,29 @@ class TorchOperations:
         result: Tensor = activation(gate) * up
         return result
 
-    def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Tokens by inverse CDF and their log-probs at a temperature, [n] each."""
-        log_probs = torch.log_softmax(logits.float() / temperature, dim=-1)
-        tokens = inverse_cdf(log_probs, uniforms)
-        return tokens, log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    def attention(self, positions: Tensor, num_positions: int, angles: tuple[Tensor, Tensor]) -> Attention:
+        """The attention of all layers in one decode step; `num_positions` is one past the largest position."""
+        geometry, count = self._geometry, len(positions)
+        cos, sin = (table[positions].unsqueeze(1) for table in angles)  # [n, 1, D]
+        slots = torch.arange(count, device=positions.device)
+        is_visible = torch.arange(num_positions, device=positions.device) <= positions.unsqueeze(1)  # [n, L]
 
-    def attention(self, positions: Tensor, num_positions: int, angles: tuple[Tensor, Tensor]) -> "TorchAttention":
-        """The attention of one decode step; `num_positions` is one past the largest position."""
-        return TorchAttention(self._geometry, positions, num_positions, angles)
+        def attend(projected: Tensor, module: Any, keys: Tensor, values: Tensor) -> Tensor:
+            queries, new_keys, new_values = split_heads(projected, module, geometry, cos, sin)
+            keys[slots, :, positions] = new_keys
+            values[slots, :, positions] = new_values
+            # The G queries of a group stand where several tokens of one head would, so keys are read once and as
+            # they are: no copies of them for each query head.
+            mixed = F.scaled_dot_product_attention(
+                queries.reshape(count, geometry.num_kv_heads, geometry.group, geometry.head_dim),
+                keys[:count, :, :num_positions],
+                values[:count, :, :num_positions],
+                attn_mask=is_visible[:, None, None],
+                scale=geometry.scale,
+            )  # [n, K, G, D]
+            return mixed.reshape(count, -1)
 
-
-class TorchAttention:
-    """Attention of all layers in one decode step, for which positions and masks are prepared once."""
-
-    def __init__(
-        self, geometry: Geometry, positions: Tensor, num_positions: int, angles: tuple[Tensor, Tensor]
-    ) -> None:
-        self._geometry = geometry
-        self._positions, self._num_positions = positions, num_positions
-        self._cos, self._sin = (table[positions].unsqueeze(1) for table in angles)  # [n, 1, D]
-        self._slots = torch.arange(len(positions), device=positions.device)
-        visible = torch.arange(num_positions, device=positions.device) <= positions.unsqueeze(1)  # [n, L]
-        self._mask = visible[:, None, None]
-
-    def __call__(self, projected: Tensor, module: Any, keys: Tensor, values: Tensor) -> Tensor:
-        """Append keys and values of the new tokens to the cache [N, K, L, D], and attend: [n, H·D]."""
-        geometry, count = self._geometry, len(self._positions)
-        queries, new_keys, new_values = split_heads(projected, module, geometry, self._cos, self._sin)
-        keys[self._slots, :, self._positions] = new_keys
-        values[self._slots, :, self._positions] = new_values
-        # The G queries of a group stand where several tokens of one head would, so keys are read once and as
-        # they are: no copies of them for each query head.
-        mixed = F.scaled_dot_product_attention(
-            queries.reshape(count, geometry.num_kv_heads, geometry.group, geometry.head_dim),
-            keys[:count, :, : self._num_positions],
-            values[:count, :, : self._num_positions],
-            attn_mask=self._mask,
-            scale=geometry.scale,
-        )  # [n, K, G, D]
-        return mixed.reshape(count, -1)
+        return attend
 
 
 class TritonOperations:
@@ -111,29 +101,21 @@ class TritonOperations:
         return self._kernels.gated(both)
 
     def draw(self, logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """As above."""
+        """Tokens by inverse CDF and their log-probs at a temperature, [n] each."""
         return self._kernels.draw(logits, uniforms, temperature)
 
-    def attention(self, positions: Tensor, num_positions: int, angles: tuple[Tensor, Tensor]) -> Any:  # noqa: ARG002
+    def attention(self, positions: Tensor, num_positions: int, angles: tuple[Tensor, Tensor]) -> Attention:  # noqa: ARG002
         """As above; a slot's program reads as far as its position."""
-        return functools.partial(self._attend, positions, angles)
+        sizes: dict[str, Any] = {"group": self._geometry.group, "scale": self._geometry.scale}
 
-    def _attend(
-        self,
-        positions: Tensor,
-        angles: tuple[Tensor, Tensor],
-        projected: Tensor,
-        module: Any,
-        keys: Tensor,
-        values: Tensor,
-    ) -> Tensor:
-        norms = None
-        if hasattr(module, "q_norm"):
-            norms = (module.q_norm.weight, module.k_norm.weight, module.q_norm.variance_epsilon)
-        geometry = self._geometry
-        return self._kernels.attend(
-            projected, positions, keys, values, *angles, group=geometry.group, scale=geometry.scale, norms=norms
-        )
+        def attend(projected: Tensor, module: Any, keys: Tensor, values: Tensor) -> Tensor:
+            norms = None
+            if hasattr(module, "q_norm"):
+                norms = (module.q_norm.weight, module.k_norm.weight, module.q_norm.variance_epsilon)
+            mixed: Tensor = self._kernels.attend(projected, positions, keys, values, *angles, **sizes, norms=norms)
+            return mixed
+
+        return attend
 
 
 def operations_for(like: Tensor, geometry: Geometry) -> TorchOperations | TritonOperations:
@@ -196,7 +178,7 @@ def _trial_errors(
         keys, values = cache.clone()
         attend = run.attention(positions, 100, angles)
         mixed = [attend(projected, module, keys, values).flatten() for module in modules]
-        drawn = run.draw(logits, uniforms, 1.0)
+        drawn = Sampler(GenerateOptions(), draw=run.draw)(logits, uniforms)
         results.append(
             {
                 "add_norm": torch.cat(run.add_norm(hidden, delta, norm)),

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,13 @@ class PromptQueue:
         self._request = request
         self.num_rows = int(request.input_ids.shape[0])
         self.lengths = request.attention_mask.sum(dim=1)  # [B]
+        self.limits = request.limits  # [B]
+        self.max_new_tokens = int(self.limits.max())  # A
         # Prompts are read without their left padding, so a slot needs room for real tokens only.
-        self.num_positions = int(self.lengths.max()) + request.max_new_tokens
+        self.num_positions = int((self.lengths + self.limits).max())
         self.pad_token = request.options.pad_token(model)
         self.eos_token_ids = request.options.eos_token_ids(model)
-        draws = keyed_uniforms(request.seed, request.sample_ids.tolist(), request.max_new_tokens)
+        draws = keyed_uniforms(request.seed, request.sample_ids.tolist(), self.max_new_tokens)
         self.uniforms = torch.from_numpy(draws).to(request.input_ids.device)  # [B, A]
         self._next_row = 0
 
@@ -63,6 +65,8 @@ class Slots:
     """Where it goes."""
     steps: Tensor
     """Index of the next token in its response."""
+    limits: Tensor
+    """The most tokens of its response."""
     stop_states: Tensor
     """How much of a stop string the response ends with; see `StopStrings`."""
     alive: Tensor
@@ -70,31 +74,20 @@ class Slots:
     @classmethod
     def empty(cls, count: int, device: torch.device) -> "Slots":
         """Slots without a sample."""
-        rows, tokens, positions, steps, states = torch.zeros(5, count, dtype=torch.long, device=device)
-        return cls(rows, tokens, positions, steps, states, torch.zeros(count, dtype=torch.bool, device=device))
+        rows, tokens, positions, steps, limits, states = torch.zeros(6, count, dtype=torch.long, device=device)
+        return cls(rows, tokens, positions, steps, limits, states, torch.zeros(count, dtype=torch.bool, device=device))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them, to be moved together."""
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
-class TokenRules:
+class TokenRules(NamedTuple):
     """How tokens are drawn, and which of them end a response."""
 
-    def __init__(
-        self, sampler: Sampler, eos_token_ids: tuple[int, ...], stops: StopStrings | None, device: torch.device
-    ) -> None:
-        self._sampler, self._stops = sampler, stops
-        self._ends = torch.tensor(eos_token_ids, dtype=torch.long, device=device)
-
-    def draw(self, logits: Tensor, uniforms: Tensor, stop_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Next tokens, their log-probs, whether they end the response, and the new stop states, [n] each."""
-        tokens, log_probs = self._sampler(logits, uniforms)
-        is_end = (tokens.unsqueeze(1) == self._ends).any(dim=1)
-        if self._stops is not None:
-            stop_states = self._stops.advance(stop_states, tokens)
-            is_end = is_end | (stop_states == self._stops.found)
-        return tokens, log_probs, is_end, stop_states
+    sampler: Sampler
+    end_tokens: Tensor
+    stops: StopStrings | None
 
 
 @dataclasses.dataclass
@@ -131,7 +124,11 @@ class Responses:
         self, rules: TokenRules, logits: Tensor, rows: Tensor, steps: Tensor, stop_states: Tensor, version: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Draw and record the next token of each row; tokens, whether they end it, and stop states, [n] each."""
-        tokens, log_probs, is_end, stop_states = rules.draw(logits, self.uniforms[rows, steps], stop_states)
+        tokens, log_probs = rules.sampler(logits, self.uniforms[rows, steps])
+        is_end = (tokens.unsqueeze(1) == rules.end_tokens).any(dim=1)
+        if rules.stops is not None:
+            stop_states = rules.stops.advance(stop_states, tokens)
+            is_end = is_end | (stop_states == rules.stops.found)
         self.tokens[rows, steps] = tokens
         self.log_probs[rows, steps] = log_probs
         self.versions[rows, steps] = version
