@@ -12,7 +12,7 @@ from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.monitor import RunLog
 from coati.monitor.report.folder import read_run
-from coati.monitor.report.time_use import pieces_of
+from coati.monitor.report.time_use import within
 from coati.monitor.timeline import WORK, Span
 
 # Programs that say when they are ready, wait for a line, and then say how many rounds they did in so many seconds.
@@ -223,8 +223,8 @@ def measure(by_actor: dict[str, list[Span]], *, batch: int, warmup: int) -> Meas
     lengths: dict[str, list[float]] = {}
     for actor, spans in by_actor.items():
         spent[actor] = {}
-        for piece in pieces_of((span for span in spans if span.lane == WORK), start, end):
-            spent[actor][piece.what] = spent[actor].get(piece.what, 0.0) + piece.end - piece.start
+        for span in within((span for span in spans if span.lane == WORK), start, end):
+            spent[actor][span.what] = spent[actor].get(span.what, 0.0) + span.end - span.start
         for span in spans:
             if span.start >= start and span.end <= end:
                 lengths.setdefault(span.what, []).append(span.end - span.start)

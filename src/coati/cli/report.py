@@ -48,8 +48,7 @@ def time_table(times: RunTimes) -> Table:
     for row in rows:
         if row.label == "worked":
             table.add_section()
-        cells = (f"{share:.0%}" if share > 0 or row.kind == "total" else "" for share in row.shares)
-        table.add_row(row.label, *cells, style=styles[row.kind])
+        table.add_row(row.label, *row.cells, style=styles[row.kind])
     return table
 
 

@@ -105,21 +105,28 @@ class TimeUse:
 class _OpenSpan:
     what: str
     lane: str
-    started: float
-    inner: float = 0.0  # seconds of the spans inside it that have ended
+    since: float  # of the part that is not yet recorded
+    version: int | None
+
+
+class _ThreadSpans(threading.local):
+    """The spans that the calling thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.open: list[_OpenSpan] = []
 
 
 class Timeline:
     """Records spans, from any thread, in bounded memory: the oldest go if the driver does not fetch them.
 
-    A span inside another one of the same thread counts for itself: the outer one's sum leaves it out.
+    A thread does one thing at a time: a span inside another one interrupts it, and is in the same lane.
 
     >>> timeline = Timeline()
     >>> with timeline.span("send"):
     ...     with timeline.span("wait_room"):
     ...         pass
     >>> [span.what for span in timeline.since(0).records]
-    ['wait_room', 'send']
+    ['send', 'wait_room', 'send']
     """
 
     def __init__(
@@ -138,31 +145,20 @@ class Timeline:
         self._lock = threading.Lock()
         self._totals: dict[str, float] = {}
         self._taken = TimeUse()
-        self._thread = threading.local()
+        self._mine = _ThreadSpans()
 
     @contextlib.contextmanager
     def span(self, what: str, lane: str = WORK, *, version: int | None = None) -> Iterator[None]:
         """Time the body of a `with` statement, also if it raises. Pass `version` if it is not the newest."""
-        open_spans = self._open_spans()
-        this = _OpenSpan(what, lane, self._clock())
-        open_spans.append(this)
+        now, open_spans = self._record_open(), self._mine.open
+        open_spans.append(_OpenSpan(what, open_spans[-1].lane if open_spans else lane, now, version))
         try:
             yield
         finally:
-            ended = self._clock()
+            now = self._record_open()
             open_spans.pop()
-            elapsed = ended - this.started
             if open_spans:
-                open_spans[-1].inner += elapsed
-            newest = self.version if version is None else version
-            span = Span(lane, what, this.started + self._offset, ended + self._offset, newest)
-            self._note(span, elapsed - this.inner)
-
-    def add(self, what: str, started: float, ended: float, lane: str = WORK) -> None:
-        """Record a span that the calling thread has timed with this timeline's clock."""
-        if open_spans := self._open_spans():
-            open_spans[-1].inner += ended - started
-        self._note(Span(lane, what, started + self._offset, ended + self._offset, self.version), ended - started)
+                open_spans[-1].since = now
 
     def since(self, cursor: int) -> RecordPage[Span]:
         """Return the spans that ended after `cursor`, as far as they are still kept."""
@@ -174,15 +170,10 @@ class Timeline:
             return self._totals.get(what, 0.0)
 
     def read(self) -> TimeUse:
-        """Return how the time since the beginning was spent, with the spans that the calling thread is in."""
+        """Return how the time since the beginning was spent, with the span that the calling thread is in."""
+        now = self._record_open()
         with self._lock:
-            now, seconds, inside = self._clock(), dict(self._totals), 0.0
-            for span in reversed(self._open_spans()):
-                elapsed = now - span.started
-                if span.lane == WORK:
-                    seconds[span.what] = seconds.get(span.what, 0.0) + elapsed - span.inner - inside
-                inside = elapsed
-            return TimeUse(now - self._began, seconds)
+            return TimeUse(now - self._began, dict(self._totals))
 
     def take(self) -> TimeUse:
         """Return how the time since the last call was spent. Call it from one thread, that of the loop."""
@@ -190,18 +181,18 @@ class Timeline:
         self._taken = now
         return now.after(earlier)
 
-    def _open_spans(self) -> list[_OpenSpan]:
-        """Of this thread, the innermost last."""
-        if not hasattr(self._thread, "open_spans"):
-            self._thread.open_spans = []
-        found: list[_OpenSpan] = self._thread.open_spans
-        return found
-
-    def _note(self, span: Span, own_seconds: float) -> None:
-        self._log.append(span)
-        if span.lane == WORK:
-            with self._lock:
-                self._totals[span.what] = self._totals.get(span.what, 0.0) + own_seconds
+    def _record_open(self) -> float:
+        """Record what the calling thread is doing, up to now; return the time."""
+        now = self._clock()
+        for span in self._mine.open[-1:]:
+            start, span.since = span.since, now
+            if now > start:
+                version = self.version if span.version is None else span.version
+                self._log.append(Span(span.lane, span.what, start + self._offset, now + self._offset, version))
+            if span.lane == WORK:
+                with self._lock:
+                    self._totals[span.what] = self._totals.get(span.what, 0.0) + now - start
+        return now
 
 
 _MAKER_WORK: Final = ("generate", "score", "send")

@@ -185,13 +185,20 @@ class ServedModels:
     def _newest(self) -> int:
         return self._version if self._pending is None else self._pending.version
 
-    @torch.no_grad()
     def _commit_if_free(self) -> bool:
         """Copy the pending update, if there is one, into the models, if they are free."""
         if self._pending is None or self._num_users > 0:
             return False
         update, self._pending = self._pending, None
         started = time.perf_counter()
+        with self.timeline.span("commit"):
+            self._commit(update)
+        self._last_commit_seconds = time.perf_counter() - started
+        self._changed.notify_all()
+        return True
+
+    @torch.no_grad()
+    def _commit(self, update: _Pending) -> None:
         targets: dict[tuple[str, str], Tensor] = {
             (label, name): tensor
             for label, module in self.modules.items()
@@ -213,12 +220,7 @@ class ServedModels:
             self._fault = None
         self._version = update.version
         self._is_synced |= update.is_full
-        ended = time.perf_counter()
-        self._last_commit_seconds = ended - started
         self.timeline.version = self._version
-        self.timeline.add("commit", started, ended)
-        self._changed.notify_all()
-        return True
 
 
 def _merged(old: _Pending | None, new: VerifiedUpdate, version: int) -> _Pending:

@@ -50,13 +50,14 @@ def test_spans_have_wall_times_and_the_version_at_their_end(timeline, clock):
     assert timeline.since(1).records == [Span("weights", "receive", 1053.0, 1053.5, 3)]
 
 
-def test_time_inside_another_span_counts_once(timeline, clock):
-    # send 1 + wait 4 + send 2, a commit of 0.5 in the wait: send 3, wait 3.5, commit 0.5
+def test_a_span_interrupts_the_one_it_is_in(timeline, clock):
+    # send 1, wait 3.5, commit 0.5, send 2: each moment counts once.
     with timeline.span("send"):
         clock.now += 1.0
         with timeline.span("wait_room"):
-            clock.now += 4.0
-            timeline.add("commit", clock.now - 0.5, clock.now)
+            clock.now += 3.5
+            with timeline.span("commit"):
+                clock.now += 0.5
         clock.now += 2.0
     clock.now += 3.0
     use = timeline.take()
@@ -64,6 +65,12 @@ def test_time_inside_another_span_counts_once(timeline, clock):
     assert use.seconds == {"commit": 0.5, "wait_room": 3.5, "send": 3.0}
     assert (use.share("send", "commit"), use.share("train")) == (0.35, 0.0)
     assert timeline.total("send") == 3.0
+    assert [(span.what, span.end - span.start) for span in timeline.since(0).records] == [
+        ("send", 1.0),
+        ("wait_room", 3.5),
+        ("commit", 0.5),
+        ("send", 2.0),
+    ]
 
 
 def test_two_spans_one_after_the_other_in_a_third(timeline, clock):
@@ -92,28 +99,31 @@ def test_what_is_taken_in_the_middle_of_a_span_is_counted_then_and_only_then(tim
             clock.now += 0.5
             assert timeline.take() == TimeUse(2.5, {"generate": 2.0, "send": 0.5})
             clock.now += 0.25
-        timeline.add("wait_room", clock.now - 0.125, clock.now)
         clock.now += 1.0
-        with timeline.span("receive", WEIGHTS):
-            clock.now += 4.0
-            assert timeline.take() == TimeUse(5.25, {"generate": 0.875, "send": 0.25, "wait_room": 0.125})
+        assert timeline.take() == TimeUse(1.25, {"generate": 1.0, "send": 0.25})
         clock.now += 3.0
-    assert timeline.take() == TimeUse(3.0, {"generate": 3.0, "send": 0.0, "wait_room": 0.0})
-    assert timeline.total("generate") == 5.875
+    assert timeline.take() == TimeUse(3.0, {"generate": 3.0, "send": 0.0})
+    assert timeline.total("generate") == 6.0
 
 
-def test_other_lanes_and_other_threads_do_not_count_into_a_span(timeline, clock):
+def test_another_thread_has_its_own_lane_and_does_not_count_into_the_work(timeline, clock):
     def receive():
         with timeline.span("receive", WEIGHTS):
             clock.now += 1.0
-        timeline.add("commit", clock.now, clock.now + 0.25)
+            with timeline.span("commit"):  # in the lane of the span that it is in
+                clock.now += 0.25
 
-    with timeline.span("generate"):
+    with timeline.span("wait_weights"):
         thread = threading.Thread(target=receive)
         thread.start()
         thread.join()
         clock.now += 1.0
-    assert timeline.take().seconds == {"commit": 0.25, "generate": 2.0}
+    assert timeline.take().seconds == {"wait_weights": 2.25}
+    assert [(span.lane, span.what) for span in timeline.since(0).records] == [
+        ("weights", "receive"),
+        ("weights", "commit"),
+        ("work", "wait_weights"),
+    ]
 
 
 def test_a_span_counts_when_its_body_raises(timeline, clock):

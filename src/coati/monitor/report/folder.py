@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from coati.errors import ConfigError, DataError
 from coati.monitor.metrics import read_jsonl
 from coati.monitor.timeline import WORK, Span, activity, is_idle
+
+T = TypeVar("T")
 
 _METRICS: Final = "metrics.jsonl"
 _SPANS: Final = "spans.jsonl"
@@ -41,17 +43,14 @@ class RunFolder:
     path: Path
     settings_text: str
     """config.toml; empty if the folder has none."""
+    settings: Mapping[str, Any]
+    """The resolved settings, by section."""
     state: Mapping[str, Any]
     """state.json, which runs on Ray write."""
     metrics: list[dict[str, Any]]
     """One row of numbers per training step."""
     samples: list[dict[str, Any]]
     spans: list[ActorSpan]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The resolved settings, by section."""
-        return tomllib.loads(self.settings_text)
 
     @property
     def name(self) -> str:
@@ -80,22 +79,31 @@ def read_run(path: Path) -> RunFolder:
         raise ConfigError(f"{rule}, which {'is a file' if path.exists() else 'does not exist'}.")
     if not (path / _METRICS).exists() and not (path / _SPANS).exists():
         raise ConfigError(f"{rule}, which has neither {_METRICS} nor {_SPANS}.")
-    spans = _read_lines(path / _SPANS)
     run = RunFolder(
         path=path,
-        settings_text=_read_text(path / "config.toml"),
-        state=_read_state(path / "state.json"),
-        metrics=_read_lines(path / _METRICS),
-        samples=_read_lines(path / "samples.jsonl"),
-        spans=[_parse_span(path / _SPANS, row, number) for number, row in enumerate(spans, 1)],
+        settings_text=_read(path / "config.toml", lambda file: file.read_text(encoding="utf-8"), ""),
+        settings=_read(path / "config.toml", lambda file: tomllib.loads(file.read_text(encoding="utf-8")), {}),
+        state=_read(path / "state.json", lambda file: json.loads(file.read_bytes()), {}),
+        metrics=_read(path / _METRICS, read_jsonl, []),
+        samples=_read(path / "samples.jsonl", read_jsonl, []),
+        spans=_read(path / _SPANS, lambda file: [_to_span(**row) for row in read_jsonl(file)], []),
     )
     if not run.metrics and not run.spans:
         raise ConfigError(f"the run in {str(path)!r} has written nothing yet. Try again after its first step.")
-    try:
-        _ = run.settings
-    except ValueError as error:
-        raise DataError(f"{path / 'config.toml'} must be the run's settings as TOML: {error}. Restore it.") from None
     return run
+
+
+def _read(path: Path, parse: Callable[[Path], T], default: T) -> T:
+    try:
+        return parse(path) if path.exists() else default
+    except DataError:
+        raise
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path} cannot be read: {error}. Restore the file, or its permissions.") from None
+
+
+def _to_span(actor: str, **fields: Any) -> ActorSpan:
+    return ActorSpan(actor, Span(**fields))
 
 
 def trace_events(run: RunFolder) -> dict[str, Any]:
@@ -104,14 +112,14 @@ def trace_events(run: RunFolder) -> dict[str, Any]:
     Times are microseconds since the first span.
     """
     origin = min((span.start for _, span in run.spans), default=0.0)
-    actors: dict[str, int] = {}
-    lanes: dict[tuple[str, str], int] = {}
+    processes: dict[str, int] = {}
+    threads: dict[str, int] = {WORK: 0}
+    names: dict[tuple[str, int, int], str] = {}
     events: list[dict[str, Any]] = []
     for actor, span in run.spans:
-        process = actors.setdefault(actor, len(actors) + 1)
-        if (actor, span.lane) not in lanes:
-            num_lanes = sum(owner == actor for owner, _ in lanes)
-            lanes[actor, span.lane] = 0 if span.lane == WORK else num_lanes + 1
+        process = processes.setdefault(actor, len(processes) + 1)
+        thread = threads.setdefault(span.lane, len(threads))
+        names["process_name", process, 0], names["thread_name", process, thread] = actor, span.lane
         events.append(
             {
                 "name": activity(span.what).label,
@@ -120,55 +128,17 @@ def trace_events(run: RunFolder) -> dict[str, Any]:
                 "ts": (span.start - origin) * _MICROSECONDS,
                 "dur": (span.end - span.start) * _MICROSECONDS,
                 "pid": process,
-                "tid": lanes[actor, span.lane],
+                "tid": thread,
                 "args": {"version": span.version},
             }
         )
-    names = [_trace_name("process_name", name, process) for name, process in actors.items()]
-    names += [_trace_name("thread_name", lane, actors[actor], thread) for (actor, lane), thread in lanes.items()]
-    counters = [
+    events += [
+        {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+        for (kind, process, thread), name in names.items()
+    ]
+    events += [
         {"name": metric, "ph": "C", "ts": (at - origin) * _MICROSECONDS, "pid": 0, "args": {"value": value}}
         for metric in _COUNTERS
         for at, value in run.series(metric, over="time")
     ]
-    return {"traceEvents": names + events + counters, "displayTimeUnit": "ms"}
-
-
-def _trace_name(kind: str, name: str, process: int, thread: int = 0) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        return read_jsonl(path) if path.exists() else []
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}. Restore the file, or its permissions.") from None
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8") if path.exists() else ""
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}. Restore the file, or its permissions.") from None
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    try:
-        state = json.loads(_read_text(path) or "{}")
-    except ValueError:
-        return {}  # the report does without it
-    return state if isinstance(state, dict) else {}
-
-
-def _parse_span(path: Path, row: Mapping[str, Any], number: int) -> ActorSpan:
-    try:
-        span = Span(str(row["lane"]), str(row["what"]), float(row["start"]), float(row["end"]), int(row["version"]))
-        actor = str(row["actor"])
-        if not (math.isfinite(span.start) and math.isfinite(span.end) and span.end >= span.start):
-            raise ValueError("its end must not be before its start")
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{path}, line {number}: not a span, with actor, lane, what, start, end and version ({error!r}). "
-            "Delete the line, or restore the file."
-        ) from None
-    return ActorSpan(actor, span)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, Final
@@ -19,7 +18,6 @@ _TERM: Final = "reward/term_"
 
 _CURVES: Final = (
     ("reward/mean", "mean reward"),
-    (_TERM, ""),  # where the terms of a weighted reward go
     ("kl/per_sample", "KL to the initial model, nats per sample"),
     ("response/length", "response tokens"),
     ("response/cut_fraction", "fraction of responses cut at the limit"),
@@ -38,7 +36,7 @@ _STYLE: Final = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2rem auto; padding: 0 1rem;
   color: light-dark(#222, #ddd); background: light-dark(#fff, #16181c); }
 h1 { font-size: 1.6rem; margin-bottom: 0; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-svg { width: 100%; height: auto; display: block; }
+svg { width: 100%; height: auto; display: block; } svg text { font: 11px sans-serif; fill: currentColor; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid var(--line); } th { font-weight: 600; }
 td:first-child, th:first-child { text-align: left; } tr.idle { background: var(--soft); }
@@ -46,6 +44,7 @@ tr.total td { font-weight: 600; } td.text, th.text { text-align: left; overflow-
 .prompt { opacity: .6; } .facts { display: flex; flex-wrap: wrap; gap: .6rem 2.4rem; padding: 0; list-style: none; }
 .facts b { display: block; font-size: 1.25rem; }
 .curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(290px, 1fr)); gap: 1rem; }
+figure { margin: 0; } figcaption { font-size: .85rem; font-weight: 600; margin-left: 2.6rem; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; font-size: .85rem; }
 .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
 pre { columns: 20rem; font-size: .8rem; overflow-wrap: anywhere; white-space: pre-wrap; }
@@ -57,11 +56,14 @@ def render_page(run: RunFolder, times: RunTimes | None) -> str:
     """Return the page. Parts for which the run wrote nothing are left out, and the page says so."""
     body = [
         f"<h1>{escape(run.name)}</h1>",
-        _facts(headline(run, times)),
+        '<ul class="facts">',
+        *(f"<li><b>{escape(value)}</b>{escape(name)}</li>" for name, value in headline(run, times)),
+        "</ul>",
         "<h2>Where the time went</h2>",
         _timeline(run, times),
         "<h2>Learning</h2>",
-        _curves(run),
+        "<p>Over training steps.</p>",
+        f'<div class="curves">{_curves(run) or "No metric has two points yet."}</div>',
         "<h2>Samples</h2>",
         _samples(run.samples),
         "<h2>Settings</h2>",
@@ -102,61 +104,51 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
     return facts
 
 
-def _facts(facts: Sequence[tuple[str, str]]) -> str:
-    entries = "".join(f"<li><b>{escape(value)}</b>{escape(name)}</li>" for name, value in facts)
-    return f'<ul class="facts">{entries}</ul>'
-
-
 def _timeline(run: RunFolder, times: RunTimes | None) -> str:
     if times is None:
         return "<p>The run wrote no spans (logging.spans_kept = 0, or an older version).</p>"
     start, end = drawing.typical_window(times)
-    lanes = (pieces for actor in times.actors for pieces in (actor.pieces, *actor.other_lanes.values()))
+    activities = {span.what for actor in times.actors for spans in actor.lanes.values() for span in spans}
     hidden = len(times.actors) - drawing.MAX_ACTORS
+    columns, rows = times.table()
     return "\n".join(
         [
             f"<p>{escape(times.verdict(run.processors))}</p>",
-            drawing.legend({piece.what for pieces in lanes for piece in pieces}),
+            f'<p class="legend">{drawing.legend(activities)}</p>',
             "<p>The whole run. Every column is a slice of time: work from below, waits above it.</p>",
             drawing.overview(times),
             f"<p>A close-up of {escape(format_seconds(end - start))} in the middle. Full height is work, low bars are "
             "waits; below each actor, what its other threads did. Point at a bar for its times.</p>",
             drawing.close_up(times, start, end),
             f"<p>{hidden} more actors are in the table only.</p>" if hidden > 0 else "",
-            _time_table(times),
+            '<div class="wide"><table>',
+            _row(["", *columns], cell="th"),
+            *(_row([row.label, *row.cells], kind=row.kind) for row in rows),
+            "</table></div>",
         ]
     )
 
 
-def _time_table(times: RunTimes) -> str:
-    columns, found = times.table()
-    rows = ["<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in columns) + "</tr>"]
-    for row in found:
-        cells = (f"<td>{share:.0%}</td>" if share > 0 or row.kind == "total" else "<td></td>" for share in row.shares)
-        rows.append(f'<tr class="{row.kind}"><td>{escape(row.label)}</td>{"".join(cells)}</tr>')
-    return f'<div class="wide"><table>{"".join(rows)}</table></div>'
+def _row(cells: Sequence[str], *, cell: str = "td", kind: str = "") -> str:
+    return f'<tr class="{kind}">' + "".join(f"<{cell}>{escape(text)}</{cell}>" for text in cells) + "</tr>"
 
 
 def _curves(run: RunFolder) -> str:
     terms = sorted({name for row in run.metrics for name in row if name.startswith(_TERM)})
-    titles: list[tuple[str, str]] = []
-    for metric, title in _CURVES:
-        titles += (
-            [(name, f"reward term: {name[len(_TERM) :]}") for name in terms] if metric == _TERM else [(metric, title)]
-        )
-    found = [drawing.curve(points, title=title) for name, title in titles if len(points := run.series(name)) > 1]
-    if not found:
-        return "<p>No metric has two points yet.</p>"
-    return f'<p>Over training steps.</p><div class="curves">{"".join(found)}</div>'
+    titles = dict(_CURVES[:1]) | {name: f"reward term: {name.removeprefix(_TERM)}" for name in terms} | dict(_CURVES)
+    return "".join(
+        f"<figure><figcaption>{escape(title)}</figcaption>{drawing.curve(points)}</figure>"
+        for name, title in titles.items()
+        if len(points := run.series(name)) > 1
+    )
 
 
 def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
     if not samples:
         return "<p>The run kept no samples.</p>"
     rows = "".join(
-        f"<tr><td>{_text(sample.get('version'))}</td><td>{_reward(sample.get('reward'))}</td>"
-        f'<td class="text"><span class="prompt">{_text(sample.get("prompt"))}</span>{_text(sample.get("response"))}'
-        "</td></tr>"
+        f"<tr><td>{sample['version']}</td><td>{sample['reward']:.3f}</td>"
+        f'<td class="text"><span class="prompt">{escape(sample["prompt"])}</span>{escape(sample["response"])}</td></tr>'
         for sample in chosen_samples(samples)
     )
     return f'<table><tr><th>version</th><th>reward</th><th class="text">prompt and response</th></tr>{rows}</table>'
@@ -164,17 +156,7 @@ def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
 
 def chosen_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return a few samples of the first version, and a few of the last."""
-    versions = [sample.get("version") for sample in samples]
-    first = [sample for sample in samples if sample.get("version") == versions[0]][:NUM_SAMPLES]
-    if versions[-1] == versions[0]:
-        return first
-    return first + [sample for sample in samples if sample.get("version") == versions[-1]][:NUM_SAMPLES]
-
-
-def _text(value: Any) -> str:
-    return escape("" if value is None else str(value))
-
-
-def _reward(value: Any) -> str:
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    return f"{value:.3f}" if is_number else ""
+    ends = sorted({samples[0]["version"], samples[-1]["version"]})
+    return [
+        sample for end in ends for sample in [sample for sample in samples if sample["version"] == end][:NUM_SAMPLES]
+    ]
