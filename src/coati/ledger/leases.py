@@ -1,0 +1,462 @@
+"""The lease: one rule for who may write what, when a batch may be formed, and what becomes of the work of the dead.
+
+A lease is the right and the duty to make one prompt group. A trainer has a `Ledger` of the leases that are made for it;
+makers ask for leases and get as many as the two limits allow:
+
+* `lead`: at most (lead + 1) versions' worth of samples are granted and not trained on yet. It decides how fresh data is.
+* `max_staleness`, η: a lease granted to a maker that serves version v has the deadline v + η, the last version at which
+  it may be trained on. It is granted only if everything that is open still fits before its own deadline.
+
+Delivered groups are picked for training earliest deadline first, and one may go ahead of others only while all of those
+still fit before theirs. So the trainer waits for a slow group only in the last batch that may hold it, nothing is thrown
+away for its age, and no sample is ever older than η versions, for any number and speed of makers. With η = 0 groups are
+picked in the order of their numbers, so a run repeats to the bit.
+
+    asked for ──► open ──► delivered ──► picked ──► trained
+                 ▲    │ └──► dropped (and another takes its place)
+                 └────┘ returned: its maker died, left, stalled, or is too slow
+
+Whatever changes is an event (`Ledger.events`), and the same events make the same ledger: that is how it is restored.
+"""
+
+import dataclasses
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+from coati.errors import ConfigError
+
+Event = dict[str, Any]
+
+# A lease is taken back from a maker that another one outpaces by this factor.
+_MUCH_QUICKER = 2.0
+# How much a maker's earlier deliveries count in its rate, each time it delivers.
+_MEMORY = 0.8
+_NEVER = 2**62  # the deadline of leases in a run without a bound
+
+
+class Lease(NamedTuple):
+    """The right to make one prompt group, as a maker gets it."""
+
+    number: int
+    """Of the run; it decides the prompt and the ids of the samples, whoever makes them."""
+    epoch: int
+    """How often the number was granted before: what was made for an earlier grant is refused."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LedgerRules:
+    """What one trainer consumes, and how far makers may go ahead of it.
+
+    Trainer `stream` of `num_streams` has every `num_streams`-th lease of the run.
+    """
+
+    samples_per_version: int
+    total_samples: int
+    lead: int = 1
+    max_staleness: int | None = None
+    """η; None for no bound."""
+    group_size: int = 1
+    """Samples of a lease: those that are compared with each other, or 1."""
+    stream: int = 0
+    num_streams: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("samples_per_version", "total_samples", "group_size", "num_streams"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}.")
+        if self.lead < 0 or (self.max_staleness is not None and self.max_staleness < 0):
+            raise ConfigError(
+                f"lead and max_staleness must be 0 or more, got {self.lead} and {self.max_staleness}. Use 0 for both "
+                "for on-policy training."
+            )
+        if self.samples_per_version % self.group_size or self.total_samples % self.group_size:
+            raise ConfigError(
+                f"a version and the whole run must hold whole groups of {self.group_size} samples for each trainer, "
+                f"got {self.samples_per_version} and {self.total_samples} samples. Make train.batch_size × "
+                "train.update_steps and train.batch_size × train.total_steps multiples of rollout.samples_per_prompt."
+            )
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether every sample is trained on at the version that wrote it."""
+        return self.max_staleness == 0
+
+    @property
+    def limit(self) -> int:
+        """Samples that may be granted and not trained on. More than the bound allows would only wait."""
+        return (self.usual_age + 1) * self.samples_per_version
+
+    @property
+    def usual_age(self) -> int:
+        """The age of samples when all makers are equally quick."""
+        return self.lead if self.max_staleness is None else min(self.lead, self.max_staleness)
+
+
+@dataclasses.dataclass(slots=True)
+class _Work:
+    """A lease that has not come to its end."""
+
+    number: int
+    state: str = "returned"  # "open", "returned", "delivered" or "picked"
+    epoch: int = -1
+    maker: str = ""
+    version: int = 0
+    deadline: int = _NEVER
+    slow_maker: str = ""  # which it was taken back from
+
+
+@dataclasses.dataclass(slots=True)
+class _Pace:
+    """How quickly a maker delivers; earlier deliveries count less and less."""
+
+    since: float = 0.0  # its last delivery, or when it got work after having none
+    held: int = 0  # samples of its open leases
+    samples: float = 0.0
+    seconds: float = 0.0
+
+    def note_delivery(self, samples: int, now: float) -> None:
+        self.seconds = self.seconds * _MEMORY + now - self.since
+        self.samples = self.samples * _MEMORY + samples
+        self.held, self.since = self.held - samples, now
+
+    def at_least(self, now: float) -> float:
+        """Samples per second if it delivers nothing for now."""
+        return self.samples / max(1e-9, self.seconds + self._waiting(now))
+
+    def at_most(self, now: float) -> float:
+        """Samples per second if it delivered all it has this moment."""
+        return (self.samples + self.held) / max(1e-9, self.seconds + self._waiting(now))
+
+    def _waiting(self, now: float) -> float:
+        return now - self.since if self.held else 0.0
+
+
+class Ledger:
+    """The leases of one trainer. Not thread-safe; `now` is any clock that does not go back.
+
+    >>> ledger = Ledger(LedgerRules(samples_per_version=2, total_samples=6, lead=0, max_staleness=0))
+    >>> leases = ledger.lease("maker-0", ask=1, version=0, wanted=8, now=0.0)
+    >>> [lease.number for lease in leases]
+    [0, 1]
+    >>> ledger.deliver([leases[1]], now=1.0), ledger.pick()  # 0 comes first
+    ([1], None)
+    >>> ledger.deliver([leases[0]], now=1.0), ledger.pick(), ledger.pick()
+    ([0], 0, 1)
+    >>> ledger.train(version=1)
+    >>> [lease.number for lease in ledger.lease("maker-0", ask=2, version=1, wanted=8, now=2.0)]
+    [2, 3]
+    """
+
+    def __init__(self, rules: LedgerRules) -> None:
+        self.rules = rules
+        self.version = 0
+        self.num_picked = 0  # samples
+        self.num_refused = 0  # groups that came too late, or twice
+        self.events: list[Event] = []
+        """What has changed; the owner takes it from here."""
+        self._num_numbers = 0  # granted at least once
+        self._num_dropped = 0  # numbers
+        self._num_trained = 0  # samples
+        self._works: dict[int, _Work] = {}
+        self._picked: deque[int] = deque()  # numbers, not trained on yet
+        self._returned: list[int] = []  # a heap of numbers
+        self._delivered: list[tuple[int, int]] = []  # a heap of (deadline, number)
+        self._in_order: list[int] = []  # a heap of numbers that may not have been picked
+        self._due: Counter[int] = Counter()  # samples open or delivered, by deadline
+        self._answers: dict[str, tuple[int, list[Lease]]] = {}
+        self._paces: dict[str, _Pace] = {}
+        self._version_began: float | None = None
+        self._seconds_per_version = 0.0
+
+    # What makers do
+
+    def lease(self, maker: str, *, ask: int, version: int, wanted: int, now: float) -> list[Lease]:
+        """Grant leases for up to `wanted` samples to a maker that serves `version`.
+
+        `ask` numbers its requests: one that is repeated because its answer was lost gets the same answer.
+        """
+        if (last := self._answers.get(maker)) is not None and last[0] == ask:
+            return last[1]
+        pace = self._paces.setdefault(maker, _Pace(since=now))
+        numbers: list[int] = []
+        self._note_time(now)
+        for _ in range(wanted // self.rules.group_size):
+            number = self._next_for(maker)
+            if not self._may_grant(number, version) or not self._can_finish(pace, now):
+                break
+            self._change({"grant": [number], "maker": maker, "version": version})
+            if pace.held == 0:
+                pace.since = now
+            pace.held += self.rules.group_size
+            numbers.append(number)
+        leases = [Lease(number, self._works[number].epoch) for number in numbers]
+        self._answers[maker] = ask, leases
+        return leases
+
+    def deliver(self, leases: Iterable[Lease], *, now: float) -> list[int]:
+        """Take in groups that were made; returns those that are wanted. The others were fenced, or came before."""
+        fresh = [lease.number for lease in leases if self._is_open(lease)]
+        by_maker = Counter(self._works[number].maker for number in fresh)
+        for maker, groups in by_maker.items():
+            self._paces[maker].note_delivery(groups * self.rules.group_size, now)
+        if fresh:
+            self._change({"deliver": fresh})
+        return fresh
+
+    def drop(self, lease: Lease, reason: str, *, fate: str = "drop") -> bool:
+        """End a lease for which nothing comes (`fate`: "drop" or "quarantine"); another takes its place."""
+        if not self._is_open(lease):
+            return False
+        self._paces[self._works[lease.number].maker].held -= self.rules.group_size
+        self._change({fate: [lease.number], "reason": reason})
+        return True
+
+    def _is_open(self, lease: Lease) -> bool:
+        work = self._works.get(lease.number)
+        is_open = work is not None and work.state == "open" and work.epoch == lease.epoch
+        self.num_refused += not is_open
+        return is_open
+
+    # What becomes of makers
+
+    @property
+    def makers(self) -> list[str]:
+        """Makers that have asked for leases and not gone."""
+        return list(self._paces)
+
+    def release(self, maker: str, reason: str) -> list[int]:
+        """A maker is gone: its open leases are granted again, to others or to its successor."""
+        self._paces.pop(maker, None)
+        self._answers.pop(maker, None)
+        numbers = sorted(work.number for work in self._works.values() if work.state == "open" and work.maker == maker)
+        if numbers:
+            self._change({"return": numbers, "reason": reason})
+        return numbers
+
+    def take_back(self, *, now: float) -> list[int]:
+        """Return leases that block the batch and whose maker another one outpaces by far; each at most once.
+
+        It goes by the maker's rate, not by how long a group takes: long responses are not starved.
+        """
+        numbers = []
+        for work in self._works.values():
+            is_overdue = work.version + self.rules.usual_age <= self._pick_version
+            if work.state != "open" or not is_overdue or work.slow_maker:
+                continue
+            pace = self._paces[work.maker]
+            others = [other.at_least(now) for maker, other in self._paces.items() if maker != work.maker]
+            if others and max(others) > _MUCH_QUICKER * pace.at_most(now):
+                numbers.append(work.number)
+        for number in numbers:
+            self._paces[self._works[number].maker].held -= self.rules.group_size
+        if numbers:
+            self._change({"return": numbers, "reason": "slow maker", "is_slow": True})
+        return numbers
+
+    # What the trainer does
+
+    def pick(self) -> int | None:
+        """Choose the next group to train on and return its number; None if it has to come first."""
+        number = self._first_in_order() if self.rules.is_on_policy else self._first_due()
+        if number is not None:
+            self._change({"pick": [number]})
+        return number
+
+    def train(self, version: int) -> None:
+        """What was picked for the versions before `version` has been trained on."""
+        self._change({"train": version})
+
+    def blocked_by(self) -> dict[str, list[int]]:
+        """Which makers hold the groups that the next batch cannot do without, for messages."""
+        late = [work for work in self._works.values() if work.state in ("open", "returned")]
+        late = [work for work in late if work.state == "returned" or work.deadline <= self._pick_version]
+        return {maker: [work.number for work in late if work.maker == maker] for maker in {w.maker for w in late}}
+
+    # The rules
+
+    @property
+    def _pick_version(self) -> int:
+        """The version at which the next group that is picked will be trained on."""
+        return self.num_picked // self.rules.samples_per_version
+
+    @property
+    def _num_in_flight(self) -> int:
+        """Samples granted and not trained on, those that wait to be granted again too."""
+        return (self._num_numbers - self._num_dropped) * self.rules.group_size - self._num_trained
+
+    def _next_for(self, maker: str) -> int:
+        """The number that this maker would be granted: one that was returned, if it can make it, or a new one."""
+        for number in sorted(self._returned):
+            if self._works[number].slow_maker != maker or len(self._paces) == 1:
+                return number
+        return self._num_numbers * self.rules.num_streams + self.rules.stream
+
+    def _may_grant(self, number: int, version: int) -> bool:
+        rules, size = self.rules, self.rules.group_size
+        is_new = number not in self._works
+        if is_new:
+            granted = (self._num_numbers - self._num_dropped) * size
+            if granted + size > rules.total_samples or self._num_in_flight + size > rules.limit:
+                return False
+        if rules.max_staleness is None:
+            return True
+        # Everything due by a deadline must fit before it, this group too. Returned ones will have the latest deadlines.
+        own, last = version + rules.max_staleness, self._pick_version + rules.max_staleness
+        returned = (len(self._returned) - (not is_new)) * size
+        for deadline in {own, last, *self._due}:
+            if deadline >= own:
+                due = sum(samples for one, samples in self._due.items() if one <= deadline)
+                if due + size + (returned if deadline >= last else 0) > self._room_until(deadline):
+                    return False
+        return True
+
+    def _can_finish(self, pace: _Pace, now: float) -> bool:
+        """Whether a maker's rate lets it finish one more group in time; a new maker may take what it likes."""
+        rules = self.rules
+        if not rules.max_staleness or not self._seconds_per_version or not pace.samples:
+            return True
+        seconds = self._seconds_per_version * (rules.max_staleness + 1)
+        return pace.held == 0 or pace.held + rules.group_size <= pace.at_least(now) * seconds
+
+    def _room_until(self, deadline: int) -> int:
+        """Samples that can still be picked up to and with version `deadline`."""
+        return (deadline + 1) * self.rules.samples_per_version - self.num_picked
+
+    def _first_in_order(self) -> int | None:
+        while self._in_order and self._is_past(self._in_order[0]):
+            heapq.heappop(self._in_order)
+        number = self._in_order[0] if self._in_order else None
+        return number if number is not None and self._works[number].state == "delivered" else None
+
+    def _first_due(self) -> int | None:
+        """The delivered group with the earliest deadline, unless what is due before it needs the room."""
+        while self._delivered and self._is_past(self._delivered[0][1]):
+            heapq.heappop(self._delivered)
+        if not self._delivered:
+            return None
+        deadline, number = self._delivered[0]
+        due = 0
+        for earlier in sorted(one for one in self._due if one < deadline):
+            due += self._due[earlier]
+            if due + self.rules.group_size > self._room_until(earlier):
+                return None
+        return number
+
+    def _is_past(self, number: int) -> bool:
+        return number not in self._works or self._works[number].state == "picked"
+
+    def _note_time(self, now: float) -> None:
+        if self._version_began is None:
+            self._version_began = now
+
+    def note_version_time(self, now: float) -> None:
+        """A version has ended: how long versions take decides how much a slow maker gets."""
+        if self._version_began is not None:
+            self._seconds_per_version = now - self._version_began
+        self._version_began = now
+
+    # Events
+
+    def _change(self, event: Event) -> None:
+        self.apply(event)
+        self.events.append(event)
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Make the change that an event describes."""
+        kind = next(iter(event))
+        if kind == "train":
+            self._apply_train(event["train"])
+            return
+        for number in event[kind]:
+            if kind == "grant":
+                self._apply_grant(number, event["maker"], event["version"])
+            else:
+                self._apply_to(self._works[number], kind, event)
+
+    def _apply_grant(self, number: int, maker: str, version: int) -> None:
+        work = self._works.get(number)
+        if work is None:
+            self._num_numbers += 1
+            work = self._works[number] = _Work(number)
+            heapq.heappush(self._in_order, number)
+        else:
+            self._returned.remove(number)
+        work.state, work.maker, work.version, work.epoch = "open", maker, version, work.epoch + 1
+        work.deadline = _NEVER if self.rules.max_staleness is None else version + self.rules.max_staleness
+        self._owe(work, self.rules.group_size)
+
+    def _apply_to(self, work: _Work, kind: str, event: Mapping[str, Any]) -> None:
+        if kind == "deliver":
+            work.state = "delivered"
+            heapq.heappush(self._delivered, (work.deadline, work.number))
+        elif kind == "return":
+            work.state = "returned"
+            work.epoch += 1  # what its maker delivers from now on is refused
+            work.slow_maker = work.maker if event.get("is_slow") else work.slow_maker
+            self._returned.append(work.number)
+            self._owe(work, -self.rules.group_size)
+        elif kind == "pick":
+            work.state = "picked"
+            self._picked.append(work.number)
+            self.num_picked += self.rules.group_size
+            self._owe(work, -self.rules.group_size)
+        else:  # dropped or quarantined
+            self._num_dropped += 1
+            self._owe(work, -self.rules.group_size)
+            del self._works[work.number]
+
+    def _apply_train(self, version: int) -> None:
+        self.version = version
+        until = min(self.num_picked, version * self.rules.samples_per_version)
+        for _ in range((until - self._num_trained) // self.rules.group_size):
+            del self._works[self._picked.popleft()]
+        self._num_trained = max(until, self._num_trained)
+
+    def _owe(self, work: _Work, samples: int) -> None:
+        if self.rules.max_staleness is not None:
+            self._due[work.deadline] += samples
+            if not self._due[work.deadline]:
+                del self._due[work.deadline]
+
+    # Saved and restored
+
+    def state(self) -> dict[str, Any]:
+        """Everything that decides what the ledger will do next, as JSON holds it. Rates are measured again."""
+        works = [dataclasses.asdict(work) for work in self._works.values()]
+        names = ("version", "num_picked", "_num_numbers", "_num_dropped", "_num_trained")
+        return {
+            **{name.lstrip("_"): getattr(self, name) for name in names},
+            "picked": list(self._picked),
+            "works": works,
+        }
+
+    @classmethod
+    def restored(cls, rules: LedgerRules, state: Mapping[str, Any]) -> Self:
+        """The ledger that `state` describes. Leases that were open are returned: their makers are gone."""
+        ledger = cls(rules)
+        for name in ("version", "num_picked", "_num_numbers", "_num_dropped", "_num_trained"):
+            setattr(ledger, name, int(state[name.lstrip("_")]))
+        ledger._picked = deque(state["picked"])
+        for fields in state["works"]:
+            work = ledger._works[fields["number"]] = _Work(**fields)
+            ledger._in_order.append(work.number)
+            if work.state in ("open", "returned"):
+                work.epoch += work.state == "open"
+                work.state = "returned"
+                ledger._returned.append(work.number)
+            elif work.state == "delivered":
+                ledger._delivered.append((work.deadline, work.number))
+                ledger._owe(work, rules.group_size)
+        heapq.heapify(ledger._in_order)
+        heapq.heapify(ledger._delivered)
+        return ledger
+
+    @classmethod
+    def replayed(cls, rules: LedgerRules, events: Sequence[Event]) -> Self:
+        """The ledger after these events."""
+        ledger = cls(rules)
+        for event in events:
+            ledger.apply(event)
+        return ledger
