@@ -1,4 +1,4 @@
-"""A world of makers and trainers around real ledgers, in simulated time: what the properties of leases are tested in."""
+"""Makers and trainers around real ledgers, in simulated time: what the properties of leases are tested in."""
 
 import dataclasses
 import heapq

@@ -3,8 +3,7 @@ import random
 import pytest
 from lease_world import World
 
-from coati.errors import ConfigError
-from coati.ledger.leases import Lease, Ledger, LedgerRules
+from coati.ledger.leases import Ledger
 
 
 def random_world(seed: int) -> World:
