@@ -3,13 +3,13 @@
 A lease is the right and the duty to make one prompt group. A trainer has a `Ledger` of the leases that are made for it;
 makers ask for leases and get as many as the two limits allow:
 
-* `lead`: at most (lead + 1) versions' worth of samples are granted and not trained on yet. It decides how fresh data is.
+* `lead`: at most (lead + 1) versions' worth of samples are granted and not trained. It decides how fresh data is.
 * `max_staleness`, η: a lease granted to a maker that serves version v has the deadline v + η, the last version at which
   it may be trained on. It is granted only if everything that is open still fits before its own deadline.
 
 Delivered groups are picked for training earliest deadline first, and one may go ahead of others only while all of those
-still fit before theirs. So the trainer waits for a slow group only in the last batch that may hold it, nothing is thrown
-away for its age, and no sample is ever older than η versions, for any number and speed of makers. With η = 0 groups are
+still fit before theirs. So the trainer waits for a slow group only in the last batch that may hold it, nothing is
+thrown away for its age, and no sample is ever older than η versions, for any number and speed of makers. With η = 0 groups are
 picked in the order of their numbers, so a run repeats to the bit.
 
     asked for ──► open ──► delivered ──► picked ──► trained
