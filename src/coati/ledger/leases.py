@@ -9,8 +9,8 @@ makers ask for leases and get as many as the two limits allow:
 
 Delivered groups are picked for training earliest deadline first, and one may go ahead of others only while all of those
 still fit before theirs. So the trainer waits for a slow group only in the last batch that may hold it, nothing is
-thrown away for its age, and no sample is ever older than η versions, for any number and speed of makers. With η = 0 groups are
-picked in the order of their numbers, so a run repeats to the bit.
+thrown away for its age, and no sample is ever older than η versions, for any number and speed of makers. With η = 0
+groups are picked in the order of their numbers, so a run repeats to the bit.
 
     asked for ──► open ──► delivered ──► picked ──► trained
                  ▲    │ └──► dropped (and another takes its place)
