@@ -87,9 +87,8 @@ class SynchronousRun(FitSteps):
 
     def save(self, path: str) -> None:
         """Write the actor and the tokenizer to a folder."""
-        strategy = self._learner.strategy
-        strategy.save_model(self._learner.actor, path, sharded=strategy.shards_parameters)
-        run.load_tokenizer(self._config).save_pretrained(path)
+        tokenizer = run.load_tokenizer(self._config)
+        self._learner.strategy.save_model(self._learner.actor, path, add=tokenizer.save_pretrained)
 
     def _make_pipeline(self) -> ExperiencePipeline:
         config = self._config

@@ -107,7 +107,7 @@ def test_steps_shards_and_files(folder, name, tmp_path):
     moments = {value.device.type for held in state for key, value in held.items() if key != "step"}
     assert moments == ({"cpu"} if name in OFFLOADED else {"cuda"})
     for label, model in learner.models.items():
-        learner.strategy.save_model(model, tmp_path / label, sharded=True)
+        learner.strategy.save_model(model, tmp_path / label)
         learner.strategy.save_optimizer(learner.optimizers[label], tmp_path / f"{label}-optimizer")
     resumed = make_learner(folder, DDPStrategy(device="cpu"))
     for source, target in ((tmp_path, resumed), (tmp_path, learner)):

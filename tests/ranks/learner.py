@@ -27,7 +27,6 @@ from coati.trainer.strategies import (
     DDPStrategy,
     GeminiStrategy,
     LowLevelZeroStrategy,
-    optimizer_files,
     state_chunks,
 )
 from coati.trainer.strategies.sharded import ShardedStrategy
@@ -41,7 +40,6 @@ STRATEGIES = {
     "zero2": lambda **options: LowLevelZeroStrategy(stage=2, device="cpu", timeout_seconds=180, **options),
     "gemini": lambda **options: GeminiStrategy("cpu", device="cpu", timeout_seconds=180, **options),
 }
-LAYOUTS = ("whole", "sharded")
 TRAIN = TrainSettings(actor_lr=1e-3, critic_lr=2e-3, micro_batch_size=2, max_grad_norm=0.5)
 ALGORITHM = AlgorithmSettings(entropy_coef=0.01, correction="none")
 OFF_POLICY = AlgorithmSettings(entropy_coef=0.01, correction="decoupled", estimator="vtrace")
@@ -269,22 +267,10 @@ def streamed_bytes(learner):
 
 
 def save_all(learner, folder):
-    """Everything a run needs to go on, in both layouts; tiny files, so that there are several.
-
-    Returns the most bytes held at once for what comes last, the critic in the sharded layout: of weights, of state.
-    """
-    strategy, usual = learner.strategy, state_chunks.CHUNK_MIB
-    state_chunks.CHUNK_MIB = optimizer_files.CHUNK_MIB = 1 / 256
-    for layout in LAYOUTS:
-        sharded = layout == "sharded"
-        for label, model in learner.models.items():
-            with most_alive((state_chunks, "whole_tensor")) as of_model:
-                strategy.save_model(model, folder / layout / label, sharded=sharded)
-            with most_alive((optimizer_files, "whole_tensor")) as of_state:
-                optimizer = learner.optimizers[label]
-                strategy.save_optimizer(optimizer, folder / layout / f"{label}-optimizer", sharded=sharded)
-    state_chunks.CHUNK_MIB = optimizer_files.CHUNK_MIB = usual
-    return of_model.num_bytes, of_state.num_bytes
+    """Everything a run needs to go on."""
+    for label, model in learner.models.items():
+        learner.strategy.save_model(model, folder / label)
+        learner.strategy.save_optimizer(learner.optimizers[label], folder / f"{label}-optimizer")
 
 
 def resume(learner, checkpoint):
@@ -308,17 +294,16 @@ def furthest(one, other):
 
 
 def resume_from_all(folder, expected):
-    """For every loader and saver, and in turn the saver's ranks and layouts: the distance to a run never interrupted.
+    """For every loader and saver, and in turn the saver's ranks: the distance to a run never interrupted.
 
     Also the bytes of optimizer state that were loaded.
     """
     resumed = {}
-    layouts = itertools.cycle([(1, "whole"), (2, "sharded"), (2, "whole"), (1, "sharded"), (2, "sharded")])
+    ranks_of_savers = itertools.cycle([1, 2, 2])
     for loader in STRATEGIES:
         learner = make_learner(folder, STRATEGIES[loader](), train=TRAIN.model_copy(update={"micro_batch_size": 0}))
         for saver in STRATEGIES:
-            ranks, layout = next(layouts)
-            state, loaded = resume(learner, folder / f"{saver}-{ranks}" / layout)
+            state, loaded = resume(learner, folder / f"{saver}-{next(ranks_of_savers)}")
             resumed[loader, saver] = furthest(state, expected), loaded
     return resumed
 
@@ -382,7 +367,7 @@ def main(folder):
     seen = {}
     for name in STRATEGIES:
         learner, seen[name] = train(folder, name)
-        seen[name]["held_to_save"] = save_all(learner, folder / f"{name}-2")
+        save_all(learner, folder / f"{name}-2")
         seen[f"mixed-{name}"] = mixed_precision(folder, name)
     seen["drawn"] = draw_weights(folder, "gemini")
     seen["different"] = prepare_different_models(folder, "gemini")

@@ -1,6 +1,5 @@
 """One of two ranks runs every strategy through the same steps and notes what it saw; the test compares with torch."""
 
-import os
 
 import torch
 from torch import nn
@@ -125,20 +124,20 @@ def resume(name, saved_by, out):
 
 
 def save_on_two_nodes(out):
-    """Each rank is the first of its node. Their folders differ, then are the same one."""
-    os.environ["LOCAL_RANK"] = "0"
+    """The ranks do not see each other's folders, then they do."""
     strategy = DDPStrategy(device="cpu", timeout_seconds=180)
-    torch.manual_seed(strategy.rank)
     model = tiny_llama(strategy.rank)
+    (out / "node1" / "model").mkdir(parents=True, exist_ok=True)
+    (out / "node1" / "model" / "config.json").write_text("an earlier model")
     strategy.save_model(model, out / f"node{strategy.rank}" / "model")
     strategy.save_model(model, out / f"alone{strategy.rank}" / "model", only_rank0=True)
     strategy.save_model(model, out / "shared" / "model")
 
 
-def save_where_rank0_may_not(strategy, out):
-    """Only rank 0 meets the folder that is not ours; both ranks must hear of it."""
+def save_where_one_may_not(strategy, out, *foreign):
+    """One rank meets the folder that is not ours; both ranks must hear of it."""
     try:
-        strategy.save_model(nn.Linear(1, 1), out / "foreign")
+        strategy.save_model(nn.Linear(1, 1), out / foreign[strategy.rank])
     except CheckpointError as error:
         return str(error)
     return ""
@@ -168,6 +167,7 @@ def main(out):
     strategy = DDPStrategy(device="cpu", timeout_seconds=180)
     lone = nn.Linear(1, 1)
     seen["lone_is_wrapped"] = strategy.prepare(lone) is not lone
-    seen["foreign"] = save_where_rank0_may_not(strategy, out)
+    seen["foreign"] = save_where_one_may_not(strategy, out, "foreign", "foreign")
+    seen["foreign-1"] = save_where_one_may_not(strategy, out, "mine", "foreign")
     seen["missing"] = load_what_rank1_does_not_have(strategy, out)
     torch.save(seen, out / f"rank{strategy.rank}.pt")

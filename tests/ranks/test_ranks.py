@@ -169,7 +169,7 @@ def alone(folder):
     seen = {}
     for name in worker.STRATEGIES:
         learner, seen[name] = worker.train(folder, name)
-        seen[name]["held_to_save"] = worker.save_all(learner, folder / f"{name}-1")
+        worker.save_all(learner, folder / f"{name}-1")
         seen[f"mixed-{name}"] = worker.mixed_precision(folder, name)
     seen["drawn"] = worker.draw_weights(folder, "gemini")
     seen["off-policy"] = worker.train(folder, "ddp", worker.OFF_POLICY, num_steps=3)[1]
@@ -259,18 +259,6 @@ def test_weights_are_streamed_from_shards_without_gathering_the_model(together, 
         assert sum(tensors) > 2 * limit
 
 
-@pytest.mark.parametrize("name", worker.STRATEGIES)
-def test_files_are_written_while_the_rest_is_gathered(alone, together, name):
-    for seen in (alone, *together):
-        of_model, of_state = seen[name]["held_to_save"]
-        tensors = [tensor.nbytes for key, tensor in seen[name]["state"].items() if key.startswith("critic.")]
-        # One file of 4 KiB, and the tensor that filled it or begins the next; nothing is sent by one rank of DDP.
-        limit = 4096 + max(tensors) + (0 if seen is alone and name == "ddp" else IN_FLIGHT) * max(tensors)
-        assert 0 < of_model <= limit
-        assert 0 < of_state <= limit
-        assert sum(tensors) > 2 * limit
-
-
 @pytest.mark.parametrize(
     ("name", "counts"), [("gemini", [1, 1, 1, 1]), ("zero2", [1, 2, 1, 2]), ("zero1", [1, 2, 2, 2])]
 )
@@ -322,18 +310,15 @@ def test_ranks_load_only_the_optimizer_state_that_they_hold(alone, together, res
         assert set(loaded.values()) == {seen[loader]["held"]["state"]}
 
 
-@pytest.mark.parametrize("layout", worker.LAYOUTS)
 @pytest.mark.parametrize("saver", ["ddp", "gemini"])
-def test_transformers_and_our_models_load_what_two_ranks_saved(folder, together, saver, layout):
-    checkpoint, state = folder / f"{saver}-2" / layout, together[0][saver]["state"]
+def test_transformers_and_our_models_load_what_two_ranks_saved(folder, together, saver):
+    checkpoint, state = folder / f"{saver}-2", together[0][saver]["state"]
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint / "actor", dtype=torch.float64)
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, state[f"actor.model.{name}"])
     critic = Critic.from_pretrained(checkpoint / "critic", dtype=torch.float64)
     for name, tensor in critic.state_dict().items():
         assert torch.equal(tensor, state[f"critic.{name}"])
-    names = {file.name for file in (checkpoint / "actor").iterdir()}
-    assert ("model.safetensors.index.json" in names) == (layout == "sharded")
     suffixes = {file.suffix for file in checkpoint.rglob("*") if file.is_file()}
     assert suffixes == {".json", ".safetensors"}
 
@@ -471,18 +456,16 @@ def test_every_node_gets_the_folder_unless_only_rank0(out):
         return {file.name: file.read_bytes() for file in (out / folder / "model").iterdir()}
 
     assert "model.safetensors" in files("node0")
-    for node in range(2):  # in this test each rank has weights of its own
-        expected = bare.tiny_llama(node).state_dict()
-        loaded = AutoModelForCausalLM.from_pretrained(out / f"node{node}" / "model", dtype=torch.float64).state_dict()
-        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    assert files("node1") == files("shared") == files("node0")
     assert not (out / "alone1").exists()
-    assert files("shared") == files("node0")
-    assert [entry.name for entry in (out / "shared").iterdir()] == ["model"]
+    assert [entry.name for entry in (out / "node1").iterdir()] == ["model"]
 
 
 def test_a_failed_save_is_heard_on_every_rank(seen):
     assert "not something coati saved" in seen[0]["foreign"]
     assert "another rank could not save" in seen[1]["foreign"]
+    assert "another rank could not save" in seen[0]["foreign-1"]
+    assert "not something coati saved" in seen[1]["foreign-1"]
 
 
 def test_a_load_that_fails_on_one_rank_fails_on_all(seen):

@@ -98,4 +98,4 @@ def test_one_rank_of_a_group_does_not_save_alone_while_they_train(trainer, tmp_p
     with pytest.raises(CheckpointError, match="save_every"):
         trainer.strategy_save_actor(str(tmp_path / "model"))
     with pytest.raises(CheckpointError, match="Load before or after fit"):
-        trainer.strategy_load_actor_optimizer(str(tmp_path / "optimizer"))
+        trainer.strategy_load_optimizers(str(tmp_path / "optimizers"))

@@ -10,7 +10,6 @@ from typing import Any
 import ray
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from coati.cpu import set_up_cpu
 from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
@@ -226,73 +225,41 @@ class PPOTrainer(DetachedTrainer):
             self._num_steps_unpublished = 0
 
     @ray.method(concurrency_group="model_io")
-    def strategy_save_actor(self, path: str, only_rank0: bool = False, *, sharded: bool | None = None) -> None:
-        """Save the actor as a folder that transformers loads; all ranks must call.
-
-        `sharded` writes files of 64 MiB, and no rank holds more than one of them; else rank 0 holds the whole model for
-        a moment. By default a model that the strategy shards is saved so.
-        """
-        self._refuse_in_group_fit()
-        self._save(self._learner.actor, path, only_rank0, sharded)
+    def strategy_save_actor(self, path: str, only_rank0: bool = False) -> None:
+        """Save the actor, with `options.tokenizer`, as a folder that transformers loads; all ranks must call."""
+        self._refuse_in_group_fit("save", "Use save_every and save_folder, or save after fit.")
+        self._save_actor(path, only_rank0)
 
     @ray.method(concurrency_group="model_io")
-    def strategy_save_critic(self, path: str, only_rank0: bool = False, *, sharded: bool | None = None) -> None:
+    def strategy_save_critic(self, path: str, only_rank0: bool = False) -> None:
         """Save the critic as a folder that `Critic.from_pretrained` loads."""
-        self._refuse_in_group_fit()
+        self._refuse_in_group_fit("save", "Save after fit.")
         if self._learner.critic is None:
             raise CheckpointError(f"there is no critic to save to {path}: the algorithm of this trainer has none.")
-        self._save(self._learner.critic, path, only_rank0, sharded)
+        with self._weights():
+            self.strategy.save_model(self._learner.critic, path, only_rank0)
 
     @ray.method(concurrency_group="model_io")
-    def strategy_save_actor_optimizer(
-        self, path: str, only_rank0: bool = False, *, sharded: bool | None = None
-    ) -> None:
-        """Save the state of the actor's optimizer, which any strategy with any number of ranks can load."""
-        self._save_optimizer("actor", path, only_rank0, sharded)
+    def strategy_save_optimizers(self, path: str) -> None:
+        """Save the optimizers' state to `path/actor` and `path/critic`, for any strategy with any number of ranks."""
+        self._refuse_in_group_fit("save", "Save after fit.")
+        with self._weights():
+            for label, optimizer in self._learner.optimizers.items():
+                self.strategy.save_optimizer(optimizer, Path(path) / label)
 
     @ray.method(concurrency_group="model_io")
-    def strategy_save_critic_optimizer(
-        self, path: str, only_rank0: bool = False, *, sharded: bool | None = None
-    ) -> None:
-        """Save the state of the critic's optimizer."""
-        self._save_optimizer("critic", path, only_rank0, sharded)
-
-    @ray.method(concurrency_group="model_io")
-    def strategy_load_actor_optimizer(self, path: str) -> None:
-        """Load what `strategy_save_actor_optimizer` saved; all ranks must call, and all load it or none does.
+    def strategy_load_optimizers(self, path: str) -> None:
+        """Load what `strategy_save_optimizers` saved; all ranks must call, and all load it or none does.
 
         The learning rate stays that of this trainer's schedule.
         """
-        self._load_optimizer("actor", path)
-
-    @ray.method(concurrency_group="model_io")
-    def strategy_load_critic_optimizer(self, path: str) -> None:
-        """Load what `strategy_save_critic_optimizer` saved."""
-        self._load_optimizer("critic", path)
-
-    def _save_optimizer(self, label: str, path: str, only_rank0: bool, sharded: bool | None) -> None:
-        self._refuse_in_group_fit()
-        with self._weights():
-            self.strategy.save_optimizer(
-                self._optimizer(label, path), path, only_rank0=only_rank0, sharded=self._is_sharded(sharded)
-            )
-
-    def _load_optimizer(self, label: str, path: str) -> None:
         self._refuse_in_group_fit("load", "Load before or after fit.")
         with self._weights():
-            optimizer = self._optimizer(label, path)
-            rates = [group["lr"] for group in optimizer.param_groups]
-            self.strategy.load_optimizer(optimizer, path)
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-
-    def _optimizer(self, label: str, path: str) -> Optimizer:
-        if label not in self._learner.optimizers:
-            raise CheckpointError(f"there is no {label}'s optimizer for {path}: this trainer has no {label}.")
-        return self._learner.optimizers[label]
-
-    def _is_sharded(self, sharded: bool | None) -> bool:
-        return self.strategy.shards_parameters if sharded is None else sharded
+            for label, optimizer in self._learner.optimizers.items():
+                rates = [group["lr"] for group in optimizer.param_groups]
+                self.strategy.load_optimizer(optimizer, Path(path) / label)
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate
 
     def _prepared(self, batch: Experience) -> Experience:
         return self._move(super()._prepared(batch))
@@ -305,7 +272,7 @@ class PPOTrainer(DetachedTrainer):
         if save_every and self.version % save_every == 0:
             with self._timeline.span("save"):
                 path = Path(self.options.save_folder) / f"version-{self.version}"
-                self._save(self._learner.actor, str(path), True, None)
+                self._save_actor(str(path), True)
 
     def _check_published(self) -> None:
         self._sender.check()
@@ -316,13 +283,13 @@ class PPOTrainer(DetachedTrainer):
         self._sender.check()
         self._learner.check_progress()
 
-    def _save(self, model: nn.Module, path: str, only_rank0: bool, sharded: bool | None) -> None:
+    def _save_actor(self, path: str, only_rank0: bool) -> None:
+        load = self.options.tokenizer
+        add = None if load is None else (lambda folder: load().save_pretrained(folder))
         with self._weights():
-            self.strategy.save_model(model, path, only_rank0=only_rank0, sharded=self._is_sharded(sharded))
+            self.strategy.save_model(self._learner.actor, path, only_rank0, add=add)
 
-    def _refuse_in_group_fit(
-        self, what: str = "save", remedy: str = "Use save_every and save_folder, or save after fit."
-    ) -> None:
+    def _refuse_in_group_fit(self, what: str, remedy: str) -> None:
         """Both are collective: ranks that train meanwhile would wait for each other in two places."""
         if self.strategy.world_size > 1 and self._state == "fitting":
             raise CheckpointError(

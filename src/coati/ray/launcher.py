@@ -14,14 +14,12 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from coati import run
 from coati.config import RunSettings
 from coati.counting import listed
 from coati.errors import (
-    CheckpointError,
     DeadlineExceeded,
     PeerDied,
     PeerUnavailable,
@@ -40,7 +38,6 @@ from coati.ray.cluster import connected
 from coati.ray.run_actors import RunActors
 from coati.ray.scaling import Scaler
 from coati.run import Parts
-from coati.trainer.strategies.folders import add_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +73,6 @@ class DetachedRun:
         self._actors = make_actors(self._config, checkpoints=self._checkpoints, parts=parts)
         self._loops: dict[PendingCall, str] = {}  # the pending loops, and whose they are
         self._polls: dict[str, list[PendingCall]] = {}  # pending questions to each actor
-        self._incomplete: set[Path] = set()  # checkpoints whose tokenizer could not be written
         self._cursors: dict[str, tuple[int, int]] = {}  # of records and of spans
         self._is_stopping = False
         self._scaling: Iterator[str] | None = None
@@ -199,7 +195,6 @@ class DetachedRun:
                 self._read(name, *(call.result(0) for call in self._polls.pop(name)))
             except (RemoteError, PeerDied, PeerUnavailable) as error:
                 logger.debug("%s could not be asked: %s", name, error)  # its loop fails too, and says why
-        self._complete_checkpoints()
         self._on_progress(self._log.snapshot())
 
     def _ask(self, name: str, actor: Peer) -> list[PendingCall]:
@@ -228,21 +223,9 @@ class DetachedRun:
             self._polls.pop(name, None)
             self._log.left(name)
 
-    def _complete_checkpoints(self) -> None:
-        """Add the tokenizer to weights that the trainers have saved, for transformers to find."""
-        for folder in self._checkpoints.glob("version-*"):
-            if (folder / "tokenizer_config.json").exists() or folder in self._incomplete:
-                continue
-            try:
-                add_tokenizer(folder, run.load_tokenizer(self._config).save_pretrained)
-            except CheckpointError as error:
-                self._incomplete.add(folder)  # reported once; its weights are whole
-                logger.warning("%s", error)
-
     def _save(self, path: str, *, seconds: float) -> None:
         what = f"the model to be saved to {path}"
         self._call_trainers("strategy_save_actor", path, only_rank0=True, what=what, seconds=seconds)
-        run.load_tokenizer(self._config).save_pretrained(path)
 
     def _save_after_failure(self, path: str, error: Exception) -> None:
         """Save what a lone trainer has learned, if it still answers. A group can only save together."""

@@ -41,6 +41,8 @@ class TrainerOptions:
     """The makers that this rank sends weights to; None for all. Ranks hold the same weights, so they can split them."""
     save_folder: str | Path = "checkpoints"
     """Where `train.save_every` saves the actor."""
+    tokenizer: Callable[[], Any] | None = None
+    """Loads the tokenizer that is saved with the actor; None saves none."""
     learner: Callable[..., PPOLearner] = PPOLearner
     """What makes the learner: a subclass with another loss, for example."""
 

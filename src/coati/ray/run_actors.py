@@ -165,6 +165,7 @@ class RunActors:
                 max_response_tokens=config.rollout.max_new_tokens,
                 updated_makers=[name for name, updater in self.updaters.items() if updater == rank],
                 save_folder=self._checkpoints,
+                tokenizer=functools.partial(run.load_tokenizer, config),
                 learner=self._parts.learner,
             ),
         )

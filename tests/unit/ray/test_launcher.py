@@ -151,8 +151,6 @@ def stage(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "connected", here)
     monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(launcher.run.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
-    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
-    monkeypatch.setattr(launcher.run, "load_tokenizer", lambda _: tokenizer)
     (tmp_path / "out").mkdir()
     return functools.partial(Stage, tmp_path / "out")
 
@@ -307,25 +305,3 @@ def test_a_group_that_failed_says_what_is_saved(stage, save_every, said):
     with pytest.raises(PeerDied, match="trainer-1 died") as caught:
         one.go()
     assert said in " ".join(caught.value.__notes__)
-
-
-def test_a_checkpoint_without_room_for_its_tokenizer_is_reported_once(stage, monkeypatch, caplog):
-    one, tried = stage(), []
-
-    class Tokenizer:
-        def save_pretrained(self, folder):
-            if "version-2" in str(folder):
-                tried.append(folder)
-                raise OSError(28, "No space left on device")
-
-    def checkpoint(host):
-        (one.folder / "checkpoints" / "version-2").mkdir(parents=True, exist_ok=True)
-        if len(one.snapshots) > 20:
-            end_training(host)
-
-    monkeypatch.setattr(launcher.run, "load_tokenizer", lambda _: Tokenizer())
-    one.on_turn = checkpoint
-    one.go()
-    assert len(tried) == 1
-    assert caplog.text.count("No space left") == 1
-    assert list((one.folder / "checkpoints" / "version-2").iterdir()) == []

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from coati.errors import CheckpointError
-from coati.trainer.strategies import DDPStrategy, base, optimizer_files
+from coati.trainer.strategies import DDPStrategy, base
 from coati.trainer.strategies.optimizer_files import iter_state, write_optimizer
 
 
@@ -34,25 +34,18 @@ def assert_same_state(one, other):
     assert all(torch.equal(value, other[0][name]) for name, value in one[0].items())
 
 
-@pytest.fixture(params=[False, True], ids=["whole", "sharded"])
-def saved(request, tmp_path, monkeypatch):
-    """A folder and the files in it: one, or one for each tensor."""
-    monkeypatch.setattr(optimizer_files, "CHUNK_MIB", 1e-6)
+@pytest.fixture
+def saved(tmp_path):
     optimizer = make_optimizer(1)
-    write_optimizer(optimizer, iter_state(optimizer), tmp_path, sharded=request.param)
-    assert len(list(tmp_path.glob("*.safetensors"))) == (6 if request.param else 1)
+    write_optimizer(optimizer, dict(iter_state(optimizer)), tmp_path)
     return tmp_path
 
 
 def change_tensors(change):
-    """Rewrite the file that holds 1.exp_avg with what `change` makes of its tensors."""
-
-    def damage(folder):
-        for file in folder.glob("*.safetensors"):
-            if "1.exp_avg" in (tensors := load_file(file)):
-                save_file(change(tensors), file)
-
-    return damage
+    """Rewrite the file with what `change` makes of its tensors."""
+    return lambda folder: save_file(
+        change(load_file(folder / "optimizer.safetensors")), folder / "optimizer.safetensors"
+    )
 
 
 def change_json(change):
@@ -115,7 +108,7 @@ def test_what_was_saved_comes_back_to_the_bit(saved):
 def test_state_that_was_wrong_before_it_was_saved_is_no_state(tmp_path):
     optimizer = make_optimizer(1)
     optimizer.state[optimizer.param_groups[0]["params"][1]]["exp_avg_sq"] = torch.zeros(1)
-    write_optimizer(optimizer, iter_state(optimizer), tmp_path)
+    write_optimizer(optimizer, dict(iter_state(optimizer)), tmp_path)
     with pytest.raises(CheckpointError, match=r"1\.exp_avg_sq must have the shape of its parameter, \[2\], got \[1\]"):
         DDPStrategy(device="cpu").load_optimizer(make_optimizer(2), tmp_path)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from coati.errors import ConfigError
 from coati.models.memory import shapes_only
-from coati.trainer.strategies.folders import replace_folder, writes_folder
+from coati.trainer.strategies.folders import copy_to_other_disks, replace_folder
 from coati.trainer.strategies.model_files import MODEL_MARKERS, copy_into, find_tensors, names_to_save, write_model
 from coati.trainer.strategies.optimizer_files import OPTIMIZER_MARKERS, iter_state, read_optimizer, write_optimizer
 from coati.trainer.strategies.ranks import Ranks, seed_everything
@@ -201,21 +201,31 @@ class Strategy(Ranks, ABC):
             for chunk in chunks
         )
 
-    def save_model(self, model: nn.Module, path: _PathLike, only_rank0: bool = False, *, sharded: bool = False) -> None:
+    def save_model(
+        self,
+        model: nn.Module,
+        path: _PathLike,
+        only_rank0: bool = False,
+        *,
+        add: Callable[[Path], object] | None = None,
+    ) -> None:
         """Write the model to the folder `path`, by its own `save_pretrained` if it has one.
 
-        The folder appears whole or not at all; a model folder that is there already is replaced, with all
-        that is in it. Rank 0 writes; unless `only_rank0`, so does one rank of each node that does not see rank 0's
-        folder. `sharded` writes several files of bounded size with an index, as transformers does for large models, and
-        needs no more memory than one of them; else rank 0 holds all weights for a moment. With LoRA only the
-        adapters are written, and gathered. A model with NaN or infinite weights is not saved.
+        Rank 0 gathers the weights in host memory and writes them; unless `only_rank0`, each node that does not see its
+        folder gets a copy. The folder appears whole or not at all; a model folder that is there already is replaced,
+        with all that is in it. `add` may write more into the new folder, a tokenizer for example. With LoRA only the
+        adapters are gathered and written. A model with NaN or infinite weights is not saved.
         """
         module = self.unwrap_model(model)
         chunks = iter_state_chunks(module, names=names_to_save(module))
-        in_parts = sharded or self.rank != 0  # transformers' save_pretrained writes nothing but on rank 0
-        self._save_folder(
-            Path(path), lambda folder: write_model(module, chunks, folder, in_parts), MODEL_MARKERS, only_rank0, chunks
-        )
+        state = self._gathered(item for chunk in chunks for item in chunk.items())
+
+        def write(folder: Path) -> None:
+            write_model(module, state, folder)
+            if add is not None:
+                add(folder)
+
+        self._save_folder(Path(path), write, MODEL_MARKERS, only_rank0)
 
     def load_model(self, model: nn.Module, path: _PathLike) -> None:
         """Load what any strategy saved; names and shapes must match on every rank, or nothing is loaded on any."""
@@ -224,21 +234,14 @@ class Strategy(Ranks, ABC):
             found = self.run_on_all(lambda: find_tensors(module, Path(path), stack), f"load {path}")
             self.run_on_all(lambda: copy_into(module, found, Path(path)), f"load all of {path}")
 
-    def save_optimizer(
-        self, optimizer: Optimizer, path: _PathLike, only_rank0: bool = False, *, sharded: bool = False
-    ) -> None:
-        """Write the optimizer's whole state to the folder `path`: safetensors and JSON, atomically.
+    def save_optimizer(self, optimizer: Optimizer, path: _PathLike, only_rank0: bool = False) -> None:
+        """Write the optimizer's whole state to the folder `path`: safetensors and JSON, as `save_model` does.
 
-        State is keyed by the parameter's number in the groups, so any strategy with any number of ranks loads
-        it. `sharded` writes several files of bounded size, and needs no more memory than one of them.
+        State is keyed by the parameter's number in the groups, so any strategy with any number of ranks loads it.
         """
-        state = iter_state(optimizer)
+        state = self._gathered(iter_state(optimizer))
         self._save_folder(
-            Path(path),
-            lambda folder: write_optimizer(optimizer, state, folder, sharded),
-            OPTIMIZER_MARKERS,
-            only_rank0,
-            state,
+            Path(path), lambda folder: write_optimizer(optimizer, state, folder), OPTIMIZER_MARKERS, only_rank0
         )
 
     def load_optimizer(self, optimizer: Optimizer, path: _PathLike) -> None:
@@ -249,24 +252,23 @@ class Strategy(Ranks, ABC):
         state = self.run_on_all(lambda: read_optimizer(optimizer, Path(path)), f"load {path}")
         self.run_on_all(lambda: optimizer.load_state_dict(state), f"load all of {path}")
 
+    def _gathered(self, stream: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        """What all ranks gather by iterating `stream`, in rank 0's host memory; nothing on other ranks."""
+        kept: dict[str, Any] = {}
+        for name, value in stream:
+            if self.rank == 0:
+                kept[name] = value.cpu() if isinstance(value, Tensor) else value
+        return kept
+
     def _save_folder(
-        self,
-        path: Path,
-        write: Callable[[Path], None],
-        markers: tuple[str, ...],
-        only_rank0: bool,
-        gathered: Iterator[Any],
+        self, path: Path, write: Callable[[Path], None], markers: tuple[str, ...], only_rank0: bool
     ) -> None:
-        """Let rank 0, and other nodes' ranks, write a folder from what all ranks gather by iterating `gathered`."""
         path = Path(os.path.realpath(path))
-        writes = writes_folder(path, self, only_rank0=only_rank0)
 
-        def write_or_gather() -> None:
-            try:
-                if writes:
-                    replace_folder(path, write, markers=markers)
-            finally:
-                for _ in gathered:  # also after a failure: the other ranks wait in the next gathering
-                    pass
+        def work() -> None:
+            if self.rank == 0:
+                replace_folder(path, write, markers=markers)
 
-        self.run_on_all(write_or_gather, f"save to {path}")
+        self.run_on_all(work, f"save to {path}")
+        if not only_rank0:
+            copy_to_other_disks(path, self, markers=markers)

@@ -1,19 +1,24 @@
-"""Folders that appear whole or not at all, on one machine or on every node of a job."""
+"""Folders that appear whole or not at all, on rank 0's disk and on those of other nodes."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import shutil
 import uuid
-from collections.abc import Callable, Collection
+import zlib
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+import torch.distributed as dist
 
 from coati.errors import CheckpointError
 from coati.trainer.strategies.ranks import Ranks
+
+_PIECE = 1 << 26
 
 
 def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collection[str]) -> None:
@@ -37,30 +42,15 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
             if replaced.exists():
                 os.replace(replaced, path)
             raise
-    except (OSError, SafetensorError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # safetensors and tokenizers have classes of their own for a full disk, or none
         raise CheckpointError(
             f"could not write {path}: {error}. Check free space and permissions there; what was saved before is intact."
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
-
-
-def add_tokenizer(folder: Path, save: Callable[[Path], object]) -> None:
-    """Put a tokenizer into a model folder: `save` writes it elsewhere, and its files are moved in whole.
-
-    `tokenizer_config.json` comes last, so a folder that has it has all of them.
-    """
-    temporary = folder / f".tokenizer.{uuid.uuid4().hex}.tmp"
-    try:
-        temporary.mkdir()
-        save(temporary)
-        for file in sorted(temporary.iterdir(), key=lambda file: file.name == "tokenizer_config.json"):
-            os.replace(file, folder / file.name)
-    except Exception as error:  # the tokenizers library has no class for a full disk
-        raise CheckpointError(f"could not write the tokenizer to {folder}: {error}. Check free space there.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _refuse_foreign(path: Path, markers: Collection[str]) -> None:
@@ -75,34 +65,42 @@ def _refuse_foreign(path: Path, markers: Collection[str]) -> None:
         raise CheckpointError(f"{path} exists and is a file, but a folder goes there. Choose another path.")
 
 
-def writes_folder(path: Path, ranks: Ranks, *, only_rank0: bool) -> bool:
-    """Decide whether this rank writes `path`: rank 0 does, and one rank of each node that does not see rank 0's disk.
+def copy_to_other_disks(path: Path, ranks: Ranks, *, markers: Collection[str]) -> None:
+    """Copy the folder that rank 0 wrote to nodes that do not see it: one rank of each writes. All ranks must call."""
+    if ranks.world_size == 1:
+        return
+    written_at = path.stat().st_mtime_ns if path.is_dir() else 0
+    rows = ranks.all_gather(torch.tensor([written_at, zlib.crc32(platform.node().encode())]))
+    lacking = [rank for rank, row in enumerate(rows.tolist()) if row[0] != rows[0, 0]]
+    if not lacking:
+        return
+    on_my_node = [rank for rank in lacking if rows[rank, 1] == rows[ranks.rank, 1]]
+    pieces = _pieces(path, ranks)
 
-    A rank cannot tell which others share its disk, so it asks the disk: it looks for a file that rank 0 has put next to
-    `path`, and the first to claim a disk without it writes there. All ranks must call this.
-    """
-    if only_rank0 or ranks.world_size == 1:
-        return ranks.rank == 0
-    token = int(ranks.all_gather(torch.tensor([uuid.uuid4().int >> 66]))[0])  # rank 0's
-    beacon, claim = (path.with_name(f".{path.name}.{token:x}.{end}") for end in ("seen", "claim"))
+    def write(folder: Path) -> None:
+        for name, piece in pieces:
+            with (folder / name).open("ab") as file:
+                file.write(piece.cpu().numpy().data)
 
-    def claims(file: Path) -> bool:
+    def work() -> None:
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                file.touch(exist_ok=False)
-                return True
-        except OSError as error:
-            raise CheckpointError(f"could not write next to {path}: {error}. Check free space there.") from error
-        return False
+            if ranks.rank in on_my_node[:1]:
+                replace_folder(path, write, markers=markers)
+        finally:
+            for _ in pieces:  # also after a failure: the other ranks wait for the next piece
+                pass
 
-    made: list[Path] = []
-    try:
-        if ranks.run_on_all(lambda: ranks.rank == 0 and claims(beacon), f"save to {path}"):
-            made.append(beacon)
-        if ranks.run_on_all(lambda: not beacon.exists() and claims(claim), f"save to {path}"):
-            made.append(claim)
-        return bool(made)
-    finally:
-        for file in made:
-            file.unlink(missing_ok=True)
+    ranks.run_on_all(work, f"save to {path}")
+
+
+def _pieces(path: Path, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
+    """The files of rank 0's folder as bytes, on every rank."""
+    sizes: list[Any] = [{file.name: file.stat().st_size for file in path.iterdir()} if ranks.rank == 0 else {}]
+    dist.broadcast_object_list(sizes, src=0)
+    for name, size in sizes[0].items():
+        with (path / name).open("rb") if ranks.rank == 0 else contextlib.nullcontext() as file:
+            for start in range(0, max(size, 1), _PIECE):
+                piece = torch.empty(min(_PIECE, size - start), dtype=torch.uint8)
+                if file is not None:
+                    file.readinto(piece.numpy())
+                yield name, ranks.from_rank0(piece) if size else piece

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,18 +32,19 @@ Places = Mapping[str, tuple[Any, str]]
 
 def names_to_save(module: nn.Module) -> set[str] | None:
     """Names of the tensors that belong on disk: with adapters, those that are trained; None for all."""
-    if not _saves_adapters(module):
+    if not any(isinstance(child, PeftModel) for child in (module, *module.children())):
         return None
     return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def write_model(module: nn.Module, chunks: Iterable[dict[str, Tensor]], folder: Path, in_parts: bool) -> None:
-    """Write a model folder: by the module's `save_pretrained`, as one safetensors file, or as one for each chunk."""
-    chunks = _checked_on_cpu(chunks)
-    if in_parts and not _saves_adapters(module):
-        _write_parts(module, chunks, folder)
-        return
-    state = {name: tensor for chunk in chunks for name, tensor in chunk.items()}
+def write_model(module: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
+    """Write a model folder: by the module's `save_pretrained`, if it has one, or as one safetensors file."""
+    for name, tensor in state.items():
+        if tensor.is_floating_point() and tensor.numel() and not tensor.norm(math.inf).isfinite():  # in one pass
+            raise CheckpointError(
+                f"a model must have finite weights to be saved, got NaN or infinity in {name!r}. Training has "
+                "diverged; use an earlier checkpoint."
+            )
     save_pretrained = getattr(module, "save_pretrained", None)
     if save_pretrained is None:
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / _WEIGHTS_FILE)
@@ -53,72 +54,11 @@ def write_model(module: nn.Module, chunks: Iterable[dict[str, Tensor]], folder: 
     save_pretrained(folder, state_dict={**state, **tied})
 
 
-def _checked_on_cpu(chunks: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Move chunks to the CPU; a weight that is NaN or infinite is an error."""
-    for chunk in chunks:
-        for name, tensor in chunk.items():
-            chunk[name] = tensor.cpu()
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise CheckpointError(
-                    f"a model must have finite weights to be saved, got NaN or infinity in {name!r}. Training has "
-                    "diverged; use an earlier checkpoint."
-                )
-        yield chunk
-        chunk.clear()  # it is written by now, and the next is about to be gathered
-
-
-def _write_parts(module: nn.Module, chunks: Iterable[dict[str, Tensor]], folder: Path) -> None:
-    """Write files with an index. A wrapped transformers model keeps its own names, and the wrapper's other children
-    are files of their own."""
-    body = _body_of(module)
-    others: dict[str, dict[str, Tensor]] = {}
-    parts: list[list[str]] = []
-    for chunk in chunks:
-        part: dict[str, Tensor] = {}
-        for name, tensor in chunk.items():
-            child, _, rest = name.partition(".")
-            if not body or child == body:
-                part[rest if body else name] = tensor.contiguous()
-            else:
-                others.setdefault(child, {})[rest] = tensor.contiguous()
-        if part:
-            parts.append(list(part))
-            save_file(part, folder / f"part-{len(parts)}", metadata={"format": "pt"})
-            part.clear()  # before the next chunk is gathered
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(parts, 1):
-        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        (folder / f"part-{number}").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    total = sum((folder / file).stat().st_size for file in set(weight_map.values()))
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / _INDEX_FILE).write_text(json.dumps(index, indent=1))
-    for child, state in others.items():
-        save_file(state, folder / f"{child}.safetensors")
-    inner = getattr(module, body) if body else module
-    if isinstance(inner, PreTrainedModel):
-        _write_config(inner, folder)
-
-
-def _write_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write what transformers needs in addition to the weights."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # the prefix that sharding gives a class
-    config.dtype = next((parameter.dtype for parameter in model.parameters()), None)
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-
-
 def _body_of(module: nn.Module) -> str:
     """Name of the transformers or peft model that a module wraps; empty if it is one itself, or wraps none."""
     if isinstance(module, PreTrainedModel | PeftModel):
         return ""
     return next((n for n, child in module.named_children() if isinstance(child, PreTrainedModel | PeftModel)), "")
-
-
-def _saves_adapters(module: nn.Module) -> bool:
-    return any(isinstance(child, PeftModel) for child in (module, *module.children()))
 
 
 def find_tensors(module: nn.Module, path: Path, stack: ExitStack) -> Places:

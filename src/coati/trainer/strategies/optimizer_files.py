@@ -7,7 +7,7 @@ has a checksum of every file and of itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from coati.errors import CheckpointError
-from coati.trainer.strategies.state_chunks import CHUNK_MIB, laid_out_like, whole_tensor
+from coati.trainer.strategies.state_chunks import laid_out_like, whole_tensor
 
 _SETTINGS_FILE = "optimizer.json"
+_STATE_FILE = "optimizer.safetensors"
 _FORMAT = 3
 OPTIMIZER_MARKERS = (_SETTINGS_FILE,)
 """A folder that holds one of these is an optimizer folder."""
@@ -40,37 +41,17 @@ def iter_state(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
             yield f"{index}.{key}", whole_tensor(value) if isinstance(value, Tensor) else value
 
 
-def write_optimizer(
-    optimizer: Optimizer, state: Iterable[tuple[str, Any]], folder: Path, sharded: bool = False
-) -> None:
-    """Write settings and state into `folder`; if `sharded`, in files of bounded size, one in memory at a time."""
-    numbers: dict[str, Any] = {}
-    checksums: dict[str, str] = {}
-    tensors: dict[str, Tensor] = {}
-
-    def write_file() -> None:
-        number = f"-{len(checksums) + 1:05d}" if sharded else ""
-        file = folder / f"optimizer{number}.safetensors"
-        save_file(tensors, file)
-        checksums[file.name] = _checksum(file)
-        tensors.clear()
-
-    for name, value in state:
-        if not isinstance(value, Tensor):
-            numbers[name] = value
-            continue
-        tensors[name] = value.cpu().contiguous()
-        if sharded and sum(tensor.nbytes for tensor in tensors.values()) >= CHUNK_MIB * 2**20:
-            write_file()
-    if tensors:
-        write_file()
+def write_optimizer(optimizer: Optimizer, state: Mapping[str, Any], folder: Path) -> None:
+    """Write settings, and state as `iter_state` yields it, into `folder`."""
+    tensors = {name: value.contiguous() for name, value in state.items() if isinstance(value, Tensor)}
+    save_file(tensors, folder / _STATE_FILE)
     settings = {
         "format": _FORMAT,
         "family": _family(optimizer),
         "shapes": [list(parameter.shape) for parameter in _parameters_of(optimizer)],
         "groups": [_plain_group(group) for group in optimizer.param_groups],
-        "numbers": numbers,
-        "files": checksums,
+        "numbers": {name: value for name, value in state.items() if name not in tensors},
+        "files": {_STATE_FILE: _checksum(folder / _STATE_FILE)},
     }
     (folder / _SETTINGS_FILE).write_text(json.dumps({**settings, "checksum": _json_checksum(settings)}, indent=1))
 

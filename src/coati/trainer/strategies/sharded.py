@@ -122,9 +122,7 @@ class ShardedStrategy(Strategy):
                         tensors[key] = made[tensor]
         for tensor in (*module.parameters(), *module.buffers()):
             if not isinstance(tensor, DTensor):
-                staged = tensor.detach().to(self.device).contiguous()
-                dist.broadcast(staged, src=0)
-                tensor.copy_(staged)
+                tensor.copy_(self.from_rank0(tensor))
 
 
 class LowLevelZeroStrategy(ShardedStrategy):

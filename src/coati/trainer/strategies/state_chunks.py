@@ -10,20 +10,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from coati.models.memory import state_tensors, tied_names
 
-CHUNK_MIB = 64
-
 
 def iter_state_chunks(
-    module: nn.Module, *, max_bytes: int | None = None, names: Collection[str] | None = None
+    module: nn.Module, *, max_bytes: int = 1 << 26, names: Collection[str] | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the state dict in its own order, in chunks of at most `max_bytes` (None: 64 MiB).
+    """Yield the state dict in its own order, in chunks of at most `max_bytes`.
 
     A tensor larger than that is a chunk by itself. Tied weights come once, under their first name. Tensors
     are detached, whole, on their device and in their dtype; whole parameters still share memory with the
     module. Sharded ones are gathered one at a time, so all ranks must iterate in step, and every rank gets
     every chunk. With `names`, only those are gathered.
     """
-    max_bytes = int(CHUNK_MIB * 2**20) if max_bytes is None else max_bytes
     tied = tied_names(module)
     chunk: dict[str, Tensor] = {}
     chunk_bytes = 0
