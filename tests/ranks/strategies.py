@@ -1,6 +1,5 @@
 """One of two ranks runs every strategy through the same steps and notes what it saw; the test compares with torch."""
 
-
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
