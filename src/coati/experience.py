@@ -10,7 +10,7 @@ A sample takes these forms on its way from prompt to gradient:
     MakerBatch          maker       experience_maker/   carries the batch while it is scored, and then the experience
     Experience          maker                           with rewards, KL and advantages
     BufferItem          maker                           one sample without padding
-    ItemBundle          the wire                        the items for one trainer, packed
+    ItemBundle          the wire                        the items for one trainer, an array for each field
     Experience          trainer                         items of several makers, padded again; checked once, on arrival
     PackedRows          trainer     models/             a micro-batch, its rows joined end to end for the models
 """
@@ -217,7 +217,7 @@ class BufferItem(_SampleFields):
     _num_dims = 1
 
     def __reduce__(self) -> tuple[Callable[..., "BufferItem"], tuple[Any, ...]]:
-        return _unpack_one, (_pack([self]),)
+        return _item_from_wire, (_to_wire([self]),)
 
 
 class ItemBundle(list[BufferItem]):
@@ -229,30 +229,30 @@ class ItemBundle(list[BufferItem]):
     """
 
     def __reduce__(self) -> tuple[Callable[..., list[BufferItem]], tuple[Any, ...]]:
-        return _unpack, (_pack(self),)
+        return _from_wire, (_to_wire(self),)
 
 
 # The wire form of items: for each field one array of all items and, where their shapes differ, the length of each; and
 # the delivery ids and rounds.
-_Packed = tuple[dict[str, tuple[WireTensor, list[int] | None]], list[tuple[tuple[str, int] | None, int | None]]]
+_WireItems = tuple[dict[str, tuple[WireTensor, list[int] | None]], list[tuple[tuple[str, int] | None, int | None]]]
 
 
-def _pack(items: Sequence[BufferItem]) -> _Packed:
+def _to_wire(items: Sequence[BufferItem]) -> _WireItems:
     """One array for each field instead of one for each field of each item."""
-    packed: dict[str, tuple[WireTensor, list[int] | None]] = {}
+    fields: dict[str, tuple[WireTensor, list[int] | None]] = {}
     for name in EXPERIENCE_FIELDS:
         tensors = [getattr(item, name) for item in items]
         if all(tensor is None for tensor in tensors):
             continue
         if len({tensor.shape for tensor in tensors}) == 1:
-            packed[name] = encode(torch.stack(tensors)), None
+            fields[name] = encode(torch.stack(tensors)), None
         else:
-            packed[name] = encode(torch.cat(tensors)), [len(tensor) for tensor in tensors]
-    return packed, [(item.delivery_id, item.round_index) for item in items]
+            fields[name] = encode(torch.cat(tensors)), [len(tensor) for tensor in tensors]
+    return fields, [(item.delivery_id, item.round_index) for item in items]
 
 
-def _unpack(packed: _Packed) -> list[BufferItem]:
-    fields, senders = packed
+def _from_wire(wire_items: _WireItems) -> list[BufferItem]:
+    fields, senders = wire_items
     columns: dict[str, Sequence[Any]] = dict.fromkeys(EXPERIENCE_FIELDS, [None] * len(senders))
     for name, (wire, sizes) in fields.items():
         joined = decode(wire, copy=True)  # arrays from the object store are read-only; the items share the copy
@@ -263,8 +263,8 @@ def _unpack(packed: _Packed) -> list[BufferItem]:
     return items
 
 
-def _unpack_one(packed: _Packed) -> BufferItem:
-    (item,) = _unpack(packed)
+def _item_from_wire(wire_items: _WireItems) -> BufferItem:
+    (item,) = _from_wire(wire_items)
     return item
 
 

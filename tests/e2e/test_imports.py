@@ -38,8 +38,8 @@ def loaded():
 
 import coati
 report = {"coati": loaded()}
-import coati.experience_maker, coati.algos
-report["makers and maths"] = loaded()
+import coati.experience_buffer, coati.algos
+report["data and maths"] = loaded()
 names = [found.name for found in pkgutil.walk_packages(coati.__path__, "coati.")
          if not found.name.startswith(("coati.ray", "coati.cli")) and found.name not in json.loads(sys.argv[2])]
 for name in names:
@@ -71,8 +71,8 @@ def test_import_coati_is_light(report):
     assert report["coati"] == []
 
 
-def test_makers_and_maths_do_not_import_ray(report):
-    assert report["makers and maths"] == ["torch"]
+def test_data_and_maths_need_torch_only(report):
+    assert report["data and maths"] == ["torch"]
 
 
 def test_nothing_outside_the_ray_and_cli_rooms_imports_ray(report):

@@ -316,7 +316,7 @@ class ReplayedLoop(SlotLoop):
 
 @pytest.fixture
 def replayed(monkeypatch):
-    monkeypatch.setattr("coati.rollout.native.engine.SlotLoop", ReplayedLoop)
+    monkeypatch.setattr("coati.rollout.native.SlotLoop", ReplayedLoop)
     monkeypatch.setattr(ReplayedLoop, "captures", 0)
     monkeypatch.setattr("coati.rollout.native.loop.STEPS_PER_LOOK", 3)
     monkeypatch.setattr("coati.rollout.native.loop.POSITION_STEP", 3)

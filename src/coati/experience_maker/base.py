@@ -1,12 +1,10 @@
 """The interface of a maker, its prompts, and a batch on its way through it."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +13,7 @@ from coati.errors import DataError
 from coati.experience import Experience
 from coati.monitor.metrics import Metric
 from coati.monitor.timeline import Timeline
-
-if TYPE_CHECKING:
-    from coati.rewards import PendingScores
+from coati.rewards import PendingScores
 
 __all__ = ["AllSamplesDropped", "Experience", "ExperienceMaker", "MakerBatch", "PromptBatch"]
 
@@ -40,7 +36,7 @@ class PromptBatch:
         return int(self.input_ids.shape[0])
 
     @classmethod
-    def parse(cls, batch: Any) -> PromptBatch:
+    def parse(cls, batch: Any) -> Self:
         """Accept a tensor of input_ids, or a dict of `input_ids`, usually `attention_mask`, and columns.
 
         Raises DataError unless prompts are padded on the left and everything has one entry per prompt.
@@ -72,19 +68,19 @@ class PromptBatch:
                 )
         return cls(input_ids, attention_mask, sample_ids, group_ids, columns)
 
-    def numbered(self, first_id: int) -> PromptBatch:
+    def numbered(self, first_id: int) -> Self:
         """The batch with sample ids from `first_id` on."""
         return dataclasses.replace(self, sample_ids=torch.arange(len(self)) + first_id)
 
-    def to(self, device: torch.device) -> PromptBatch:
+    def to(self, device: torch.device) -> Self:
         """The batch with its tensors on the device."""
-        return self._mapped(lambda tensor: tensor.to(device), self.columns)
+        return self._mapped(lambda tensor: tensor.to(device))
 
-    def select(self, rows: Tensor | slice) -> PromptBatch:
+    def select(self, rows: Tensor | slice) -> Self:
         """Some of the prompts: a slice, or those where a bool mask is True."""
         kept = range(len(self))[rows] if isinstance(rows, slice) else rows.nonzero().flatten().tolist()
         columns = {name: [column[row] for row in kept] for name, column in self.columns.items()}
-        return self._mapped(lambda tensor: tensor[rows], columns)
+        return self._mapped(lambda tensor: tensor[rows], columns=columns)
 
     def check_groups(self) -> None:
         """Raise DataError unless every sample has another of its prompt to be compared with."""
@@ -100,14 +96,9 @@ class PromptBatch:
                 "of the batch have only one. Put at least two samples of each prompt into a batch."
             )
 
-    def _mapped(self, change: Callable[[Tensor], Tensor], columns: Mapping[str, Sequence[Any]]) -> PromptBatch:
-        return PromptBatch(
-            change(self.input_ids),
-            change(self.attention_mask),
-            None if self.sample_ids is None else change(self.sample_ids),
-            None if self.group_ids is None else change(self.group_ids),
-            columns,
-        )
+    def _mapped(self, change: Callable[[Tensor], Tensor], **changes: Any) -> Self:
+        changes |= {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **changes)
 
 
 @dataclasses.dataclass

@@ -169,10 +169,18 @@ def test_a_run_starts_trains_stops_its_makers_saves_and_kills_everybody(stage):
     assert (one.state["status"], one.state["message"]) == ("ended", "completed")
 
 
-def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage):
+def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage, monkeypatch):
     """Before, they were asked one after the other, with 5 s for each."""
     one = stage(makers=3)
     holds, one.num_asked = [], []
+    waited_for = []
+    wait_all = launcher.wait_all
+
+    def watched_wait(calls, timeout):
+        waited_for.append({call.name for call in calls})
+        return wait_all(calls, timeout)
+
+    monkeypatch.setattr(launcher, "wait_all", watched_wait)
 
     def begin(host):
         holds.extend(host.peers.hold(f"maker-{index}", "records_since") for index in range(3))
@@ -185,6 +193,7 @@ def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage):
 
     def wait_for_the_trainers_row(host):
         one.num_asked.append(sum(call[0] == "records_since" for call in host.peers["maker-0"].calls))
+        assert waited_for[-1] == {"trainer-0", "maker-0", "maker-1", "maker-2"}, "one wait for all of them"
         if one.snapshots[-1].step == 1:  # while every maker is busy
             for held in holds:
                 held.release()
@@ -196,6 +205,19 @@ def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage):
     assert len(set(one.num_asked)) == 1, "a pending question is not repeated"
     assert one.snapshots[-1].buffer_batches == 3
     assert json.loads((one.folder / "metrics.jsonl").read_text().splitlines()[0])["policy/loss"] == 1
+
+
+def test_a_warning_of_an_actor_is_shown_once(stage, caplog):
+    one = stage(makers=2)
+
+    def warn(host):
+        for name in ("maker-0", "maker-1"):
+            host[name].records.append({"warning": "generating with the reference engine"})
+        one.on_turn = end_training
+
+    one.on_turn = warn
+    one.go()
+    assert caplog.text.count("generating with the reference engine") == 1
 
 
 def test_what_an_actor_raises_ends_the_run_with_its_name(stage):

@@ -4,7 +4,7 @@ Everything a step needs lies in tensors of fixed size and place: the slots' toke
 been written. So a whole step (model, sampling, log-prob, stop check, bookkeeping) can be captured as a CUDA graph and
 replayed without the host, which learns only every few tokens which samples have ended, and a few tokens late: the
 device never waits for it. A slot whose sample has ended computes into a row that is never read until the host learns of
-it. Then it takes the next prompt; or, when none waits, the living slots are packed together and fewer are computed.
+it. Then it takes the next prompt; or, when none waits, the living slots are moved together and fewer are computed.
 
 On a CPU the same steps run without a graph, and the host looks after every token.
 """
@@ -96,7 +96,7 @@ class SlotLoop:
             elif not view.num_alive:
                 return self._responses.rollout(request)
             else:
-                self._pack(view)
+                self._compact(view)
                 num_steps = min(steps_per_look, view.steps_left)
                 longest = min(longest + num_steps, self._num_positions)
                 self._run(num_steps, view.count, longest, rules, rules_key)
@@ -128,7 +128,7 @@ class SlotLoop:
         mine.stop_states[slots], mine.limits[slots] = stop_states, queue.limits[rows]
         mine.alive[slots] = ~is_end & (queue.limits[rows] > 1)
 
-    def _pack(self, view: HostView) -> None:
+    def _compact(self, view: HostView) -> None:
         """Move the living slots to the front where that lets fewer be computed.
 
         Graphs exist for few sizes, powers of two and all slots, so some slots without a sample are computed as well;

@@ -204,7 +204,7 @@ class HostView:
         self._copies.clear()  # they were made before the new samples came
 
     def resize(self, size: int) -> None:
-        """Record that the living slots were packed together at the front of so many."""
+        """Record that the living slots were moved together to the front of so many."""
         if size < self.count:
             num_alive = self.num_alive
             self.alive = [slot < num_alive for slot in range(size)]
