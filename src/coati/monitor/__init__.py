@@ -1,10 +1,9 @@
-"""Seeing what a run does: typed metrics, trackers, performance, progress. Imports neither torch nor rich."""
+"""Seeing what a run does: typed metrics, trackers, progress. Imports neither torch nor rich."""
 
 from coati.monitor.metrics import (
     Max,
     Mean,
     Metric,
-    MetricBag,
     Min,
     Sum,
     TensorBoardTracker,
@@ -12,7 +11,7 @@ from coati.monitor.metrics import (
     load_metrics,
     read_jsonl,
 )
-from coati.monitor.progress import RunSnapshot, plain_line, render_progress
+from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Timeline
 
@@ -20,7 +19,6 @@ __all__ = [
     "Max",
     "Mean",
     "Metric",
-    "MetricBag",
     "Min",
     "RunLog",
     "RunSnapshot",
@@ -29,7 +27,5 @@ __all__ = [
     "Timeline",
     "Tracker",
     "load_metrics",
-    "plain_line",
     "read_jsonl",
-    "render_progress",
 ]

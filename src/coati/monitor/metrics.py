@@ -7,27 +7,32 @@ or to average. docs/metrics.md describes every metric.
 from __future__ import annotations
 
 import json
-import logging
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from coati.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import pandas
 
-logger = logging.getLogger(__name__)
 
-_NAME: Final = re.compile(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_]*")
+@dataclass(frozen=True)
+class Metric:
+    """A number, and how it merges with another of its kind."""
+
+    value: float
+
+    def merge(self, other: Self) -> Self:
+        """Return the one number for both."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(Metric):
     """A weighted mean; two of them merge into the mean of all they were made from.
 
     A weight of 0 says that nothing was seen: such a value never counts, even if it is NaN (0 / 0).
@@ -36,96 +41,61 @@ class Mean:
     Mean(value=2.0, weight=4)
     """
 
-    value: float
     weight: float = 1.0
 
-    def merge(self, other: Mean) -> Mean:
+    def merge(self, other: Self) -> Self:
         """Return the mean over both."""
-        if self.weight == 0:
-            return other
-        if other.weight == 0:
-            return self
+        if self.weight == 0 or other.weight == 0:
+            return other if self.weight == 0 else self
         weight = self.weight + other.weight
-        return Mean((self.value * self.weight + other.value * other.weight) / weight, weight)
+        return type(self)((self.value * self.weight + other.value * other.weight) / weight, weight)
 
 
-@dataclass(frozen=True)
-class Sum:
-    """A total.
+class Sum(Metric):
+    """A total."""
 
-    >>> Sum(2.0).merge(Sum(3.0))
-    Sum(value=5.0)
-    """
-
-    value: float
-
-    def merge(self, other: Sum) -> Sum:
+    def merge(self, other: Self) -> Self:
         """Return the total of both."""
-        return Sum(self.value + other.value)
+        return type(self)(self.value + other.value)
 
 
-@dataclass(frozen=True)
-class Max:
+class Max(Metric):
     """The greatest value seen. NaN wins, in either order, because it is a fault that must be seen."""
 
-    value: float
-
-    def merge(self, other: Max) -> Max:
+    def merge(self, other: Self) -> Self:
         """Return the greater."""
         return self if math.isnan(self.value) or self.value >= other.value else other
 
 
-@dataclass(frozen=True)
-class Min:
+class Min(Metric):
     """The least value seen. NaN wins, in either order, because it is a fault that must be seen."""
 
-    value: float
-
-    def merge(self, other: Min) -> Min:
+    def merge(self, other: Self) -> Self:
         """Return the lesser."""
         return self if math.isnan(self.value) or self.value <= other.value else other
 
 
-Metric = Mean | Sum | Max | Min
-"""Any of the typed values a bag holds."""
+def merge_metrics(held: dict[str, Metric], metrics: Mapping[str, Metric]) -> None:
+    """Merge metrics by name into those that are held; a name keeps its kind.
 
-
-class MetricBag:
-    """Metrics by name, merged as they come.
-
-    >>> bag = MetricBag()
-    >>> bag.record("reward/mean", Mean(0.5, weight=2))
-    >>> bag.record("reward/mean", Mean(0.8, weight=1))
-    >>> bag.record("maker/samples", Sum(3))
-    >>> bag.values()
+    >>> held = {"reward/mean": Mean(0.5, weight=2)}
+    >>> merge_metrics(held, {"reward/mean": Mean(0.8, weight=1), "maker/samples": Sum(3)})
+    >>> values_of(held)
     {'reward/mean': 0.6, 'maker/samples': 3.0}
     """
+    for name, metric in metrics.items():
+        old = held.get(name)
+        assert old is None or type(old) is type(metric), f"{name} was {old} and is {metric} now"
+        held[name] = metric if old is None else old.merge(metric)
 
-    def __init__(self) -> None:
-        self._metrics: dict[str, Metric] = {}
 
-    def record(self, name: str, metric: Metric) -> None:
-        """Merge `metric` into what `name` holds; a name is `area/name`, and keeps the kind of its first metric."""
-        assert _NAME.fullmatch(name), f"{name!r} is not area/name of lower-case letters, digits and _"
-        held = self._metrics.get(name, metric)
-        assert type(held) is type(metric), f"{name} was a {type(held).__name__} and is a {type(metric).__name__} now"
-        self._metrics[name] = held.merge(metric) if name in self._metrics else metric  # type: ignore[arg-type]
-
-    def merge(self, other: MetricBag) -> None:
-        """Merge everything that `other` holds into this bag; `other` stays as it is."""
-        for name, metric in other._metrics.items():
-            self.record(name, metric)
-
-    def values(self) -> dict[str, float]:
-        """Return the numbers, in the order in which their names were first recorded.
-
-        A `Mean` of total weight 0 has seen nothing and is left out.
-        """
-        return {
-            name: float(metric.value)
-            for name, metric in self._metrics.items()
-            if not (isinstance(metric, Mean) and metric.weight == 0)
-        }
+def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Return the numbers by name. A `Mean` of weight 0 has seen nothing and is left out."""
+    return {
+        name: float(metric.value)
+        for name, metric in metrics.items()
+        if not (isinstance(metric, Mean) and metric.weight == 0)
+    }
 
 
 class Tracker(Protocol):
@@ -168,30 +138,17 @@ class TensorBoardTracker:
             self._writer.close()
 
 
-class JsonlFile:
-    """A file of JSON objects, one a line. A file that cannot be written is reported once and then left alone."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._is_writable = True
-
-    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Add a line for each record. JSON has no NaN or infinity: as values they become null."""
-        if not self._is_writable:
-            return
-        rows = ({key: _finite(value) for key, value in record.items()} for record in records)
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        try:
-            # A lone surrogate cannot be UTF-8; backslashreplace writes it as JSON spells it.
-            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.writelines(lines)
-        except OSError as error:
-            self._is_writable = False
-            logger.warning("%s cannot be written; training continues without it: %s", self._path, error)
+def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Add a line for each record to a file. JSON has no NaN or infinity: as values they become null."""
+    rows = ({key: _finite(value) for key, value in record.items()} for record in records)
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    # A lone surrogate cannot be UTF-8; backslashreplace writes it as JSON spells it.
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(lines)
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Read what a `JsonlFile` wrote, also while a run is still writing.
+    """Read what `append_jsonl` wrote, also while a run is still writing.
 
     null becomes NaN. An incomplete last line is left out; a damaged line anywhere else is a `DataError`.
     """

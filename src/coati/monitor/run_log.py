@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from coati.monitor.metrics import JsonlFile, Metric, MetricBag, Tracker
+from coati.monitor.metrics import Metric, Tracker, append_jsonl, merge_metrics, values_of
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.records import without_numbers
 from coati.monitor.timeline import LEAVE, WORK, Span
@@ -20,16 +20,6 @@ logger = logging.getLogger(__name__)
 
 _PACE_SECONDS: Final = 60.0
 _MAX_ROWS_HELD: Final = 64
-
-
-@dataclasses.dataclass
-class _Row:
-    """One training step: what is known of it so far."""
-
-    step: int
-    version: int
-    time: float
-    metrics: dict[str, float]
 
 
 class RunLog:
@@ -52,18 +42,18 @@ class RunLog:
         clock: Callable[[], float] = time.monotonic,
         on_begin: Callable[[], None] = lambda: None,
     ) -> None:
-        names = ("metrics", "samples", "spans") if folder is not None else ()
-        self._files = {name: JsonlFile((folder or Path()) / f"{name}.jsonl") for name in names}
-        self._trackers = list(trackers)
+        self._folder = folder
+        self._trackers = trackers
+        self._failed: set[str | int] = set()  # files and trackers that could not be written
         self._samples_every = samples_every_versions
         self._num_spans_left = max_spans
         self._clock = clock
-        self._rows: deque[_Row] = deque()  # not yet written
-        self._bags: dict[int, MetricBag] = {}  # what makers report, by version, not yet in a row
+        self._rows: deque[dict[str, float]] = deque()  # one for each training step, not yet written
+        self._made: dict[int, dict[str, Metric]] = {}  # what makers report, by version, not yet in a row
         self._maker_version = 0
         self._total_steps = total_steps
         self._step = 0
-        self._num_samples = 0
+        self.num_samples = 0
         self._next_sampled_version = 0
         self._warnings: set[str] = set()
         self.rewards: list[tuple[float, float]] = []  # (version, mean reward)
@@ -80,7 +70,7 @@ class RunLog:
     def begin(self) -> None:
         """Training starts now: the pace and samples per second leave out what came before."""
         self._started = self._clock()
-        self._pace = _Pace(self._started, self._step, self._num_samples)
+        self._pace = _Pace(self._started, self._step, self.num_samples)
         self._on_begin()
 
     def maker_records(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -93,11 +83,8 @@ class RunLog:
                 self._complete_version()
                 self._maker_version = version
             # A late record of an older version counts with the current one.
-            bag = self._bags.setdefault(self._maker_version, MetricBag())
-            metrics: Mapping[str, Metric] = record["metrics"]
-            for name, metric in metrics.items():
-                bag.record(name, metric)
-            self._num_samples += int(metrics["maker/samples"].value)
+            merge_metrics(self._made.setdefault(self._maker_version, {}), record["metrics"])
+            self.num_samples += int(record["metrics"]["maker/samples"].value)
             self._keep_samples(version, record["samples"])
         self._write_rows()
 
@@ -112,11 +99,10 @@ class RunLog:
             if step > self._step:
                 if self.buffer_batches is not None:
                     metrics["buffer/batches"] = float(self.buffer_batches)
-                self._rows.append(_Row(step, version, time.time(), metrics))
+                self._rows.append({"step": step, "version": version, "time": time.time(), **metrics})
                 self._step = step
             elif self._rows:  # of an update; one that took so long that its row is written goes to the next
-                row = next((row for row in self._rows if row.step == step), self._rows[0])
-                row.metrics.update(metrics)
+                next((row for row in self._rows if row["step"] == step), self._rows[0]).update(metrics)
         self._write_rows()
 
     def warnings(self, actor: str, records: Iterable[Mapping[str, Any]]) -> None:
@@ -154,7 +140,7 @@ class RunLog:
     def snapshot(self) -> RunSnapshot:
         """Return where the run stands."""
         now = self._clock()
-        samples_per_second, seconds_per_step = self._pace.note(now, self._step, self._num_samples)
+        samples_per_second, seconds_per_step = self._pace.note(now, self._step, self.num_samples)
         return RunSnapshot(
             step=self._step,
             total_steps=self._total_steps,
@@ -170,17 +156,12 @@ class RunLog:
             reward_history=tuple(reward for _, reward in self.rewards),
         )
 
-    @property
-    def num_samples(self) -> int:
-        """Samples made so far."""
-        return self._num_samples
-
     def _complete_version(self) -> None:
         """Note the numbers of the version that makers wrote last, for the live view."""
-        bag = self._bags.get(self._maker_version)
-        if bag is None or (self.rewards and self.rewards[-1][0] == self._maker_version):
+        made = self._made.get(self._maker_version)
+        if made is None or (self.rewards and self.rewards[-1][0] == self._maker_version):
             return
-        values = bag.values()
+        values = values_of(made)
         self.rewards.append((float(self._maker_version), values["reward/mean"]))
         self.kls.append((float(self._maker_version), values["kl/per_sample"]))
         self.num_dropped += int(values.get("maker/dropped", 0.0))
@@ -189,22 +170,21 @@ class RunLog:
     def _write_rows(self, *, is_end: bool = False) -> None:
         """Write the rows that are complete, in order."""
         while self._rows:
-            row = self._rows[0]
-            if len(self._rows) > 1 and self._rows[1].version == row.version:
-                self._write(self._rows.popleft())
-                continue
-            has_ended = len(self._rows) > 1 and self._maker_version > row.version
-            if not (has_ended or is_end or len(self._rows) > _MAX_ROWS_HELD):
-                return
-            made = MetricBag()
-            for version in sorted(version for version in self._bags if version <= row.version):
-                made.merge(self._bags.pop(version))
-            row.metrics = {**made.values(), **row.metrics}
-            self._write(self._rows.popleft())
-
-    def _write(self, row: _Row) -> None:
-        self._append("metrics", [{"step": row.step, "version": row.version, "time": row.time, **row.metrics}])
-        self._track("log", row.step, {"version": row.version, **row.metrics})
+            version = self._rows[0]["version"]
+            is_last_of_version = len(self._rows) == 1 or self._rows[1]["version"] != version
+            if is_last_of_version:
+                has_ended = len(self._rows) > 1 and self._maker_version > version
+                if not (has_ended or is_end or len(self._rows) > _MAX_ROWS_HELD):
+                    return
+                made: dict[str, Metric] = {}
+                for made_by in sorted(by for by in self._made if by <= version):
+                    merge_metrics(made, self._made.pop(made_by))
+                for name, value in values_of(made).items():
+                    self._rows[0].setdefault(name, value)
+            row = self._rows.popleft()
+            self._append("metrics", [row])
+            numbers = {name: value for name, value in row.items() if name not in ("step", "time")}
+            self._track("log", int(row["step"]), numbers)
 
     def _keep_samples(self, version: int, samples: list[dict[str, Any]]) -> None:
         if not samples or self._samples_every <= 0 or version < self._next_sampled_version:
@@ -215,21 +195,25 @@ class RunLog:
         text = f"{first['prompt']} **{first['response']}** (reward {first['reward']:.3f})"
         self._track("text", self._step, "samples/first", text)
 
-    def _append(self, file: str, records: Iterable[Mapping[str, Any]]) -> None:
-        if file in self._files:
-            self._files[file].append(records)
+    def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
+        if self._folder is not None:
+            path = self._folder / f"{name}.jsonl"
+            self._write(name, str(path), append_jsonl, path, records)
 
     def _track(self, method: str, *args: Any) -> None:
-        """Hand something to every tracker. Losing a log must not lose a run: one that fails is dropped."""
-        for tracker in tuple(self._trackers):
-            try:
-                getattr(tracker, method)(*args)
-            except Exception as error:
-                self._trackers.remove(tracker)
-                name = type(tracker).__name__
-                logger.warning(
-                    "%s.%s failed; training continues without it. %s: %s", name, method, type(error).__name__, error
-                )
+        for tracker in self._trackers:
+            name = f"{type(tracker).__name__}.{method}"
+            self._write(id(tracker), name, operator.methodcaller(method, *args), tracker)
+
+    def _write(self, target: str | int, name: str, write: Callable[..., None], *args: Any) -> None:
+        """Write to a file or tracker. Losing a log must not lose a run: one that fails is left alone from then on."""
+        if target in self._failed:
+            return
+        try:
+            write(*args)
+        except Exception as error:
+            self._failed.add(target)
+            logger.warning("%s failed; training continues without it. %s: %s", name, type(error).__name__, error)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -9,19 +9,19 @@ import pytest
 
 from coati.errors import ConfigError, DataError
 from coati.monitor import TensorBoardTracker, load_metrics, read_jsonl
-from coati.monitor.metrics import JsonlFile
+from coati.monitor.metrics import append_jsonl
 
 
 def test_lines_are_on_disk_when_the_call_returns(tmp_path):
     path = tmp_path / "samples.jsonl"
-    JsonlFile(path).append([{"text": "größer\nals zwei Zeilen\u2028oder drei"}, {"text": "a\udc80b"}])
+    append_jsonl(path, [{"text": "größer\nals zwei Zeilen\u2028oder drei"}, {"text": "a\udc80b"}])
     assert [row["text"] for row in read_jsonl(path)] == ["größer\nals zwei Zeilen\u2028oder drei", "a\udc80b"]
     assert "größer" in path.read_text(errors="replace")
 
 
 def test_what_json_cannot_say_is_null_and_comes_back_as_nan(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    JsonlFile(path).append([{"policy/loss": math.nan, "policy/ratio_max": math.inf, "value/loss": 1.0}])
+    append_jsonl(path, [{"policy/loss": math.nan, "policy/ratio_max": math.inf, "value/loss": 1.0}])
     raw = json.loads(path.read_text(), parse_constant=pytest.fail)  # strict: no NaN, no Infinity
     assert (raw["policy/loss"], raw["policy/ratio_max"]) == (None, None)
     (record,) = read_jsonl(path)
@@ -38,7 +38,7 @@ def test_an_incomplete_last_line_is_left_out(tmp_path):
 def test_metrics_load_as_a_table_by_step(tmp_path):
     pandas = pytest.importorskip("pandas")
     rows = [{"step": 1, "version": 0, "policy/loss": None}, {"step": 2, "version": 0, "policy/loss": 0.5}]
-    JsonlFile(tmp_path / "metrics.jsonl").append(rows)
+    append_jsonl(tmp_path / "metrics.jsonl", rows)
     table = load_metrics(tmp_path)
     assert isinstance(table, pandas.DataFrame)
     assert list(table.index) == [1, 2]
