@@ -112,8 +112,10 @@ class StaleRun(FitSteps):
         )
         self._pipeline = self._make_pipeline()
         maker = SimpleNamespace(update_experience_maker=WeightReceiver(self._pipeline.served).receive)
-        recipients = Recipients(LocalPeers(maker=maker), ["maker"], start_seconds=60.0, update_seconds=600.0)
-        self._sender = WeightSender(self.learner.models, strategy, recipients, timeline=self._pipeline.timeline)
+        recipients = Recipients(LocalPeers(maker=maker), ["maker"], config.deadlines)
+        self._sender = WeightSender(
+            self.learner.models, strategy, recipients, config.topology, timeline=self._pipeline.timeline
+        )
         self._collector = BatchCollector(config.train.batch_size)
         self._waiting: deque[Experience] = deque()
         self._prompts = iter(run.make_prompts(config))

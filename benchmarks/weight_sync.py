@@ -38,6 +38,7 @@ import torch
 from checked import check_device, one_or_more, zero_or_more
 from torch import nn
 
+from coati.config import Deadlines, TopologySettings
 from coati.monitor.timeline import Timeline
 from coati.ray.peers import RayPeers
 from coati.trainer.strategies import DDPStrategy
@@ -45,7 +46,7 @@ from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
 
 LAYER_MB = 4
 STEPS_PER_BATCH = 16
-PATHS = {"ByValue": "store", "HostMemory": "shared", "CardMemory": "device"}
+PATHS = {"NoneType": "store", "HostMemory": "shared", "CardMemory": "device"}
 DEADLINE_SECONDS = 120.0
 
 
@@ -160,15 +161,13 @@ def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace
     source = torch.ones(num_bytes, dtype=torch.uint8, device="cuda") if is_cuda else np.ones(num_bytes, dtype=np.uint8)
     target = torch.zeros_like(source) if is_cuda else np.zeros_like(source)
     strategy = DDPStrategy(device=arguments.device)
-    recipients = Recipients(RayPeers(), names, start_seconds=DEADLINE_SECONDS, update_seconds=DEADLINE_SECONDS)
     sender = WeightSender(
         {"actor": module},
         strategy,
-        recipients,
+        Recipients(RayPeers(), names, Deadlines(start_seconds=DEADLINE_SECONDS, update_seconds=DEADLINE_SECONDS)),
+        TopologySettings(verify_updates=arguments.verify, chunk_mib=arguments.chunk_mib),
         timeline=Timeline(),
         shared=None if arguments.host else shared_memory_of(strategy.device),
-        verify_updates=arguments.verify,
-        chunk_mib=arguments.chunk_mib,
     )
     copies, updates, pauses, commits = [], [], [], []
     for version in range(arguments.warmups + arguments.repeats):
@@ -191,7 +190,7 @@ def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace
         statistics.median(values[arguments.warmups :]) for values in (copies, updates, pauses, commits)
     )
     return {
-        "path": PATHS[type(sender.transport).__name__],
+        "path": PATHS[type(sender.memory).__name__],
         "megabytes": megabytes,
         "makers": num_makers,
         "copy_ms": copy * 1e3,

@@ -12,12 +12,14 @@ from typing import NamedTuple
 import torch
 from thread_peers import ThreadPeers
 
+from coati.config import Deadlines, TopologySettings
 from coati.models.lora import LoRAConstructor
 from coati.monitor.timeline import Timeline
 from coati.trainer.strategies.state_chunks import iter_state_chunks
 from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
 from coati.weights.message import Chunk, UpdateHeader, WeightManifest, WeightMessage
-from coati.weights.transports import ByValue
+from coati.weights.transports import MadeChunk
+from coati.weights.transports import value_chunk as made_by_value
 
 
 class Maker:
@@ -48,11 +50,12 @@ class PlainStrategy:
             yield {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in chunk.items()}
 
 
-def make_sender(models, peers, names, *, strategy=None, seconds=60.0, timeline=None, **options):
+def make_sender(models, peers, names, *, strategy=None, seconds=60.0, timeline=None, shared=None, **options):
     """A sender with chunks of 64 bytes."""
-    recipients = Recipients(peers, names, start_seconds=seconds, update_seconds=seconds)
-    options = {"chunk_mib": 64 / 2**20} | options
-    return WeightSender(models, strategy or PlainStrategy(), recipients, timeline=timeline or Timeline(), **options)
+    recipients = Recipients(peers, names, Deadlines(start_seconds=seconds, update_seconds=seconds))
+    settings = TopologySettings(**{"chunk_mib": 64 / 2**20} | options)
+    timeline = timeline or Timeline()
+    return WeightSender(models, strategy or PlainStrategy(), recipients, settings, timeline=timeline, shared=shared)
 
 
 class Sent(NamedTuple):
@@ -89,43 +92,36 @@ def header_of(version=1, source="trainer 0", **options):
     )
 
 
-def hashed(chunk, transport=None):
-    checksum = (transport or ByValue()).checksum(dataclasses.replace(chunk, info=_unhashed(chunk)))
-    return dataclasses.replace(chunk, info=dataclasses.replace(_unhashed(chunk), checksum=checksum))
-
-
-def _unhashed(chunk):
-    return dataclasses.replace(chunk.info, checksum=None)
+def hashed(chunk):
+    """A chunk by value with the checksum of its arrays."""
+    info = dataclasses.replace(chunk.info, checksum=None)
+    return MadeChunk(dataclasses.replace(chunk, info=info), chunk.arrays).with_checksum()
 
 
 def value_chunk(module, tensors, index=0):
     """A chunk by value, with its checksum."""
-    return hashed(ByValue().pack(index, module, tensors))
+    return made_by_value(index, module, tensors).with_checksum()
 
 
 def trainable(model):
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def shards_of(models, *, max_bytes=64, is_partial=False):
-    """Copies of the weights, in chunks; with `is_partial` of what can be trained."""
+def state_of(models, *, max_bytes=64, is_full=True):
+    """Copies of the weights, in chunks; without `is_full` of what can be trained."""
     for label, model in models.items():
-        for shard in iter_state_chunks(model, max_bytes=max_bytes, names=trainable(model) if is_partial else None):
-            yield label, {name: tensor.clone() for name, tensor in shard.items()}
+        for tensors in iter_state_chunks(model, max_bytes=max_bytes, names=None if is_full else trainable(model)):
+            yield label, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def messages_of(
-    models, *, transport=None, header=None, has_checksums=True, is_partial=False, max_bytes=64, canary=None
-):
+def messages_of(models, *, memory=None, header=None, has_checksums=True, is_full=True, max_bytes=64, canary=None):
     """All messages of one update, as a sender makes them."""
-    header, transport = header or header_of(), transport or ByValue()
-    shards = shards_of(models, max_bytes=max_bytes, is_partial=is_partial)
-    chunks = [transport.pack(index, *shard) for index, shard in enumerate(shards)]
-    if has_checksums:
-        chunks = [hashed(chunk, transport) for chunk in chunks]
+    header, make = header or header_of(), made_by_value if memory is None else memory.make_chunk
+    made = [make(index, *state) for index, state in enumerate(state_of(models, max_bytes=max_bytes, is_full=is_full))]
+    chunks = [one.with_checksum() if has_checksums else one.chunk for one in made]
     manifest = WeightManifest(
         chunks=tuple(chunk.info for chunk in chunks),
-        is_partial=is_partial,
+        is_full=is_full,
         lora={label: LoRAConstructor.extract_lora_config(model) for label, model in models.items()},
         canary=canary,
     )
@@ -156,5 +152,5 @@ class Noting:
 def connect(trainer, **makers):
     """Let a trainer in this process send its weights to these objects; returns the peers."""
     peers = ThreadPeers(**makers)
-    trainer._sender.recipients = Recipients(peers, list(makers), start_seconds=60.0, update_seconds=60.0)
+    trainer._sender.recipients = Recipients(peers, list(makers), Deadlines(start_seconds=60.0, update_seconds=60.0))
     return peers

@@ -62,7 +62,7 @@ class SynchronousRun(FitSteps):
             optimizer_class=strategy.optimizer_class,
         )
         self._pipeline = self._make_pipeline()
-        self._weights = self._make_sender()
+        self._sender = self._make_sender()
         self._collector = BatchCollector(config.train.batch_size)
         self._ready: deque[Experience] = deque()
         self._stream = run.make_prompts(config)
@@ -74,7 +74,7 @@ class SynchronousRun(FitSteps):
         log.message = ""
         log.begin()
         try:
-            self._weights.send(self._version, fully_update=True)
+            self._sender.send(self._version, fully_update=True)
             FitLoop(self, seed=self._config.run.seed).run(train.total_steps, train.update_steps, train.epochs)
             self._log_spans()
         except Exception as error:
@@ -163,29 +163,21 @@ class SynchronousRun(FitSteps):
 
     def _make_sender(self) -> WeightSender:
         """What a trainer sends its makers with, and a receiver in this process."""
-        topology, deadlines = self._config.topology, self._config.deadlines
         receiver = WeightReceiver(self._pipeline.served)
-        recipients = Recipients(
-            LocalPeers(maker=SimpleNamespace(update_experience_maker=receiver.receive)),
-            ["maker"],
-            start_seconds=deadlines.start_seconds,
-            update_seconds=deadlines.update_seconds,
-        )
+        peers = LocalPeers(maker=SimpleNamespace(update_experience_maker=receiver.receive))
         return WeightSender(
             self._learner.models,
             self._learner.strategy,
-            recipients,
+            Recipients(peers, ["maker"], self._config.deadlines),
+            self._config.topology,
             timeline=self._timeline,
-            adapters_only=topology.update_lora_weights,
-            verify_updates=topology.verify_updates,
-            chunk_mib=topology.chunk_mib,
         )
 
     def publish(self) -> None:
         """Give the maker the weights as the next version."""
         self._version += 1
         with self._timeline.span("publish"):
-            self._weights.send(self._version)
+            self._sender.send(self._version)
         self._log.trainer_version = self._version
         every = self._config.train.save_every
         if every and self._version % every == 0:

@@ -66,10 +66,10 @@ class Sender:
         for parameter in trainable(self._models).values():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
-    def update(self, version, *, is_partial=True):
+    def update(self, version, *, is_full=False):
         """One update, as a copy: what is on its way does not change with the trainer."""
         header = header_of(version, self._source)
-        return messages_of(self._models, header=header, is_partial=is_partial, max_bytes=64)
+        return messages_of(self._models, header=header, is_full=is_full, max_bytes=64)
 
 
 def assert_base_plus_delta(maker, base, last):
@@ -105,7 +105,7 @@ def test_a_thousand_adapter_updates_leave_base_plus_the_last_delta():
     num_rejected = num_merged = num_late = 0
     for version in range(1, NUM_UPDATES + 1):
         sender.train(version)
-        sent = sender.update(version, is_partial=version % 250 != 0)
+        sent = sender.update(version, is_full=version % 250 == 0)
         assert len(sent.chunks) > 2
         last_good = version == NUM_UPDATES
         fate = 1.0 if last_good else dice.random()
@@ -140,9 +140,9 @@ def test_weights_that_come_too_late_do_not_become_the_base(has_adapters):
     base = state_of(without_adapters(trainer))
     maker = Maker(models_with_adapters() if has_adapters else without_adapters(trainer))
     sender.train(1)
-    deliver(sender.update(5, is_partial=False), maker)
+    deliver(sender.update(5, is_full=True), maker)
     other = Sender(models_with_adapters(seed=1), source="another trainer")
-    deliver(other.update(3, is_partial=False), maker)
+    deliver(other.update(3, is_full=True), maker)
     assert maker.served.version == 5
     sender.train(2)
     deliver(sender.update(6), maker)

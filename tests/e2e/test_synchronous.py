@@ -292,7 +292,7 @@ def test_weights_reach_the_maker_as_in_a_detached_run(run, monkeypatch):
         topology={"update_lora_weights": True},
     )
     manifests = [message.manifest for message in messages if message.manifest is not None]
-    assert [manifest.is_partial for manifest in manifests] == [False, True, True]
+    assert [manifest.is_full for manifest in manifests] == [True, False, False]
     dtypes = {spec.dtype for manifest in manifests for info in manifest.chunks for spec in info.tensors}
     assert dtypes == {"bfloat16"}
 

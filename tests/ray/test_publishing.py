@@ -93,6 +93,16 @@ def test_a_sync_returns_when_the_makers_have_verified_it_and_raises_what_is_wron
     trainer.fit(1, 1)  # the failure of a sync is not fit's
 
 
+def test_a_step_is_learnt_while_a_sync_waits_for_the_makers(trainer, maker):
+    held = hold_answer(trainer, maker)
+    sync = Background(trainer.sync_models_to_remote_makers)
+    held.reached()
+    trainer.training_step(experience(0, 4))
+    assert sync.is_running
+    held.release()
+    sync.result()
+
+
 def test_one_rank_of_a_group_does_not_save_alone_while_they_train(trainer, tmp_path):
     trainer.strategy, trainer._state = SimpleNamespace(world_size=2), "fitting"
     with pytest.raises(CheckpointError, match="save_every"):

@@ -107,9 +107,7 @@ class Model(nn.Module):
 
 
 def update_to(version):
-    return VerifiedUpdate(
-        f"update {version}", version, "trainer", {("actor", "number"): torch.tensor(float(version))}, True
-    )
+    return VerifiedUpdate(version, "trainer", {("actor", "number"): torch.tensor(float(version))}, True)
 
 
 class FakeScores:

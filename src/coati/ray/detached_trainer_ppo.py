@@ -4,6 +4,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ class PPOTrainer(DetachedTrainer):
         self._version_metrics: dict[str, float] = {}  # of the version made last
         self._num_steps_unpublished = 0
         self._sender = self._make_sender()
+        self._sync: Future[None] | None = None  # the last update of all weights
         self._move = BatchMover(self.strategy.device, self._processors.stream if self._processors else None)
         # Held while weights change and while they are read for publishing, so that no update is torn at its source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
@@ -114,22 +116,14 @@ class PPOTrainer(DetachedTrainer):
         )
 
     def _make_sender(self) -> WeightSender:
-        options, topology = self.options, self.options.topology
-        recipients = Recipients(
-            RayPeers(),
-            self.maker_names if options.updated_makers is None else options.updated_makers,
-            start_seconds=self.deadlines.start_seconds,
-            update_seconds=self.deadlines.update_seconds,
-        )
+        updated = self.options.updated_makers
         return WeightSender(
             self._learner.models,
             self.strategy,
-            recipients,
+            Recipients(RayPeers(), self.maker_names if updated is None else updated, self.deadlines),
+            self.options.topology,
             timeline=self._timeline,
             shared=shared_memory_of(self._learner.device),
-            adapters_only=topology.update_lora_weights,
-            verify_updates=topology.verify_updates,
-            chunk_mib=topology.chunk_mib,
         )
 
     @ray.method(concurrency_group="compute")
@@ -172,6 +166,8 @@ class PPOTrainer(DetachedTrainer):
             what=lambda: "the end of fit's episode, to sync whole versions to the makers",
             message_every=self.deadlines.message_seconds,
         )
+        if self._sync is not None:
+            self._sender.result(self._sync)
 
     @ray.method(concurrency_group="model_io")
     def change_makers(
@@ -196,7 +192,7 @@ class PPOTrainer(DetachedTrainer):
         return self._sender.recipients.faults
 
     def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
-        """Sync if the weights are those of a version; checked and sent under one lock, so no step comes between."""
+        """Sync if the weights are those of a version; checked and read under one lock, so no step comes between."""
         self._sender.settle()  # before the lock, which a step waits for
         with self._weights():
             if not self._num_steps_unpublished or self._state != "fitting":
@@ -209,8 +205,7 @@ class PPOTrainer(DetachedTrainer):
     def _update_remote_makers(self, fully_update: bool = False, **config: Any) -> None:
         """Send the weights as version `self.version`; `config` may hold `shard_size` in MiB.
 
-        A full update has been verified by the makers when this returns. Otherwise the weights have been read, and `fit`
-        raises later what went wrong.
+        The weights have been read when this returns. What goes wrong later, `fit` raises; with a full update, a sync.
         """
         metrics = dict(self._version_metrics)
         record = {"batch": self._num_batches, "version": self.version, "metrics": metrics}
@@ -219,9 +214,11 @@ class PPOTrainer(DetachedTrainer):
             metrics.update({"weights/publish_seconds": seconds, "weights/bytes": float(num_bytes)})
             self._records.append(record)
 
-        send = self._sender.send if fully_update else self._sender.start
         with self._weights():
-            send(self.version, fully_update=fully_update, on_arrival=note, **config)
+            if fully_update:
+                self._sync = self._sender.begin(self.version, fully_update=True, on_arrival=note, **config)
+            else:
+                self._sender.start(self.version, on_arrival=note, **config)
             self._num_steps_unpublished = 0
 
     @ray.method(concurrency_group="model_io")

@@ -36,7 +36,7 @@ from coati.ray.options import MakerOptions
 from coati.ray.peers import RayPeers
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy
-from coati.weights import MemoryProbe, ServedModels, WeightMessage, WeightReceiver
+from coati.weights import Chunk, ServedModels, WeightMessage, WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class MakerHolder:
 
     # Asked for at any time.
 
-    def sharing_fault(self, probe: MemoryProbe) -> str | None:
+    def sharing_fault(self, probe: Chunk) -> str | None:
         """Why this maker cannot read weights in a trainer's memory; None if it can."""
         return self._receiver.sharing_fault(probe)
 

@@ -6,19 +6,15 @@ can tell a whole update from a torn one.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from coati.models.lora import LayerLoRA
 from coati.weights.canary import Canary
-
-VerifyUpdates = Literal["checksum", "canary", "off"]
-"""What a receiver checks beyond names, shapes, dtypes and counts: bytes; bytes and what the actor computes; neither."""
 
 # Tensors in one buffer begin at multiples of this: any dtype is aligned, and so are vectorised loads.
 ALIGNMENT = 256
@@ -78,7 +74,7 @@ class Chunk:
     info: ChunkInfo
     arrays: tuple[np.ndarray, ...] = ()
     handle: Any = None
-    """None: the bytes are in `arrays`."""
+    """A `MemoryHandle` or `CardHandle`; None: the bytes are in `arrays`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,8 +82,8 @@ class WeightManifest:
     """Everything an update consists of."""
 
     chunks: tuple[ChunkInfo, ...]
-    is_partial: bool = False
-    """Only some of the model's weights travel (LoRA adapters and other trainable weights)."""
+    is_full: bool = True
+    """All weights of the models travel, not only what is trained (LoRA adapters and other weights)."""
     lora: Mapping[str, Mapping[str, LayerLoRA]] = dataclasses.field(default_factory=dict)
     """Module to layer to adapter settings, for a receiver whose model has no adapters."""
     canary: Canary | None = None
@@ -102,15 +98,6 @@ class WeightMessage:
     is_start: bool = False
     chunks: tuple[Chunk, ...] = ()
     manifest: WeightManifest | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryProbe:
-    """A few bytes of the memory that a sender would lend. A receiver tries to read them."""
-
-    place: str  # the card, or the host's memory
-    handle: Any
-    checksum: int
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
@@ -145,22 +132,6 @@ def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
         spec.name: buffer[offset : offset + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
         for spec, offset in zip(specs, offsets, strict=True)
     }
-
-
-def checksum(info: ChunkInfo, parts: Iterable[Any]) -> int:
-    """XXH3 over a chunk's description and its bytes: any flipped bit changes it.
-
-    It runs at the speed of memory. It is no protection against a sender with bad intentions.
-    """
-    digest = xxhash.xxh3_64(f"{info.module} {info.tensors}".encode())
-    for part in parts:
-        digest.update(part)
-    return digest.intdigest()
-
-
-def raw_bytes(array: np.ndarray) -> memoryview:
-    """An array's memory, flat."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -9,21 +9,19 @@ sender after ten minutes without a call. A sender that lives and begins again re
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coati.errors import WeightUpdateError
 from coati.models.lora import LayerLoRA, LoRAConstructor, as_layer_lora, has_adapters
 from coati.models.memory import state_tensors, tied_names
-from coati.weights.card_memory import CardHandle, CardReader, card_fault
-from coati.weights.host_memory import MemoryHandle, MemoryReader, memory_fault
-from coati.weights.message import Chunk, MemoryProbe, UpdateHeader, WeightManifest, WeightMessage
+from coati.weights.message import Chunk, ChunkInfo, UpdateHeader, WeightManifest, WeightMessage
 from coati.weights.served import ServedModels, VerifiedUpdate
-from coati.weights.transports import ReadChunk, read_value
+from coati.weights.transports import ChunkReader
 from coati.wire import WireTensor, decode
 
 logger = logging.getLogger(__name__)
@@ -32,7 +30,6 @@ logger = logging.getLogger(__name__)
 MAX_IDLE_SECONDS = 600.0
 # No run counts this far: a version of one a second for 60 years.
 MAX_VERSION = 2**31
-_PLAIN_SOURCE = "a plain call"
 _KEPT = "Update rejected; the maker keeps its current weights."
 _OTHER_MODEL = "Update rejected; use the same model on both sides."
 
@@ -41,7 +38,7 @@ _OTHER_MODEL = "Update rejected; use the same model on both sides."
 class _Stage:
     header: UpdateHeader
     last_seen: float
-    chunks: dict[int, ReadChunk] = dataclasses.field(default_factory=dict)
+    chunks: dict[int, tuple[ChunkInfo, dict[str, Tensor]]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -62,13 +59,10 @@ class WeightReceiver:
     ) -> None:
         """`allow_partial_plain`: plain calls may send adapters only."""
         self._served = served
-        self._targets = {
-            label: _Target(label, module, served.newest_weight) for label, module in served.modules.items()
-        }
+        self._targets = {label: _Target(label, served) for label in served.modules}
         parameters = (tensor for module in served.modules.values() for tensor in module.parameters())
         self.device = next((tensor.device for tensor in parameters), torch.device("cpu"))
-        self._in_memory = MemoryReader()
-        self._on_card = CardReader(self.device)
+        self._reader = ChunkReader(self.device)
         self._allow_partial_plain = allow_partial_plain
         self._clock = clock
         self._open: dict[str, _Stage] = {}
@@ -80,14 +74,13 @@ class WeightReceiver:
         """Ids of the updates that have begun and not ended."""
         return tuple(self._open)
 
-    @property
-    def num_mapped(self) -> int:
-        """Buffers of senders on this host that are mapped here."""
-        return self._in_memory.num_open
-
-    def sharing_fault(self, probe: MemoryProbe) -> str | None:
+    def sharing_fault(self, probe: Chunk) -> str | None:
         """Why this receiver cannot read chunks in the sender's memory; None if it can."""
-        return memory_fault(probe) if isinstance(probe.handle, MemoryHandle) else card_fault(probe, self.device)
+        try:
+            ChunkReader(self.device).read(probe)
+        except (OSError, RuntimeError, ValueError) as error:  # another host, container, user, system or card
+            return f"it cannot read memory of the sender's process: {error}"
+        return None
 
     def receive(self, message: WeightMessage) -> None:
         """Take part of an update, or all of it; commits it when it is whole. WeightUpdateError rejects the update.
@@ -150,8 +143,8 @@ class WeightReceiver:
         if not (chunk_end or is_whole):
             self._plain = stage
             return
-        is_partial = (self._allow_partial_plain or any(stage.lora.values())) and not fully_update
-        update = self._verified("plain", _PLAIN_SOURCE, None, stage.tensors, stage.lora, is_partial=is_partial)
+        is_full = fully_update or not (self._allow_partial_plain or any(stage.lora.values()))
+        update = self._verified("a plain call", stage.tensors, stage.lora, is_full=is_full)
         # What the sender calls a full update is one, even if the maker holds more modules.
         self._served.offer(dataclasses.replace(update, is_full=update.is_full or fully_update))
 
@@ -185,19 +178,9 @@ class WeightReceiver:
 
     def _add(self, stage: _Stage, chunk: Chunk) -> None:
         try:
-            read = self._read(chunk)
+            stage.chunks[chunk.index] = (chunk.info, self._reader.read(chunk))
         except Exception as error:
             raise WeightUpdateError(f"chunk {chunk.index} of {stage.header} is unreadable: {error}. {_KEPT}") from error
-        if (sent := chunk.info.checksum) is not None and (found := read.checksum()) != sent:
-            raise WeightUpdateError(
-                f"chunk {chunk.index} of {stage.header} is corrupt: checksum {found:#x}, sent as {sent:#x}. {_KEPT}"
-            )
-        stage.chunks[chunk.index] = read
-
-    def _read(self, chunk: Chunk) -> ReadChunk:
-        if isinstance(chunk.handle, MemoryHandle):
-            return self._in_memory.read(chunk)
-        return self._on_card.read(chunk) if isinstance(chunk.handle, CardHandle) else read_value(chunk)
 
     def _finish(self, stage: _Stage, manifest: WeightManifest) -> VerifiedUpdate:
         """Verify an update against its manifest."""
@@ -211,52 +194,51 @@ class WeightReceiver:
             raise WeightUpdateError(f"{header} has {len(extra)} chunks that its manifest does not list. {_KEPT}")
         tensors: dict[str, dict[str, Tensor]] = {}
         for index, listed in enumerate(manifest.chunks):
-            chunk = stage.chunks[index]
-            if chunk.info != listed:
+            info, chunk = stage.chunks[index]
+            if info != listed:
                 raise WeightUpdateError(f"{header}: chunk {index} is not the one the manifest lists. {_KEPT}")
             module = tensors.setdefault(listed.module, {})
-            if twice := module.keys() & chunk.tensors.keys():
+            if twice := module.keys() & chunk.keys():
                 raise WeightUpdateError(f"{header} has the {listed.module} weight {min(twice)!r} twice. {_KEPT}")
-            module.update(chunk.tensors)
-        self._in_memory.end_update()
-        self._on_card.end_update()
-        update = self._verified(
-            header.update_id, header.source, header.version, tensors, manifest.lora, is_partial=manifest.is_partial
-        )
-        return dataclasses.replace(update, canary=manifest.canary, lender=header.lender)
+            module.update(chunk)
+        self._reader.end_update()
+        update = self._verified(header.source, tensors, manifest.lora, is_full=manifest.is_full)
+        lenders = {} if header.lender is None else dict.fromkeys(update.tensors, header.lender)
+        return dataclasses.replace(update, version=header.version, canary=manifest.canary, lenders=lenders)
 
     def _verified(
         self,
-        update_id: str,
         source: str,
-        version: int | None,
         tensors: Mapping[str, Mapping[str, Tensor]],
         lora: Mapping[str, Mapping[str, LayerLoRA]],
         *,
-        is_partial: bool,
+        is_full: bool,
     ) -> VerifiedUpdate:
-        """Map all weights onto the receiver's own."""
+        """Map all weights onto the receiver's own. `is_full`: every module that was sent must be complete."""
         if not any(tensors.values()):
-            raise WeightUpdateError(f"weight update {update_id} from {source} holds no tensors. {_KEPT}")
+            raise WeightUpdateError(f"{source} sent an update that holds no tensors. {_KEPT}")
         if unknown := tensors.keys() - self._targets.keys():
             raise WeightUpdateError(
-                f"weight update {update_id} from {source} is for a module {min(unknown)!r}; this maker has "
-                f"{', '.join(self._targets)}. {_KEPT}"
+                f"{source} sent weights of a module {min(unknown)!r}; here are {', '.join(self._targets)}. {_KEPT}"
             )
         resolved = {
             label: self._targets[label].resolve(sent, lora.get(label, {}), source) for label, sent in tensors.items()
         }
-        if not is_partial:
-            for label, weights in resolved.items():
-                self._targets[label].check_complete(weights, source)
-        is_full = not any(target.missing(resolved.get(label, {})) for label, target in self._targets.items())
+        missing = {label: target.missing(resolved.get(label, {})) for label, target in self._targets.items()}
+        for label in resolved:
+            if is_full and missing[label]:
+                raise WeightUpdateError(
+                    f"{source} sent only part of the {label}, which lacks {len(missing[label])} weights (first: "
+                    f"{missing[label][0]!r}). Update rejected; send all weights, or use update_lora_weights for "
+                    "adapters only."
+                )
 
         def adopt() -> None:
             for label in resolved:
                 self._targets[label].constructor.adopt()
 
         flat = {(label, name): tensor for label, weights in resolved.items() for name, tensor in weights.items()}
-        return VerifiedUpdate(update_id, version, source, flat, is_full, adopt=adopt)
+        return VerifiedUpdate(None, source, flat, not any(missing.values()), adopt=adopt)
 
 
 def _tensor(value: Any) -> Tensor:
@@ -269,15 +251,16 @@ def _tensor(value: Any) -> Tensor:
 class _Target:
     """A module of the receiver, under its label ("actor" or "critic")."""
 
-    def __init__(self, label: str, module: nn.Module, newest_weight: Callable[[str, str], Tensor]) -> None:
-        """`newest_weight(label, name)` gives a copy of a weight as it is after all accepted updates."""
+    def __init__(self, label: str, served: ServedModels) -> None:
         self._label = label
-        tensors = state_tensors(module)
+        self._served = served
+        tensors = state_tensors(served.modules[label])
         self._specs = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        tied = tied_names(module)  # tied weights travel once, under any of their names
+        tied = tied_names(served.modules[label])  # tied weights travel once, under any of their names
         self._first_name = {name: tied.get(name, name) for name in tensors}
         self._has_adapters = has_adapters(tensors)
-        self.constructor = LoRAConstructor(_BaseWeights(tensors, lambda name: newest_weight(label, name)))
+        self._base_weights: dict[str, Tensor] = {}  # the constructor copies from it, when a layer's first adapter comes
+        self.constructor = LoRAConstructor(self._base_weights)
 
     def resolve(self, sent: Mapping[str, Tensor], lora: Mapping[str, LayerLoRA], source: str) -> dict[str, Tensor]:
         """The sent weights under this module's own names, checked.
@@ -285,11 +268,18 @@ class _Target:
         Adapters for a module that has none become weights of it: W₀ + scale·B·A, from the same W₀ each time.
         """
         if not self._has_adapters:
-            sent = self.constructor.reconstruct(sent, lora)
+            newest = self._served.newest_weights(self._label) if has_adapters(sent) else {}
+            names = [(alias, name) for name in newest for alias in _aliases(name)]
+            self._base_weights |= {alias: newest[name] for alias, name in reversed(names)}  # the first name wins
+            try:
+                sent = self.constructor.reconstruct(sent, lora)
+            finally:
+                self._base_weights.clear()
         resolved: dict[str, Tensor] = {}
         for name, tensor in sent.items():
-            own = self._own_name(name, source)
-            self._check_spec(own, tensor, source)
+            own = next((alias for alias in _aliases(name) if alias in self._specs), name)
+            if fault := self._fault(own, tensor):
+                raise WeightUpdateError(f"{source} sent {self._label} weight {name!r}{fault}. {_OTHER_MODEL}")
             if own in resolved:
                 raise WeightUpdateError(
                     f"{source} sent the {self._label} weight {own!r} twice, the second time as {name!r}. "
@@ -298,62 +288,24 @@ class _Target:
             resolved[own] = tensor
         return resolved
 
-    def missing(self, names: Mapping[str, Tensor]) -> list[str]:
+    def missing(self, names: Iterable[str]) -> list[str]:
         """Weights that were not sent, and no weight that is tied to them either."""
         sent = {self._first_name[name] for name in names}
         return [name for name, first_name in self._first_name.items() if first_name not in sent]
 
-    def check_complete(self, names: Mapping[str, Tensor], source: str) -> None:
-        """Raise WeightUpdateError if any weight is missing."""
-        if missing := self.missing(names):
-            raise WeightUpdateError(
-                f"{source} sent only part of the {self._label}, which lacks {len(missing)} of {len(self._specs)} "
-                f"weights (first: {missing[0]!r}). Update rejected; send all weights, or use update_lora_weights for "
-                "adapters only."
+    def _fault(self, name: str, tensor: Tensor) -> str | None:
+        """Why a tensor cannot be this weight."""
+        if name not in self._specs:
+            return (
+                f", which this maker's {self._label} does not have (it has e.g. {next(iter(self._specs), 'nothing')!r})"
             )
-
-    def _own_name(self, name: str, source: str) -> str:
-        for candidate in _aliases(name):
-            if candidate in self._specs:
-                return candidate
-        raise WeightUpdateError(
-            f"{source} sent {self._label} weight {name!r}, which this maker's {self._label} does not have "
-            f"(it has e.g. {next(iter(self._specs), 'nothing')!r}). {_OTHER_MODEL}"
-        )
-
-    def _check_spec(self, name: str, tensor: Tensor, source: str) -> None:
         shape, dtype = self._specs[name]
         if tensor.shape != shape:
-            raise WeightUpdateError(
-                f"{source} sent {self._label} weight {name!r} with shape {list(tensor.shape)}, but it is "
-                f"{list(shape)} here. {_OTHER_MODEL}"
-            )
+            return f" with shape {list(tensor.shape)}, but it is {list(shape)} here"
         # A float may be rounded to the width that the receiver computes in. Integers must be exact.
-        are_floats = tensor.dtype.is_floating_point and dtype.is_floating_point
-        if tensor.dtype != dtype and not are_floats:
-            raise WeightUpdateError(
-                f"{source} sent {self._label} weight {name!r} as {tensor.dtype}, but it is {dtype} here. {_OTHER_MODEL}"
-            )
-
-
-class _BaseWeights(Mapping[str, Tensor]):
-    """The receiver's weights under all names that a sender may call them by, copied when asked for."""
-
-    def __init__(self, names: Mapping[str, Tensor], newest_weight: Callable[[str], Tensor]) -> None:
-        self._newest_weight = newest_weight
-        self._own_name = {alias: name for name in reversed(list(names)) for alias in reversed(_aliases(name))}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._newest_weight(self._own_name[name])
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._own_name
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._own_name)
-
-    def __len__(self) -> int:
-        return len(self._own_name)
+        if tensor.dtype != dtype and not (tensor.dtype.is_floating_point and dtype.is_floating_point):
+            return f" as {tensor.dtype}, but it is {dtype} here"
+        return None
 
 
 def _aliases(name: str) -> tuple[str, ...]:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError, WeightUpdateError
 from coati.peers import Peer, Peers, PendingCall, remote_error, wait_any
-from coati.weights.message import MemoryProbe, UpdateHeader, WeightMessage
+from coati.weights.message import Chunk, UpdateHeader, WeightMessage
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +43,10 @@ class Recipients:
     nothing more; any other gets the next update, which has all weights if it never had them.
     """
 
-    def __init__(self, peers: Peers, names: Sequence[str], *, start_seconds: float, update_seconds: float) -> None:
+    def __init__(self, peers: Peers, names: Sequence[str], deadlines: Deadlines) -> None:
         self.peers = peers
-        self.update_seconds = update_seconds
-        self._start_seconds = start_seconds
+        self.update_seconds = deadlines.update_seconds
+        self._start_seconds = deadlines.start_seconds
         self._all = {name: _Recipient(name, is_synced=True) for name in names}
 
     @property
@@ -78,7 +79,7 @@ class Recipients:
         newcomers = {one.name for one in self._all.values() if one.is_newcomer}
         return Attempt(header, self._found(), newcomers=newcomers, seconds=self.update_seconds)
 
-    def all_can_open(self, probe: MemoryProbe) -> bool:
+    def all_can_open(self, probe: Chunk) -> bool:
         """Whether every maker can read the sender's memory; False without makers. Logs which cannot, and why.
 
         A newcomer that fails decides nothing.
@@ -126,7 +127,7 @@ class Recipients:
                 one.fault = "no actor has this name"
         return found
 
-    def _can_open(self, one: _Recipient, peer: Peer, probe: MemoryProbe) -> bool | None:
+    def _can_open(self, one: _Recipient, peer: Peer, probe: Chunk) -> bool | None:
         """None: a newcomer that failed."""
         try:
             if not peer.has("sharing_fault"):
@@ -166,10 +167,16 @@ class Attempt:
         """Makers that have not failed so far; the others cannot complete the update."""
         return [name for name in self.peers if name not in self.failed]
 
-    def send(self, *, share: Callable[[Any], Any] = lambda message: message, **parts: Any) -> None:
-        """Send parts of a `WeightMessage` to all healthy makers; `share` stores it once for all of them."""
+    @property
+    def ended(self) -> list[str]:
+        """Makers that do nothing more for this update once all was waited for: they have answered it, or died."""
+        late = (PeerUnavailable, DeadlineExceeded)
+        return [name for name in self.peers if not isinstance(self.failed.get(name), late)]
+
+    def send(self, *, share: Callable[[Any], Any] = lambda message: message, **fields: Any) -> None:
+        """Send a `WeightMessage` with these fields to all healthy makers; `share` stores it once for all of them."""
         if makers := self.healthy:
-            message = share(WeightMessage(header=self.header, **parts))
+            message = share(WeightMessage(header=self.header, **fields))
             for name in makers:
                 self._call(name, message)
 

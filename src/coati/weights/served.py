@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,24 +27,14 @@ logger = logging.getLogger(__name__)
 class VerifiedUpdate:
     """A whole update, ready to be committed: (module, name) to tensor, under the receiver's own names."""
 
-    update_id: str
     version: int | None  # None: a plain call, which carries no version
     source: str
     tensors: Mapping[tuple[str, str], Tensor]
     is_full: bool  # every weight of every module of the receiver
     adopt: Callable[[], None] = lambda: None  # called on acceptance: its base weights are W₀ of later adapters
     canary: Canary | None = None  # what the actor must compute afterwards
-    lender: str | None = None  # the sender's memory that some of the tensors are in; None: the receiver's own
-
-
-class _Pending(NamedTuple):
-    """Weights that wait until the models are free."""
-
-    version: int
-    tensors: Mapping[tuple[str, str], Tensor]
-    lenders: Mapping[tuple[str, str], str | None]  # whose memory each tensor is in; None: our own
-    is_full: bool
-    canary: Canary | None
+    lenders: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
+    """Which sender's memory a tensor is in; the others are in the receiver's own."""
 
 
 class ServedModels:
@@ -61,8 +50,9 @@ class ServedModels:
         self._changed = threading.Condition()
         self._num_users = 0
         self._fault: str | None = None  # why the models are torn or wrong and must not serve
-        self._pending: _Pending | None = None
+        self._pending: VerifiedUpdate | None = None
         self._version = 0
+        self._newest = 0  # the version that will serve when the pending update is committed
         self._is_synced = False  # whether all weights have come from a sender
         self._last_commit_seconds = 0.0
         self.timeline = Timeline()  # replaced by the owner's
@@ -77,7 +67,7 @@ class ServedModels:
     def newest_version(self) -> int:
         """Version that serves, or will when the pending update is committed."""
         with self._changed:
-            return self._newest()
+            return self._newest
 
     @property
     def last_commit_seconds(self) -> float:
@@ -105,13 +95,12 @@ class ServedModels:
                     # and so does a wait for this version.
                     logger.error("%s", error)
 
-    def newest_weight(self, module: str, name: str) -> Tensor:
-        """A copy of one weight as it is, or as the pending update will make it."""
+    def newest_weights(self, module: str) -> dict[str, Tensor]:
+        """A module's weights as they are, or as the pending update will make them; not copied."""
         with self._changed:
-            if self._pending is not None and (module, name) in self._pending.tensors:
-                return self._pending.tensors[module, name].detach().clone()
-            live: Tensor = self.modules[module].state_dict()[name]
-            return live.detach().clone()
+            pending = {} if self._pending is None else self._pending.tensors
+            waiting = {name: tensor for (label, name), tensor in pending.items() if label == module}
+            return {**self.modules[module].state_dict(), **waiting}
 
     def commit_point(self) -> int:
         """Commit a pending update between two steps of the caller's own work; returns the version that serves now.
@@ -133,13 +122,20 @@ class ServedModels:
         An update older than what serves is dropped: versions never go back.
         """
         with self._changed:
-            newest = self._newest()
-            version = newest + 1 if update.version is None else update.version
-            if version < newest:
-                logger.warning("dropped weights of version %d from %s: have %d", version, update.source, newest)
+            version, old = self._newest + 1 if update.version is None else update.version, self._pending
+            if version < self._newest:
+                logger.warning("dropped weights of version %d from %s: have %d", version, update.source, self._newest)
                 return False
             update.adopt()
-            self._pending = _merged(self._pending, update, version)
+            if old is not None:  # the newer wins weight by weight, and what only the older touched is kept
+                kept = {key: owner for key, owner in old.lenders.items() if key not in update.tensors}
+                update = dataclasses.replace(
+                    update,
+                    tensors={**old.tensors, **update.tensors},
+                    lenders={**kept, **update.lenders},
+                    is_full=old.is_full or update.is_full,
+                )
+            self._pending, self._newest = update, version
             return self._commit_if_free()
 
     def release(self, lender: str) -> None:
@@ -152,13 +148,11 @@ class ServedModels:
                 waiting = self._pending
             if waiting is None or lender not in waiting.lenders.values():
                 return
-            lent = [key for key, owner in waiting.lenders.items() if owner == lender]
-            copies = {key: waiting.tensors[key].clone() for key in lent}
+            copies = {key: waiting.tensors[key].clone() for key, owner in waiting.lenders.items() if owner == lender}
+            kept = {key: owner for key, owner in waiting.lenders.items() if key not in copies}
             with self._changed:
                 if self._pending is waiting:
-                    self._pending = waiting._replace(
-                        tensors={**waiting.tensors, **copies}, lenders={**waiting.lenders, **dict.fromkeys(lent)}
-                    )
+                    self._pending = dataclasses.replace(waiting, tensors={**waiting.tensors, **copies}, lenders=kept)
 
     def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
         """Wait until this version (or a newer one) serves; False after the deadline.
@@ -182,52 +176,38 @@ class ServedModels:
         if self._fault is not None:
             raise WeightUpdateError(f"{self._fault}. Send a full update before the models serve again.")
 
-    def _newest(self) -> int:
-        return self._version if self._pending is None else self._pending.version
-
     def _commit_if_free(self) -> bool:
         """Copy the pending update, if there is one, into the models, if they are free."""
         if self._pending is None or self._num_users > 0:
             return False
         update, self._pending = self._pending, None
         started = time.perf_counter()
-        with self.timeline.span("commit"):
-            self._commit(update)
-        self._last_commit_seconds = time.perf_counter() - started
-        self._changed.notify_all()
+        try:
+            with self.timeline.span("commit"):
+                self._commit(update)
+        except BaseException as error:
+            # Verified weights do not fail to copy, devices do. Neither half a model nor a wrong one may serve.
+            self._fault = f"{self.name} could not commit version {self._newest}: {error}"
+            self._newest = self._version
+            raise
+        finally:
+            self._last_commit_seconds = time.perf_counter() - started
+            self._changed.notify_all()
         return True
 
     @torch.no_grad()
-    def _commit(self, update: _Pending) -> None:
+    def _commit(self, update: VerifiedUpdate) -> None:
         targets: dict[tuple[str, str], Tensor] = {
             (label, name): tensor
             for label, module in self.modules.items()
             for name, tensor in module.state_dict().items()
         }
-        try:
-            copy_all([targets[key] for key in update.tensors], list(update.tensors.values()))
-            fault = None if update.canary is None else canary_fault(self.modules["actor"], update.canary)
-        except BaseException as error:
-            # Verified weights do not fail to copy, devices do. Half a model must never serve.
-            self._fault = f"{self.name}: a commit of version {update.version} failed half way: {error}"
-            self._changed.notify_all()
-            raise
-        if fault is not None:
-            self._fault = f"{self.name} does not compute what the sender of version {update.version} does: {fault}"
-            self._changed.notify_all()
-            raise WeightUpdateError(f"{self._fault}. It serves nothing until a full update passes.")
+        copy_all([targets[key] for key in update.tensors], list(update.tensors.values()))
+        if update.canary is not None and (fault := canary_fault(self.modules["actor"], update.canary)) is not None:
+            raise WeightUpdateError(
+                f"{self.name} does not compute what the sender of version {self._newest} does: {fault}. It serves "
+                "nothing until a full update passes."
+            )
         if update.is_full:
-            self._fault = None
-        self._version = update.version
-        self._is_synced |= update.is_full
-        self.timeline.version = self._version
-
-
-def _merged(old: _Pending | None, new: VerifiedUpdate, version: int) -> _Pending:
-    """Two updates waiting: the newer wins weight by weight, and what only the older touched is kept."""
-    lenders = dict.fromkeys(new.tensors, new.lender)
-    if old is None:
-        return _Pending(version, new.tensors, lenders, new.is_full, new.canary)
-    return _Pending(
-        version, {**old.tensors, **new.tensors}, {**old.lenders, **lenders}, old.is_full or new.is_full, new.canary
-    )
+            self._fault, self._is_synced = None, True
+        self._version = self.timeline.version = self._newest

@@ -98,7 +98,7 @@ def test_an_update_of_some_weights_heals_nothing(maker):
     with pytest.raises(WeightUpdateError, match="nats"):
         deliver(update(trainer, 1, other), maker)
     trainer.requires_grad_(False).model.lm_head.requires_grad_(True)
-    deliver(messages_of({"actor": trainer}, header=header_of(2), is_partial=True), maker)
+    deliver(messages_of({"actor": trainer}, header=header_of(2), is_full=False), maker)
     assert maker.served.version == 2
     with pytest.raises(WeightUpdateError, match="Send a full update"), maker.served.use():
         pass

@@ -2,6 +2,7 @@
 
 import dataclasses
 import doctest
+import weakref
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weight_testing import deliver, header_of, messages_of
 
-import coati.weights.card_memory as card_module
 from coati.errors import WeightUpdateError
-from coati.weights.card_memory import CardHandle, CardMemory, card_fault, device_checksum
-from coati.weights.transports import copy_all
+from coati.weights import transports
+from coati.weights.card_memory import CardHandle, CardMemory
+from coati.weights.transports import copy_all, device_checksum
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,7 @@ def memory():
 
 
 def test_docstring_examples_run():
-    result = doctest.testmod(card_module)
+    result = doctest.testmod(transports)
     assert result.attempted > 0
     assert result.failed == 0
 
@@ -43,7 +44,7 @@ def test_the_checksum_counts_on_over_rows_by_hand(monkeypatch):
     words = torch.tensor([5, 6, 7, -1, 9], dtype=torch.int64)
     # 5·1 + 6·3 + 7·5 - 1·7 + 9·9 = 132, whatever the rows
     for row in (1, 2, 3, 5, 100):
-        monkeypatch.setattr(card_module, "_ROW_WORDS", row)
+        monkeypatch.setattr(transports, "_ROW_WORDS", row)
         assert device_checksum(words.view(torch.uint8)) == 132
     assert device_checksum(words.flip(0).view(torch.uint8)) != 132
 
@@ -59,7 +60,7 @@ def test_the_checksum_wraps_around():
 
 @pytest.mark.parametrize("has_checksums", [True, False])
 def test_weights_arrive_to_the_bit(has_checksums, make_models, memory, maker, fingerprint):
-    sent = messages_of(make_models(7), transport=memory, has_checksums=has_checksums)
+    sent = messages_of(make_models(7), memory=memory, has_checksums=has_checksums)
     assert len(sent.chunks) > 2
     assert all(isinstance(chunk.handle, CardHandle) and not chunk.arrays for chunk in sent.chunks)
     assert sent.nbytes == 40 + 80 + 8 + 2 + 20
@@ -68,22 +69,52 @@ def test_weights_arrive_to_the_bit(has_checksums, make_models, memory, maker, fi
 
 
 def test_the_next_update_uses_the_same_buffers_and_leaves_what_is_staged_alone(make_models, memory, maker, fingerprint):
-    first = messages_of(make_models(7), transport=memory)
+    lend(memory, "maker")
+    first = messages_of(make_models(7), memory=memory)
     with maker.served.use():
         deliver(first, maker)
-        second = messages_of(make_models(8), transport=memory, header=header_of(2))  # overwrites what was cloned
+        memory.returned_by(["maker"])
+        lend(memory, "maker")
+        second = messages_of(make_models(8), memory=memory, header=header_of(2))  # overwrites what was cloned
         assert [chunk.handle for chunk in first.chunks] == [chunk.handle for chunk in second.chunks]
     assert fingerprint(maker.models) == fingerprint(make_models(7))
     deliver(second, maker)
     assert fingerprint(maker.models) == fingerprint(make_models(8))
 
 
-def test_a_retired_snapshot_is_never_written_again(make_models, memory, maker, fingerprint):
-    first = messages_of(make_models(7), transport=memory)
-    memory.retire()  # the update failed, and a slow maker still reads
-    messages_of(make_models(8), transport=memory)
-    deliver(first, maker)
+def lend(memory, *receivers):
+    """Begin an update as a sender does, with receivers that have released what it overwrites."""
+    name = memory.begin()
+    memory.lend_to(receivers)
+    return name
+
+
+def test_a_snapshot_that_a_maker_did_not_answer_is_not_written_until_it_answers(
+    make_models, memory, maker, fingerprint
+):
+    assert lend(memory, "slow", "quick") is None
+    first = messages_of(make_models(7), memory=memory)
+    memory.returned_by(["quick"])
+    assert lend(memory, "quick") is not None  # makers must answer its header first, and the slow one does not
+    messages_of(make_models(8), memory=memory)
+    deliver(first, maker)  # the slow maker reads at last
     assert fingerprint(maker.models) == fingerprint(make_models(7))
+
+
+def test_replaced_snapshots_are_freed_when_their_readers_have_answered_another_update_or_died(make_models, memory):
+    freed = []
+    for slow in ("a", "b", "c"):
+        lend(memory, slow, "quick")
+        messages_of(make_models(1), memory=memory)
+        weakref.finalize(memory._sets[0], freed.append, slow)
+        memory.returned_by(["quick"])
+        lend(memory, "quick")
+        memory.returned_by(["quick"])
+    assert freed == []
+    memory.returned_by(["a", "quick"])
+    assert freed == ["a"]
+    memory.returned_by(["b", "c"])
+    assert freed == ["a", "b", "c"]
 
 
 # Damage.
@@ -115,10 +146,10 @@ def move_to_another_module(sent):
 
 
 def a_handle_that_does_not_open(sent):
-    def fail(_):
+    def fail(*_):
         raise RuntimeError("invalid device context")
 
-    return changed(sent, handle=CardHandle(fail, (0,)))
+    return changed(sent, handle=CardHandle("cpu", "gone", fail, (0,)))
 
 
 def a_handle_of_another_chunk(sent):
@@ -126,12 +157,12 @@ def a_handle_of_another_chunk(sent):
 
 
 DAMAGES = [
-    (overwrite_the_snapshot, "chunk 0 of .* is corrupt"),
-    (lie_about_the_checksum, "chunk 0 of .* is corrupt"),
-    (lose_a_tensor, "chunk 0 of .* is corrupt"),
-    (move_to_another_module, "chunk 0 of .* is corrupt"),
+    (overwrite_the_snapshot, "chunk 0 of .* is unreadable: its checksum"),
+    (lie_about_the_checksum, "chunk 0 of .* is unreadable: its checksum"),
+    (lose_a_tensor, "chunk 0 of .* is unreadable: its checksum"),
+    (move_to_another_module, "chunk 0 of .* is unreadable: its checksum"),
     (a_handle_that_does_not_open, "chunk 0 of .* is unreadable"),
-    (a_handle_of_another_chunk, "chunk 0 of .* is (corrupt|unreadable)"),
+    (a_handle_of_another_chunk, "chunk 0 of .* is unreadable"),
 ]
 
 
@@ -141,10 +172,10 @@ def test_a_damaged_update_is_rejected_whole_and_the_next_works(
 ):
     before = fingerprint(maker.models)
     with pytest.raises(WeightUpdateError, match=message):
-        deliver(damage(messages_of(make_models(7), transport=memory)), maker)
+        deliver(damage(messages_of(make_models(7), memory=memory)), maker)
     assert maker.receiver.open_updates == ()
     assert fingerprint(maker.models) == before
-    deliver(messages_of(make_models(7), transport=memory), maker)
+    deliver(messages_of(make_models(7), memory=memory), maker)
     assert fingerprint(maker.models) == fingerprint(make_models(7))
 
 
@@ -154,16 +185,15 @@ def test_a_damaged_update_is_rejected_whole_and_the_next_works(
 def test_a_receiver_on_the_same_card_can_and_one_elsewhere_says_why_not(memory, maker):
     probe = memory.probe()
     assert maker.sharing_fault(probe) is None
-    assert "GPU-7" in maker.sharing_fault(dataclasses.replace(probe, place="GPU-7"))
+    elsewhere = dataclasses.replace(probe.handle, card="GPU-7")
+    assert "GPU-7" in maker.sharing_fault(dataclasses.replace(probe, handle=elsewhere))
 
 
-def test_memory_that_cannot_be_opened_or_reads_otherwise_is_a_fault_and_no_crash(memory):
-    def fail(_):
-        raise RuntimeError("peer access is not supported")
-
+def test_memory_that_cannot_be_opened_or_reads_otherwise_is_a_fault_and_no_crash(memory, maker):
     probe = memory.probe()
-    assert "peer access" in card_fault(dataclasses.replace(probe, handle=CardHandle(fail, (0,))), CPU)
-    assert "other bytes" in card_fault(dataclasses.replace(probe, checksum=1), CPU)
+    sent = messages_of({}, memory=memory)._replace(chunks=[probe])
+    assert "invalid device" in maker.sharing_fault(a_handle_that_does_not_open(sent).chunks[0])
+    assert "checksum" in maker.sharing_fault(lie_about_the_checksum(sent).chunks[0])
 
 
 def test_a_commit_copies_mixed_dtypes_and_rounds_to_the_target():

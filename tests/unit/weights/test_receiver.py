@@ -239,17 +239,17 @@ DAMAGES = [
     (lose_a_chunk, "missing 1 of"),
     (lose_the_last_chunk, "missing 1 of"),
     (lose_a_tensor, "unreadable"),
-    (lose_a_tensor_and_its_name, "corrupt"),
+    (lose_a_tensor_and_its_name, "its checksum is"),
     (shorten_an_array, "unreadable"),
-    (flip_a_bit, "corrupt"),
+    (flip_a_bit, "its checksum is"),
     (relabel_a_dtype, "unreadable"),
     (unknown_dtype, "unreadable"),
-    (chunk_for_another_module, "corrupt"),
-    (exchange_two_names_everywhere, "corrupt"),
+    (chunk_for_another_module, "its checksum is"),
+    (exchange_two_names_everywhere, "its checksum is"),
     (replaced_chunk_with_an_honest_checksum, "not the one the manifest lists"),
     (chunk_that_the_manifest_does_not_list, "does not list"),
     (unknown_name, "surprise.weight"),
-    (missing_name, "lacks 2 of"),  # embedding and head are one tensor with two names
+    (missing_name, "lacks 2 weights"),  # embedding and head are one tensor with two names
     (wrong_shape, "shape"),
     (transposed_shape, "shape"),
     (float_for_integer, "torch.float32, but it is torch.int64"),
@@ -304,7 +304,7 @@ def test_a_message_under_another_header_is_rejected(header, position, make_model
 def test_a_rejected_update_takes_no_more_messages(make_models, maker):
     sent = messages_of(make_models(7))
     maker.update_experience_maker(message=sent.start())
-    with pytest.raises(WeightUpdateError, match="corrupt"):
+    with pytest.raises(WeightUpdateError, match="its checksum is"):
         maker.update_experience_maker(message=sent.part(flipped(sent.chunks[0], 0)))
     for message in (sent.part(sent.chunks[0]), sent.end()):
         with pytest.raises(WeightUpdateError, match="not open here"):
@@ -316,7 +316,7 @@ def test_any_flipped_bit_is_seen(bit):
     models = {"m": nn.Linear(3, 3)}
     sent, maker = messages_of(models), Maker(models)
     maker.update_experience_maker(message=sent.start())
-    with pytest.raises(WeightUpdateError, match="corrupt"):
+    with pytest.raises(WeightUpdateError, match="its checksum is"):
         maker.update_experience_maker(message=sent.part(flipped(sent.chunks[0], bit)))
 
 
@@ -324,7 +324,7 @@ def test_any_flipped_bit_is_seen(bit):
 
 
 def test_off_hashes_nothing_and_still_checks_names_shapes_and_counts(make_models, maker, fingerprint, monkeypatch):
-    monkeypatch.setattr("coati.weights.transports.checksum", None)
+    monkeypatch.setattr("coati.weights.transports.checksum_of", None)
     sent = messages_of(make_models(7), has_checksums=False)
     with pytest.raises(WeightUpdateError, match="missing 1 of"):
         deliver(lose_a_chunk(sent), maker)
@@ -445,7 +445,7 @@ def test_a_sender_that_begins_again_discards_only_its_own_unfinished_update(make
 
 
 def test_a_partial_update_changes_what_it_names_and_is_not_a_full_one(make_models, maker):
-    sent = messages_of({}, is_partial=True).listing(
+    sent = messages_of({}, is_full=False).listing(
         value_chunk("actor", {"body.bias": torch.full((4,), 5.0)}),
         value_chunk("critic", {"bias": torch.full((1,), 6.0)}),
     )
@@ -541,13 +541,13 @@ def test_one_weight_under_two_names_is_refused(make_models):
 
 def test_a_partial_plain_update_is_refused_unless_allowed(make_models, fingerprint, maker):
     before = fingerprint(maker.models)
-    with pytest.raises(WeightUpdateError, match=r"lacks 1 of 2 weights \(first: 'weight'\)"):
+    with pytest.raises(WeightUpdateError, match=r"lacks 1 weights \(first: 'weight'\)"):
         plain(maker, critic={"bias": torch.ones(1)})
     assert fingerprint(maker.models) == before
     lenient = Maker(make_models(0), allow_partial_plain=True)
     plain(lenient, critic={"bias": torch.full((1,), 4.0)})
     assert lenient.models["critic"].bias.item() == 4.0
-    with pytest.raises(WeightUpdateError, match="lacks 1 of 2"):
+    with pytest.raises(WeightUpdateError, match="lacks 1 weights"):
         plain(lenient, critic={"bias": torch.full((1,), 4.0)}, fully_update=True)
 
 

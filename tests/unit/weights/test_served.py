@@ -24,7 +24,7 @@ def update_of(models, *, version, is_full=True):
     tensors = {
         (label, name): tensor.clone() for label, model in models.items() for name, tensor in model.state_dict().items()
     }
-    return VerifiedUpdate(f"update {version}", version, "trainer", tensors, is_full)
+    return VerifiedUpdate(version, "trainer", tensors, is_full)
 
 
 class Worker:
@@ -168,7 +168,7 @@ def test_an_update_that_comes_while_an_older_one_is_copied_out_of_lent_memory_is
     first = update_of(make_models(1), version=1)
     lent = {**first.tensors, ("critic", "bias"): Interrupted()}
     with served.use():
-        served.offer(dataclasses.replace(first, tensors=lent, lender="A"))
+        served.offer(dataclasses.replace(first, tensors=lent, lenders=dict.fromkeys(lent, "A")))
         served.release("A")
         assert served.newest_version == 2
     assert fingerprint(models) == fingerprint(newer)
