@@ -68,7 +68,11 @@ class OutOfMemory(CoatiError, MemoryError):
 
 
 class CheckpointError(CoatiError, RuntimeError):
-    """A saved model or optimizer state is missing, torn or belongs to something else."""
+    """A saved model, optimizer state or journal is missing, torn or belongs to something else."""
+
+
+class StorageError(CoatiError, OSError):
+    """A file of the run cannot be written: the disk is full, or the file system failed."""
 
 
 class ScalingRefused(CoatiError, RuntimeError):

@@ -1,0 +1,177 @@
+"""The journal of a ledger: its events on disk, in a file that may be cut at any byte.
+
+Each record is one line: a checksum, a space, a JSON list of events. The first record describes the ledger.
+
+    1f0c3a9e [{"format":1,"run":"…","rules":{…}}]
+    77ab01c2 [{"grant":[0],"maker":"maker-0","version":0},{"grant":[1],"maker":"maker-0","version":0}]
+
+A process that dies while it writes leaves part of a record at the end. That part is ignored when the file is read, and
+removed when it is opened again. A bad record with good ones after it is an error.
+"""
+
+import dataclasses
+import errno
+import io
+import json
+import logging
+import os
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coati.counting import counted
+from coati.errors import CheckpointError, StorageError
+from coati.ledger.leases import Event, LedgerRules
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+
+
+class JournalContent(NamedTuple):
+    """What a journal holds."""
+
+    run: str
+    rules: LedgerRules
+    events: list[Event]
+    num_bytes: int
+    """Of whole records."""
+    num_cut: int
+    """Bytes at the end that are not a whole record, and were ignored."""
+
+
+def read_journal(path: Path) -> JournalContent:
+    """Read the ledger's rules and events; part of a record at the end is ignored.
+
+    Raises:
+        CheckpointError: when there is no such file, it holds no whole record, or it is damaged before its end.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"The journal {str(path)!r} cannot be read: {error.strerror}.") from None
+    records, num_bytes = _scan(path, data)
+    if not records:
+        raise CheckpointError(
+            f"{str(path)!r} has no whole record of a journal in its {counted(len(data), 'byte')}: the run stopped "
+            "before it recorded anything, or this is another file."
+        )
+    header, events = records[0][0], [event for record in records[1:] for event in record]
+    if header.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{str(path)!r} is a journal of format {header.get('format')}, and this version of coati reads format "
+            f"{_FORMAT}. Use the version that wrote it."
+        )
+    return JournalContent(header["run"], LedgerRules(**header["rules"]), events, num_bytes, len(data) - num_bytes)
+
+
+class Journal:
+    """Append the events of one ledger to a file. A new file begins with the rules and the id of the run.
+
+    Raises:
+        CheckpointError: when the file is there and damaged, or belongs to another run or to other rules.
+        StorageError: when it cannot be written.
+    """
+
+    def __init__(self, path: Path, rules: LedgerRules, *, run: str) -> None:
+        self.path = path
+        self._end = 0  # of the last whole record
+        header = _record([{"format": _FORMAT, "run": run, "rules": dataclasses.asdict(rules)}])
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise self._failure(error) from error
+        try:
+            if header.startswith(path.read_bytes()):  # new, or its writer died before it had recorded anything
+                self._append(header)
+            else:
+                self._continue(rules, run)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Append events as one record, which is found whole or not at all.
+
+        They survive the end of this process, and the end of the machine after `sync`. After a StorageError none of
+        them is recorded, the file is as it was before, and they can be written again.
+        """
+        if events:
+            self._append(_record(events))
+
+    def sync(self) -> None:
+        """Wait until everything written is on the disk."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def close(self) -> None:
+        """Close the file, without `sync`."""
+        os.close(self._file)
+
+    def _continue(self, rules: LedgerRules, run: str) -> None:
+        there = read_journal(self.path)
+        before = {"run": there.run, **dataclasses.asdict(there.rules)}
+        now = {"run": run, **dataclasses.asdict(rules)}
+        if before != now:
+            changes = ", ".join(f"{key} {before[key]!r}, now {now[key]!r}" for key in now if now[key] != before[key])
+            raise CheckpointError(
+                f"The journal {str(self.path)!r} cannot be continued, because it was written with other settings: "
+                f"{changes}. Use the same settings, or another run.output."
+            )
+        self._end = there.num_bytes
+        if there.num_cut:
+            os.ftruncate(self._file, self._end)
+            logger.warning(
+                "%s ended in part of a record (%s), which was removed: its writer was stopped while it wrote.",
+                self.path, counted(there.num_cut, "byte"),
+            )  # fmt: skip
+
+    def _append(self, record: bytes) -> None:
+        try:
+            done = 0
+            while done < len(record):  # a disk that is nearly full takes a part
+                done += os.pwrite(self._file, record[done:], self._end + done)
+        except OSError as error:
+            with suppress(OSError):  # then a part stays until the next write, and readers ignore it
+                os.ftruncate(self._file, self._end)
+            raise self._failure(error) from error
+        self._end += len(record)
+
+    def _failure(self, error: OSError) -> StorageError:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return StorageError(
+            f"The journal {str(self.path)!r} cannot be written: {error.strerror}. What it holds so far is intact. "
+            + ("Free space on that disk." if is_full else "Check the disk and the folder's permissions.")
+        )
+
+
+def _record(events: Sequence[Any]) -> bytes:
+    body = json.dumps(events, separators=(",", ":")).encode("ascii")
+    return b"%08x %b\n" % (zlib.crc32(body), body)
+
+
+def _scan(path: Path, data: bytes) -> tuple[list[list[Event]], int]:
+    """The whole records from the start, and where the last one ends."""
+    records: list[list[Event]] = []
+    start = good = 0
+    for line in io.BytesIO(data):
+        if (is_whole := _is_whole(line)) and start != good:
+            raise CheckpointError(
+                f"The journal {str(path)!r} is damaged at byte {good}: the record there does not match its checksum, "
+                f"and there are good ones after it, from byte {start}. Restore the file from a copy. Without one, "
+                f"`truncate -s {good}` keeps what was recorded before the damage."
+            )
+        start += len(line)
+        if is_whole:
+            records.append(json.loads(line[9:]))
+            good = start
+    return records, good
+
+
+def _is_whole(line: bytes) -> bool:
+    return line.endswith(b"\n") and line[:9] == b"%08x " % zlib.crc32(line[9:-1])
