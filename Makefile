@@ -34,10 +34,10 @@ test-long: $(STAMP)
 test-all: test test-long
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest -m "not long" tests/unit
 
 coverage: $(STAMP)
-	$(BIN)/python -m pytest tests/unit -q --cov=coati.algos --cov=coati.experience_maker --cov=coati.experience_buffer \
+	$(BIN)/python -m pytest -m "not long" tests/unit -q --cov=coati.algos --cov=coati.experience_maker --cov=coati.experience_buffer \
 		--cov-report=term --cov-fail-under=95
 
 check: $(STAMP)

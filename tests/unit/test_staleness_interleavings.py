@@ -374,14 +374,16 @@ SHAPES = [
     *((makers, 1, True) for makers in range(1, 5)),
     *((makers, 2, in_step) for makers in range(1, 5) for in_step in (True, False)),
 ]
+SOME = [(2, 1, True), (1, 2, False), (3, 2, True)]
 
 
+@pytest.mark.parametrize("shapes", [SOME, pytest.param(3 * SHAPES, marks=pytest.mark.long)], ids=["some", "all"])
 @pytest.mark.parametrize("in_flight", [False, True], ids=["between batches", "in flight"])
 @pytest.mark.parametrize("max_staleness", range(4))
-def test_measured_ages_never_exceed_the_bound_and_no_trainer_starves(max_staleness, in_flight):
+def test_measured_ages_never_exceed_the_bound_and_no_trainer_starves(max_staleness, in_flight, shapes):
     torch.set_num_threads(1)
     oldest, num_overlapping = 0.0, 0
-    for seed, (num_makers, num_trainers, in_step) in enumerate(SHAPES):
+    for seed, (num_makers, num_trainers, in_step) in enumerate(shapes):
         run = Run(
             seed,
             num_makers=num_makers,

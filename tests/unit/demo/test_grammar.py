@@ -54,9 +54,10 @@ def test_words_are_exactly_what_sentences_use(sentences):
 
 
 def test_prompts_open_sentences(sentences):
-    rng = random.Random(2)
-    many = [*sentences, *(sample_sentence(rng) for _ in range(20_000))]
-    assert all(any(sentence.startswith(f"{prompt} ") for sentence in many) for prompt in PROMPTS)
+    rng, missing = random.Random(2), set(PROMPTS)
+    for sentence in [*sentences, *(sample_sentence(rng) for _ in range(1000))]:
+        missing = {prompt for prompt in missing if not sentence.startswith(f"{prompt} ")}
+    assert not missing
 
 
 def test_sentences_are_short_varied_and_only_slightly_kind(sentences):
