@@ -102,8 +102,10 @@ class WorkLoop:
 
     def _make(self, part: PromptBatch) -> None:
         self._hook("on_make_experience_start")
-        begun = self._pipeline.begin(part, meanwhile=self._finish_between_tokens if self._pending else None)
-        self._finish_pending()
+        try:
+            begun = self._pipeline.begin(part, meanwhile=self._finish_between_tokens if self._pending else None)
+        finally:
+            self._finish_pending()  # it was made before an error of the next one
         self._pending = begun
         is_due = begun.is_ready and not self._pipeline.has_time_between_tokens
         if is_due or not self._pipeline.may_defer:

@@ -422,6 +422,18 @@ def test_an_error_of_the_next_prompts_comes_after_the_batch_before(llama):
     assert rig.sent == [0, 1]
 
 
+def test_an_error_of_the_next_batch_comes_after_the_batch_before(llama):
+    def before_token(first):
+        if first == SIZE:
+            raise ZeroDivisionError("no such token")
+
+    # The first batch has no scores before somebody wants them, so it is pending when the second one fails.
+    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None, before_token=before_token)
+    with pytest.raises(ZeroDivisionError, match="no such token"):
+        rig.run(2)
+    assert rig.sent == [0, 1]
+
+
 def test_prompts_are_all_drawn_on_one_thread(llama):
     # Databases and the like stay on the thread that opened them, whether a reward is slow or not.
     threads, second_begun = set(), threading.Event()
