@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from coati.algos.advantages import discounted_sums, one_later, td_errors
-from coati.algos.kl import k3
-from coati.algos.losses import PolicyLossOutput, largest, policy_tokens, reduce_policy_tokens
+from coati.algos.losses import PolicyLossOutput, clipped_policy_loss, largest
 from coati.algos.masked import divide_by_count, zero_padding
 from coati.errors import ConfigError, DataError
 
@@ -232,11 +231,17 @@ def decoupled_policy_loss(
     # w · min(x, y) = min(w · x, w · y) for w ≥ 0, so weighted advantages are all it takes. A weight of 0 then
     # stops the token before its ratio is taken, which may overflow: 0 · inf would be nan.
     gains = shares * zero_padding(advantages.detach(), mask, name="advantages")
-    tokens = policy_tokens(logprobs, proximal_logprobs, gains, mask, clip_low=clip_low, clip_high=clip_high)
-    # The tokens are samples of the behavior policy, so only a KL from there can be estimated from them.
-    behavior = zero_padding(behavior_logprobs.detach(), mask, name="behavior_logprobs")
-    tokens = tokens._replace(kl=k3(behavior, zero_padding(logprobs.detach(), mask)))
-    return reduce_policy_tokens(tokens, mask, num_tokens=num_tokens, reduction=reduction)
+    return clipped_policy_loss(
+        logprobs,
+        behavior_logprobs,
+        gains,
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        num_tokens=num_tokens,
+        reduction=reduction,
+        proximal_logprobs=proximal_logprobs,
+    )
 
 
 def vtrace(

@@ -37,19 +37,6 @@ class PolicyLossOutput(NamedTuple):
     """Largest policy/behavior ratio of a response token; 0 without any, which no ratio undercuts."""
 
 
-class PolicyTokens(NamedTuple):
-    """What the clipped objective makes of each token, all `[B, T]`; zeros, or False, on padding."""
-
-    surrogate: Tensor
-    """min(ratio · A, clip(ratio) · A), to be maximised. The only one with a gradient."""
-    is_clipped: Tensor
-    """True where the clip stopped the gradient."""
-    kl: Tensor
-    """ratio - 1 - log ratio, the k3 estimate of KL(behavior || policy)."""
-    ratio: Tensor
-    """policy / behavior."""
-
-
 class ValueLossOutput(NamedTuple):
     """The loss and numbers to watch. Both scalars, both add up over micro-batches."""
 
@@ -69,10 +56,13 @@ def clipped_policy_loss(
     clip_high: float,
     num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
     reduction: Tensor | None = None,  # [B, T] share of each token, from `loss_weights`; None divides by num_tokens
+    proximal_logprobs: Tensor | None = None,  # [B, T] policy whose neighbourhood the clip keeps; None: behavior
 ) -> PolicyLossOutput:
     """PPO's clipped surrogate, to be minimised; ratios are clipped to [1 - clip_low, 1 + clip_high].
 
-    With `reduction` the loss is -Σ share · surrogate. The other numbers stay means over tokens.
+    With `reduction` the loss is -Σ share · surrogate. The other numbers stay means over tokens. With
+    `proximal_logprobs` ratios are policy / proximal; only `approx_kl` still is of KL(behavior || policy), because the
+    tokens are samples of the behavior policy.
 
     >>> logprobs, behavior = torch.tensor([[1.5, 0.5]]).log(), torch.zeros(1, 2)
     >>> advantages, mask = torch.tensor([[1.0, -1.0]]), torch.tensor([[True, True]])
@@ -82,36 +72,23 @@ def clipped_policy_loss(
     >>> round(out.loss.item(), 4), out.clip_fraction.item()  # -(1.2 - 0.8) / 2
     (-0.2, 1.0)
     """
-    tokens = policy_tokens(logprobs, behavior_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high)
-    return reduce_policy_tokens(tokens, mask, num_tokens=num_tokens, reduction=reduction)
-
-
-def policy_tokens(
-    logprobs: Tensor,  # [B, T] current policy
-    behavior_logprobs: Tensor,  # [B, T] policy that sampled the tokens
-    advantages: Tensor,  # [B, T]
-    mask: Tensor,  # [B, T] bool, True on response tokens
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> PolicyTokens:
-    """The clipped surrogate and its company token by token, for losses that reduce it in their own way.
-
-    >>> one = torch.ones(1, 1)
-    >>> tokens = policy_tokens(one, one, 3 * one, one.bool(), clip_low=0.2, clip_high=0.2)
-    >>> tokens.surrogate.item(), tokens.is_clipped.item(), tokens.ratio.item()
-    (3.0, False, 1.0)
-    """
     current = zero_padding(logprobs, mask, name="logprobs")
     behavior = zero_padding(behavior_logprobs.detach(), mask, name="behavior_logprobs")
+    center = behavior
+    if proximal_logprobs is not None:
+        center = zero_padding(proximal_logprobs.detach(), mask, name="proximal_logprobs")
     gains = zero_padding(advantages.detach(), mask, name="advantages")
-    log_ratio = current - behavior  # [B, T], 0 on padding
+    log_ratio = current - center  # [B, T], 0 on padding
     surrogate, is_clipped = clipped_surrogate(log_ratio, gains, clip_low=clip_low, clip_high=clip_high)
-    return PolicyTokens(
-        surrogate=surrogate,
-        is_clipped=is_clipped,
-        kl=k3(behavior, current.detach()),
-        ratio=zero_padding(log_ratio.detach().exp(), mask),
+    if reduction is None:
+        loss = divide_by_count(-surrogate.sum(), num_tokens)
+    else:
+        loss = -(zero_padding(reduction.detach(), mask, name="reduction") * surrogate).sum()
+    return PolicyLossOutput(
+        loss=loss,
+        clip_fraction=divide_by_count(is_clipped.to(surrogate.dtype).sum(), num_tokens),
+        approx_kl=divide_by_count(k3(behavior, current.detach()).sum(), num_tokens),
+        ratio_max=largest(zero_padding(log_ratio.detach().exp(), mask)),
     )
 
 
@@ -136,26 +113,6 @@ def clipped_surrogate(
     is_free = ~is_clipped & (advantages != 0)
     free_ratio = torch.where(is_free, log_ratio, torch.zeros_like(log_ratio)).exp()
     return torch.where(is_clipped, bound, free_ratio) * advantages, is_clipped
-
-
-def reduce_policy_tokens(
-    tokens: PolicyTokens,
-    mask: Tensor,  # [B, T] bool, True on response tokens
-    *,
-    num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
-    reduction: Tensor | None,  # [B, T]
-) -> PolicyLossOutput:
-    """-Σ surrogate / num_tokens, or -Σ share · surrogate given shares; the rest over num_tokens."""
-    if reduction is None:
-        loss = divide_by_count(-tokens.surrogate.sum(), num_tokens)
-    else:
-        loss = -(zero_padding(reduction.detach(), mask, name="reduction") * tokens.surrogate).sum()
-    return PolicyLossOutput(
-        loss=loss,
-        clip_fraction=divide_by_count(tokens.is_clipped.to(tokens.surrogate.dtype).sum(), num_tokens),
-        approx_kl=divide_by_count(tokens.kl.sum(), num_tokens),
-        ratio_max=largest(tokens.ratio),
-    )
 
 
 def largest(ratios: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coati.algos import clipped_policy_loss, loss_weights
-from coati.algos.losses import policy_tokens
 from coati.errors import ConfigError, DataError
 
 NAN, INF = float("nan"), float("inf")
@@ -101,18 +100,20 @@ def test_wrong_modes_masks_and_shapes_are_refused():
         clipped_policy_loss(zero, zero, zero, mask, **CLIP, reduction=torch.zeros(2), num_tokens=4)
 
 
-def test_policy_tokens_by_hand():
+def test_a_policy_loss_with_shares_by_hand():
     # ratios 1.5, 0.5, 1.1 in the clip range [0.8, 1.3]; advantages 1, 1, -2
     ratios = torch.tensor([[1.5, 0.5, 1.1, 1.0]], dtype=torch.float64)
     behavior = torch.tensor([[-1.0, -2.0, -3.0, NAN]], dtype=torch.float64)
     advantages = torch.tensor([[1.0, 1.0, -2.0, INF]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True, False]])
-    tokens = policy_tokens(behavior + ratios.log(), behavior, advantages, mask, **CLIP)
-    assert tokens.surrogate.tolist() == [pytest.approx([1.3, 0.5, -2.2, 0.0])]
-    assert tokens.is_clipped.tolist() == [[True, False, False, False]]
-    assert tokens.ratio.tolist() == [pytest.approx([1.5, 0.5, 1.1, 0.0])]
-    kl = [r - 1 - math.log(r) for r in (1.5, 0.5, 1.1)]
-    assert tokens.kl.tolist() == [pytest.approx([*kl, 0.0])]
+    shares = torch.tensor([[0.5, 0.25, 0.125, NAN]], dtype=torch.float64)
+    out = clipped_policy_loss(
+        behavior + ratios.log(), behavior, advantages, mask, **CLIP, num_tokens=3, reduction=shares
+    )
+    assert out.loss.item() == pytest.approx(-(1.3 / 2 + 0.5 / 4 - 2.2 / 8))
+    assert out.clip_fraction.item() == pytest.approx(1 / 3)
+    assert out.ratio_max.item() == pytest.approx(1.5)
+    assert out.approx_kl.item() == pytest.approx(sum(r - 1 - math.log(r) for r in (1.5, 0.5, 1.1)) / 3)
 
 
 @given(

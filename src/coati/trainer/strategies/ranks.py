@@ -10,9 +10,8 @@ import math
 import os
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,34 +21,20 @@ from torch import Tensor
 from coati.errors import CheckpointError, ConfigError, DeadlineExceeded
 
 _T = TypeVar("_T")
-_ENV_KEYS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NUMBER_KEYS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+_ENV_KEYS = (*_NUMBER_KEYS, "MASTER_ADDR")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankInfo:
-    """One rank's place in the job."""
+class RankInfo(NamedTuple):
+    """One rank's place in the job, as the five environment variables say."""
 
     rank: int = 0
-    """Number of this process among all, from 0."""
     local_rank: int = 0
     """Number of this process on its machine, from 0."""
     world_size: int = 1
-    """How many processes train together."""
     master_addr: str = ""
     """Host of rank 0, where the ranks meet; empty for a single process."""
     master_port: int = 0
-    """Port of rank 0's store; 0 for a single process."""
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ConfigError(f"WORLD_SIZE must be 1 or more, got {self.world_size}.")
-        if not 0 <= self.rank < self.world_size:
-            raise ConfigError(
-                f"RANK must be from 0 to WORLD_SIZE - 1 = {self.world_size - 1}, got {self.rank}. "
-                "Number the processes from 0."
-            )
-        if self.local_rank < 0:
-            raise ConfigError(f"LOCAL_RANK must be 0 or more, got {self.local_rank}.")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> RankInfo:
@@ -70,20 +55,22 @@ class RankInfo:
                 f"{', '.join(present)} but not {', '.join(missing)}. Set the missing ones, or unset the rest "
                 "to train in one process."
             )
-        return cls(
-            rank=_int_from(environ, "RANK"),
-            local_rank=_int_from(environ, "LOCAL_RANK"),
-            world_size=_int_from(environ, "WORLD_SIZE"),
-            master_addr=environ["MASTER_ADDR"],
-            master_port=_int_from(environ, "MASTER_PORT"),
-        )
-
-
-def _int_from(environ: Mapping[str, str], key: str) -> int:
-    try:
-        return int(environ[key])
-    except ValueError:
-        raise ConfigError(f"environment variable {key} must be a whole number, got {environ[key]!r}.") from None
+        numbers = {}
+        for key in _NUMBER_KEYS:
+            try:
+                numbers[key] = int(environ[key])
+            except ValueError:
+                raise ConfigError(f"environment variable {key} must be a whole number, got {environ[key]!r}.") from None
+        rank, local_rank, world_size, port = numbers.values()
+        if world_size < 1:
+            raise ConfigError(f"WORLD_SIZE must be 1 or more, got {world_size}.")
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"RANK must be from 0 to WORLD_SIZE - 1 = {world_size - 1}, got {rank}. Number the processes from 0."
+            )
+        if local_rank < 0:
+            raise ConfigError(f"LOCAL_RANK must be 0 or more, got {local_rank}.")
+        return cls(rank, local_rank, world_size, environ["MASTER_ADDR"], port)
 
 
 class Ranks:
