@@ -5,7 +5,7 @@ A batch is prepared once, when the learner first sees it: the log-probs of the w
 The prepared fields stay on the batch, so that later epochs are held to the same proximal policy.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -86,7 +86,7 @@ def _clipped(
 ) -> PolicyLossOutput:
     """The clipped surrogate around the policy that sampled the tokens, or around the proximal one."""
     mask, behavior = part.full_action_mask(), part.action_log_probs
-    clip = {"clip_low": algorithm.eps_clip, "clip_high": algorithm.eps_clip_high}
+    clip: dict[str, Any] = {"clip_low": algorithm.eps_clip, "clip_high": algorithm.eps_clip_high}
     proximal = part.proximal_log_probs if algorithm.correction == "decoupled" else None
     if algorithm.ratio == "sequence":
         if proximal is None:
