@@ -129,9 +129,9 @@ def train(
 
 def checked(config: RunSettings, *, sync: bool, address: str | None, has_reward: bool = False) -> RunSettings:
     """Return the settings that a run has, on-policy if it is synchronous. ConfigError if it could not start."""
+    avoid_hub_without_network(config)
     if problems := preflight(config, has_reward=has_reward):
         raise ConfigError("\n".join(problems))
-    avoid_hub_without_network(config)
     _check_device(config, sync=sync)
     if not sync:
         return config
@@ -178,10 +178,10 @@ def execute(
     try:
         log.message = "loading libraries"
         on_progress(log.snapshot())
-        from coati.run import Parts, check_inputs
+        from coati.run import Parts, make_prompts
 
         brought = Parts(**{name: part for name, part in (parts or {}).items() if part is not None})
-        check_inputs(config, brought)
+        next(iter(make_prompts(config)))  # a mistake in prompts or tokenizer is reported now, and not by an actor
         common: dict[str, Any] = {"parts": brought, "on_progress": on_progress, "should_stop": should_stop}
         training: SynchronousRun | DetachedRun
         if sync:

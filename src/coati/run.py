@@ -25,8 +25,7 @@ from coati.models import Actor, Critic, RewardModel
 from coati.models.calls import check_vocabularies, context_length_of
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import load_prompts
-from coati.rewards import FunctionReward, Reward, RewardScorer, build_reward, load_reward_function
-from coati.rollout import GenerateOptions
+from coati.rewards import FunctionReward, Reward, RewardScorer, build_reward
 from coati.trainer.modes import compile_blocks
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
@@ -162,18 +161,6 @@ def make_prompts(config: RunSettings, *, shard: int = 0, num_shards: int = 1, fi
         num_shards=num_shards,
         first_position=first_position,
     )
-
-
-def check_inputs(config: RunSettings, parts: Parts) -> None:
-    """Load what can be wrong and is cheap (prompts, tokenizer, reward functions, generate options) before anything
-    starts, so that a mistake is reported at once and not by an actor."""
-    GenerateOptions.parse(**config.rollout.generate_options)
-    next(iter(make_prompts(config)))
-    if parts.reward is not None:
-        return
-    for function in (config.reward.function, *(term.function for term in config.reward.terms)):
-        if function:
-            load_reward_function(function, config.reward_search_paths)
 
 
 def work_share(config: RunSettings, *, maker_index: int = 0, max_staleness: int | None = None) -> WorkShare:

@@ -1,32 +1,32 @@
 """Checks before anything starts: are the model, the prompts and the reward really there?
 
-They need no torch and import no reward, so a dry run makes them in an instant. What only a hub or an import can tell (a
-hub name, a column of a Parquet file) is left to the run itself.
+They need no torch, so a dry run makes them in an instant, unless the reward's own module takes longer to import. What
+only a hub or `datasets` can tell (a hub name, a column of a Parquet file) is left to the run itself.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib
 import importlib.util
+import inspect
 import json
 import logging
 import os
-import re
 import socket
 import sys
 import urllib.request
-from collections.abc import Iterator, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
 from coati.config.run_settings import RunSettings
-from coati.errors import DataError
+from coati.errors import ConfigError, DataError
 from coati.prompts.table import FILE_SUFFIXES, load_prompts
 
 logger = logging.getLogger(__name__)
@@ -261,86 +261,98 @@ def _reward_problems(config: RunSettings, columns: Sequence[str] | None) -> Iter
     functions = {"reward.function": config.reward.function} | {
         f"reward.terms[{index}].function": term.function for index, term in enumerate(config.reward.terms)
     }
-    for key, function in functions.items():
-        if function and (problem := find_reward_problem(key, function, config.reward_search_paths, columns)):
-            yield problem
-
-
-def find_reward_problem(
-    key: str, function: str, search_paths: Sequence[Path], columns: Sequence[str] | None = None
-) -> str | None:
-    """Find what is wrong with a reward function that the setting `key` gives as "module:function".
-
-    `columns` are the dataset's, where they are known: a parameter without a default must be one of them.
-    """
-    key, (module, _, name) = f"{key} {function!r}", function.partition(":")
-    spec = find_module(module, search_paths)
-    if spec is None:
-        searched = ", ".join(dict.fromkeys(map(str, search_paths))) or "no folder"
-        return (
-            f"{key}: there is no module {module!r} in {searched} or the installed packages. Check the name, or add its "
-            "folder to reward.search_paths."
-        )
-    if not (spec.origin or "").endswith(".py"):
-        return None  # compiled or built in: only the import can tell
-    try:
-        source = Path(str(spec.origin)).read_text(encoding="utf-8")
-        tree = ast.parse(source)
-    except SyntaxError as error:
-        return f"{key}: {spec.origin}:{error.lineno} has a syntax error ({error.msg}). Correct that line."
-    except (OSError, ValueError):
-        return None  # odd source encodings and the like: only the import can tell
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    if name in functions:
-        return _signature_problem(key, functions[name], columns)
-    other_ways = (
-        rf"^{name}\s*[:=]|^\s*(?:async )?(?:def|class) {name}\b|import[^\n]*\b{name}\b|import\s*\([^)]*\b{name}\b"
-    )
-    if re.search(rf"{other_ways}|import \*|__getattr__|globals\(", source, re.MULTILINE):
-        return None  # it may be defined in another way
-    close = difflib.get_close_matches(name, functions, n=3)
-    hint = f"Did you mean {', '.join(close)}?" if close else f"It defines {', '.join(functions) or 'no function'}."
-    return f"{key}: {spec.origin} has no {name!r}. {hint}"
-
-
-def _signature_problem(
-    key: str, node: ast.FunctionDef | ast.AsyncFunctionDef, columns: Sequence[str] | None
-) -> str | None:
-    """Find a parameter that nothing will be passed for, as far as the source tells."""
-    if columns is None or node.decorator_list:
-        return None
-    positional, keywords = (
-        [*node.args.posonlyargs, *node.args.args],
-        zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
-    )
-    required = positional[: len(positional) - len(node.args.defaults)]
-    required += [argument for argument, default in keywords if default is None]
-    unknown = [arg.arg for arg in required if arg.arg not in ("prompts", "completions", *columns)]
-    if not unknown:
-        return None
-    return (
-        f"{key} has a parameter {unknown[0]!r}, but a reward gets prompts, completions and the dataset's columns "
-        f"({', '.join(sorted(columns)) or 'none'}). Rename it, give it a default, or add the column."
-    )
-
-
-def find_module(module: str, search_paths: Sequence[Path]) -> ModuleSpec | None:
-    """Find a module by its dotted name without importing it or any package above it.
-
-    `importlib.util.find_spec("a.b")` would import `a`.
-    """
-    importlib.invalidate_caches()  # a file written a moment ago must be seen
-    first, *rest = module.split(".")
-    spec = PathFinder.find_spec(first, [*map(str, search_paths), *sys.path])
-    if spec is None:  # built in, frozen, or an editable install with a finder of its own
+    for key, name in functions.items():
+        if not name:
+            continue
         try:
-            spec = importlib.util.find_spec(first)
-        except ValueError:  # modules such as __main__ have no spec
-            return None
-    name = first
-    for part in rest:
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        name = f"{name}.{part}"
-        spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
-    return spec
+            function = load_reward_function(name, config.reward_search_paths)
+        except ConfigError as error:
+            yield f"{key}: {error}"
+            continue
+        if columns is None:
+            continue
+        parameters = keyword_parameters(function) or {}
+        needed = [parameter for parameter, is_required in parameters.items() if is_required]
+        if missing := [parameter for parameter in needed if parameter not in ("prompts", "completions", *columns)]:
+            yield (
+                f"{key} {name!r} has a parameter {missing[0]!r}, but a reward gets prompts, completions and the "
+                f"dataset's columns ({', '.join(sorted(columns)) or 'none'}). Rename it, give it a default, or add the "
+                "column."
+            )
+
+
+def load_reward_function(name: str, search_paths: Sequence[Path] = ()) -> Callable[..., Any]:
+    """Import the function that "module:function" names.
+
+    The search paths come first in `sys.path` during the import, and last from then on, because a reward may import its
+    neighbours when it is called.
+
+    Raises:
+        ConfigError: on bad syntax, a missing or broken module, a missing name, or something that is not callable.
+
+    Example:
+        >>> load_reward_function("math:sqrt")(9.0)
+        3.0
+    """
+    module_name, _, attribute = name.partition(":")
+    if not all(map(str.isidentifier, (attribute, *module_name.split(".")))):
+        raise ConfigError(
+            f'A reward function must be given as "module:function", got {name!r}. '
+            'For praise() in rewards.py write "rewards:praise".'
+        )
+    module = _import_module(name, module_name, list(dict.fromkeys(str(Path(path).resolve()) for path in search_paths)))
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
+    if not hasattr(module, attribute):
+        sys.modules.pop(module_name)  # to be read again when it is corrected
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+        close = difflib.get_close_matches(attribute, own, n=3)
+        hint = f"Did you mean {', '.join(close)}?" if close else f"It defines {', '.join(own) or 'no function'}."
+        raise ConfigError(f"Reward function {name!r}: {module.__file__} has no {attribute!r}. {hint}")
+    if not callable(function):
+        raise ConfigError(f"Reward function {name!r}: {attribute!r} is a {type(function).__name__}, not a function.")
+    return function
+
+
+def _import_module(name: str, module: str, paths: list[str]) -> ModuleType:
+    sys.path[:0] = paths
+    importlib.invalidate_caches()  # a file written a moment ago must be seen
+    first = module.partition(".")[0]
+    spec, loaded = PathFinder.find_spec(first), getattr(sys.modules.get(first), "__file__", None)
+    try:
+        if spec is not None and spec.has_location and loaded not in (None, spec.origin):
+            raise ConfigError(
+                f"Reward function {name!r}: {spec.origin} is meant, but {first!r} is already imported from {loaded}. "
+                "Rename your module."
+            )
+        return importlib.import_module(module)
+    except ConfigError:
+        raise
+    except Exception as error:  # a module may raise anything
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"Reward function {name!r}: there is no module {error.name!r} in {', '.join(paths) or 'no folder'} or "
+                "the installed packages. Check the name, or add its folder to reward.search_paths."
+            ) from None
+        raise ConfigError(
+            f"Reward function {name!r}: importing {spec.origin if spec else module} raised {type(error).__name__}: "
+            f"{error}."
+        ) from error
+    finally:
+        for path in paths:
+            sys.path.remove(path)
+        sys.path.extend(path for path in paths if path not in sys.path)
+
+
+def keyword_parameters(function: Callable[..., Any]) -> dict[str, bool] | None:
+    """Return the parameters that can be passed by keyword, with True for required ones; None = takes any."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some compiled functions do not tell: offer the two that every reward knows
+        return {"prompts": True, "completions": True}
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {
+        parameter.name: parameter.default is inspect.Parameter.empty
+        for parameter in parameters
+        if parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    }

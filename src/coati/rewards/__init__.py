@@ -1,8 +1,9 @@
 """Rewards: functions over text, reward models, and weighted sums; every one with a name and a deadline."""
 
+from coati.config.checks import load_reward_function
 from coati.rewards.base import ModelReward, Reward, RewardRequest, WeightedSum
 from coati.rewards.function import FunctionReward
-from coati.rewards.loading import build_reward, load_reward_function
+from coati.rewards.loading import build_reward
 from coati.rewards.scorer import PendingScores, RewardScorer
 
 __all__ = [

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from coati.background import run_in_background
+from coati.config.checks import keyword_parameters
 from coati.counting import counted
 from coati.errors import RewardError
 from coati.rewards.base import Reward, RewardRequest
@@ -48,7 +49,7 @@ class FunctionReward(Reward):
         # A function that asks a model on the GPU sets this to False: it would get in the way of the other models.
         self.is_host_work = bool(getattr(function, "is_host_work", True))
         self._function = function
-        self._parameters = _keyword_parameters(function)
+        self._parameters = keyword_parameters(function)
 
     def score(self, request: RewardRequest) -> Tensor:
         """Return one score per sample, [B] float32 on the CPU.
@@ -149,21 +150,6 @@ def _listed(returned: Any, expected: int) -> list[Any] | None:
         return None
     # One more than expected is enough to know that there are too many, even if the source never ends.
     return list(returned) if hasattr(returned, "__len__") else list(itertools.islice(returned, expected + 1))
-
-
-def _keyword_parameters(function: Callable[..., Any]) -> dict[str, bool] | None:
-    """Return the parameters that can be passed by keyword, with True for required ones; None = takes any."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some compiled functions do not tell: offer the two that every reward knows
-        return {"prompts": True, "completions": True}
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {
-        parameter.name: parameter.default is inspect.Parameter.empty
-        for parameter in parameters
-        if parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    }
 
 
 def _excerpt(text: str) -> str:

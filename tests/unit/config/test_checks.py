@@ -1,4 +1,4 @@
-"""Checks of what settings point at, without torch and without importing the reward."""
+"""Checks of what settings point at, without torch."""
 
 import json
 import os
@@ -24,8 +24,13 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "model/config.json").write_text("{}")
     write_weights(tmp_path / "model/model.safetensors", ["model.norm.weight"])
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the film"}\n')
-    (tmp_path / "scoring.py").write_text("raise SystemExit('must not be imported')\ndef praise(completions): ...\n")
-    return tmp_path
+    (tmp_path / "scoring.py").write_text("def praise(completions): ...\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
 
 
 def write_weights(path, names, *, missing=0):
@@ -40,9 +45,8 @@ def problems(*overrides):
     return preflight(load_config(None, [*required, *overrides]))
 
 
-def test_a_sound_run_has_no_problems_and_imports_nothing(folder):
+def test_a_sound_run_has_no_problems(folder):
     assert problems() == []
-    assert "scoring" not in sys.modules
 
 
 def test_a_missing_model_folder(folder):
@@ -96,44 +100,11 @@ def test_a_prompt_path_that_is_nothing(folder):
     assert problems("prompts.path=someone/dataset") == []
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        ("scorin:praise", "no module 'scorin'"),
-        ("scoring:prais", "Did you mean praise?"),
-        ("scoring:zzz", "It defines praise."),
-        ("scoring:completions", "It defines praise."),  # the name of a parameter
-        ("scoring.deeper:praise", "no module 'scoring.deeper'"),
-        ("broken:praise", "broken.py:1 has a syntax error"),
-    ],
-)
-def test_reward_functions_are_looked_up_in_the_source(folder, function, expected):
-    (folder / "broken.py").write_text("def (:\n")
-    (problem,) = problems(f"reward.function={function}")
-    assert f"reward.function {function!r}" in problem
-    assert expected in problem
-
-
-def test_all_the_ways_to_define_a_name_count(folder):
-    (folder / "ways.py").write_text(
-        "from scoring import praise as borrowed\n"
-        "assigned = lambda completions: ...\n"
-        "try:\n    import json\nexcept ImportError:\n    def fallback(completions): ...\n"
-        "class Judge: ...\n"
-    )
-    for name in ("borrowed", "assigned", "fallback", "Judge", "json"):
-        assert problems(f"reward.function=ways:{name}") == [], name
-    assert len(problems("reward.function=ways:missing")) == 1
-    (folder / "stars.py").write_text("from scoring import *\n")
-    assert problems("reward.function=stars:anything") == []
-
-
-def test_packages_are_found_without_importing_them(folder):
-    (folder / "package").mkdir()
-    (folder / "package/__init__.py").write_text("raise SystemExit('must not be imported')\n")
-    (folder / "package/judge.py").write_text("def praise(completions): ...\n")
-    assert problems("reward.function=package.judge:praise") == []
-    assert problems("reward.function=math:sqrt") == []  # built in: only the import can tell
+def test_reward_functions_are_imported(folder):
+    (problem,) = problems("reward.function=scoring:prais")
+    assert problem.startswith("reward.function: ")
+    assert "'scoring:prais'" in problem
+    assert problems("reward.function=math:sqrt") == []  # does not tell its parameters
 
 
 def test_the_folder_of_the_toml_file_is_searched_first(folder):
@@ -153,7 +124,7 @@ def test_an_output_that_is_a_file(folder):
 def test_each_term_is_checked(folder):
     terms = '[{ function = "scoring:praise" }, { function = "scoring:nope" }, { model = "./gone" }]'
     found = problems("reward.function=''", f"reward.terms={terms}")
-    assert [problem.split()[0] for problem in found] == ["reward.terms[2].model", "reward.terms[1].function"]
+    assert [problem.split()[0] for problem in found] == ["reward.terms[2].model", "reward.terms[1].function:"]
 
 
 def test_the_example_is_sound_but_for_the_demo_model():

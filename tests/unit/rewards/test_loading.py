@@ -68,6 +68,15 @@ def test_a_missing_function_lists_close_names(folder):
         load_reward_function("near:zzz", [folder])
 
 
+def test_a_module_that_was_corrected_is_read_again(folder, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # its time stamps are too coarse for a test
+    (folder / "draft.py").write_text("def blame(): ...\n")
+    with pytest.raises(ConfigError, match="blame"):
+        load_reward_function("draft:praise", [folder])
+    (folder / "draft.py").write_text("def praise(): ...\n")
+    assert callable(load_reward_function("draft:praise", [folder]))
+
+
 def test_something_that_is_not_callable(folder):
     (folder / "data.py").write_text("praise = 3\n")
     with pytest.raises(ConfigError, match=r"'data:praise'.* int"):
@@ -79,7 +88,7 @@ def test_something_that_is_not_callable(folder):
     [
         ("import a_library_nobody_has as praise\n", "ModuleNotFoundError: No module named 'a_library_nobody_has'"),
         ("praise = 1 / 0\n", "ZeroDivisionError: division by zero"),
-        ("def (:\n", "syntax error"),
+        ("def (:\n", "SyntaxError: "),
     ],
 )
 def test_a_module_that_does_not_import_shows_its_own_error(folder, source, expected):
