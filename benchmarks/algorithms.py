@@ -46,7 +46,7 @@ def settings(name: str, seed: int, *, base: str, folder: str, steps: int, kl: fl
                 "warmup_steps": 2,
             },
             "topology": {"max_staleness": 0, "threads_per_actor": 1},
-            "logging": {"tensorboard": False, "samples_every_versions": 0},
+            "logging": {"tensorboard": False, "samples_kept": 0},
         }
     )
 

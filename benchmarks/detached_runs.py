@@ -154,7 +154,7 @@ class Workload:
                     "gpus_per_trainer": self.trainer_share if on_gpu else 0.0,
                     "gpu_sharing": self.gpu_sharing,
                 },
-                "logging": {"tensorboard": False, "samples_every_versions": 0},
+                "logging": {"tensorboard": False, "samples_kept": 0},
             }
         )
 

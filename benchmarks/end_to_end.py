@@ -310,7 +310,7 @@ gpu_sharing = "{arguments.gpu_sharing if is_gpu else "slices"}"
 
 [logging]
 tensorboard = false
-samples_every_versions = 0
+samples_kept = 0
 """
 
 

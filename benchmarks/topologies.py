@@ -41,7 +41,7 @@ def settings(makers: int, trainers: int, *, base: str, folder: str, steps: int, 
                 "warmup_steps": 2,
             },
             "topology": {"makers": makers, "trainers": trainers, "max_staleness": staleness, "threads_per_actor": 1},
-            "logging": {"tensorboard": False, "samples_every_versions": 0},
+            "logging": {"tensorboard": False, "samples_kept": 0},
         }
     )
 

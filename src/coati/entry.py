@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from coati.config import RunSettings, build_config, load_config, preflight
 from coati.config.checks import avoid_hub_without_network
-from coati.config.plan import OutputFiles, output_files
 from coati.errors import ConfigError
 from coati.monitor import RunLog, RunSnapshot, TensorBoardTracker, Tracker
 from coati.run_folder import check_inputs_outside, open_run_folder
@@ -32,8 +31,6 @@ class RunResult:
 
     config: RunSettings
     """The settings it ran with."""
-    files: OutputFiles
-    """Where everything is; `files.model` is a folder that transformers loads."""
     rewards: Sequence[tuple[float, float]]
     """(weight version, mean reward of the samples that it wrote)."""
     kls: Sequence[tuple[float, float]]
@@ -48,8 +45,8 @@ class RunResult:
 
     @property
     def model(self) -> Path:
-        """The folder of the trained policy."""
-        return self.files.model
+        """The folder of the trained policy, which transformers loads."""
+        return self.folder / "model"
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -59,7 +56,7 @@ class RunResult:
         """
         from coati.monitor import read_jsonl
 
-        return {name: value for row in read_jsonl(self.files.metrics) for name, value in row.items()}
+        return {name: value for row in read_jsonl(self.folder / "metrics.jsonl") for name, value in row.items()}
 
     @property
     def folder(self) -> Path:
@@ -164,14 +161,13 @@ def execute(
 
     `on_begin` is called when everything is loaded and training begins; `parts` are fields of `coati.run.Parts`.
     """
-    files = output_files(config)
     started = time.monotonic()
-    own = [] if files.tensorboard is None else [TensorBoardTracker(files.tensorboard)]
+    folder = config.output_folder
+    own = [TensorBoardTracker(folder / "tensorboard")] if config.logging.writes_tensorboard else []
     log = RunLog(
-        config.output_folder,
+        folder,
         total_steps=config.train.optimizer_steps,
         trackers=[*own, *trackers],
-        samples_every_versions=config.logging.samples_every_versions,
         max_spans=config.logging.spans_kept,
         on_begin=on_begin,
     )
@@ -192,13 +188,12 @@ def execute(
             from coati.ray.launcher import DetachedRun
 
             training = DetachedRun(config, log, address=address, log_to_driver=log_to_driver, **common)
-        training.run(str(files.model.resolve()))
+        training.run(str(folder.resolve() / "model"))
         was_stopped = should_stop() and log.snapshot().step < config.train.optimizer_steps
     finally:
         log.close()
     return RunResult(
         config=config,
-        files=files,
         rewards=log.rewards,
         kls=log.kls,
         num_samples=log.num_samples,

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TextIO
 
 from coati.config import RunSettings, dump_config
-from coati.config.plan import output_files
 from coati.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ def _begin(config: RunSettings) -> None:
     folder = config.output_folder
     with _as_config_error(folder):
         _delete(folder, set(RUN_FILES) - set(_CONTROL_FILES))
-        output_files(config).config.write_text(dump_config(config.with_absolute_paths()), encoding="utf-8")
+        (folder / "config.toml").write_text(dump_config(config.with_absolute_paths()), encoding="utf-8")
 
 
 def _delete(folder: Path, names: Iterable[str]) -> None:

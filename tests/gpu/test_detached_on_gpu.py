@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coati.config import build_config
-from coati.config.plan import output_files
 from coati.demo.base_model import ensure_base_model
 from coati.demo.grammar import PROMPTS
 from coati.monitor import RunLog, read_jsonl
@@ -39,15 +38,14 @@ def test_the_detached_pipeline_learns_on_half_a_card_each(tmp_path, gpu_sharing)
             "logging": {"tensorboard": False},
         }
     )
-    files = output_files(config)
     config.output_folder.mkdir()
     log = RunLog(config.output_folder, total_steps=50)
-    DetachedRun(config, log).run(str(files.model))
+    DetachedRun(config, log).run(str(config.output_folder / "model"))
     log.close()
     assert not ray.is_initialized()
     rewards = [reward for _, reward in log.rewards]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.3
-    assert max(line.get("train/age_max", 0.0) for line in read_jsonl(files.metrics)) <= 1
-    AutoModelForCausalLM.from_pretrained(files.model)
+    assert max(line.get("train/age_max", 0.0) for line in read_jsonl(config.output_folder / "metrics.jsonl")) <= 1
+    AutoModelForCausalLM.from_pretrained(config.output_folder / "model")
     assert torch.cuda.is_available()
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ

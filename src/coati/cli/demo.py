@@ -127,14 +127,14 @@ def _show_files(console: Console, result: RunResult, *, seconds: float) -> None:
     console.print(
         f"Reward curve:  {page}\n"
         f"Model:         {result.model}\n"
-        f"Metrics:       {result.files.metrics}\n"
+        f"Metrics:       {result.folder / 'metrics.jsonl'}\n"
         f"Whole run:     {seconds:.0f} s\n"
         "\n[bold]Try next[/]\n"
         f'  the model:      {python} -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', '{result.model}')('the film', max_new_tokens=16))\"\n"
         f"  another reward: {coati} train examples/film/run.toml   (its rewards.py is yours to change)\n"
         f"  its time:       {coati} report {result.folder}\n"
-        f"  the same run:   {coati} train {result.files.config} --set run.output=runs/again",
+        f"  the same run:   {coati} train {result.folder / 'config.toml'} --set run.output=runs/again",
         highlight=False,
         soft_wrap=True,
     )

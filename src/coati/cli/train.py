@@ -13,7 +13,6 @@ from rich.console import Console
 
 from coati import entry
 from coati.config import RunSettings, load_config, plan_lines
-from coati.config.plan import output_files
 from coati.entry import RunResult, checked
 from coati.errors import RunStopped
 from coati.monitor.live import LiveView
@@ -57,12 +56,13 @@ def run_train(
         )
     if outcome.num_skipped_prompts:
         console.print(f"[yellow]Prompts were skipped {outcome.num_skipped_prompts:,} times[/]: they do not fit.")
-    console.print(f"Model:       {outcome.files.model}", highlight=False)
-    console.print(f"Metrics:     {outcome.files.metrics}", highlight=False)
-    console.print(f"Samples:     {outcome.files.samples}", highlight=False)
-    console.print(f"Report:      coati report {config.output_folder}", highlight=False)
-    if outcome.files.tensorboard is not None:
-        console.print(f"TensorBoard: tensorboard --logdir {outcome.files.tensorboard}", highlight=False)
+    folder = outcome.folder
+    console.print(f"Model:       {outcome.model}", highlight=False)
+    console.print(f"Metrics:     {folder / 'metrics.jsonl'}", highlight=False)
+    console.print(f"Samples:     {folder / 'samples.jsonl'}", highlight=False)
+    console.print(f"Report:      coati report {folder}", highlight=False)
+    if config.logging.writes_tensorboard:
+        console.print(f"TensorBoard: tensorboard --logdir {folder / 'tensorboard'}", highlight=False)
     if outcome.was_stopped:
         raise SystemExit(EXIT_STOPPED)
 
@@ -80,7 +80,7 @@ def execute(
 
     `on_begin` is called when everything is loaded and training begins.
     """
-    if config.logging.tensorboard and output_files(config).tensorboard is None:
+    if config.logging.tensorboard and not config.logging.writes_tensorboard:
         console.print(
             "TensorBoard is not installed; metrics.jsonl has the metrics. To install it: pip install tensorboard"
         )

@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 _CONNECT_SECONDS = 3.0
 # Enough rows to meet a wrong column or a wrong kind of prompt, few enough to be instant on any file.
 _PEEKED_ROWS = 8
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _VALUE_HEAD = "value_head.safetensors"  # `coati.models.value_head.HEAD_FILE`, which needs torch
 
 
@@ -115,30 +114,19 @@ def folder_problem(folder: Path) -> str | None:
     return None
 
 
-def _weight_names(folder: Path) -> frozenset[str]:
-    """Return the names of the weights in a model's safetensors files; ValueError says what is wrong with them."""
-    files = [_WEIGHTS]
-    if (folder / _INDEX).is_file():
-        index = (read_json(folder / _INDEX) or {}).get("weight_map")
-        if not isinstance(index, dict) or not index:
-            raise ValueError(f"whose {_INDEX} has no weight_map")
-        files = sorted(set(map(str, index.values())))
-    elif not (folder / _WEIGHTS).is_file():
-        if any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.bin.index.json")):
-            return frozenset()  # only transformers can look into them
-        raise ValueError(f"which has no weights ({_WEIGHTS}, or {_INDEX} and its parts)")
+def _weight_names(folder: Path) -> set[str]:
+    """Return the names of the weights in a model's safetensors files; ValueError names a file that is damaged.
+
+    Whether files are missing, only loading tells.
+    """
     names: set[str] = set()
-    for name in files:
+    for path in folder.glob("*.safetensors"):
         try:
-            with safe_open(folder / name, framework="numpy") as file:
+            with safe_open(path, framework="numpy") as file:
                 names.update(file.keys())
-                if not file.keys():
-                    raise ValueError(f"whose {name} is empty")
-        except FileNotFoundError:
-            raise ValueError(f"which lacks {name}") from None
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"whose {name} is damaged ({error})") from None
-    return frozenset(names)
+            raise ValueError(f"whose {path.name} is damaged ({error})") from None
+    return names
 
 
 def _model_problems(config: RunSettings) -> Iterator[str]:

@@ -7,8 +7,6 @@ What is left when `update_steps` does not divide `total_steps` is trained as one
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass
 from pathlib import Path
 
 from coati.config.checks import read_json
@@ -19,36 +17,6 @@ from coati.counting import counted
 
 _ROUNDED_RATE = 1e-4  # an optimizer's step is about its rate, and weights are about a hundredth
 _TIMES = "\N{MULTIPLICATION SIGN}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputFiles:
-    """Where a run writes what."""
-
-    config: Path
-    """The resolved settings."""
-    metrics: Path
-    samples: Path
-    spans: Path | None
-    """What every actor did when; None when it is off."""
-    tensorboard: Path | None
-    """A folder; None when it is off, or the tensorboard package is not installed."""
-    model: Path
-    """The final policy: a folder that transformers loads."""
-
-
-def output_files(config: RunSettings) -> OutputFiles:
-    """Name every file that the run will write, all under `config.output_folder`."""
-    folder = config.output_folder
-    has_tensorboard = config.logging.tensorboard and importlib.util.find_spec("tensorboard") is not None
-    return OutputFiles(
-        config=folder / "config.toml",
-        metrics=folder / "metrics.jsonl",
-        samples=folder / "samples.jsonl",
-        spans=folder / "spans.jsonl" if config.logging.spans_kept else None,
-        tensorboard=folder / "tensorboard" if has_tensorboard else None,
-        model=folder / "model",
-    )
 
 
 def plan_lines(config: RunSettings) -> list[str]:
@@ -128,18 +96,18 @@ def _total_lines(config: RunSettings) -> list[str]:
 
 
 def _place_lines(config: RunSettings) -> list[str]:
-    model, train, reward, files = config.model, config.train, config.reward, output_files(config)
+    model, train, reward = config.model, config.train, config.reward
     source = "the actor's body" if model.critic == "actor" else model.critic
     critic = f"critic from {source}" if config.algorithm.uses_critic else "no critic"
     terms = [f"{term.weight:g} {_TIMES} {term.label}" for term in reward.terms]
-    written = (files.config, files.metrics, files.samples, files.spans, files.tensorboard)
+    written = ["config.toml", "metrics.jsonl", "samples.jsonl"] + ["spans.jsonl"] * bool(config.logging.spans_kept)
+    written += ["tensorboard"] * config.logging.writes_tensorboard
     checkpoints = f"; every {counted(train.save_every, 'version')} in checkpoints/" if train.save_every else ""
     lines = [
         f"Model: {model.path}{' with LoRA adapters' if config.lora.rank else ''}; reference {config.reference_path}, "
         f"{critic}.",
         f"Reward: {' + '.join(terms) or reward.function or reward.model}.",
-        f"Output: {config.output_folder}/ ({', '.join(path.name for path in written if path)}; final model in "
-        f"{files.model.name}/{checkpoints}).",
+        f"Output: {config.output_folder}/ ({', '.join(written)}; final model in model/{checkpoints}).",
     ]
     keeps_bits = train.mixed_precision or config.lora.rank  # peft keeps adapters in float32
     if model.dtype == "bfloat16" and not keeps_bits and train.actor_lr < _ROUNDED_RATE:

@@ -5,6 +5,7 @@ Rules between keys of one section live in that section; rules between sections l
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -322,6 +323,7 @@ class TopologySettings(Section, section="topology"):
         "How makers check new weights beyond names, shapes, dtypes and counts: checksum = every byte, before they "
         "serve; canary = that, and afterwards the log-probs of a fixed prompt against the trainer's; off = not at all.",
     )
+
     chunk_mib: float = setting(
         64.0,
         "Weights travel in chunks of at most so many MiB; a single tensor that is larger is its own chunk. Between "
@@ -359,12 +361,16 @@ class Deadlines(Section, section="deadlines"):
 class LoggingSettings(Section, section="logging"):
     """`[logging]`: what is written besides metrics.jsonl."""
 
-    tensorboard: bool = setting(True, "Write TensorBoard files too.")
-    samples_every_versions: int = setting(1, "Write samples every so many weight versions; 0 = never.", ge=0)
-    samples_kept: int = setting(4, "Samples written each time.", ge=0)
+    tensorboard: bool = setting(True, "Write TensorBoard files too, if the tensorboard package is installed.")
+    samples_kept: int = setting(4, "Samples of each weight version written to samples.jsonl; 0 = none.", ge=0)
     spans_kept: int = setting(
         200_000,
         "Spans of the actors' time (generate, train, wait for data, …) written to spans.jsonl for coati report, about "
         "110 bytes each; 0 = none.",
         ge=0,
     )
+
+    @property
+    def writes_tensorboard(self) -> bool:
+        """Whether TensorBoard files are asked for and can be written."""
+        return self.tensorboard and importlib.util.find_spec("tensorboard") is not None

@@ -37,7 +37,6 @@ class RunLog:
         *,
         total_steps: int,
         trackers: Sequence[Tracker] = (),
-        samples_every_versions: int = 1,
         max_spans: int = 0,
         clock: Callable[[], float] = time.monotonic,
         on_begin: Callable[[], None] = lambda: None,
@@ -45,7 +44,6 @@ class RunLog:
         self._folder = folder
         self._trackers = trackers
         self._failed: set[str | int] = set()  # files and trackers that could not be written
-        self._samples_every = samples_every_versions
         self._num_spans_left = max_spans
         self._clock = clock
         self._rows: deque[dict[str, float]] = deque()  # one for each training step, not yet written
@@ -187,9 +185,9 @@ class RunLog:
             self._track("log", int(row["step"]), numbers)
 
     def _keep_samples(self, version: int, samples: list[dict[str, Any]]) -> None:
-        if not samples or self._samples_every <= 0 or version < self._next_sampled_version:
+        if not samples or version < self._next_sampled_version:
             return
-        self._next_sampled_version = version - version % self._samples_every + self._samples_every
+        self._next_sampled_version = version + 1
         self._append("samples", [{"version": version, **sample} for sample in samples])
         first = samples[0]
         text = f"{first['prompt']} **{first['response']}** (reward {first['reward']:.3f})"
