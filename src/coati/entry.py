@@ -210,17 +210,11 @@ def _settings(
     reward: Callable[..., Any] | None,
 ) -> RunSettings:
     """Read and check the settings; a reward function takes the place of whatever `[reward]` names."""
-    named = None if reward is None else _name_of(reward)
+    if reward is not None:
+        overrides = [*overrides, f"reward.function={_name_of(reward)}", "reward.model=''", "reward.terms=[]"]
     if isinstance(config, RunSettings):
-        if overrides:
-            raise ConfigError("overrides need a TOML file or a table, got RunSettings. Change the settings instead.")
-        if named is None:
-            return config
-        section = config.reward.model_copy(update={"function": named, "model": "", "terms": ()})
-        return config.model_copy(update={"reward": section})
-    if isinstance(config, Mapping):
-        return build_config(config, overrides, reward=named)
-    return load_config(Path(config), overrides, reward=named)
+        config = config.model_dump()
+    return build_config(config, overrides) if isinstance(config, Mapping) else load_config(Path(config), overrides)
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -232,7 +226,7 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 def _check_device(config: RunSettings, *, sync: bool) -> None:
     """Ray hides a machine's GPUs from actors that have no share of one."""
-    if sync or not config.model.device.startswith("cuda"):
+    if sync or config.model.device != "cuda":
         return
     for name in ("gpus_per_trainer", "gpus_per_maker"):
         if getattr(config.topology, name) == 0:

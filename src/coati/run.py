@@ -70,15 +70,12 @@ def maker_device(config: RunSettings) -> torch.device:
     return choose_device(None if config.model.device == "auto" else config.model.device, local_rank=0)
 
 
-def trainer_models(config: RunSettings) -> tuple[Actor, Critic | None]:
-    """Load what a trainer trains; no critic where the algorithm needs none.
+def trainer_models(config: RunSettings, *, for_maker: bool = False) -> tuple[Actor, Critic | None]:
+    """Load what a trainer trains, or a maker serves of it; no critic where the algorithm needs none.
 
     Seeded, so that every process that builds them gets the same weights.
     """
-    return _trained_models(config, torch.float32 if config.train.mixed_precision else _dtype(config))
-
-
-def _trained_models(config: RunSettings, dtype: torch.dtype) -> tuple[Actor, Critic | None]:
+    dtype = torch.float32 if config.train.mixed_precision and not for_maker else _dtype(config)
     torch.manual_seed(config.run.seed)
     actor = _loaded("model.path", config.model.path, Actor, lora=config.lora, dtype=dtype)
     if not config.algorithm.uses_critic:
@@ -95,7 +92,7 @@ def maker_models(
 
     With `train.compile` the blocks of those that only score are compiled; the actor is left to the rollout engine.
     """
-    actor, critic = _trained_models(config, _dtype(config))
+    actor, critic = trainer_models(config, for_maker=True)
     reference = _loaded("model.reference", config.reference_path, Actor, dtype=_dtype(config))
     if config.train.compile:
         for model in (reference, critic):

@@ -69,8 +69,8 @@ def test_what_cannot_run_is_told_before_anything_starts(film_run):
         coati.train(film_run, overrides=["topology.makers=2"], sync=True)
     with pytest.raises(ConfigError, match="reward must be"):
         coati.train(film_run, reward=[lambda completions: [0.0]])
-    with pytest.raises(ConfigError, match="overrides"):
-        coati.train(coati.load_config(film_run), overrides=["train.epochs=2"])
+    with pytest.raises(ConfigError, match=r"train\.epochs"):
+        coati.train(coati.load_config(film_run), overrides=["train.epochs=0"])
 
 
 def test_names_are_listed_and_nothing_heavy_is_imported():

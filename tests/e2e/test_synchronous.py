@@ -254,7 +254,7 @@ def test_a_reward_that_always_raises_ends_with_a_reward_error(run):
 def test_a_stop_ends_it_with_what_was_trained(run):
     outcome = run(train={"total_steps": 50}, should_stop=lambda outcome: len(outcome.snapshots) >= 2)
     assert [snapshot.step for snapshot in outcome.snapshots] == [1, 2, 2]  # two batches, and the end
-    assert outcome.log.trainer_version == 1  # what the second batch was trained on; the third never came
+    assert outcome.log.trainer_version == 2  # the weights after the second batch; the third never came
 
 
 def test_the_clock_starts_with_training(run):

@@ -144,7 +144,7 @@ class RunSettings(Section):
                 return
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = (), *, reward: str | None = None) -> RunSettings:
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunSettings:
     """Read settings from a TOML file (or none), apply overrides, check everything.
 
     Relative paths in the file count from its folder if they exist there, else from the working directory. Two defaults
@@ -153,7 +153,6 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), *, reward: str
     Args:
         path: the TOML file; None starts from nothing but the overrides.
         overrides: `section.key=value` each, the value in TOML's spelling; what is not TOML counts as a bare text.
-        reward: the name of a function that replaces whatever `[reward]` names.
 
     Raises:
         ConfigError: with one line per problem.
@@ -166,19 +165,17 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), *, reward: str
         (2, 'rewards:f')
     """
     if path is None:
-        return build_config({}, overrides, reward=reward)
+        return build_config({}, overrides)
     path = Path(path)
     data = _with_algorithm_table(_read_toml(path))
     run = data.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", path.stem)
     _count_from(path.parent, data)
-    return build_config(data, overrides, reward=reward, source=str(path))
+    return build_config(data, overrides, source=str(path))
 
 
-def build_config(
-    data: Mapping[str, Any], overrides: Sequence[str] = (), *, reward: str | None = None, source: str = ""
-) -> RunSettings:
+def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "") -> RunSettings:
     """Turn a table of sections into checked settings; `source` is named in the error, the rest is as in `load_config`.
 
     Raises:
@@ -187,12 +184,6 @@ def build_config(
     sections = copy.deepcopy(_with_algorithm_table(data))
     for override in overrides:
         _apply_override(sections, override)
-    if reward is not None:
-        named = sections.get("reward", {})
-        sections["reward"] = {key: named[key] for key in named if key not in ("model", "terms")} | {"function": reward}
-    run = sections.setdefault("run", {})
-    if isinstance(run, dict):
-        run.setdefault("output", f"runs/{run.get('name', 'run')}")
     for name, field in RunSettings.model_fields.items():
         if field.is_required():
             sections.setdefault(name, {})  # so that the error names the settings that are missing
@@ -270,19 +261,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
             outer = ".".join(parts[: depth + 1])
             raise ConfigError(f"{override!r} sets a key of {outer}, which is not a table. Set {outer} as a whole.")
         table = inner
-    table[parts[-1]] = parse_override_value(text.strip())
-
-
-def parse_override_value(text: str) -> Any:
-    """Read a value in TOML's spelling; what is not TOML is a bare text.
-
-    Example:
-        >>> [parse_override_value(text) for text in ("3", "1e-5", "true", "[1, 2]", "rewards:praise")]
-        [3, 1e-05, True, [1, 2], 'rewards:praise']
-    """
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        table[parts[-1]] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return text
-    # A line break inside the text could smuggle further keys in: then it is no single value.
-    return parsed["value"] if set(parsed) == {"value"} else text
+        table[parts[-1]] = text.strip()
