@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -81,17 +83,17 @@ class RunSnapshot:
     @property
     def times_text(self) -> str:
         """The time so far, and the time to the end."""
-        elapsed = f"{format_clock(self.startup + self.elapsed)} elapsed"
-        return elapsed if self.seconds_left is None else f"{elapsed}, {format_clock(self.seconds_left)} left"
+        elapsed = f"{_clock(self.startup + self.elapsed)} elapsed"
+        return elapsed if self.seconds_left is None else f"{elapsed}, {_clock(self.seconds_left)} left"
 
 
 def plain_line(snapshot: RunSnapshot) -> str:
     """Return the snapshot as one line, for a log that is not a terminal.
 
     >>> plain_line(RunSnapshot(step=30, total_steps=60, version=29, reward=0.5, kl=2.0, elapsed=12.0))
-    'step 30/60 (50%), reward 0.500, KL 2.00, version 29, 0:12 elapsed, 0:12 left'
+    'step 30/60 (50%), reward 0.500, KL 2.00, version 29, 0:00:12 elapsed, 0:00:12 left'
     >>> plain_line(RunSnapshot(step=0, total_steps=60, version=0, message="loading models", elapsed=12.0))
-    'loading models, 0:12 elapsed'
+    'loading models, 0:00:12 elapsed'
     """
     message = _one_line(snapshot.message)
     if message and snapshot.step == 0:
@@ -106,64 +108,58 @@ def render_progress(snapshot: RunSnapshot, width: int) -> RenderableType:
 
     The panel always has the same number of lines, so that a live display does not jump.
     """
+    from rich.console import Group
     from rich.panel import Panel
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
     from rich.text import Text
 
     width = max(width, _MIN_WIDTH)
     inner = width - 4  # the panel's border and padding
     # A length that does not depend on the step, so that the bar keeps its size as the numbers grow.
-    room = len(f"step {snapshot.total_steps}/{snapshot.total_steps} (100%)")
-    bar = Table.grid(padding=(0, 2, 0, 0))
-    bar.add_row(
-        f"{snapshot.steps_text:<{room}}",
-        ProgressBar(total=1.0, completed=snapshot.fraction, width=max(inner - room - 2, 1)),
-    )
+    room = len(f"step {snapshot.total_steps}/{snapshot.total_steps} (100%)") + 2
+    bar = "━" * round(snapshot.fraction * max(inner - room, 1))
     number = "-" if snapshot.reward is None else f"{snapshot.reward:.3f}"
     reward = Text.assemble("reward ", (f"{number:>6}", "bold green"), "  ")
     reward.append(sparkline(snapshot.reward_history, max(inner - len(reward), 1)), style="green")
-    body = Table.grid(padding=0, expand=True)
-    body.add_column(no_wrap=True, overflow="ellipsis")
-    for row in (bar, reward, Text(snapshot.facts_text), Text(_one_line(snapshot.message), style="dim")):
-        body.add_row(row)
+    lines = (
+        Text.assemble(f"{snapshot.steps_text:<{room}}", (bar, "magenta")),
+        reward,
+        Text(snapshot.facts_text),
+        Text(_one_line(snapshot.message), style="dim"),
+    )
+    for line in lines:
+        line.truncate(inner, overflow="ellipsis")
     return Panel(
-        body, title="coati", title_align="left", subtitle=snapshot.times_text, subtitle_align="right", width=width
+        Group(*lines),
+        title="coati",
+        title_align="left",
+        subtitle=snapshot.times_text,
+        subtitle_align="right",
+        width=width,
     )
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draw values as one line of at most `width` blocks, from the least to the greatest.
 
-    More values than blocks are averaged in groups. What is not finite leaves a gap; a flat line is drawn low.
+    More values than blocks are averaged in groups. What is not finite is left out; a flat line is drawn low.
 
     >>> sparkline([0.0, 1.0, 2.0, 7.0], width=10)
     '▁▂▃█'
     """
-    groups = min(len(values), max(width, 0))
-    edges = [index * len(values) // groups for index in range(groups + 1)] if groups else []
-    points = []
-    for start, end in itertools.pairwise(edges):
-        finite = [value for value in values[start:end] if math.isfinite(value)]
-        points.append(sum(finite) / len(finite) if finite else math.nan)
-    finite = [point for point in points if math.isfinite(point)]
-    if not finite:
+    finite = [value for value in values if math.isfinite(value)]
+    groups = min(len(finite), width)
+    if groups <= 0:
         return ""
-    low, high = min(finite), max(finite)
+    edges = [index * len(finite) // groups for index in range(groups + 1)]
+    points = [statistics.fmean(finite[start:end]) for start, end in itertools.pairwise(edges)]
+    low = min(points)
     # The floor keeps a flat line from dividing by zero, and draws it at the lowest level.
-    scale = (len(_LEVELS) - 1) / max(high - low, 1e-12)
-    return "".join(_LEVELS[round((point - low) * scale)] if math.isfinite(point) else " " for point in points)
+    scale = (len(_LEVELS) - 1) / max(max(points) - low, 1e-12)
+    return "".join(_LEVELS[round((point - low) * scale)] for point in points)
 
 
-def format_clock(seconds: float) -> str:
-    """Return a duration as a clock shows it.
-
-    >>> format_clock(9), format_clock(754), format_clock(3_725)
-    ('0:09', '12:34', '1:02:05')
-    """
-    minutes, secs = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+def _clock(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def _one_line(text: str) -> str:

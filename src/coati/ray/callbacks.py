@@ -9,11 +9,11 @@ They are pickled into the Ray actors and run there, in the thread of the loop: w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from coati.counting import format_seconds
-from coati.monitor.timeline import Timeline
+from coati.monitor.timeline import Timeline, TimeUse
 
 if TYPE_CHECKING:
     from coati.experience import Experience
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Callback:
-    timeline: Timeline | None = None
+    timeline = Timeline()
     """The account of the actor's time, which the actor sets before its loop starts."""
 
 
@@ -101,58 +101,61 @@ def dispatch(callbacks: Iterable[MakerCallback | TrainerCallback], hook_name: st
             raise
 
 
-class PerformanceSummary:
-    """What a loop achieved from the moment this is created to the latest `add` or `mark`; log it with `str`.
+class _PerformanceEvaluator(_Callback):
+    """Counts what a loop does, and reads off the timeline what that took; `str` summarizes it."""
 
-    `phases` says which activities of the timeline make up each phase; FLOPs are done in the first.
-    """
+    title: str
+    phases: tuple[tuple[str, tuple[str, ...]], ...]  # the activities that make up each; FLOPs are done in the first
+    flops_per_token: float
+    flops_per_sample = 0.0
+    samples = 0
+    tokens = 0  # of prompts and responses, without padding
+    response_tokens = 0
+    use = TimeUse()
 
-    def __init__(self, title: str, timeline: Timeline | None, phases: Mapping[str, tuple[str, ...]]) -> None:
-        self.samples = 0
-        self.tokens = 0  # of prompts and responses, without padding
-        self.response_tokens = 0
-        self.flops = 0.0
-        self._title = title
-        self._phases = phases
-        self._timeline = timeline or Timeline()
-        self._began = self._timeline.read()
-        self.mark()
+    @property
+    def flops(self) -> float:
+        """What all models computed."""
+        return self.flops_per_token * self.tokens + self.flops_per_sample * self.samples
 
-    def add(self, experience: Experience, *, flops_per_token: float, flops_per_sample: float = 0.0) -> None:
-        """Count a batch that is done."""
-        mask, action_mask = experience.attention_mask, experience.action_mask  # [B, S], [B, A]
-        tokens = experience.sequences.numel() if mask is None else int(mask.sum())
-        self.samples += len(experience.sequences)
-        self.tokens += tokens
-        # Without an action mask every action is a response token.
-        self.response_tokens += experience.action_log_probs.numel() if action_mask is None else int(action_mask.sum())
-        self.flops += flops_per_token * tokens + flops_per_sample * len(experience.sequences)
-        self.mark()
-
-    def mark(self) -> None:
-        """Extend the measured period to now."""
-        use = self._timeline.read().after(self._began)
-        self.seconds = use.elapsed
-        self.phase_seconds = {phase: use.spent(*activities) for phase, activities in self._phases.items()}
-        self.phase_seconds["other"] = max(use.elapsed - sum(self.phase_seconds.values()), 0.0)
+    @property
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds of each phase, and of what belongs to none."""
+        seconds = {phase: self.use.spent(*activities) for phase, activities in self.phases}
+        return {**seconds, "other": max(self.use.elapsed - sum(seconds.values()), 0.0)}
 
     def __str__(self) -> str:
-        samples, seconds, phases = self.samples, self.seconds, self.phase_seconds
+        samples, seconds, phases = self.samples, self.use.elapsed, self.phase_seconds
         if samples == 0 or seconds == 0:
-            return f"{self._title}: {samples} samples in {format_seconds(seconds)}, so nothing to measure"
+            return f"{self.title}: {samples} samples in {format_seconds(seconds)}, so nothing to measure"
         first = next(iter(phases))
         parts = [f"{name} {format_seconds(spent / samples)} ({spent / seconds:.0%})" for name, spent in phases.items()]
         return (
-            f"{self._title}: {samples:,} samples ({samples / seconds:,.2f}/s), {self.tokens:,} tokens "
+            f"{self.title}: {samples:,} samples ({samples / seconds:,.2f}/s), {self.tokens:,} tokens "
             f"({self.tokens / seconds:,.0f}/s, {self.response_tokens:,} in responses) in {format_seconds(seconds)}\n"
             f"  {self.flops / max(phases[first], 1e-9) / 1e9:,.2f} GFLOP/s in {first}, "
             f"{self.flops / seconds / 1e9:,.2f} GFLOP/s overall\n"
             f"  per sample {format_seconds(seconds / samples)}: {', '.join(parts)}"
         )
 
+    def _begin(self) -> None:
+        self.samples = self.tokens = self.response_tokens = 0
+        self._began = self.timeline.read()
 
-class ExperienceMakerPerformanceEvaluator(MakerCallback):
-    """Measures each loop of a maker: throughput, time per sample by phase, FLOP/s. Logs its `summary` at the end.
+    def _count(self, experience: Experience) -> None:
+        mask, action_mask = experience.attention_mask, experience.action_mask  # [B, S], [B, A]
+        self.samples += len(experience.sequences)
+        self.tokens += experience.sequences.numel() if mask is None else int(mask.sum())
+        # Without an action mask every action is a response token.
+        self.response_tokens += experience.action_log_probs.numel() if action_mask is None else int(action_mask.sum())
+
+    def _end(self) -> None:
+        self.use = self.timeline.read().after(self._began)
+        logger.info("%s", self)
+
+
+class ExperienceMakerPerformanceEvaluator(_PerformanceEvaluator, MakerCallback):
+    """Measures each loop of a maker: throughput, time per sample by phase, FLOP/s. Logs a summary at the end.
 
     With B samples of N tokens in all, prompt and response without padding, and a key-value cache, an experience takes::
 
@@ -162,6 +165,13 @@ class ExperienceMakerPerformanceEvaluator(MakerCallback):
     A model that is absent has 0 parameters. What is computed once (a prompt of several samples) counts each time.
     """
 
+    title = "Experience maker"
+    phases = (
+        ("make experience", ("generate", "score", "wait_rewards")),
+        ("send", ("send", "wait_room")),
+        ("wait for weights", ("wait_weights",)),
+    )
+
     def __init__(
         self,
         actor_num_params: int,
@@ -170,36 +180,30 @@ class ExperienceMakerPerformanceEvaluator(MakerCallback):
         reward_model_num_params: int,
     ) -> None:
         scored = actor_num_params + critic_num_params + initial_model_num_params + reward_model_num_params
-        self._flops_per_token = 2.0 * (actor_num_params + scored)
-        self._flops_per_sample = -2.0 * actor_num_params
-        self.summary: PerformanceSummary | None = None
+        self.flops_per_token = 2.0 * (actor_num_params + scored)
+        self.flops_per_sample = -2.0 * actor_num_params
 
     def on_loop_start(self) -> None:
-        phases = {
-            "make experience": ("generate", "score", "wait_rewards"),
-            "send": ("send", "wait_room"),
-            "wait for weights": ("wait_weights",),
-        }
-        self.summary = PerformanceSummary("Experience maker", self.timeline, phases)
+        self._begin()
 
     def on_make_experience_end(self, experience: Experience) -> None:
-        assert self.summary is not None, "the loop has started"
-        self.summary.add(experience, flops_per_token=self._flops_per_token, flops_per_sample=self._flops_per_sample)
+        self._count(experience)
 
     def on_loop_end(self) -> None:
-        assert self.summary is not None, "the loop has started"
-        self.summary.mark()
-        logger.info("%s", self.summary)
+        self._end()
 
 
-class TrainerPerformanceEvaluator(TrainerCallback):
-    """Measures each fit of a trainer: throughput, time per sample by phase, FLOP/s. Logs its `summary` at the end.
+class TrainerPerformanceEvaluator(_PerformanceEvaluator, TrainerCallback):
+    """Measures each fit of a trainer: throughput, time per sample by phase, FLOP/s. Logs a summary at the end.
 
     A batch of N tokens, prompt and response without padding, takes 6·(P_actor + P_critic)·N FLOPs (forward 2, backward
     4), and 8·(P_actor + P_critic)·N with gradient checkpointing, which runs the forward once more. Prompts that samples
     share count each time, and a sample counts once for each epoch. The first `ignore_first_episodes` episodes warm up
-    caches and kernels; they are left out if a later one trains on anything.
+    caches and kernels; they are left out if there are more.
     """
+
+    title = "Trainer"
+    phases = (("learn", ("train",)), ("update", ("publish", "wait_delivery")), ("wait for data", ("wait_data",)))
 
     def __init__(
         self,
@@ -208,35 +212,24 @@ class TrainerPerformanceEvaluator(TrainerCallback):
         enable_grad_checkpoint: bool = False,
         ignore_first_episodes: int = 1,
     ) -> None:
-        self._flops_per_token = (8.0 if enable_grad_checkpoint else 6.0) * (actor_num_params + critic_num_params)
+        self.flops_per_token = (8.0 if enable_grad_checkpoint else 6.0) * (actor_num_params + critic_num_params)
         self._num_warmup = ignore_first_episodes
-        self._num_episodes = 0
-        self._next: PerformanceSummary | None = None  # of what follows the warm-up: counts from its first batch
-        self.summary: PerformanceSummary | None = None
 
     def on_fit_start(self) -> None:
-        self._num_episodes, self.summary = 0, self._new_summary()
+        self._num_episodes = 0
+        self._begin()
 
     def on_episode_start(self, episode: int) -> None:  # noqa: ARG002
         # Counted here, not read off `episode`: a resumed run starts at a later number, as cold as any other.
         self._num_episodes += 1
-        self._next = self._new_summary() if self._num_episodes == self._num_warmup + 1 else None
+        if self._num_episodes == self._num_warmup + 1:
+            self._begin()
 
     def on_batch_end(self, metrics: dict[str, float], experience: Experience) -> None:  # noqa: ARG002
-        self.summary, self._next = self._next or self.summary, None
-        assert self.summary is not None, "fit has started"
-        self.summary.add(experience, flops_per_token=self._flops_per_token)
-
-    def on_episode_end(self, episode: int) -> None:  # noqa: ARG002
-        if self.summary is not None and self._next is None:
-            self.summary.mark()
+        self._count(experience)
 
     def on_fit_end(self) -> None:
-        logger.info("%s", self.summary)
-
-    def _new_summary(self) -> PerformanceSummary:
-        phases = {"learn": ("train",), "update": ("publish", "wait_delivery"), "wait for data": ("wait_data",)}
-        return PerformanceSummary("Trainer", self.timeline, phases)
+        self._end()
 
 
 def num_parameters(model: Any) -> int:

@@ -13,7 +13,6 @@ from coati.monitor.timeline import Timeline
 from coati.ray.callbacks import (
     ExperienceMakerPerformanceEvaluator,
     MakerCallback,
-    PerformanceSummary,
     TrainerCallback,
     TrainerPerformanceEvaluator,
     connect,
@@ -144,8 +143,8 @@ def test_the_maker_by_hand(caplog):
     with caplog.at_level(logging.INFO, logger="coati.ray.callbacks"):
         evaluator.on_loop_end()
     clock.pass_seconds(100.0)  # what comes after the loop does not count
-    s = evaluator.summary
-    assert (s.samples, s.tokens, s.response_tokens, s.seconds) == (4, 16, 10, 10.0)
+    s = evaluator
+    assert (s.samples, s.tokens, s.response_tokens, s.use.elapsed) == (4, 16, 10, 10.0)
     assert s.phase_seconds == {"make experience": 7.0, "send": 1.0, "wait for weights": 1.5, "other": 0.5}
     # One experience: generation 2·1000·(8 − 2) = 12,000 and scoring 2·1111·8 = 17,776.
     assert s.flops == 2 * (12_000 + 17_776)
@@ -159,8 +158,9 @@ def test_the_maker_without_masks_counts_every_position():
     experience.attention_mask = experience.action_mask = None
     evaluator.on_loop_start()
     make_one(evaluator, clock, experience, 1.0, 0.0)
-    assert (evaluator.summary.tokens, evaluator.summary.response_tokens) == (10, 6)
-    assert evaluator.summary.flops == 2 * (10 - 2) + 2 * 10
+    evaluator.on_loop_end()
+    assert (evaluator.tokens, evaluator.response_tokens) == (10, 6)
+    assert evaluator.flops == 2 * (10 - 2) + 2 * 10
 
 
 def test_the_maker_starts_again_with_each_loop():
@@ -170,7 +170,7 @@ def test_the_maker_starts_again_with_each_loop():
         evaluator.on_loop_start()
         make_one(evaluator, clock, two_samples(), 1.0, 1.0)
         evaluator.on_loop_end()
-    assert (evaluator.summary.samples, evaluator.summary.seconds) == (2, 2.0)
+    assert (evaluator.samples, evaluator.use.elapsed) == (2, 2.0)
 
 
 def run_episode(evaluator, clock, index, learn_seconds, *, batches=1):
@@ -199,8 +199,8 @@ def test_the_trainer_by_hand(caplog, enable_grad_checkpoint, per_weight, first_e
     run_episode(evaluator, clock, first_episode + 2, 2.0, batches=2)
     with caplog.at_level(logging.INFO, logger="coati.ray.callbacks"):
         evaluator.on_fit_end()
-    s = evaluator.summary
-    assert (s.samples, s.tokens, s.response_tokens, s.seconds) == (8, 32, 20, 12.5)
+    s = evaluator
+    assert (s.samples, s.tokens, s.response_tokens, s.use.elapsed) == (8, 32, 20, 12.5)
     assert s.phase_seconds == {"learn": 8.0, "update": 0.5, "wait for data": 4.0, "other": 0.0}
     assert s.flops == per_weight * 1100 * 32
     assert caplog.messages == [str(s)]
@@ -212,9 +212,8 @@ def test_a_trainer_that_only_warmed_up_reports_that():
     evaluator.on_fit_start()
     run_episode(evaluator, clock, 0, 2.0)
     run_episode(evaluator, clock, 1, 2.0)
-    evaluator.on_episode_start(2)  # stopped before its first batch
     evaluator.on_fit_end()
-    assert (evaluator.summary.samples, evaluator.summary.seconds) == (4, 6.5)
+    assert (evaluator.samples, evaluator.use.elapsed) == (4, 6.5)
 
 
 def test_no_warm_up_counts_the_first_episode():
@@ -223,7 +222,7 @@ def test_no_warm_up_counts_the_first_episode():
     evaluator.on_fit_start()
     run_episode(evaluator, clock, 0, 2.0)
     run_episode(evaluator, clock, 1, 2.0)
-    assert evaluator.summary.samples == 4
+    assert evaluator.samples == 4
 
 
 def test_empty_runs_end_without_a_division_by_zero(caplog):
@@ -239,37 +238,37 @@ def test_empty_runs_end_without_a_division_by_zero(caplog):
 
 def test_evaluators_travel_before_use():
     for evaluator in (ExperienceMakerPerformanceEvaluator(1, 2, 3, 4), TrainerPerformanceEvaluator(1, 2)):
-        assert pickle.loads(pickle.dumps(evaluator)).summary is None
-
-
-PHASES = {"make": ("generate", "score"), "send": ("send", "wait_room")}
+        assert pickle.loads(pickle.dumps(evaluator)).samples == 0
 
 
 def test_rates_by_hand():
     clock = FakeClock()
-    timeline = Timeline(clock=clock)
-    summary = PerformanceSummary("Maker", timeline, PHASES)
-    assert str(summary) == "Maker: 0 samples in 0 s, so nothing to measure"
-    for what, seconds in {"generate": 1.5, "score": 0.5, "send": 0.03, "wait_room": 0.02, "wait_weights": 1.0}.items():
-        with timeline.span(what):
-            clock.pass_seconds(seconds)
+    evaluator = connected(ExperienceMakerPerformanceEvaluator(1_500_000, 0, 0, 0), clock)
+    evaluator.on_loop_start()
+    evaluator.on_loop_end()
+    assert str(evaluator) == "Experience maker: 0 samples in 0 s, so nothing to measure"
+    for what, seconds in {"generate": 1.5, "score": 0.5, "send": 0.03, "wait_room": 0.02, "publish": 1.0}.items():
+        spend(evaluator, clock, what, seconds)
     clock.pass_seconds(0.95)  # in no span
     no_masks = {"attention_mask": None, "action_mask": None, "action_log_probs": torch.zeros(100, 10)}
     batch = SimpleNamespace(sequences=torch.zeros(100, 30, dtype=torch.long), **no_masks)
-    summary.add(batch, flops_per_token=2.1e6, flops_per_sample=-3e6)
-    clock.pass_seconds(50.0)  # after the last batch
-    assert summary.flops == 6e9  # 2.1e6 · 3000 − 3e6 · 100
-    assert str(summary).splitlines() == [
-        "Maker: 100 samples (25.00/s), 3,000 tokens (750/s, 1,000 in responses) in 4 s",
-        "  3.00 GFLOP/s in make, 1.50 GFLOP/s overall",
-        "  per sample 40 ms: make 20 ms (50%), send 500 us (1%), other 19.5 ms (49%)",
+    evaluator.on_make_experience_end(batch)
+    evaluator.on_loop_end()
+    assert evaluator.flops == 17.7e9  # 2 · 1.5e6 · (2 · 3000 − 100)
+    assert str(evaluator).splitlines() == [
+        "Experience maker: 100 samples (25.00/s), 3,000 tokens (750/s, 1,000 in responses) in 4 s",
+        "  8.85 GFLOP/s in make experience, 4.42 GFLOP/s overall",
+        "  per sample 40 ms: make experience 20 ms (50%), send 500 us (1%), wait for weights 0 s (0%), "
+        "other 19.5 ms (49%)",
     ]
 
 
 def test_a_run_too_quick_to_time_has_no_rates():
-    summary = PerformanceSummary("Maker", Timeline(clock=FakeClock()), PHASES)
-    summary.add(two_samples(), flops_per_token=1.0)  # a coarse clock can read the same twice
-    assert "nothing to measure" in str(summary)
+    evaluator = connected(TrainerPerformanceEvaluator(1, 1), FakeClock())
+    evaluator.on_fit_start()
+    evaluator.on_batch_end({}, two_samples())
+    evaluator.on_fit_end()  # a coarse clock can read the same twice
+    assert "nothing to measure" in str(evaluator)
 
 
 @pytest.mark.parametrize(
