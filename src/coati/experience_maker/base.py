@@ -130,11 +130,13 @@ class MakerBatch:
         if self.scores is not None:
             self.scores.wait(seconds)
 
-    def keep(self, rows: Tensor) -> None:
-        """Drop the samples where the bool mask is False."""
+    def keep(self, rows: Tensor) -> Experience:
+        """Drop the samples where the bool mask is False; returns the others."""
         assert self.experience is not None
-        self.experience = self.experience.select(rows)
-        self.is_cut = None if self.is_cut is None else self.is_cut[rows]
+        if not bool(rows.all()):
+            self.experience = self.experience.select(rows)
+            self.is_cut = None if self.is_cut is None else self.is_cut[rows]
+        return self.experience
 
 
 class ExperienceMaker(ABC):

@@ -166,26 +166,23 @@ class NaiveExperienceMaker(ExperienceMaker):
             with self.timeline.span("wait_rewards"):
                 batch.wait(math.inf)
         with self.timeline.span("score"):
-            self._take_scores(batch)
-            is_good = has_good_reward(experience, in_whole_groups=self.algorithm.uses_groups)
-            if not bool(is_good.all()):
-                batch.keep(is_good)
+            self._take_scores(batch, experience)
+            experience = batch.keep(has_good_reward(experience, in_whole_groups=self.algorithm.uses_groups))
             if self.algorithm.dynamic_sampling:
-                self._drop_equal_scores(batch)
-            self._estimate_advantages(batch)
+                experience = batch.keep(self._has_signal(experience))
+                batch.metrics["maker/no_signal"] = Sum(self._num_without_signal)
+                self._num_without_signal = 0
+            experience.advantages = estimate_advantages(experience, self.algorithm)
 
-    def _take_scores(self, batch: MakerBatch) -> None:
+    def _take_scores(self, batch: MakerBatch, experience: Experience) -> None:
         """Write the pending scores, if there are any, into the experience."""
         if (scores := batch.scores) is not None:
-            assert batch.experience is not None
-            batch.experience.reward = self._checked_scores(scores(), batch.experience.sequences)
-            batch.metrics |= reward_term_metrics(scores.terms, batch.experience.num_samples)
+            experience.reward = self._checked_scores(scores(), experience.sequences)
+            batch.metrics |= reward_term_metrics(scores.terms, experience.num_samples)
             batch.scores = None
 
-    def _drop_equal_scores(self, batch: MakerBatch) -> None:
-        """Dynamic sampling: drop the groups whose samples all score the same, and so have no advantage."""
-        experience = batch.experience
-        assert experience is not None
+    def _has_signal(self, experience: Experience) -> Tensor:
+        """Dynamic sampling: False for groups whose samples all score the same, and so have no advantage, [B]."""
         assert experience.group_ids is not None
         teaches = has_signal(experience.reward, experience.group_ids)
         self._num_without_signal += int((~teaches).sum())
@@ -195,24 +192,7 @@ class NaiveExperienceMaker(ExperienceMaker):
                 "sampling dropped them. Use prompts that are neither too easy nor too hard, more samples of each, or "
                 "set algorithm.dynamic_sampling = false."
             )
-        batch.keep(teaches)
-        batch.metrics["maker/no_signal"] = Sum(self._num_without_signal)
-        self._num_without_signal = 0
-
-    def _estimate_advantages(self, batch: MakerBatch) -> None:
-        algorithm, experience = self.algorithm, batch.experience
-        assert experience is not None
-        experience.advantages = estimate_advantages(
-            algorithm.advantages,
-            scores=experience.reward,
-            kl=experience.kl,
-            values=experience.values,
-            mask=experience.full_action_mask(),
-            group_ids=experience.group_ids,
-            kl_coef=algorithm.kl_reward_coef,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-        )
+        return teaches
 
     def _with_room(self, prompts: PromptBatch, options: GenerateOptions) -> tuple[PromptBatch, Tensor]:
         """Drop prompts that leave no room for a response; returns how many tokens the others may get too, [B]."""
@@ -275,7 +255,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         if batch.scores is None:
             batch.experience.reward = self._checked_scores(scorer(sequences, attention_mask), sequences)
         elif not batch.scores.is_in_background:
-            self._take_scores(batch)
+            self._take_scores(batch, batch.experience)
 
     def _checked_scores(self, output: Any, sequences: Tensor) -> Tensor:
         scores = output["logits"] if isinstance(output, Mapping) else output

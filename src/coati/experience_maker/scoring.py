@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from coati.algos import gae, grpo_advantages, reinforce_returns, rloo_advantages, shaped_rewards, spread
 from coati.algos.masked import zero_padding
-from coati.config.algorithm import AdvantageKind
+from coati.config import AlgorithmSettings
 from coati.experience import Experience
 from coati.experience_maker.base import AllSamplesDropped
 from coati.models import action_logprobs, action_values
@@ -114,41 +114,22 @@ def has_good_reward(experience: Experience, *, in_whole_groups: bool) -> Tensor:
     return is_good
 
 
-def estimate_advantages(
-    kind: AdvantageKind,
-    *,
-    scores: Tensor,  # [B]
-    kl: Tensor,  # [B, A]
-    values: Tensor,  # [B, A] zeros without a critic
-    mask: Tensor,  # [B, A] bool
-    group_ids: Tensor | None,  # [B]
-    kl_coef: float,
-    gamma: float,
-    lam: float,
-) -> Tensor:
-    """Advantages `[B, A]`, not whitened, zeros on padding. `kl_coef` is that of the penalty in the reward.
+def estimate_advantages(experience: Experience, algorithm: AlgorithmSettings) -> Tensor:
+    """Advantages `[B, A]`, not whitened, zeros on padding.
 
-    Where responses are compared as wholes, the penalty of a response is summed over its tokens.
-
-    >>> import torch
-    >>> kl, mask = torch.zeros(2, 1), torch.ones(2, 1, dtype=torch.bool)
-    >>> estimate_advantages(
-    ...     "group_centered", scores=torch.tensor([1.0, 2.0]), kl=kl, values=kl, mask=mask,
-    ...     group_ids=torch.tensor([7, 7]), kl_coef=0.0, gamma=1.0, lam=1.0,
-    ... ).tolist()
-    [[-0.5], [0.5]]
+    Where responses are compared as wholes, the KL penalty of a response is summed over its tokens.
     """
-    assert group_ids is not None or kind in ("gae", "returns")  # see `PromptBatch.check_groups`
+    kind, kl_coef = algorithm.advantages, algorithm.kl_reward_coef
+    scores, kl, mask, group_ids = experience.reward, experience.kl, experience.full_action_mask(), experience.group_ids
     if kind in ("gae", "returns", "returns_above_group"):
         rewards = shaped_rewards(scores, kl, mask, kl_coef=kl_coef)
         if kind == "gae":
-            return gae(rewards, values, mask, gamma=gamma, lam=lam)
-        return reinforce_returns(
-            rewards, mask, gamma=gamma, group_ids=group_ids if kind == "returns_above_group" else None
-        )
+            return gae(rewards, experience.values, mask, gamma=algorithm.gamma, lam=algorithm.lam)
+        compared = group_ids if kind == "returns_above_group" else None
+        return reinforce_returns(rewards, mask, gamma=algorithm.gamma, group_ids=compared)
     # The estimate may overflow to inf even where there is no penalty, and 0 * inf is nan.
     totals = scores - kl_coef * zero_padding(kl, mask, name="kl").sum(-1) if kl_coef else scores
-    assert group_ids is not None
+    assert group_ids is not None  # see `PromptBatch.check_groups`
     if kind == "leave_one_out":
         return spread(rloo_advantages(totals, group_ids), mask)
     return spread(grpo_advantages(totals, group_ids, normalize_std=kind == "group_normalized"), mask)

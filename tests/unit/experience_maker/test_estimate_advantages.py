@@ -1,12 +1,12 @@
 """Every way to make advantages, by hand, on two groups of two responses."""
 
-import doctest
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from coati.algos import masked_whiten, reinforce_returns, shaped_rewards
-from coati.experience_maker import scoring
+from coati.experience import Experience
 from coati.experience_maker.scoring import estimate_advantages
 
 MASK = torch.tensor([[True, True], [True, False], [True, True], [True, True]])
@@ -17,13 +17,10 @@ GROUPS = torch.tensor([7, 7, 3, 3])
 
 
 def estimate(kind, *, kl_coef=0.0, gamma=1.0, lam=1.0, scores=SCORES):
-    return estimate_advantages(
-        kind, scores=scores, kl=KL, values=VALUES, mask=MASK, group_ids=GROUPS, kl_coef=kl_coef, gamma=gamma, lam=lam
-    )
-
-
-def test_examples():
-    assert doctest.testmod(scoring).failed == 0
+    tokens = torch.zeros(4, 3, dtype=torch.long)
+    experience = Experience(tokens, VALUES, VALUES, scores, KL, VALUES, None, MASK, group_ids=GROUPS)
+    algorithm = SimpleNamespace(advantages=kind, kl_reward_coef=kl_coef, gamma=gamma, lam=lam)
+    return estimate_advantages(experience, algorithm)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from coati.models.actor import unwrap
 from coati.models.packing import base_of
 from coati.rollout.engine import Rollout, RolloutRequest
 from coati.rollout.native.decoder import Decoder
-from coati.rollout.native.loop import SlotLoop
+from coati.rollout.native.loop import Sizes, SlotLoop
 from coati.rollout.native.slots import PromptQueue
 from coati.rollout.reference import ReferenceEngine
 
@@ -51,15 +51,10 @@ class NativeEngine:
         self._decoder = self._decoder or Decoder(self._model)
         queue = PromptQueue(request, unwrap(self._model))
         num_slots = min(self._num_slots, queue.num_rows)
-        sizes = {
-            "num_slots": num_slots,
-            "num_positions": queue.num_positions,
-            "num_rows": queue.num_rows,
-            "max_new_tokens": queue.max_new_tokens,
-        }
-        if self._loop is None or not self._loop.fits(**sizes):
+        sizes = Sizes(num_slots, queue.num_positions, queue.num_rows, queue.max_new_tokens)
+        if self._loop is None or not self._loop.fits(sizes):
             self._loop = None  # its memory first
-            self._loop = SlotLoop(self._decoder, **sizes, is_captured=self._decoder.weight.is_cuda)
+            self._loop = SlotLoop(self._decoder, sizes, is_captured=self._decoder.weight.is_cuda)
         rollout = self._loop.generate(request, queue, num_slots=num_slots)
         if not bool(rollout.rollout_log_probs.isfinite().all()):
             self._loop = None  # attention multiplies masked places of the cache by 0, and 0 times NaN is NaN

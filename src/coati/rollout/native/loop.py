@@ -10,7 +10,7 @@ On a CPU the same steps run without a graph, and the host looks after every toke
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,46 +33,42 @@ POSITION_STEP = 128
 MAX_GRAPHS = 64
 
 
+class Sizes(NamedTuple):
+    """What a request needs room for."""
+
+    num_slots: int
+    num_positions: int
+    num_rows: int
+    max_new_tokens: int
+
+
 class SlotLoop:
     """Slots, buffers and graphs for one model; kept from one request to the next while they fit."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        num_slots: int,
-        num_positions: int,
-        num_rows: int,
-        max_new_tokens: int,
-        is_captured: bool,
-    ) -> None:
+    def __init__(self, decoder: Decoder, sizes: Sizes, *, is_captured: bool) -> None:
         self._decoder = decoder
         device = decoder.weight.device
         self._is_captured = is_captured
         if is_captured:
-            num_positions, max_new_tokens = _rounded_up(num_positions), _rounded_up(max_new_tokens)
-        self._num_slots, self._num_positions = num_slots, num_positions
-        self._num_rows, self._max_new_tokens = num_rows, max_new_tokens
-        self._cache = decoder.new_cache(num_slots, num_positions)
-        self._slots = Slots.empty(num_slots, device)
+            sizes = sizes._replace(
+                num_positions=_rounded_up(sizes.num_positions), max_new_tokens=_rounded_up(sizes.max_new_tokens)
+            )
+        self._sizes = sizes
+        self._cache = decoder.new_cache(sizes.num_slots, sizes.num_positions)
+        self._slots = Slots.empty(sizes.num_slots, device)
         # One row more than there are: what a slot without a sample writes goes there.
-        self._responses = Responses.empty(num_rows + 1, max_new_tokens, device)
+        self._responses = Responses.empty(sizes.num_rows + 1, sizes.max_new_tokens, device)
         self._version = torch.zeros((), dtype=torch.long, device=device)
         # The least recently used first; with the rules, whose tensors a graph reads.
         self._graphs: dict[tuple[Any, ...], tuple[Any, TokenRules]] = {}
         self._pool: Any = None
         self._addresses: tuple[int, ...] = ()
 
-    def fits(self, *, num_slots: int, num_positions: int, num_rows: int, max_new_tokens: int) -> bool:
+    def fits(self, sizes: Sizes) -> bool:
         """Whether a request of these sizes can use these buffers, and the model is where it was."""
         like, cached = self._decoder.weight, self._cache.keys[0]
-        return (
-            num_slots <= self._num_slots
-            and num_positions <= self._num_positions
-            and num_rows <= self._num_rows
-            and max_new_tokens <= self._max_new_tokens
-            and (cached.device, cached.dtype) == (like.device, like.dtype)
-        )
+        has_room = all(needed <= mine for needed, mine in zip(sizes, self._sizes, strict=True))
+        return has_room and (cached.device, cached.dtype) == (like.device, like.dtype)
 
     def generate(self, request: RolloutRequest, queue: PromptQueue, *, num_slots: int) -> Rollout:
         """Continue every prompt of the request, at most `num_slots` at a time."""
@@ -98,7 +94,7 @@ class SlotLoop:
             else:
                 self._compact(view)
                 num_steps = min(steps_per_look, view.steps_left)
-                longest = min(longest + num_steps, self._num_positions)
+                longest = min(longest + num_steps, self._sizes.num_positions)
                 self._run(num_steps, view.count, longest, rules, rules_key)
                 view.add(num_steps, AliveCopy(self._slots.alive[: view.count]))
             if request.between_tokens is not None:
@@ -137,7 +133,7 @@ class SlotLoop:
         """
         num_alive = size = view.num_alive
         if self._is_captured:
-            size = min(1 << (num_alive - 1).bit_length(), self._num_slots)
+            size = min(1 << (num_alive - 1).bit_length(), self._sizes.num_slots)
         elif 4 * num_alive > 3 * view.count:
             size = view.count
         if size < view.count:
@@ -153,7 +149,7 @@ class SlotLoop:
             for _ in range(num_steps):
                 self._step(count, longest, rules)
             return
-        length = self._num_positions
+        length = self._sizes.num_positions
         # Kernels read as far as each slot's position says, torch as far as it is told.
         if not isinstance(self._decoder.operations, TritonOperations):
             length = min(length, _rounded_up(longest))
@@ -170,7 +166,7 @@ class SlotLoop:
         """One token for each of the first `count` slots, all on the device and in place."""
         rows, tokens, positions, steps, limits, stop_states, alive = (t[:count] for t in self._slots.tensors())
         logits = self._decoder.decode(tokens, positions, self._cache, num_positions=length)
-        rows = torch.where(alive, rows, self._num_rows)
+        rows = torch.where(alive, rows, self._sizes.num_rows)
         drawn, is_end, new_states = self._responses.write(rules, logits, rows, steps, stop_states, self._version)
         continues = alive & ~is_end & (steps + 1 < limits)
         tokens.copy_(drawn)
