@@ -30,7 +30,8 @@ _RESULTS = ("samples.jsonl", "checkpoints", "model", "model-at-failure")
 _CONTROL_FILES = ("state.json", "control.json")
 
 RUN_FILES = (
-    *_RESULTS, *_CONTROL_FILES, "config.toml", "metrics.jsonl", "spans.jsonl", "tensorboard", "report.html"
+    *_RESULTS, *_CONTROL_FILES, "config.toml", "metrics.jsonl", "spans.jsonl", "tensorboard", "report.html",
+    "ledger"
 )  # fmt: skip
 """Everything that a run and its report write; a new run deletes these and nothing else."""
 

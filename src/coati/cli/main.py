@@ -128,6 +128,18 @@ def report(
     run_report(folder, html=html, trace=trace)
 
 
+@app.command()
+def audit(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run, finished or running.")
+    ],
+) -> None:
+    """Show what became of every prompt group. Exit with 1 if one is lost, trained on twice, or too old."""
+    from coati.cli.audit import run_audit
+
+    run_audit(folder)
+
+
 def main() -> None:
     """Run the command; an error of ours is one message and exit code 2, not a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

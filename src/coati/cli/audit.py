@@ -1,0 +1,42 @@
+"""`coati audit RUN_FOLDER`."""
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from coati.counting import counted
+from coati.ledger.audit import audit_run
+
+_MOST_SHOWN = 100
+
+
+def run_audit(folder: Path) -> None:
+    """Print what became of every group; exit with 1 if the account does not close."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    account = audit_run(folder)
+    table = Table("fate", "details", title=f"Account of {folder}", title_justify="left")
+    table.add_column("groups", justify="right")
+    table.add_column("samples", justify="right")
+    *rows, leased = account.table()
+    for fate, details, groups, samples in rows:
+        table.add_row(fate, details, f"{groups:,}", f"{samples:,}")
+    table.add_section()
+    table.add_row(leased[0], "", f"{leased[2]:,}", f"{leased[3]:,}", style="bold")
+    console.print(table)
+    bound = account.streams[0].rules.max_staleness
+    limit = "no bound" if bound is None else f"max_staleness {bound}"
+    console.print(f"Oldest group trained on: {counted(account.oldest, 'version')} ({limit}).")
+    for note in account.notes:
+        console.print(f"Note: {note}")
+    problems = account.problems
+    if not problems:
+        console.print("The account closes: every group has one fate.")
+        return
+    console.print(f"The account does not close: {counted(len(problems), 'problem')}.")
+    for problem in problems[:_MOST_SHOWN]:
+        console.print(f"  {problem}")
+    if len(problems) > _MOST_SHOWN:
+        console.print(f"  … and {len(problems) - _MOST_SHOWN:,} more")
+    raise typer.Exit(1)

@@ -1,0 +1,165 @@
+"""The account of a run: what became of every group that was leased, from the journals of its ledgers.
+
+It follows each number through the events by itself, without the `Ledger` that wrote them, so that a fault of the
+ledger shows too: a number that was trained on twice, granted to two makers at once, or trained on after its deadline.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from coati.errors import CheckpointError
+from coati.ledger.journal import read_journal
+from coati.ledger.leases import LedgerRules
+
+FATES = ("trained", "dropped", "quarantined", "open")
+"""How a lease can end, and that it has not ended."""
+
+# For each kind of event: the state that a number must be in, and the one it is in afterwards.
+_MOVES = {
+    "grant": (("", "returned"), "open"),
+    "return": (("open",), "returned"),
+    "deliver": (("open",), "delivered"),
+    "pick": (("delivered",), "picked"),
+    "train": (("picked",), "trained"),
+    "drop": (("open",), "dropped"),
+    "quarantine": (("open",), "quarantined"),
+}
+
+
+@dataclasses.dataclass(slots=True)
+class Group:
+    """One number's way through the events."""
+
+    state: str = ""
+    maker: str = ""
+    granted_at: int = 0
+    trained_at: int = 0
+    reason: str = ""
+
+    @property
+    def fate(self) -> str:
+        """One of FATES."""
+        return self.state if self.state in FATES else "open"
+
+    @property
+    def details(self) -> str:
+        """Why it was dropped, or where it is."""
+        if self.fate != "open":
+            return self.reason
+        return f"being made by {self.maker}" if self.state == "open" else self.state
+
+
+class StreamAccount:
+    """What became of the groups of one trainer."""
+
+    def __init__(self, rules: LedgerRules) -> None:
+        self.rules = rules
+        self.groups: dict[int, Group] = {}
+        self.problems: list[str] = []
+        """What must not be, with the numbers of the groups."""
+        self._picked: list[int] = []
+        self._num_trained = 0  # of those
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Follow an event."""
+        kind = next(iter(event))
+        if kind not in _MOVES:
+            raise CheckpointError(
+                f"The journal has an event of kind {kind!r}, which this version of coati does not know. Use the "
+                "version that wrote it."
+            )
+        if kind == "train":
+            end = event["train"] * self.rules.samples_per_version // self.rules.group_size
+            numbers = self._picked[self._num_trained : end]
+        else:
+            numbers = event[kind]
+        for number in numbers:
+            self._move(number, kind, event)
+
+    def _move(self, number: int, kind: str, event: Mapping[str, Any]) -> None:
+        if kind == "grant" and number not in self.groups:
+            expected = len(self.groups) * self.rules.num_streams + self.rules.stream
+            if number != expected:
+                self.problems.append(f"group {number}: granted when {expected} was the next")
+        group = self.groups.setdefault(number, Group())
+        before, after = _MOVES[kind]
+        if group.state not in before:
+            self.problems.append(f"group {number}: {kind} after it was {group.state or 'never granted'}")
+        if kind == "grant":
+            group.maker, group.granted_at = event["maker"], event["version"]
+        elif kind == "pick":
+            self._picked.append(number)
+        elif kind == "train":
+            group.trained_at = self._num_trained * self.rules.group_size // self.rules.samples_per_version
+            self._num_trained += 1
+            self._check_age(number, group)
+        group.state, group.reason = after, event.get("reason", "")
+
+    def _check_age(self, number: int, group: Group) -> None:
+        age, bound = group.trained_at - group.granted_at, self.rules.max_staleness
+        if age < 0 or (bound is not None and age > bound):
+            self.problems.append(
+                f"group {number}: trained at version {group.trained_at}, granted at {group.granted_at}, max_staleness "
+                f"{bound}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunAccount:
+    """The accounts of all trainers of a run."""
+
+    streams: list[StreamAccount]
+    notes: list[str]
+    """What a reader should know, such as a journal that ends in part of a record."""
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the account does not close; empty if it does."""
+        return [problem for stream in self.streams for problem in stream.problems]
+
+    @property
+    def oldest(self) -> int:
+        """The greatest age of a group that was trained on, in versions."""
+        groups = (group for stream in self.streams for group in stream.groups.values())
+        return max((group.trained_at - group.granted_at for group in groups if group.state == "trained"), default=0)
+
+    def table(self) -> list[tuple[str, str, int, int]]:
+        """Fate, details, groups and samples; the last row is the sum, what was leased."""
+        size = self.streams[0].rules.group_size
+        counts = Counter((g.fate, g.details) for stream in self.streams for g in stream.groups.values())
+        rows = sorted(counts.items(), key=lambda row: (FATES.index(row[0][0]), -row[1], row[0][1]))
+        return [(*row, count, count * size) for row, count in [*rows, (("leased", ""), counts.total())]]
+
+
+def audit_run(folder: Path) -> RunAccount:
+    """Read the journals in a run's folder.
+
+    Raises:
+        CheckpointError: when there are none, one is missing or damaged, or holds what this version does not know.
+    """
+    paths = sorted((folder / "ledger").glob("stream-*.jsonl"))
+    if not paths:
+        raise CheckpointError(
+            f"{str(folder)!r} has no journals (ledger/stream-*.jsonl). Give the output folder of a run."
+        )
+    streams, notes = [], []
+    for path in paths:
+        content = read_journal(path)
+        streams.append(StreamAccount(content.rules))
+        for event in content.events:
+            streams[-1].apply(event)
+        if content.num_cut:
+            notes.append(
+                f"{path.name} ends in part of a record ({content.num_cut} bytes), which was ignored: the run was "
+                "stopped while it wrote, or is writing now."
+            )
+    expected, found = streams[0].rules.num_streams, sorted(stream.rules.stream for stream in streams)
+    if found != list(range(expected)):
+        raise CheckpointError(
+            f"{str(folder)!r} must have one journal for each of the run's {expected} trainers, got those of {found}. "
+            "Restore the missing files from a copy."
+        )
+    return RunAccount(streams, notes)

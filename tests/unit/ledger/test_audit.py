@@ -1,0 +1,128 @@
+"""The account of a run, from journals that real ledgers wrote and from forged ones."""
+
+import dataclasses
+
+import pytest
+import typer
+from lease_world import World
+
+from coati.cli.audit import run_audit
+from coati.errors import CheckpointError
+from coati.ledger.audit import audit_run
+from coati.ledger.journal import Journal
+from coati.ledger.leases import LedgerRules
+
+RULES = LedgerRules(samples_per_version=4, total_samples=16, group_size=2, max_staleness=1)
+
+
+def write(folder, rules, events):
+    journal = Journal(folder / "ledger" / f"stream-{rules.stream}.jsonl", rules, run="")
+    for event in events:
+        journal.write([event])
+    journal.close()
+
+
+def grant(*numbers, version=0, maker="maker-0"):
+    return {"grant": list(numbers), "maker": maker, "version": version}
+
+
+def problems_of(folder, *events, **changes):
+    write(folder, dataclasses.replace(RULES, **changes), events)
+    return audit_run(folder).problems
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_account_of_real_ledgers_closes(tmp_path, seed, capsys):
+    world = World(
+        seed=seed, speeds=[1, 0.3, 0.05], slots=[5, 3, 8], versions=6, drop_rate=0.2, num_streams=2, group_size=2,
+        max_staleness=seed,
+    )  # fmt: skip
+    world.at(1.5, "die", "maker-1")
+    assert world.run()
+    for ledger in world.ledgers:
+        write(tmp_path, ledger.rules, ledger.events)
+    account = audit_run(tmp_path)
+    assert not account.problems
+    counts = {
+        fate: sum(row[3] for row in account.table() if row[0] == fate) for fate in ("trained", "dropped", "leased")
+    }
+    assert counts["trained"] == sum(rules.total_samples for rules in world.rules)
+    assert counts["dropped"] == 2 * sum(ledger._num_dropped for ledger in world.ledgers)
+    assert counts["leased"] == sum(row[3] for row in account.table()[:-1])
+    assert account.oldest == max(world.ages)
+    run_audit(tmp_path)
+    assert "The account closes" in capsys.readouterr().out
+
+
+def test_every_group_has_one_fate_with_its_reason(tmp_path, capsys):
+    events = [
+        grant(0, 1, 2, 3), grant(4, maker="maker-1"), {"deliver": [1, 0]}, {"pick": [1]}, {"pick": [0]},
+        {"drop": [2], "reason": "over the limit"}, {"quarantine": [4], "reason": "reward raised"},
+        grant(5, 6, 7, 8), {"train": 1}, {"deliver": [6]}, {"deliver": [7]}, {"pick": [6]},
+        {"return": [8], "reason": "died"},
+    ]  # fmt: skip
+    write(tmp_path, RULES, events)
+    account = audit_run(tmp_path)
+    assert account.table() == [
+        ("trained", "", 2, 4),
+        ("dropped", "over the limit", 1, 2),
+        ("quarantined", "reward raised", 1, 2),
+        ("open", "being made by maker-0", 2, 4),
+        ("open", "delivered", 1, 2),
+        ("open", "picked", 1, 2),
+        ("open", "returned", 1, 2),
+        ("leased", "", 9, 18),
+    ]
+    run_audit(tmp_path)
+    assert "over the limit" in capsys.readouterr().out
+
+
+def test_a_group_that_is_trained_on_twice_is_named(tmp_path, capsys):
+    again = [{"deliver": [0]}, {"pick": [0]}, {"pick": [0]}, {"train": 1}]
+    found = problems_of(tmp_path, grant(0), *again)
+    assert found == ["group 0: pick after it was picked", "group 0: train after it was trained"]
+    with pytest.raises(typer.Exit) as stop:
+        run_audit(tmp_path)
+    assert stop.value.exit_code == 1
+    assert "group 0: train after it was trained" in capsys.readouterr().out
+
+
+def test_a_group_that_two_makers_hold_is_named(tmp_path):
+    found = problems_of(tmp_path, grant(0), grant(0, maker="maker-1"))
+    assert found == ["group 0: grant after it was open"]
+
+
+def test_a_group_that_was_returned_may_be_granted_again(tmp_path):
+    assert not problems_of(tmp_path, grant(0), {"return": [0], "reason": "died"}, grant(0, maker="maker-1"))
+
+
+def test_a_group_that_was_skipped_or_never_granted_is_named(tmp_path):
+    found = problems_of(tmp_path, grant(0), grant(2), {"deliver": [7]})
+    assert found == ["group 2: granted when 1 was the next", "group 7: deliver after it was never granted"]
+
+
+@pytest.mark.parametrize(("bound", "is_wrong"), [(0, True), (1, False), (None, False)])
+def test_a_group_older_than_the_bound_is_named(tmp_path, bound, is_wrong):
+    delivered = [{"deliver": [0, 1, 2]}, {"pick": [0, 1]}, {"train": 1}, {"pick": [2]}, {"train": 2}]
+    found = problems_of(tmp_path, grant(0, 1, 2), *delivered, max_staleness=bound)
+    assert [problem[:39] for problem in found] == ["group 2: trained at version 1, granted "] * is_wrong
+
+
+def test_part_of_a_record_at_the_end_is_a_note(tmp_path):
+    write(tmp_path, RULES, [grant(0), grant(1)])
+    path = tmp_path / "ledger" / "stream-0.jsonl"
+    path.write_bytes(path.read_bytes()[:-3])
+    account = audit_run(tmp_path)
+    assert account.table()[-1] == ("leased", "", 1, 2)
+    assert len(account.notes) == 1
+
+
+def test_missing_journals_and_unknown_events_are_errors(tmp_path):
+    with pytest.raises(CheckpointError, match="has no journals"):
+        audit_run(tmp_path)
+    write(tmp_path, dataclasses.replace(RULES, stream=1, num_streams=2), [])
+    with pytest.raises(CheckpointError, match="2 trainers, got those of \\[1\\]"):
+        audit_run(tmp_path)
+    write(tmp_path, dataclasses.replace(RULES, stream=0, num_streams=2), [{"resume": 3}])
+    with pytest.raises(CheckpointError, match="'resume'"):
+        audit_run(tmp_path)
