@@ -30,6 +30,11 @@ class Maker:
         self.served = ServedModels(models, name=name)
         self.receiver = WeightReceiver(self.served, **options)
 
+    @property
+    def open_updates(self):
+        """Ids of the updates that have begun and not ended."""
+        return tuple(self.receiver._open)
+
     def update_experience_maker(self, *, message):
         self.receiver.receive(message)
 

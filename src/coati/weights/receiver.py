@@ -69,11 +69,6 @@ class WeightReceiver:
         self._plain: _PlainStage | None = None
         self._is_plain_open = False  # between the start and the end of a plain update, rejected or not
 
-    @property
-    def open_updates(self) -> tuple[str, ...]:
-        """Ids of the updates that have begun and not ended."""
-        return tuple(self._open)
-
     def sharing_fault(self, probe: Chunk) -> str | None:
         """Why this receiver cannot read chunks in the sender's memory; None if it can."""
         try:
@@ -184,22 +179,18 @@ class WeightReceiver:
 
     def _finish(self, stage: _Stage, manifest: WeightManifest) -> VerifiedUpdate:
         """Verify an update against its manifest."""
-        header, num_listed = stage.header, len(manifest.chunks)
-        expected = set(range(num_listed))
-        if missing := expected - stage.chunks.keys():
+        header, listed = stage.header, dict(enumerate(manifest.chunks))
+        if missing := listed.keys() - stage.chunks.keys():
             raise WeightUpdateError(
-                f"{header} is missing {len(missing)} of {num_listed} chunks (first: {min(missing)}). {_KEPT}"
+                f"{header} is missing {len(missing)} of {len(listed)} chunks (first: {min(missing)}). {_KEPT}"
             )
-        if extra := stage.chunks.keys() - expected:
-            raise WeightUpdateError(f"{header} has {len(extra)} chunks that its manifest does not list. {_KEPT}")
         tensors: dict[str, dict[str, Tensor]] = {}
-        for index, listed in enumerate(manifest.chunks):
-            info, chunk = stage.chunks[index]
-            if info != listed:
-                raise WeightUpdateError(f"{header}: chunk {index} is not the one the manifest lists. {_KEPT}")
-            module = tensors.setdefault(listed.module, {})
+        for index, (info, chunk) in stage.chunks.items():
+            if info != listed.get(index):
+                raise WeightUpdateError(f"{header}: chunk {index} is not one that the manifest lists. {_KEPT}")
+            module = tensors.setdefault(info.module, {})
             if twice := module.keys() & chunk.keys():
-                raise WeightUpdateError(f"{header} has the {listed.module} weight {min(twice)!r} twice. {_KEPT}")
+                raise WeightUpdateError(f"{header} has the {info.module} weight {min(twice)!r} twice. {_KEPT}")
             module.update(chunk)
         self._reader.end_update()
         update = self._verified(header.source, tensors, manifest.lora, is_full=manifest.is_full)

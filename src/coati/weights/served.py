@@ -51,29 +51,11 @@ class ServedModels:
         self._num_users = 0
         self._fault: str | None = None  # why the models are torn or wrong and must not serve
         self._pending: VerifiedUpdate | None = None
-        self._version = 0
-        self._newest = 0  # the version that will serve when the pending update is committed
+        self.version = 0  # of the weights that serve now
+        self.newest_version = 0  # of those that will serve when the pending update is committed
+        self.last_commit_seconds = 0.0  # how long the last commit kept the models busy
         self._is_synced = False  # whether all weights have come from a sender
-        self._last_commit_seconds = 0.0
         self.timeline = Timeline()  # replaced by the owner's
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that serve now."""
-        with self._changed:
-            return self._version
-
-    @property
-    def newest_version(self) -> int:
-        """Version that serves, or will when the pending update is committed."""
-        with self._changed:
-            return self._newest
-
-    @property
-    def last_commit_seconds(self) -> float:
-        """How long the last commit kept the models busy."""
-        with self._changed:
-            return self._last_commit_seconds
 
     @contextlib.contextmanager
     def use(self) -> Iterator[int]:
@@ -82,7 +64,7 @@ class ServedModels:
             self._commit_if_free()
             self._check_fault()
             self._num_users += 1
-            version = self._version
+            version = self.version
         try:
             yield version
         finally:
@@ -108,13 +90,8 @@ class ServedModels:
         With several users at work nothing is committed.
         """
         with self._changed:
-            if self._num_users == 1:
-                self._num_users = 0
-                try:
-                    self._commit_if_free()
-                finally:
-                    self._num_users = 1
-            return self._version
+            self._commit_if_free(num_own_users=1)
+            return self.version
 
     def offer(self, update: VerifiedUpdate) -> bool:
         """Commit now if the models are free, else as soon as they are. True: committed now.
@@ -122,9 +99,11 @@ class ServedModels:
         An update older than what serves is dropped: versions never go back.
         """
         with self._changed:
-            version, old = self._newest + 1 if update.version is None else update.version, self._pending
-            if version < self._newest:
-                logger.warning("dropped weights of version %d from %s: have %d", version, update.source, self._newest)
+            version, old = self.newest_version + 1 if update.version is None else update.version, self._pending
+            if version < self.newest_version:
+                logger.warning(
+                    "dropped weights of version %d from %s: have %d", version, update.source, self.newest_version
+                )
                 return False
             update.adopt()
             if old is not None:  # the newer wins weight by weight, and what only the older touched is kept
@@ -135,7 +114,7 @@ class ServedModels:
                     lenders={**kept, **update.lenders},
                     is_full=old.is_full or update.is_full,
                 )
-            self._pending, self._newest = update, version
+            self._pending, self.newest_version = update, version
             return self._commit_if_free()
 
     def release(self, lender: str) -> None:
@@ -161,11 +140,11 @@ class ServedModels:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._version >= at_least or self._fault is not None, timeout=deadline_seconds
+                lambda: self.version >= at_least or self._fault is not None, timeout=deadline_seconds
             )
-            if self._version < at_least:
+            if self.version < at_least:
                 self._check_fault()
-            return self._version >= at_least
+            return self.version >= at_least
 
     def wait_for_full_update(self, deadline_seconds: float) -> bool:
         """Wait for the first update of all modules; False after the deadline."""
@@ -176,9 +155,9 @@ class ServedModels:
         if self._fault is not None:
             raise WeightUpdateError(f"{self._fault}. Send a full update before the models serve again.")
 
-    def _commit_if_free(self) -> bool:
-        """Copy the pending update, if there is one, into the models, if they are free."""
-        if self._pending is None or self._num_users > 0:
+    def _commit_if_free(self, *, num_own_users: int = 0) -> bool:
+        """Copy the pending update, if there is one, into the models, if nobody else uses them."""
+        if self._pending is None or self._num_users > num_own_users:
             return False
         update, self._pending = self._pending, None
         started = time.perf_counter()
@@ -187,11 +166,11 @@ class ServedModels:
                 self._commit(update)
         except BaseException as error:
             # Verified weights do not fail to copy, devices do. Neither half a model nor a wrong one may serve.
-            self._fault = f"{self.name} could not commit version {self._newest}: {error}"
-            self._newest = self._version
+            self._fault = f"{self.name} could not commit version {self.newest_version}: {error}"
+            self.newest_version = self.version
             raise
         finally:
-            self._last_commit_seconds = time.perf_counter() - started
+            self.last_commit_seconds = time.perf_counter() - started
             self._changed.notify_all()
         return True
 
@@ -205,9 +184,9 @@ class ServedModels:
         copy_all([targets[key] for key in update.tensors], list(update.tensors.values()))
         if update.canary is not None and (fault := canary_fault(self.modules["actor"], update.canary)) is not None:
             raise WeightUpdateError(
-                f"{self.name} does not compute what the sender of version {self._newest} does: {fault}. It serves "
-                "nothing until a full update passes."
+                f"{self.name} does not compute what the sender of version {self.newest_version} does: {fault}. It "
+                "serves nothing until a full update passes."
             )
         if update.is_full:
             self._fault, self._is_synced = None, True
-        self._version = self.timeline.version = self._newest
+        self.version = self.timeline.version = self.newest_version

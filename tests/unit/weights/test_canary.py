@@ -11,7 +11,7 @@ from weight_testing import Maker, deliver, header_of, messages_of
 import coati.weights.canary
 from coati.errors import ConfigError, WeightUpdateError
 from coati.models import Actor
-from coati.weights.canary import canary_logprobs, canary_tokens, make_canary, tolerance_of
+from coati.weights.canary import canary_tokens, make_canary
 
 
 def make_actor(seed, **changes):
@@ -51,21 +51,21 @@ def test_the_canary_is_the_log_softmax_of_the_next_token():
     tokens = canary_tokens(50)
     logprobs = actor(tokens).logits.log_softmax(-1)
     expected = [logprobs[0, at, tokens[0, at + 1]].item() for at in range(15)]
-    assert canary_logprobs(actor) == pytest.approx(expected, abs=1e-5)
+    assert make_canary(actor).logprobs == pytest.approx(expected, abs=1e-5)
 
 
 def test_every_module_is_left_in_the_mode_it_was_in():
     actor = make_actor(1).eval()
     actor.model.model.layers[0].training = True  # as layers that compute their activations twice believe to be
     modes = [module.training for module in actor.modules()]
-    canary_logprobs(actor)
+    make_canary(actor)
     assert [module.training for module in actor.modules()] == modes
     assert all(parameter.grad is None for parameter in actor.parameters())
 
 
 def test_sixteen_bit_weights_are_given_room_and_full_precision_ones_are_not():
-    assert tolerance_of(make_actor(1)) == 1e-4
-    assert tolerance_of(make_actor(1).bfloat16()) == 0.1
+    assert make_canary(make_actor(1)).tolerance == 1e-4
+    assert make_canary(make_actor(1).bfloat16()).tolerance == 0.1
 
 
 def test_a_model_without_a_vocabulary_is_told_what_to_use_instead():

@@ -173,7 +173,7 @@ def test_a_damaged_update_is_rejected_whole_and_the_next_works(
     before = fingerprint(maker.models)
     with pytest.raises(WeightUpdateError, match=message):
         deliver(damage(messages_of(make_models(7), memory=memory)), maker)
-    assert maker.receiver.open_updates == ()
+    assert maker.open_updates == ()
     assert fingerprint(maker.models) == before
     deliver(messages_of(make_models(7), memory=memory), maker)
     assert fingerprint(maker.models) == fingerprint(make_models(7))

@@ -206,7 +206,7 @@ def test_an_unfinished_update_is_dropped_when_its_memory_is_used_again(memory, m
     header = begin(memory, maker)
     other = dataclasses.replace(header, update_id="other", source="the same trainer under another name")
     maker.update_experience_maker(message=messages_of({}, header=other).start())
-    assert maker.receiver.open_updates == ("other",)
+    assert maker.open_updates == ("other",)
 
 
 @pytest.mark.parametrize("is_deaf", [False, True])
@@ -310,7 +310,7 @@ def test_a_damaged_update_is_rejected_whole_and_the_next_works(
     sent = messages_of(make_models(7), memory=memory, header=begin(memory, maker))
     with pytest.raises(WeightUpdateError, match=message):
         take(damage(sent, memory), maker)
-    assert maker.receiver.open_updates == ()
+    assert maker.open_updates == ()
     assert fingerprint(maker.models) == before
     send(memory, make_models(7), maker, version=2)
     assert fingerprint(maker.models) == fingerprint(make_models(7))

@@ -42,7 +42,7 @@ def test_actor_and_critic_arrive_to_the_bit(make_models, fingerprint, maker):
     deliver(messages_of(sender, header=header_of(3)), maker)
     assert fingerprint(maker.models) == fingerprint(sender)
     assert maker.served.version == 3
-    assert maker.receiver.open_updates == ()
+    assert maker.open_updates == ()
     assert maker.served.wait_for_full_update(0.0)
 
 
@@ -246,8 +246,8 @@ DAMAGES = [
     (unknown_dtype, "unreadable"),
     (chunk_for_another_module, "its checksum is"),
     (exchange_two_names_everywhere, "its checksum is"),
-    (replaced_chunk_with_an_honest_checksum, "not the one the manifest lists"),
-    (chunk_that_the_manifest_does_not_list, "does not list"),
+    (replaced_chunk_with_an_honest_checksum, "not one that the manifest lists"),
+    (chunk_that_the_manifest_does_not_list, "not one that the manifest lists"),
     (unknown_name, "surprise.weight"),
     (missing_name, "lacks 2 weights"),  # embedding and head are one tensor with two names
     (wrong_shape, "shape"),
@@ -271,7 +271,7 @@ def test_a_damaged_update_is_rejected_whole_and_the_next_good_one_works(
         deliver(damage(messages_of(make_models(7))), maker)
     assert fingerprint(maker.models) == before
     assert maker.served.version == 0
-    assert maker.receiver.open_updates == ()
+    assert maker.open_updates == ()
     deliver(messages_of(make_models(8), header=header_of(2)), maker)
     assert fingerprint(maker.models) == fingerprint(make_models(8))
 
@@ -328,7 +328,7 @@ def test_off_hashes_nothing_and_still_checks_names_shapes_and_counts(make_models
     sent = messages_of(make_models(7), has_checksums=False)
     with pytest.raises(WeightUpdateError, match="missing 1 of"):
         deliver(lose_a_chunk(sent), maker)
-    with pytest.raises(WeightUpdateError, match="not the one the manifest lists"):
+    with pytest.raises(WeightUpdateError, match="not one that the manifest lists"):
         deliver(lose_a_tensor_and_its_name(sent), maker)
     deliver(sent, maker)
     assert fingerprint(maker.models) == fingerprint(make_models(7))
@@ -336,7 +336,7 @@ def test_off_hashes_nothing_and_still_checks_names_shapes_and_counts(make_models
 
 def test_a_chunk_cannot_drop_its_checksum_on_the_way(make_models, maker):
     sent = messages_of(make_models(7))
-    with pytest.raises(WeightUpdateError, match="chunk 0 is not the one the manifest lists"):
+    with pytest.raises(WeightUpdateError, match="chunk 0 is not one that the manifest lists"):
         deliver(replaced(sent, 0, with_info(flipped(sent.chunks[0], 0), checksum=None)), maker)
 
 
@@ -421,12 +421,12 @@ def test_a_dead_sender_locks_nothing_and_is_evicted_and_a_slow_one_is_not(make_m
     maker.update_experience_maker(message=dead.part(dead.chunks[0]))  # and then it is killed
     for number in range(8):  # many others at the same time evict nobody
         maker.update_experience_maker(message=messages_of({}, header=header_of(source=f"other {number}")).start())
-    assert {slow.header.update_id, dead.header.update_id} < set(maker.receiver.open_updates)
+    assert {slow.header.update_id, dead.header.update_id} < set(maker.open_updates)
     now[0] = MAX_IDLE_SECONDS
     maker.update_experience_maker(message=slow.part(slow.chunks[0]))
     now[0] = MAX_IDLE_SECONDS + 1
     deliver(messages_of(make_models(40), header=header_of(source="late")), maker)
-    assert maker.receiver.open_updates == (slow.header.update_id,)
+    assert maker.open_updates == (slow.header.update_id,)
     for message in (*map(slow.part, slow.chunks[1:]), slow.end()):
         maker.update_experience_maker(message=message)
     assert fingerprint(maker.models) == fingerprint(make_models(7))
@@ -438,7 +438,7 @@ def test_a_sender_that_begins_again_discards_only_its_own_unfinished_update(make
     headers = [header_of(source=source, update_id=f"{source}{number}") for number, source in enumerate("aba")]
     for header in headers:
         maker.update_experience_maker(message=messages_of({}, header=header).start())
-    assert set(maker.receiver.open_updates) == {"b1", "a2"}
+    assert set(maker.open_updates) == {"b1", "a2"}
 
 
 # Partial updates.
