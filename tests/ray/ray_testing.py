@@ -1,18 +1,16 @@
 """Small models, samples and actors that the tests of coati.ray share."""
 
 import asyncio
-import dataclasses
 import threading
 
 import ray
 import torch
-from tiny import actor_and_critic, maker_models
+from tiny import actor_and_critic
 
 from coati.config import Deadlines, TopologySettings, TrainSettings
 from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.detached_trainer_ppo import PPOTrainer
-from coati.ray.experience_maker_holder import MakerHolder
-from coati.ray.options import MakerOptions, TrainerOptions
+from coati.ray.options import TrainerOptions
 from coati.trainer.strategies import DDPStrategy
 
 PATIENCE = 180.0  # seconds that a test waits for what should come at once, on however busy a machine
@@ -32,15 +30,6 @@ def numbered(first, count):
         "attention_mask": torch.ones(count, 2, dtype=torch.long),
         "sample_ids": torch.arange(first, first + count),
     }
-
-
-def make_maker(trainer_names, *, reward=None, seed=0, **kwargs):
-    """A maker in this process."""
-    names = {field.name for field in dataclasses.fields(MakerOptions)}
-    options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
-    options = MakerOptions(**{"deadlines": QUICK, "num_threads": 1} | options)
-    kwargs = {"max_new_tokens": 4} | kwargs
-    return MakerHolder(trainer_names, strategy, lambda: maker_models(seed, reward), options=options, **kwargs)
 
 
 def make_ppo_trainer(maker_names, *, seed=0, **kwargs):

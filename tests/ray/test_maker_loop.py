@@ -3,7 +3,7 @@
 import pytest
 import ray
 import torch
-from ray_testing import PATIENCE, QUICK, make_maker, numbered, strategy
+from ray_testing import PATIENCE, QUICK, numbered, strategy
 from tiny import maker_models
 
 from coati.experience_maker import Experience, ExperienceMaker
@@ -17,14 +17,6 @@ def received(sinks):
     return [ray.get(sink.sample_ids.remote(), timeout=PATIENCE) for sink in sinks.values()]
 
 
-def test_items_go_to_three_trainers_in_turn_across_batches_of_four(sinks):
-    maker = make_maker(list(sinks))
-    maker.workingloop(lambda: [numbered(0, 4), numbered(4, 4), numbered(8, 4)])
-    assert received(sinks) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
-    progress = maker.progress()
-    assert (progress.state, progress.num_made, progress.num_delivered) == ("finished", 12, 12)
-
-
 class Echo(ExperienceMaker):
     """Repeats the prompt's last token."""
 
@@ -35,12 +27,15 @@ class Echo(ExperienceMaker):
         return Experience(sequences, floats, floats, torch.ones(len(input_ids)), floats, floats, None, None)
 
 
-def test_a_maker_of_your_own_works_in_the_actor(sinks, keep, unique):
+def test_a_maker_of_your_own_sends_to_three_trainers_in_turn_across_batches_of_four(sinks, keep, unique):
     options = MakerOptions(deadlines=QUICK, num_threads=1, maker=Echo)
     maker = keep(
         ExperienceMakerHolder.options(name=unique("maker"), num_cpus=0).remote(
             list(sinks), strategy, maker_models, options=options, max_new_tokens=2
         )
     )
-    ray.get(maker.workingloop.remote(lambda: [numbered(0, 4)]), timeout=PATIENCE)
-    assert received(sinks) == [[0, 3], [1], [2]]
+    batches = [numbered(0, 4), numbered(4, 4), numbered(8, 4)]
+    ray.get(maker.workingloop.remote(lambda: batches), timeout=PATIENCE)
+    assert received(sinks) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+    progress = ray.get(maker.progress.remote(), timeout=PATIENCE)
+    assert (progress.state, progress.num_made, progress.num_delivered) == ("finished", 12, 12)

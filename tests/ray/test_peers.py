@@ -3,9 +3,9 @@
 import pytest
 import ray
 
-from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
+from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied, RemoteError
 from coati.peers import wait_all, wait_any
-from coati.ray.peers import RayCall, RayPeers
+from coati.ray.peers import RayPeers
 
 PATIENCE = 60.0
 
@@ -35,6 +35,8 @@ def test_a_call_ends_in_a_value_an_error_a_deadline_or_the_death_of_the_peer(kee
     with pytest.raises(RemoteError) as caught:
         peer.call("fail").result(PATIENCE)
     assert type(caught.value.cause) is KeyError
+    with pytest.raises(ActorNotFound, match=rf"'nobody'.*{name}"):  # says who is there
+        peers.find("nobody", role="echo", timeout=0.1)
     hanging, quick = peer.call("hang"), peer.call("hear", 3)
     assert wait_any([hanging, quick], PATIENCE) == [quick]
     both = [peer.call("hear", value) for value in range(2)]
@@ -48,18 +50,3 @@ def test_a_call_ends_in_a_value_an_error_a_deadline_or_the_death_of_the_peer(kee
             call.result(PATIENCE)
     assert not peers.exists(name)
     assert peers.find_now(name) is peer
-
-
-def test_a_broken_connection_is_not_a_death(cluster, monkeypatch):
-    def broken(ref, timeout):
-        raise ray.exceptions.ActorUnavailableError("the connection broke", b"\1" * 16)
-
-    monkeypatch.setattr(ray, "get", broken)
-    with pytest.raises(PeerUnavailable, match="the connection broke"):
-        RayCall("a", "hear", None).result(1.0)
-
-
-def test_a_name_that_never_appears_is_an_error_that_says_who_is_there(keep, unique):
-    keep(Echo.options(name=unique("echo")).remote())
-    with pytest.raises(ActorNotFound, match=rf"'nobody'.*{unique('echo')}"):
-        RayPeers().find("nobody", role="echo", timeout=0.1)

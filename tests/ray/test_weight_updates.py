@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from ray_testing import PATIENCE, QUICK, Background, make_ppo_trainer, strategy
+from ray_testing import PATIENCE, QUICK, make_ppo_trainer, strategy
 from tiny import actor_and_critic, experience, maker_models
 from weight_testing import header_of, messages_of
 
-from coati.errors import ActorNotFound, WeightUpdateError
+from coati.errors import WeightUpdateError
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.options import MakerOptions, TrainerOptions
@@ -128,13 +128,6 @@ def test_training_steps_change_weights_that_then_serve(shared_maker, make_traine
     assert sum("actor_loss" in one and "critic_loss" in one for one in metrics) == 4  # 2 batches, twice
 
 
-def test_a_maker_that_does_not_exist_is_named(keep):
-    trainer = make_ppo_trainer(["no-such-maker"])
-    keep(trainer._buffer)
-    with pytest.raises(ActorNotFound, match="no-such-maker"):
-        trainer.sync_models_to_remote_makers()
-
-
 def enter(self):
     """Inside a maker: begin a piece of work with its models."""
     self.held = self._served.use()
@@ -193,18 +186,3 @@ def test_a_killed_trainers_whole_update_is_committed_and_half_of_one_is_not(shar
         successor.sync_models_to_remote_makers()
     assert serves(weights_of(maker), 32)
     assert ask(maker, mapped) == lent(successor)
-
-
-def test_two_trainers_that_update_one_maker_at_once_never_mix(shared_maker, make_trainer):
-    _, maker = shared_maker
-    trainers = {seed: make_trainer(seed=seed) for seed in (15, 16)}
-    for _ in range(3):
-        # Chunks of 1 KiB: about ten calls of each trainer, side by side.
-        updates = [
-            Background(lambda t=t: t.sync_models_to_remote_makers(shard_size=1 / 1024)) for t in trainers.values()
-        ]
-        for update in updates:
-            update.result()
-        served = weights_of(maker)
-        assert sum(serves(served, seed) for seed in trainers) == 1
-    assert version_of(maker) == trainers[15].version

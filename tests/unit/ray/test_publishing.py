@@ -4,17 +4,17 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from ray_testing import PATIENCE, Background, make_ppo_trainer
+import torch
+from ray_testing import PATIENCE, Background
 from tiny import experience
 from weight_testing import Noting, connect
 
-from coati.errors import CheckpointError, WeightUpdateError
+from coati.errors import CheckpointError, StalenessExceeded, WeightUpdateError
 
 
 @pytest.fixture
-def trainer(keep):
-    trainer = make_ppo_trainer([])
-    keep(trainer._buffer)
+def trainer(make_trainer):
+    trainer = make_trainer()
     for index in range(3):
         trainer.buffer_append(experience(4 * index, 4))
     return trainer
@@ -109,3 +109,47 @@ def test_one_rank_of_a_group_does_not_save_alone_while_they_train(trainer, tmp_p
         trainer.strategy_save_actor(str(tmp_path / "model"))
     with pytest.raises(CheckpointError, match="Load before or after fit"):
         trainer.strategy_load_optimizers(str(tmp_path / "optimizers"))
+
+
+def test_a_trainer_refuses_what_breaks_the_bound(make_trainer):
+    trainer = make_trainer(max_staleness=1)
+    batch = experience(0, 4)
+    batch.policy_versions = torch.zeros_like(batch.action_log_probs, dtype=torch.long)
+    trainer.training_step(batch)  # age 0
+    trainer.version = 2
+    with pytest.raises(StalenessExceeded, match="2 versions old, but max_staleness is 1"):
+        trainer.training_step(batch)
+
+
+def test_a_sync_in_the_middle_of_an_episode_waits_for_a_whole_version(make_trainer):
+    trainer = make_trainer()
+    maker, trained = Noting(), threading.Event()
+    real_step = trainer._learner.step
+
+    def step(batch):
+        metrics = real_step(batch)
+        trained.set()
+        return metrics
+
+    trainer._learner.step = step
+    connect(trainer, maker=maker)
+    fit = Background(trainer.fit, 2, 2)
+    trainer.buffer_append(experience(0, 4))
+    assert trained.wait(PATIENCE)  # one of two steps is done: the weights have no version
+    sync = Background(trainer.sync_models_to_remote_makers)
+    assert maker.updates == []
+    trainer.buffer_append(experience(4, 4))
+    fit.result()
+    sync.result()
+    # fit's own update of the two steps as version 1, and then the sync of that same version.
+    assert maker.updates == [(1, False), (1, True)]
+
+
+def test_a_sync_after_steps_by_hand_is_a_version_of_its_own(make_trainer):
+    trainer = make_trainer()
+    trainer.sync_models_to_remote_makers()
+    assert trainer.version == 0
+    trainer.training_step(experience(0, 4))
+    trainer.sync_models_to_remote_makers()
+    trainer.sync_models_to_remote_makers()
+    assert trainer.version == 1

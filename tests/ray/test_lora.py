@@ -1,16 +1,13 @@
-"""Adapters-only updates between real actors, and the trainer's last word on old data."""
+"""Adapters-only updates between real actors."""
 
 import functools
-import threading
 
 import pytest
 import ray
 import torch
-from ray_testing import PATIENCE, QUICK, Background, make_ppo_trainer, strategy
-from tiny import actor_and_critic, experience, llama, maker_models
-from weight_testing import Noting, connect
+from ray_testing import QUICK, strategy
+from tiny import actor_and_critic, llama, maker_models
 
-from coati.errors import StalenessExceeded
 from coati.models import Actor, Critic, LoRASettings
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
@@ -88,50 +85,3 @@ def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets
     torch.testing.assert_close(of_newcomer, of_trainer, atol=1e-5, rtol=1e-5)
     assert (of_maker - Actor(llama(0)).eval()(torch.tensor([[1, 2, 3]])).logits).abs().max() > 1e-2
     assert [ray.get(one.progress.remote()).version for one in (maker, newcomer)] == [7, 7]
-
-
-def test_a_trainer_refuses_what_breaks_the_bound(keep):
-    trainer = make_ppo_trainer([], max_staleness=1)
-    keep(trainer._buffer)
-    batch = experience(0, 4)
-    batch.policy_versions = torch.zeros_like(batch.action_log_probs, dtype=torch.long)
-    trainer.training_step(batch)  # age 0
-    trainer.version = 2
-    with pytest.raises(StalenessExceeded, match="2 versions old, but max_staleness is 1"):
-        trainer.training_step(batch)
-
-
-def test_a_sync_in_the_middle_of_an_episode_waits_for_a_whole_version(keep):
-    trainer = make_ppo_trainer([])
-    keep(trainer._buffer)
-    maker, trained = Noting(), threading.Event()
-    real_step = trainer._learner.step
-
-    def step(batch):
-        metrics = real_step(batch)
-        trained.set()
-        return metrics
-
-    trainer._learner.step = step
-    connect(trainer, maker=maker)
-    fit = Background(trainer.fit, 2, 2)
-    trainer.buffer_append(experience(0, 4))
-    assert trained.wait(PATIENCE)  # one of two steps is done: the weights have no version
-    sync = Background(trainer.sync_models_to_remote_makers)
-    assert maker.updates == []
-    trainer.buffer_append(experience(4, 4))
-    fit.result()
-    sync.result()
-    # fit's own update of the two steps as version 1, and then the sync of that same version.
-    assert maker.updates == [(1, False), (1, True)]
-
-
-def test_a_sync_after_steps_by_hand_is_a_version_of_its_own(keep):
-    trainer = make_ppo_trainer([])
-    keep(trainer._buffer)
-    trainer.sync_models_to_remote_makers()
-    assert trainer.version == 0
-    trainer.training_step(experience(0, 4))
-    trainer.sync_models_to_remote_makers()
-    trainer.sync_models_to_remote_makers()
-    assert trainer.version == 1

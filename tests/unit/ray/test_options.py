@@ -13,7 +13,7 @@ from coati.ray.experience_maker_holder import ExperienceMakerHolder, MakerHolder
 from coati.ray.options import MakerOptions, TrainerOptions
 from coati.trainer.ppo import PPOLearner
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = pytest.mark.usefixtures("local_queue")
 
 
 def trainer(*, algorithm=None, train=None, learner=PPOLearner, **arguments):

@@ -1,0 +1,18 @@
+import pytest
+from ray_testing import make_ppo_trainer
+from thread_peers import LocalQueue
+
+from coati.ray import detached_replay_buffer, detached_trainer_base
+
+
+@pytest.fixture
+def local_queue(monkeypatch):
+    """Trainers of this process keep their batches in this process too."""
+    monkeypatch.setattr(detached_replay_buffer, "BatchQueue", lambda limit: LocalQueue())
+
+
+@pytest.fixture
+def make_trainer(local_queue, monkeypatch):
+    """A PPO trainer without Ray; `weight_testing.connect` gives it makers."""
+    monkeypatch.setattr(detached_trainer_base, "_SLICE_SECONDS", 0.01)
+    return lambda **options: make_ppo_trainer([], **options)
