@@ -209,10 +209,7 @@ def run(workload: Workload, folder: Path, *, makers: int = 1, staleness: int = 1
     )
     DetachedRun(workload.config(folder, makers=makers, staleness=staleness), log).run(str(here / "model"))
     log.close()
-    by_actor: dict[str, list[Span]] = {}
-    for actor, span in read_run(here).spans:
-        by_actor.setdefault(actor, []).append(span)
-    return measure(by_actor, batch=workload.batch, warmup=warmup)
+    return measure(read_run(here).spans, batch=workload.batch, warmup=warmup)
 
 
 def measure(by_actor: dict[str, list[Span]], *, batch: int, warmup: int) -> Measured:

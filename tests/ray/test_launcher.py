@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coati.errors import PeerDied
 from coati.monitor import read_jsonl
-from coati.monitor.report import read_run, run_times
+from coati.monitor.report.folder import read_run
+from coati.monitor.report.time_use import run_times
 from coati.ray import run_actors
 from coati.ray.detached_trainer_ppo import PPOTrainer
 from coati.ray.experience_maker_holder import MakerHolder

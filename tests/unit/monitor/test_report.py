@@ -10,11 +10,10 @@ from rich.console import Console
 
 from coati.cli.report import run_report, time_table
 from coati.errors import ConfigError, DataError
-from coati.monitor.report import ActorSpan, read_run, render_page, run_times, trace_events
 from coati.monitor.report.drawing import column_shares, curve, typical_window
-from coati.monitor.report.folder import Processors
-from coati.monitor.report.page import chosen_samples
-from coati.monitor.report.time_use import within
+from coati.monitor.report.folder import Processors, read_run, trace_events
+from coati.monitor.report.page import chosen_samples, render_page
+from coati.monitor.report.time_use import run_times, within
 from coati.monitor.timeline import Span
 
 
@@ -24,37 +23,42 @@ def work(what, start, end, version=0):
 
 def shares(**actors):
     """The times of actors that divided 10 s in the given way."""
-    found = []
+    found = {}
     for actor, seconds in actors.items():
         now = 0.0
+        found[actor] = []
         for what, length in seconds.items():
-            found.append(ActorSpan(actor, work(what, now, now + length)))
+            found[actor].append(work(what, now, now + length))
             now += length
     return run_times(found)
 
 
 # Maker: starts up until 100, then generates 2, scores 1, sends 0.5, waits 0.5 for room, waits 1.5 for weights, commits
 # for 0.5, generates 4. Trainer: waits 4, trains 4, publishes 2.
-SPANS = [
-    ActorSpan("maker-0", work("wait_weights", 90.0, 100.0)),
-    ActorSpan("maker-0", work("generate", 100.0, 102.0)),
-    ActorSpan("maker-0", work("score", 102.0, 103.0)),
-    ActorSpan("maker-0", work("send", 103.0, 103.5)),
-    ActorSpan("maker-0", work("wait_room", 103.5, 104.0)),
-    ActorSpan("maker-0", work("wait_weights", 104.0, 105.5)),
-    ActorSpan("maker-0", work("commit", 105.5, 106.0, 1)),
-    ActorSpan("maker-0", work("generate", 106.0, 110.0, 1)),
-    ActorSpan("maker-0", Span("weights", "receive", 105.0, 105.25, 0)),
-    ActorSpan("trainer-0", work("wait_data", 100.0, 104.0)),
-    ActorSpan("trainer-0", work("train", 104.0, 108.0)),
-    ActorSpan("trainer-0", work("publish", 108.0, 110.0, 1)),
-]
+SPANS = {
+    "maker-0": [
+        work("wait_weights", 90.0, 100.0),
+        work("generate", 100.0, 102.0),
+        work("score", 102.0, 103.0),
+        work("send", 103.0, 103.5),
+        work("wait_room", 103.5, 104.0),
+        work("wait_weights", 104.0, 105.5),
+        work("commit", 105.5, 106.0, 1),
+        work("generate", 106.0, 110.0, 1),
+        Span("weights", "receive", 105.0, 105.25, 0),
+    ],
+    "trainer-0": [
+        work("wait_data", 100.0, 104.0),
+        work("train", 104.0, 108.0),
+        work("publish", 108.0, 110.0, 1),
+    ],
+}
 
 
 @pytest.fixture
 def folder(tmp_path):
     """What a short run leaves."""
-    rows = [{"actor": actor, **span._asdict()} for actor, span in SPANS]
+    rows = [{"actor": actor, **span._asdict()} for actor, spans in SPANS.items() for span in spans]
     (tmp_path / "spans.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     metrics = [
         {"step": 1, "version": 0, "time": 104.0, "policy/entropy": None},
@@ -161,18 +165,28 @@ def test_the_processors_of_a_run(folder, topology, cores, expected):
 def test_who_was_there_for_a_part_of_the_run_has_shares_of_that_part():
     # Of 100 s: maker-0 works all the time, maker-1 leaves after 10, maker-2 is there from 80 to 90, and works for 9 of
     # them. maker-3 is there from 50 on, and done after 20 more; but it receives and commits weights later on.
-    spans = [
-        ActorSpan("maker-0", work("generate", 0, 100)),
-        ActorSpan("maker-1", work("generate", 0, 10)),
-        ActorSpan("maker-1", work("leave", 10, 10)),
-        ActorSpan("maker-2", work("generate", 80, 89)),
-        ActorSpan("maker-2", work("leave", 90, 90)),
-        ActorSpan("maker-3", work("generate", 50, 70)),
-        ActorSpan("maker-3", Span("weights", "receive", 94.0, 95.0, 0)),
-        ActorSpan("maker-3", Span("weights", "commit", 95.0, 96.0, 0)),
-        ActorSpan("trainer-0", work("wait_data", 0, 10)),
-        ActorSpan("trainer-0", work("train", 10, 100)),
-    ]
+    spans = {
+        "maker-0": [
+            work("generate", 0, 100),
+        ],
+        "maker-1": [
+            work("generate", 0, 10),
+            work("leave", 10, 10),
+        ],
+        "maker-2": [
+            work("generate", 80, 89),
+            work("leave", 90, 90),
+        ],
+        "maker-3": [
+            work("generate", 50, 70),
+            Span("weights", "receive", 94.0, 95.0, 0),
+            Span("weights", "commit", 95.0, 96.0, 0),
+        ],
+        "trainer-0": [
+            work("wait_data", 0, 10),
+            work("train", 10, 100),
+        ],
+    }
     times = run_times(spans)
     assert [actor.elapsed for actor in times.actors] == [100.0, 10.0, 10.0, 50.0, 100.0]
     assert [actor.shares["worked"] for actor in times.actors] == pytest.approx([1.0, 1.0, 0.9, 0.4, 0.9])
@@ -206,12 +220,12 @@ def test_actors_are_in_natural_order_and_many_are_shown_by_kind():
 
 
 def test_spans_without_work_have_no_times():
-    assert run_times([ActorSpan("maker-0", work("wait_weights", 0, 1))]) is None
+    assert run_times({"maker-0": [work("wait_weights", 0, 1)]}) is None
 
 
 def test_columns_share_spans_out():
     # 4 columns of 2 s: [a 2], [a 1, b 1], [b 2], [b 0.5, a 1]
-    times = run_times([ActorSpan("only", work("generate", 0, 8))])
+    times = run_times({"only": [work("generate", 0, 8)]})
     assert column_shares([work("a", 0, 3), work("a", 7, 8)], times, 4).tolist() == [1.0, 0.5, 0.0, 0.5]
     assert column_shares([work("b", 3, 6.5)], times, 4).tolist() == [0.0, 0.5, 1.0, 0.25]
 
@@ -243,8 +257,7 @@ def test_axis_labels_are_round_numbers(values, labels):
 
 
 def test_the_close_up_is_of_steps_in_the_middle():
-    trained = [ActorSpan("trainer-0", work("train", 10 * index, 10 * index + 5)) for index in range(20)]
-    times = run_times(trained)
+    times = run_times({"trainer-0": [work("train", 10 * index, 10 * index + 5) for index in range(20)]})
     assert typical_window(times, num_steps=4) == (80.0, 115.0)  # steps 8 to 11
 
 
@@ -282,7 +295,7 @@ def test_the_trace_has_an_event_for_every_span_and_a_lane_for_each_thread(folder
     trace = trace_events(read_run(folder))
     events = trace["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == len(SPANS)
+    assert len(spans) == sum(map(len, SPANS.values()))
     train = next(event for event in spans if event["name"] == "train")
     assert (train["ts"], train["dur"], train["cat"]) == (14e6, 4e6, "work")  # the first span begins at 90
     names = {
@@ -346,7 +359,7 @@ def test_damaged_files_are_named(folder, file, content, message):
 def test_a_line_that_is_still_being_written_is_left_out(folder):
     with (folder / "spans.jsonl").open("a") as file:
         file.write('{"actor": "maker-0", "la')
-    assert len(read_run(folder).spans) == len(SPANS)
+    assert read_run(folder).spans == SPANS
 
 
 def test_a_page_that_cannot_be_written_says_so(folder):

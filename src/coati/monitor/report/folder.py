@@ -22,13 +22,6 @@ _MICROSECONDS: Final = 1e6
 _COUNTERS: Final = ("reward/mean", "kl/per_sample", "buffer/batches", "trainer/busy_share", "maker/busy_share")
 
 
-class ActorSpan(NamedTuple):
-    """A span, and whose it is."""
-
-    actor: str
-    span: Span
-
-
 class Processors(NamedTuple):
     """Cores that all actors share, and how many of them each uses when it works."""
 
@@ -50,7 +43,8 @@ class RunFolder:
     metrics: list[dict[str, Any]]
     """One row of numbers per training step."""
     samples: list[dict[str, Any]]
-    spans: list[ActorSpan]
+    spans: dict[str, list[Span]]
+    """What each actor did when."""
 
     @property
     def name(self) -> str:
@@ -86,7 +80,7 @@ def read_run(path: Path) -> RunFolder:
         state=_read(path / "state.json", lambda file: json.loads(file.read_bytes()), {}),
         metrics=_read(path / _METRICS, read_jsonl, []),
         samples=_read(path / "samples.jsonl", read_jsonl, []),
-        spans=_read(path / _SPANS, lambda file: [_to_span(**row) for row in read_jsonl(file)], []),
+        spans=_read(path / _SPANS, _read_spans, {}),
     )
     if not run.metrics and not run.spans:
         raise ConfigError(f"the run in {str(path)!r} has written nothing yet. Try again after its first step.")
@@ -102,8 +96,11 @@ def _read(path: Path, parse: Callable[[Path], T], default: T) -> T:
         raise DataError(f"{path} cannot be read: {error}. Restore the file, or its permissions.") from None
 
 
-def _to_span(actor: str, **fields: Any) -> ActorSpan:
-    return ActorSpan(actor, Span(**fields))
+def _read_spans(path: Path) -> dict[str, list[Span]]:
+    spans: dict[str, list[Span]] = {}
+    for row in read_jsonl(path):
+        spans.setdefault(row.pop("actor", ""), []).append(Span(**row))
+    return spans
 
 
 def trace_events(run: RunFolder) -> dict[str, Any]:
@@ -111,13 +108,13 @@ def trace_events(run: RunFolder) -> dict[str, Any]:
 
     Times are microseconds since the first span.
     """
-    origin = min((span.start for _, span in run.spans), default=0.0)
-    processes: dict[str, int] = {}
+    origin = min((span.start for spans in run.spans.values() for span in spans), default=0.0)
     threads: dict[str, int] = {WORK: 0}
     names: dict[tuple[str, int, int], str] = {}
     events: list[dict[str, Any]] = []
-    for actor, span in run.spans:
-        process = processes.setdefault(actor, len(processes) + 1)
+    for process, actor, span in (
+        (number, actor, span) for number, (actor, spans) in enumerate(run.spans.items(), 1) for span in spans
+    ):
         thread = threads.setdefault(span.lane, len(threads))
         names["process_name", process, 0], names["thread_name", process, thread] = actor, span.lane
         events.append(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from coati.monitor.report.folder import ActorSpan, Processors
+from coati.monitor.report.folder import Processors
 from coati.monitor.timeline import ACTIVITIES, LEAVE, WORK, Span, TimeUse, activity, is_idle
 
 # A run begins when some actor does one of these for the first time; before that it starts up.
@@ -160,21 +160,18 @@ def _mean(actors: Sequence[ActorTime], what: str) -> float:
     return sum(actor.shares.get(what, 0.0) * actor.elapsed for actor in actors) / elapsed if elapsed > 0 else 0.0
 
 
-def run_times(spans: Sequence[ActorSpan]) -> RunTimes | None:
-    """Cut all spans to the window of the run; None if no span tells of work.
+def run_times(spans: Mapping[str, Sequence[Span]]) -> RunTimes | None:
+    """Cut the spans of all actors to the window of the run; None if no span tells of work.
 
     An actor is present from its first span until the run ends, or until the span that says that it left.
     """
-    starts = [span.start for _, span in spans if span.what in _FIRST_WORK]
-    if not starts:
+    every = [span for own in spans.values() for span in own]
+    start = min((span.start for span in every if span.what in _FIRST_WORK), default=None)
+    if start is None:
         return None
-    start, end = min(starts), max(span.end for _, span in spans)
-    by_actor: dict[str, list[Span]] = {}
-    for actor, span in spans:
-        by_actor.setdefault(actor, []).append(span)
+    end = max(span.end for span in every)
     actors = []
-    for actor in sorted(by_actor, key=_in_natural_order):
-        own = by_actor[actor]
+    for actor, own in sorted(spans.items(), key=lambda item: _in_natural_order(item[0])):
         came = max(start, min(span.start for span in own))
         left = max(span.end for span in own) if any(span.what == LEAVE for span in own) else end
         lanes: dict[str, list[Span]] = {WORK: []}
