@@ -254,7 +254,7 @@ def test_a_saved_run_goes_on_under_another_strategy(make_strategy, saver, loader
     strategy_steps(strategy, model, optimizer, range(2))
     strategy.save_model(model, tmp_path / "model")
     strategy.save_optimizer(optimizer, tmp_path / "optimizer")
-    assert sorted(file.suffix for file in (tmp_path / "optimizer").iterdir()) == [".json", ".safetensors"]
+    assert {file.suffix for file in (tmp_path / "optimizer").iterdir()} == {".json", ".safetensors"}
     strategy.close()
 
     other = make_strategy(loader)
@@ -317,6 +317,9 @@ def test_missing_and_torn_files_are_named(make_strategy, tmp_path):
     strategy.save_model(net, tmp_path / "net")
     file = tmp_path / "net" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match="must have the digest"):
+        strategy.load_model(net, tmp_path / "net")
+    (tmp_path / "net" / "manifest.json").unlink()  # as if the folder came from elsewhere
     with pytest.raises(CheckpointError, match="unreadable"):
         strategy.load_model(net, tmp_path / "net")
     optimizer = torch.optim.Adam(net.parameters())
@@ -356,7 +359,7 @@ def test_a_full_disk_leaves_the_old_model(make_strategy, tmp_path, model_class, 
     strategy.save_model(net, tmp_path / "net")
     with pytest.raises(CheckpointError, match=r"could not write .*net: .*No space left on device"):
         strategy.save_model(model_class(1, 1), tmp_path / "net", add=add)
-    assert [file.name for file in (tmp_path / "net").iterdir()] == ["model.safetensors"]
+    assert {file.name for file in (tmp_path / "net").iterdir()} == {"manifest.json", "model.safetensors"}
     strategy.load_model(nn.Linear(1, 1), tmp_path / "net")
     assert [entry.name for entry in tmp_path.iterdir()] == ["net"]
 

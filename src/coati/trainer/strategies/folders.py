@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import shutil
@@ -14,9 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from coati.errors import CheckpointError
 from coati.trainer.strategies.ranks import Ranks
+
+MANIFEST = "manifest.json"
+"""Lists the digest of every other file of a folder that we wrote."""
 
 _PIECE = 1 << 26
 
@@ -25,7 +30,7 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
     """Let `write` fill a temporary sibling folder, then move it to `path`.
 
     A folder that is already there is replaced, all of it, if it is empty or holds one of the file names in
-    `markers`; anything else is refused. If writing fails, what was there stays there.
+    `markers`; anything else is refused. If writing fails, what was there stays there. A manifest is added.
     """
     path = Path(os.path.realpath(path))
     _refuse_foreign(path, markers)
@@ -34,6 +39,9 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
     try:
         temporary.mkdir(parents=True)
         write(temporary)
+        if not (temporary / MANIFEST).exists():  # a copy has the original's
+            digests = {file.name: _digest(file) for file in sorted(temporary.iterdir())}
+            (temporary / MANIFEST).write_text(json.dumps({"xxh3_64": digests}, indent=1))
         if path.exists():
             os.replace(path, replaced)
         try:
@@ -51,6 +59,33 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_files(path: Path, *, suffix: str = "") -> None:
+    """Hold the files of a folder, or those with a suffix, against its manifest. Raises CheckpointError."""
+    file = path / MANIFEST
+    try:
+        for name, digest in json.loads(file.read_text())["xxh3_64"].items():
+            file = path / name
+            if file.suffix == suffix or not suffix:
+                found = _digest(file)
+                if found != digest:
+                    raise CheckpointError(
+                        f"{file} must have the digest in {MANIFEST}, {digest}, got {found}. It was damaged, changed or "
+                        "comes from another checkpoint: use another. Nothing was loaded."
+                    )
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file} is missing or unreadable: {error!r}. Use another checkpoint. Nothing was loaded."
+        ) from error
+
+
+def _digest(file: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with file.open("rb") as stream:
+        while block := stream.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _refuse_foreign(path: Path, markers: Collection[str]) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from coati.errors import CheckpointError
 from coati.models.memory import state_tensors, tied_names
+from coati.trainer.strategies.folders import MANIFEST, check_files
 from coati.trainer.strategies.state_chunks import laid_out_like, local_part
 
 _WEIGHTS_FILE = "model.safetensors"
@@ -68,6 +69,8 @@ def find_tensors(module: nn.Module, path: Path, stack: ExitStack) -> Places:
     `CHILD.safetensors` carries those of that child. A peft folder has the adapters and nothing else. The files stay
     open as long as `stack`.
     """
+    if (path / MANIFEST).is_file():  # there is none in a folder from elsewhere
+        check_files(path, suffix=".safetensors")
     target = state_tensors(module)
     is_adapter = (path / _ADAPTER_FILE).is_file()
     # A peft file leaves the adapter's name out of its tensors' names.

@@ -1,7 +1,6 @@
 """An optimizer's state on disk: whole tensors keyed by parameter index, settings as JSON, no pickle.
 
-Because what is written is whole, a run may continue under another strategy or with another number of ranks. The JSON
-has a checksum of every file and of itself.
+Because what is written is whole, a run may continue under another strategy or with another number of ranks.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from coati.errors import CheckpointError
+from coati.trainer.strategies.folders import check_files
 from coati.trainer.strategies.state_chunks import laid_out_like, whole_tensor
 
 _SETTINGS_FILE = "optimizer.json"
 _STATE_FILE = "optimizer.safetensors"
-_FORMAT = 3
+_FORMAT = 4
 OPTIMIZER_MARKERS = (_SETTINGS_FILE,)
 """A folder that holds one of these is an optimizer folder."""
 
@@ -51,14 +50,14 @@ def write_optimizer(optimizer: Optimizer, state: Mapping[str, Any], folder: Path
         "shapes": [list(parameter.shape) for parameter in _parameters_of(optimizer)],
         "groups": [_plain_group(group) for group in optimizer.param_groups],
         "numbers": {name: value for name, value in state.items() if name not in tensors},
-        "files": {_STATE_FILE: _checksum(folder / _STATE_FILE)},
     }
-    (folder / _SETTINGS_FILE).write_text(json.dumps({**settings, "checksum": _json_checksum(settings)}, indent=1))
+    (folder / _SETTINGS_FILE).write_text(json.dumps(settings, indent=1))
 
 
 def read_optimizer(optimizer: Optimizer, path: Path) -> dict[str, Any]:
     """Read what `optimizer.load_state_dict` takes, laid out as the parameters are; the optimizer is not touched."""
     settings = _read_settings(path)
+    check_files(path)
     groups = _groups_for(optimizer, settings, path)
     parameters = _parameters_of(optimizer)
     state: dict[int, dict[str, Any]] = {}
@@ -77,32 +76,10 @@ def read_optimizer(optimizer: Optimizer, path: Path) -> dict[str, Any]:
 
     for name, value in settings["numbers"].items():
         add(name, value)
-    for file_name, noted in settings["files"].items():
-        file = path / file_name
-        try:
-            if _checksum(file) != noted:
-                raise CheckpointError(f"{file} does not have the checksum that {_SETTINGS_FILE} notes. {_DAMAGED}")
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    add(name, opened.get_tensor(name).clone())  # out of the file, which stays mapped otherwise
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} is missing or torn: {error}. {_DAMAGED}") from error
+    with safe_open(path / _STATE_FILE, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            add(name, opened.get_tensor(name).clone())  # out of the file, which stays mapped otherwise
     return {"state": dict(sorted(state.items())), "param_groups": groups}
-
-
-_DAMAGED = "It was damaged or comes from another checkpoint: use another. Nothing was loaded."
-
-
-def _checksum(file: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with file.open("rb") as stream:
-        while block := stream.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _json_checksum(settings: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(settings, sort_keys=True).encode())
 
 
 def _family(optimizer: Optimizer) -> str:
@@ -138,12 +115,6 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} must be an optimizer of format {_FORMAT}, got {found!r}. Use the coati that wrote it, or start "
             "with a fresh optimizer."
-        )
-    noted = settings.pop("checksum", None)
-    if noted != _json_checksum(settings):
-        raise CheckpointError(
-            f"{file} does not have its checksum any more. {_DAMAGED} To change a setting, set it in "
-            "optimizer.param_groups after loading."
         )
     return settings
 
