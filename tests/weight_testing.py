@@ -33,7 +33,7 @@ class Maker:
     @property
     def open_updates(self):
         """Ids of the updates that have begun and not ended."""
-        return tuple(self.receiver._open)
+        return tuple(stage.header.update_id for stage in self.receiver._open.values())
 
     def update_experience_maker(self, *, message):
         self.receiver.receive(message)

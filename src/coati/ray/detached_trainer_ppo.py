@@ -137,7 +137,7 @@ class PPOTrainer(DetachedTrainer):
                 "Give every maker a share (share=WorkShare(…)) with the same bound, or leave max_staleness out."
             )
         processors = self._processors.used() if self._processors else contextlib.nullcontext()
-        with self._weights(), processors:
+        with self._hold_weights(), processors:
             metrics = self._learner.step(experience)
             self._num_steps_unpublished += 1
         return {
@@ -182,7 +182,7 @@ class PPOTrainer(DetachedTrainer):
         Ranks of a group may be told at different moments: a maker stays with the trainer that updates it. `newcomers`
         are those without work yet; a fault of one of them is reported only by `newcomer_faults`.
         """
-        with self._weights():  # not in the middle of an update
+        with self._hold_weights():  # not in the middle of an update
             updated = maker_names if updated_makers is None else updated_makers
             self._sender.change_makers(updated, newcomers=newcomers)
         super().change_makers(maker_names, newcomers=newcomers)
@@ -194,7 +194,7 @@ class PPOTrainer(DetachedTrainer):
     def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
         """Sync if the weights are those of a version; checked and read under one lock, so no step comes between."""
         self._sender.settle()  # before the lock, which a step waits for
-        with self._weights():
+        with self._hold_weights():
             if not self._num_steps_unpublished or self._state != "fitting":
                 self.version += self._num_steps_unpublished > 0  # trained by hand since the last version
                 super().sync_models_to_remote_makers(**kwargs)
@@ -214,7 +214,7 @@ class PPOTrainer(DetachedTrainer):
             metrics.update({"weights/publish_seconds": seconds, "weights/bytes": float(num_bytes)})
             self._records.append(record)
 
-        with self._weights():
+        with self._hold_weights():
             if fully_update:
                 self._sync = self._sender.begin(self.version, fully_update=True, on_arrival=note, **config)
             else:
@@ -233,14 +233,14 @@ class PPOTrainer(DetachedTrainer):
         self._refuse_in_group_fit("save", "Save after fit.")
         if self._learner.critic is None:
             raise CheckpointError(f"there is no critic to save to {path}: the algorithm of this trainer has none.")
-        with self._weights():
+        with self._hold_weights():
             self.strategy.save_model(self._learner.critic, path, only_rank0)
 
     @ray.method(concurrency_group="model_io")
     def strategy_save_optimizers(self, path: str) -> None:
         """Save the optimizers' state to `path/actor` and `path/critic`, for any strategy with any number of ranks."""
         self._refuse_in_group_fit("save", "Save after fit.")
-        with self._weights():
+        with self._hold_weights():
             for label, optimizer in self._learner.optimizers.items():
                 self.strategy.save_optimizer(optimizer, Path(path) / label)
 
@@ -251,7 +251,7 @@ class PPOTrainer(DetachedTrainer):
         The learning rate stays that of this trainer's schedule.
         """
         self._refuse_in_group_fit("load", "Load before or after fit.")
-        with self._weights():
+        with self._hold_weights():
             for label, optimizer in self._learner.optimizers.items():
                 rates = [group["lr"] for group in optimizer.param_groups]
                 self.strategy.load_optimizer(optimizer, Path(path) / label)
@@ -283,7 +283,7 @@ class PPOTrainer(DetachedTrainer):
     def _save_actor(self, path: str, only_rank0: bool) -> None:
         load = self.options.tokenizer
         add = None if load is None else (lambda folder: load().save_pretrained(folder))
-        with self._weights():
+        with self._hold_weights():
             self.strategy.save_model(self._learner.actor, path, only_rank0, add=add)
 
     def _refuse_in_group_fit(self, what: str, remedy: str) -> None:
@@ -295,7 +295,7 @@ class PPOTrainer(DetachedTrainer):
             )
 
     @contextlib.contextmanager
-    def _weights(self) -> Iterator[None]:
+    def _hold_weights(self) -> Iterator[None]:
         """Hold the weights: nothing else reads or changes them meanwhile."""
         seconds = self.deadlines.update_seconds
         if not self._weights_lock.acquire(timeout=seconds):

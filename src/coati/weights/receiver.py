@@ -1,9 +1,9 @@
 """Takes weight updates: stages what comes, verifies the whole, and offers it to the models that serve.
 
 Chunks are staged beside the models while the old weights serve. When the manifest comes, names, shapes, dtypes, count
-and checksums must fit; anything wrong rejects the whole update. Stages are keyed by update id, so two senders cannot
-interleave into one, and a sender that dies in the middle locks nothing: its stage is evicted at the next update of any
-sender after ten minutes without a call. A sender that lives and begins again replaces its own unfinished update.
+and checksums must fit; anything wrong rejects the whole update. Each sender has a stage of its own, for one update, so
+two cannot interleave into one. A sender that begins again replaces its unfinished update. One that dies in the middle
+locks nothing: its stage is evicted at the next update of any sender after ten minutes without a call.
 """
 
 import dataclasses
@@ -22,7 +22,6 @@ from coati.models.memory import state_tensors, tied_names
 from coati.weights.message import Chunk, ChunkInfo, UpdateHeader, WeightManifest, WeightMessage
 from coati.weights.served import ServedModels, VerifiedUpdate
 from coati.weights.transports import ChunkReader
-from coati.wire import WireTensor, decode
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class WeightReceiver:
         self._reader = ChunkReader(self.device)
         self._allow_partial_plain = allow_partial_plain
         self._clock = clock
-        self._open: dict[str, _Stage] = {}
+        self._open: dict[str, _Stage] = {}  # by source, which sends one update at a time; others may just be slow
         self._plain: _PlainStage | None = None
         self._is_plain_open = False  # between the start and the end of a plain update, rejected or not
 
@@ -85,25 +84,23 @@ class WeightReceiver:
         header = message.header
         if message.is_start:
             self._begin(header)
-        stage = self._open.get(header.update_id)
-        if stage is None:
+        stage = self._open.get(header.source)
+        if stage is None or stage.header != header:
             raise WeightUpdateError(
-                f"{header} is not open here: it never began, was rejected, or was evicted by newer updates. Send it "
+                f"{header} is not open here: it never began, was rejected, or was discarded for a newer one. Send it "
                 "again from its start."
             )
         stage.last_seen = self._clock()
         try:
-            if header != stage.header:
-                raise WeightUpdateError(f"{header} began as {stage.header}, with other settings. {_KEPT}")
             for chunk in message.chunks:
                 self._add(stage, chunk)
             if message.manifest is None:
                 return
             verified = self._finish(stage, message.manifest)
         except BaseException:
-            self._open.pop(header.update_id, None)
+            del self._open[header.source]
             raise
-        del self._open[header.update_id]
+        del self._open[header.source]
         self._served.offer(verified)
 
     def receive_plain(
@@ -147,16 +144,12 @@ class WeightReceiver:
         """Open a stage. When this returns, nothing here reads the memory of `header.lender` any more."""
         self._check_version(header)
         now = self._clock()
-        for old_id, old in list(self._open.items()):
-            # A sender sends one update at a time, so its unfinished one is dead; other senders may just be slow.
-            is_same_memory = header.lender is not None and old.header.lender == header.lender
-            is_idle = now - old.last_seen > MAX_IDLE_SECONDS
-            if old_id == header.update_id or old.header.source == header.source or is_same_memory or is_idle:
-                del self._open[old_id]
-                logger.warning("%s was never finished; discarded", old.header)
+        for source, old in list(self._open.items()):
+            if source == header.source or now - old.last_seen > MAX_IDLE_SECONDS:
+                logger.warning("%s was never finished; discarded", self._open.pop(source).header)
         if header.lender is not None:
             self._served.release(header.lender)
-        self._open[header.update_id] = _Stage(header, last_seen=now)
+        self._open[header.source] = _Stage(header, last_seen=now)
 
     def _check_version(self, header: UpdateHeader) -> None:
         """Refuse a version that no sender counts to, because it would make every later update look too old.
@@ -234,8 +227,6 @@ class WeightReceiver:
 
 def _tensor(value: Any) -> Tensor:
     """A weight of a plain call as a CPU tensor; the caller's own memory may change before the commit, Ray's cannot."""
-    if isinstance(value, WireTensor):
-        return decode(value)
     return value.detach().cpu() if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
 
 

@@ -202,13 +202,6 @@ def test_the_base_of_an_adapter_does_not_stay_in_the_senders_memory(memory, make
     assert maker.models["actor"].body.weight.unique().tolist() == [108.0]
 
 
-def test_an_unfinished_update_is_dropped_when_its_memory_is_used_again(memory, maker):
-    header = begin(memory, maker)
-    other = dataclasses.replace(header, update_id="other", source="the same trainer under another name")
-    maker.update_experience_maker(message=messages_of({}, header=other).start())
-    assert maker.open_updates == ("other",)
-
-
 @pytest.mark.parametrize("is_deaf", [False, True])
 def test_a_set_is_retired_if_a_maker_that_was_lent_it_does_not_answer(is_deaf, make_models, memory, fingerprint):
     makers = [Maker(make_models(0), name=name) for name in ("a", "b")]
