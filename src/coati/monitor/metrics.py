@@ -152,18 +152,18 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
     null becomes NaN. An incomplete last line is left out; a damaged line anywhere else is a `DataError`.
     """
-    *lines, tail = Path(path).read_bytes().split(b"\n")
     records = []
-    for number, line in enumerate(lines, start=1):
-        record = _parse(line)
-        if record is None:
-            raise DataError(
-                f"{path}, line {number}: every line must be a JSON object, got {line[:60]!r}. "
-                f"Delete the line, or restore the file."
-            )
-        records.append(record)
-    last = _parse(tail)
-    return records if last is None else [*records, last]
+    for number, line in enumerate(Path(path).read_bytes().splitlines(keepends=True), start=1):
+        try:
+            record = json.loads(line)
+            records.append({key: math.nan if value is None else value for key, value in record.items()})
+        except (ValueError, AttributeError):  # not JSON, or not an object
+            if line.endswith(b"\n"):
+                raise DataError(
+                    f"{path}, line {number}: every line must be a JSON object, got {line[:60]!r}. "
+                    f"Delete the line, or restore the file."
+                ) from None
+    return records
 
 
 def load_metrics(run: str | Path) -> pandas.DataFrame:
@@ -178,16 +178,6 @@ def load_metrics(run: str | Path) -> pandas.DataFrame:
             f"load_metrics needs pandas, which cannot be imported ({error}). pip install pandas"
         ) from None
     return pandas.DataFrame(read_jsonl(Path(run) / "metrics.jsonl")).set_index("step")
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:  # not JSON, or cut inside a character
-        return None
-    if not isinstance(record, dict):
-        return None
-    return {key: math.nan if value is None else value for key, value in record.items()}
 
 
 def _finite(value: Any) -> Any:

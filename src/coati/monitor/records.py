@@ -1,7 +1,6 @@
 """Records that an actor keeps until the driver fetches them."""
 
 import logging
-import re
 import threading
 from collections import deque
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -47,25 +46,12 @@ class RecordLog(Generic[T]):
 
 
 class WarningRecorder(logging.Handler):
-    """Adds each distinct warning of this process to its records, as `{"warning": text}`, for the driver to show."""
+    """Adds the warnings of this process to its records, as `{"warning": text}`, for the driver to show."""
 
     def __init__(self, records: RecordLog[dict[str, Any]]) -> None:
         super().__init__(logging.WARNING)
         self._records = records
-        self._seen: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the message if it is new."""
-        text = record.getMessage()
-        if (key := without_numbers(text)) not in self._seen:
-            self._seen.add(key)
-            self._records.append({"warning": text})
-
-
-def without_numbers(text: str) -> str:
-    """Return what messages have in common that differ only in numbers, or in lists of them.
-
-    >>> without_numbers("maker-1 dropped 2 samples (ids [7, 31])")
-    'maker-1 dropped 0 samples (ids [0])'
-    """
-    return re.sub(r"(?<![\w-])\d[\d.]*(, \d[\d.]*)*", "0", text)
+        """Keep the message."""
+        self._records.append({"warning": record.getMessage()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,13 +14,13 @@ from typing import Any, Final
 
 from coati.monitor.metrics import Metric, Tracker, append_jsonl, merge_metrics, values_of
 from coati.monitor.progress import RunSnapshot
-from coati.monitor.records import without_numbers
 from coati.monitor.timeline import LEAVE, WORK, Span
 
 logger = logging.getLogger(__name__)
 
 _PACE_SECONDS: Final = 60.0
 _MAX_ROWS_HELD: Final = 64
+_NUMBERS: Final = re.compile(r"(?<![\w-])\d[\d.]*(, \d[\d.]*)*")  # but not that of maker-1
 
 
 class RunLog:
@@ -104,9 +105,10 @@ class RunLog:
         self._write_rows()
 
     def warnings(self, actor: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Show each distinct warning among an actor's records once."""
-        for record in records:
-            if (text := record.get("warning")) and (key := without_numbers(text)) not in self._warnings:
+        """Show the warnings among an actor's records; of those that differ only in numbers, the first."""
+        for text in (record["warning"] for record in records if "warning" in record):
+            key = _NUMBERS.sub("0", text)
+            if key not in self._warnings:
                 self._warnings.add(key)
                 logger.warning("%s: %s", actor, text)
 

@@ -205,8 +205,14 @@ def test_a_tracker_that_fails_is_reported_once_and_dropped(breaks, make_log, tra
 def test_each_warning_of_an_actor_is_shown_once(make_log, caplog):
     log = make_log()
     log.warnings("maker-0", [{"warning": "waited 10 s"}, made(0, 0.5)])
-    log.warnings("maker-1", [{"warning": "waited 20 s"}, {"warning": "out of room"}])
-    assert caplog.messages == ["maker-0: waited 10 s", "maker-1: out of room"]
+    log.warnings("maker-1", [{"warning": "waited 20.5 s"}, {"warning": "out of room"}])
+    log.warnings("maker-1", [{"warning": f"trainer-{index} dropped ids [7, {index}]"} for index in (1, 1, 2)])
+    assert caplog.messages == [
+        "maker-0: waited 10 s",
+        "maker-1: out of room",
+        "maker-1: trainer-1 dropped ids [7, 1]",
+        "maker-1: trainer-2 dropped ids [7, 2]",
+    ]
 
 
 def test_snapshot_by_hand(make_log, clock):
