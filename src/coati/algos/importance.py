@@ -1,9 +1,9 @@
-"""Training on data that an older policy sampled: importance weights, decoupled PPO, and V-trace.
+"""Training on data that an older policy sampled: importance weights, and V-trace.
 
 Three policies are told apart. The *behavior* policy sampled the tokens, perhaps several versions ago; the *proximal*
 policy is the one the step starts from, whose neighbourhood the clip keeps; the *current* policy is being trained.
-On-policy, behavior and proximal are the same, and `decoupled_policy_loss` and `vtrace` become, bit for bit,
-`clipped_policy_loss` and `gae`.
+Decoupled PPO is `clipped_policy_loss` around the proximal policy, its advantages times importance weights. On-policy,
+behavior and proximal are the same, and it and `vtrace` become, bit for bit, plain PPO and `gae`.
 
 With d = log policy(token) - log behavior(token), a token's weight is w = exp(d), and a response's is the
 product over its tokens, exp(Σ d). Weighted by w, data of an older policy is unbiased for the newer one; the
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from coati.algos.advantages import discounted_sums, one_later, td_errors
-from coati.algos.losses import PolicyLossOutput, clipped_policy_loss, largest
+from coati.algos.losses import largest
 from coati.algos.masked import divide_by_count, zero_padding
-from coati.errors import ConfigError, DataError
+from coati.errors import ConfigError
 
 ImportanceLevel = Literal["token", "sequence"]
 ImportanceKind = Literal["truncate", "mask", "none"]
@@ -198,52 +198,6 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         )
 
 
-def decoupled_policy_loss(
-    logprobs: Tensor,  # [B, T] current policy
-    proximal_logprobs: Tensor,  # [B, T] policy that the step started from
-    behavior_logprobs: Tensor,  # [B, T] policy that sampled the tokens
-    advantages: Tensor,  # [B, T]
-    mask: Tensor,  # [B, T] bool, True on response tokens
-    *,
-    clip_low: float,
-    clip_high: float,
-    weights: Tensor,  # [B, T] proximal / behavior, cut: see `importance_weights`
-    num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
-    reduction: Tensor | None = None,  # [B, T] from `loss_weights`; None divides by num_tokens
-) -> PolicyLossOutput:
-    """-Σ w · min(ratio · A, clip(ratio) · A) / num_tokens, where ratio = current / proximal.
-
-    The clip then bounds the step and not the age of the data, and `weights` correct for the age. In the
-    output `clip_fraction` and `ratio_max` are about current / proximal, and a token of weight 0 counts as not
-    clipped; `approx_kl` is of KL(behavior || current), the whole way.
-
-    >>> zero, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    >>> out = decoupled_policy_loss(
-    ...     zero, zero, zero - 0.7, zero + 3, mask, clip_low=0.2, clip_high=0.2,
-    ...     weights=zero + 2, num_tokens=1,
-    ... )
-    >>> out.loss.item(), out.ratio_max.item()  # -(2 · 1 · 3)
-    (-6.0, 1.0)
-    """
-    shares = zero_padding(weights.detach(), mask, name="weights")
-    if bool((shares < 0).any()):  # NaN and infinity pass: a loss that is not finite says so itself
-        raise DataError(f"weights must be 0 or more on response tokens, got {shares.min().item()}.")
-    # w · min(x, y) = min(w · x, w · y) for w ≥ 0, so weighted advantages are all it takes. A weight of 0 then
-    # stops the token before its ratio is taken, which may overflow: 0 · inf would be nan.
-    gains = shares * zero_padding(advantages.detach(), mask, name="advantages")
-    return clipped_policy_loss(
-        logprobs,
-        behavior_logprobs,
-        gains,
-        mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        num_tokens=num_tokens,
-        reduction=reduction,
-        proximal_logprobs=proximal_logprobs,
-    )
-
-
 def vtrace(
     rewards: Tensor,  # [B, T]
     values: Tensor,  # [B, T] value of the state before each token
@@ -270,8 +224,8 @@ def vtrace(
     The advantage is IMPALA's r_t + γ target_{t+1} - V_t at λ = 1; at smaller λ the bootstrap is the mixture
     (1 - λ) V_{t+1} + λ target_{t+1}. That makes A the GAE of the same λ when all ratios are 1, where IMPALA's
     own would be short of one λ. Its leading ρ_t is left out: the importance weight of the token
-    itself belongs to the loss (`weights` of `decoupled_policy_loss`, or the ratio of `clipped_policy_loss`),
-    and would count twice.
+    itself belongs to the loss (times the advantage, or in the ratio of `clipped_policy_loss`), and would count
+    twice.
 
     >>> mask = torch.tensor([[True, True]])
     >>> rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]])

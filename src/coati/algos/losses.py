@@ -62,7 +62,8 @@ def clipped_policy_loss(
 
     With `reduction` the loss is -Σ share · surrogate. The other numbers stay means over tokens. With
     `proximal_logprobs` ratios are policy / proximal; only `approx_kl` still is of KL(behavior || policy), because the
-    tokens are samples of the behavior policy.
+    tokens are samples of the behavior policy. Importance weights are factors of the advantages: w · min(x, y) is
+    min(w · x, w · y) for w ≥ 0, and a weight of 0 stops a token before its ratio is taken, which may overflow.
 
     >>> logprobs, behavior = torch.tensor([[1.5, 0.5]]).log(), torch.zeros(1, 2)
     >>> advantages, mask = torch.tensor([[1.0, -1.0]]), torch.tensor([[True, True]])
@@ -212,6 +213,7 @@ def sequence_policy_loss(
     clip_low: float,
     clip_high: float,
     num_sequences: Tensor | float,  # scalar: responses in the whole step, over all ranks
+    proximal_logprobs: Tensor | None = None,  # [B, T] as for `clipped_policy_loss`
 ) -> PolicyLossOutput:
     """GSPO: PPO's clipped surrogate with one ratio per response, s = exp(mean over its tokens of log ratio).
 
@@ -237,7 +239,10 @@ def sequence_policy_loss(
     gains = spread(advantages, mask) if advantages.dim() == 1 else advantages
     gains = zero_padding(gains.detach(), mask, name="advantages")
     lengths = mask.sum(-1, keepdim=True)  # [B, 1]
-    log_s = divide_by_count((current.detach() - behavior).sum(-1, keepdim=True), lengths)  # [B, 1]
+    center = behavior
+    if proximal_logprobs is not None:
+        center = zero_padding(proximal_logprobs.detach(), mask, name="proximal_logprobs")
+    log_s = divide_by_count((current.detach() - center).sum(-1, keepdim=True), lengths)  # [B, 1]
     # The value of log s at every token, and the gradient of the token's own log-prob. The weight 1 / n of the
     # token below then makes it the gradient through the mean.
     log_ratio = log_s + (current - current.detach())  # [B, T]

@@ -12,9 +12,7 @@ from torch import Tensor
 from coati.algos import (
     PolicyLossOutput,
     clipped_policy_loss,
-    decoupled_policy_loss,
     importance_weights,
-    kl_estimate,
     kl_penalty,
     loss_weights,
     ratio_tails,
@@ -85,35 +83,19 @@ def _clipped(
     algorithm: AlgorithmSettings,
 ) -> PolicyLossOutput:
     """The clipped surrogate around the policy that sampled the tokens, or around the proximal one."""
-    mask, behavior = part.full_action_mask(), part.action_log_probs
-    clip: dict[str, Any] = {"clip_low": algorithm.eps_clip, "clip_high": algorithm.eps_clip_high}
     proximal = part.proximal_log_probs if algorithm.correction == "decoupled" else None
-    if algorithm.ratio == "sequence":
-        if proximal is None:
-            return sequence_policy_loss(logprobs, behavior, advantages, mask, **clip, num_sequences=counts.sequences)
-        # A token's weight moves its advantage, as in the decoupled loss; the ratio stays that of the response.
-        weighted = advantages * token_weights(part, algorithm)
-        out = sequence_policy_loss(logprobs, proximal, weighted, mask, **clip, num_sequences=counts.sequences)
-        # The KL to watch is the whole way from the policy that wrote the tokens, as there.
-        whole_way = kl_estimate(behavior, logprobs.detach(), mask, kind="k3")
-        per_response = loss_weights(mask, mode="sequence", num_sequences=counts.sequences, dtype=whole_way.dtype)
-        return out._replace(approx_kl=(per_response * whole_way).sum())
-    reduction = None if algorithm.normalization == "token" else shares
     if proximal is not None:
-        return decoupled_policy_loss(
-            logprobs,
-            proximal,
-            behavior,
-            advantages,
-            mask,
-            **clip,
-            weights=token_weights(part, algorithm),
-            num_tokens=counts.tokens,
-            reduction=reduction,
-        )
-    return clipped_policy_loss(
-        logprobs, behavior, advantages, mask, **clip, num_tokens=counts.tokens, reduction=reduction
-    )
+        advantages = advantages * token_weights(part, algorithm)
+    inputs = (logprobs, part.action_log_probs, advantages, part.full_action_mask())
+    clip: dict[str, Any] = {
+        "clip_low": algorithm.eps_clip,
+        "clip_high": algorithm.eps_clip_high,
+        "proximal_logprobs": proximal,
+    }
+    if algorithm.ratio == "sequence":
+        return sequence_policy_loss(*inputs, **clip, num_sequences=counts.sequences)
+    reduction = None if algorithm.normalization == "token" else shares
+    return clipped_policy_loss(*inputs, **clip, num_tokens=counts.tokens, reduction=reduction)
 
 
 def _reference_of(part: Experience, algorithm: AlgorithmSettings) -> Tensor:

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from coati.algos import (
     clipped_policy_loss,
-    decoupled_policy_loss,
     importance_weights,
     loss_weights,
 )
@@ -26,17 +25,16 @@ def random_batch(seed, *, batch=5, length=4, dtype=torch.float64):
     return [*tensors[:4], tensors[4].abs()], mask
 
 
-def decoupled(current, proximal, behavior, advantages, weights, mask, num_tokens, reduction=None):
-    return decoupled_policy_loss(
+def decoupled(current, proximal, behavior, advantages, weights, mask, num_tokens, reduction=None, clip=CLIP):
+    return clipped_policy_loss(
         current,
-        proximal,
         behavior,
-        advantages,
+        advantages * weights,
         mask,
-        **CLIP,
-        weights=weights,
+        **clip,
         num_tokens=num_tokens,
         reduction=reduction,
+        proximal_logprobs=proximal,
     )
 
 
@@ -95,17 +93,8 @@ def test_uncut_weights_and_an_open_clip_leave_the_plain_importance_ratio():
     # proximal/behavior · current/proximal = current/behavior: the proximal policy drops out
     (current, proximal, behavior, advantages, _), mask = random_batch(8)
     weights = importance_weights(proximal, behavior, mask, level="token", kind="truncate", cap=INF)
-    out = decoupled_policy_loss(
-        current,
-        proximal,
-        behavior,
-        advantages,
-        mask,
-        clip_low=INF,
-        clip_high=INF,
-        weights=weights,
-        num_tokens=3,
-    )
+    is_open = {"clip_low": INF, "clip_high": INF}
+    out = decoupled(current, proximal, behavior, advantages, weights, mask, 3, clip=is_open)
     expected = -((current - behavior).exp() * advantages)[mask].sum() / 3
     torch.testing.assert_close(out.loss, expected, rtol=1e-12, atol=0)
 
@@ -186,9 +175,9 @@ def test_no_response_tokens_give_zero(shape):
     assert torch.equal(grad, torch.zeros(shape))
 
 
-def test_negative_weights_are_refused():
+def test_shapes_that_are_not_the_masks_are_refused():
     zero, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
-    with pytest.raises(DataError, match="weights must be 0 or more"):
-        decoupled(zero, zero, zero, zero, torch.tensor([[1.0, -0.5]]), mask, 2)
+    with pytest.raises(DataError, match="proximal_logprobs must have the shape"):
+        decoupled(zero, zero[:, :1], zero, zero, zero, mask, 2)
     with pytest.raises(DataError, match="reduction must have the shape"):
         decoupled(zero, zero, zero, zero, zero, mask, 2, reduction=torch.zeros(1))
