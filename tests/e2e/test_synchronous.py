@@ -289,12 +289,14 @@ def test_weights_reach_the_maker_as_in_a_detached_run(run, monkeypatch):
         lora={"rank": 2},
         model={"dtype": "bfloat16"},
         train={"mixed_precision": True, "total_steps": 2},
-        topology={"update_lora_weights": True},
+        topology={"update_lora_weights": True, "chunk_mib": 1e-3},
     )
     manifests = [message.manifest for message in messages if message.manifest is not None]
     assert [manifest.is_full for manifest in manifests] == [True, False, False]
     dtypes = {spec.dtype for manifest in manifests for info in manifest.chunks for spec in info.tensors}
     assert dtypes == {"bfloat16"}
+    assert all(info.checksum is not None for manifest in manifests for info in manifest.chunks)
+    assert len(manifests[0].chunks) > 4, "in small chunks, as asked"
 
 
 def test_checkpoints_are_saved_every_so_many_versions(run, tmp_path):
