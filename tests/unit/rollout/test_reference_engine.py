@@ -1,5 +1,6 @@
 """The reference engine: transformers' text, our dice."""
 
+import itertools
 import math
 
 import pytest
@@ -298,6 +299,29 @@ def test_each_row_is_cut_at_its_own_limit(llama):
     assert responses(rollout) == [text[:limit] for text, limit in zip(texts, limits.tolist(), strict=True)]
     assert rollout.is_cut.tolist() == [len(text) > limit for text, limit in zip(texts, limits.tolist(), strict=True)]
     assert 0 < rollout.is_cut.sum() < 12
+
+
+def test_calls_of_a_batch_that_is_split_near_the_contexts_end_share_rows_order_and_versions(gpt2):
+    # A context of 8: the first prompt has room for 2 tokens, the others for 4. New weights come with every token.
+    model, versions = gpt2(n_positions=8), itertools.count(2)
+    input_ids, attention_mask = padded([[4, 5], [3] * 6, [6]])
+    rollout = ReferenceEngine(model).generate(
+        RolloutRequest(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            sample_ids=torch.arange(3),
+            seed=0,
+            options=GenerateOptions.parse(eos_token_id=[]),
+            max_new_tokens=torch.tensor([4, 2, 3]),
+            version=1,
+            between_tokens=lambda: next(versions),
+        )
+    )
+    assert torch.equal(rollout.sequences[:, :6], input_ids)
+    assert rollout.action_mask.sum(dim=1).tolist() == [4, 2, 3]
+    assert rollout.is_cut.all()
+    written_by = [row[mask].tolist() for row, mask in zip(rollout.token_versions, rollout.action_mask, strict=True)]
+    assert written_by == [[3, 4, 5, 6], [1, 2], [3, 4, 5]]
 
 
 # Options and defaults that reach transformers
