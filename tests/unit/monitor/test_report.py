@@ -241,6 +241,10 @@ def texts_of(picture):
     return [node.text for node in ElementTree.fromstring(picture).iter() if node.text]
 
 
+def test_points_of_one_step_are_drawn():
+    assert "3" in texts_of(curve([(3.0, 1.0), (3.0, 2.0)]))
+
+
 @pytest.mark.parametrize(
     ("values", "labels"),
     [

@@ -154,7 +154,7 @@ def _round_ticks(start: float, end: float, *, about: int) -> list[float]:
 
 
 def _round_step(start: float, end: float, *, about: int) -> float:
-    rough = (end - start) / about
+    rough = (end - start) / about or 1.0
     scale = 10.0 ** math.floor(math.log10(rough))
     return next(factor * scale for factor in (1, 2, 5, 10) if factor * scale >= rough * 0.999)
 
