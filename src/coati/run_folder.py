@@ -30,9 +30,9 @@ _RESULTS = ("samples.jsonl", "checkpoints", "model", "model-at-failure")
 _CONTROL_FILES = ("state.json", "control.json")
 
 RUN_FILES = (
-    *_RESULTS, *_CONTROL_FILES, "config.toml", "metrics.jsonl", "spans.jsonl", "tensorboard", "report.html",
-    "ledger"
-)  # fmt: skip
+    *(*_RESULTS, *_CONTROL_FILES),
+    *("config.toml", "metrics.jsonl", "spans.jsonl", "tensorboard", "report.html", "ledger", "ray-logs"),
+)
 """Everything that a run and its report write; a new run deletes these and nothing else."""
 
 

@@ -78,7 +78,7 @@ def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) ->
             )
         _check_resources(config, num_cpus=num_actors)
         yield
-    except RunStopped:
+    except (RunStopped, KeyboardInterrupt):
         raise
     except BaseException:
         ray.shutdown()

@@ -1,7 +1,6 @@
 """Fresh samples of a model: scored, compared with the initial model, and drawn apart from training."""
 
 import json
-import math
 
 import pytest
 
@@ -16,13 +15,12 @@ def sample(response, reward=0.0, kl=0.0):
 
 
 def test_means_by_hand():
-    # rewards 1 and 3, one without score; KL 0.5, 1 and 1.5; two texts among three, two sentences
-    samples = (sample(" was good .", 1.0, 0.5), sample(" was", 3.0, 1.0), sample(" was good .", math.nan, 1.5))
+    # rewards 1, 3 and 2; KL 0.5, 1 and 1.5; two texts among three, two sentences
+    samples = (sample(" was good .", 1.0, 0.5), sample(" was", 3.0, 1.0), sample(" was good .", 2.0, 1.5))
     found = Evaluation(samples=samples)
     assert (found.reward, found.kl) == (2.0, 1.0)
     assert found.distinct_fraction == found.grammatical_fraction == pytest.approx(2 / 3)
     assert samples[0].text == "the film was good ."
-    assert math.isnan(Evaluation(samples=samples[2:]).reward)
 
 
 @pytest.fixture(scope="module")
@@ -46,4 +44,4 @@ def test_as_many_samples_as_asked_for_each_with_its_text_and_score(config):
 
 
 def test_the_initial_model_has_no_distance_to_itself(config):
-    assert evaluate(config, config.reference_path, num_samples=2).kl == 0.0
+    assert evaluate(config, config.reference_path, num_samples=2).kl == pytest.approx(0.0, abs=1e-4)
