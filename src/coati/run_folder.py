@@ -26,13 +26,11 @@ MARKER = ".coati-run"
 
 # What takes a run to make, and is replaced only if the user says so.
 _RESULTS = ("samples.jsonl", "checkpoints", "model", "model-at-failure")
-# Those of the latest start, even if it failed.
+_RECORDS = ("config.toml", "metrics.jsonl", "spans.jsonl", "tensorboard", "report.html", "ledger", "ray-logs")
+# Of the latest start, even if it failed.
 _CONTROL_FILES = ("state.json", "control.json")
 
-RUN_FILES = (
-    *(*_RESULTS, *_CONTROL_FILES),
-    *("config.toml", "metrics.jsonl", "spans.jsonl", "tensorboard", "report.html", "ledger", "ray-logs"),
-)
+RUN_FILES = (*_RESULTS, *_RECORDS, *_CONTROL_FILES)
 """Everything that a run and its report write; a new run deletes these and nothing else."""
 
 
@@ -84,7 +82,7 @@ def open_run_folder(config: RunSettings, *, overwrite: bool) -> Iterator[Callabl
 def _begin(config: RunSettings) -> None:
     folder = config.output_folder
     with _as_config_error(folder):
-        _delete(folder, set(RUN_FILES) - set(_CONTROL_FILES))
+        _delete(folder, _RESULTS + _RECORDS)
         (folder / "config.toml").write_text(dump_config(config.with_absolute_paths()), encoding="utf-8")
 
 

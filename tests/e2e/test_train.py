@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coati.cli.train import quiet_libraries
 from coati.config import load_config
-from coati.run_folder import MARKER
+from coati.run_folder import MARKER, RUN_FILES
 from coati.synchronous import SynchronousRun
 
 
@@ -46,6 +46,7 @@ def test_async_at_staleness_zero_and_the_synchronous_loop_end_in_the_same_bits(
         )
         assert finished.returncode == 0, finished.stderr + finished.stdout
         weights[mode] = (output / "model" / "model.safetensors").read_bytes()
+        assert {path.name for path in output.iterdir()} <= {MARKER, *RUN_FILES}  # which --overwrite deletes
         lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         # 5 fresh batches in episodes of 2, 2 and 1, each gone over twice.
         assert [line["step"] for line in lines] == list(range(1, 11))
