@@ -127,7 +127,9 @@ class AlgorithmSettings(Section, section="algorithm"):
     @model_validator(mode="before")
     @classmethod
     def _with_defaults_of_algorithm(cls, data: Any) -> Any:
-        """Write the algorithm's own defaults out, so that a saved config says what it means."""
+        """Write the algorithm's own defaults out, so that a saved config says what it means; a text is the name."""
+        if isinstance(data, str):
+            data = {"name": data}
         row = ALGORITHMS.get(data.get("name", "ppo")) if isinstance(data, dict) else None
         if row is None:
             return data  # the field's own rule says what is wrong with it

@@ -167,7 +167,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunSettings
     if path is None:
         return build_config({}, overrides)
     path = Path(path)
-    data = _with_algorithm_table(_read_toml(path))
+    data = _read_toml(path)
     run = data.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", path.stem)
@@ -181,7 +181,7 @@ def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, sour
     Raises:
         ConfigError: with one line per problem.
     """
-    sections = copy.deepcopy(_with_algorithm_table(data))
+    sections = copy.deepcopy(dict(data))
     for override in overrides:
         _apply_override(sections, override)
     for name, field in RunSettings.model_fields.items():
@@ -200,14 +200,6 @@ def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, sour
 def dump_config(config: RunSettings) -> str:
     """Return TOML text with every setting written out; `load_config` reads it back to equal settings."""
     return tomli_w.dumps(config.model_dump())
-
-
-def _with_algorithm_table(data: Mapping[str, Any]) -> dict[str, Any]:
-    """`algorithm = "grpo"` is short for a table with that name."""
-    sections = dict(data)
-    if isinstance(sections.get("algorithm"), str):
-        sections["algorithm"] = {"name": sections["algorithm"]}
-    return sections
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -254,6 +246,8 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         raise ConfigError(
             f"An override must be section.key=value, got {override!r}. For example train.total_steps=200."
         )
+    if isinstance(data.get("algorithm"), str):
+        data["algorithm"] = {"name": data["algorithm"]}
     table = data
     for depth, part in enumerate(parts[:-1]):
         inner = table.setdefault(part, {})
