@@ -79,6 +79,12 @@ def trained(models, batch, *, steps=2, **kwargs):
     return {name: t.clone() for m in (learner.actor, learner.critic) for name, t in m.state_dict().items()}, metrics
 
 
+@pytest.fixture(scope="module")
+def plain(models):
+    """Weights of plain PPO after two steps on data of the policy itself (0.0), and on older data (0.5)."""
+    return {shift: trained(models, make_batch(models, shift=shift))[0] for shift in (0.0, 0.5)}
+
+
 CORRECTIONS = [
     {"correction": "decoupled"},
     {"correction": "decoupled", "importance": "mask", "importance_level": "sequence"},
@@ -89,20 +95,18 @@ CORRECTIONS = [
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
-def test_on_policy_data_is_learnt_from_exactly_as_by_plain_ppo(models, correction):
-    plain, _ = trained(models, make_batch(models))
+def test_on_policy_data_is_learnt_from_exactly_as_by_plain_ppo(models, plain, correction):
     corrected, metrics = trained(models, make_batch(models), **correction)
-    for name, tensor in plain.items():
+    for name, tensor in plain[0.0].items():
         torch.testing.assert_close(corrected[name], tensor, atol=1e-12, rtol=0)
     assert metrics["off_policy/effective_samples"] == pytest.approx(1.0)
     assert metrics["off_policy/ratio_max"] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
-def test_off_policy_data_is_learnt_from_differently(models, correction):
-    plain, _ = trained(models, make_batch(models, shift=0.5))
+def test_off_policy_data_is_learnt_from_differently(models, plain, correction):
     corrected, metrics = trained(models, make_batch(models, shift=0.5), **correction)
-    assert any((corrected[name] - tensor).abs().max() > 1e-6 for name, tensor in plain.items())
+    assert any((corrected[name] - tensor).abs().max() > 1e-6 for name, tensor in plain[0.5].items())
     assert metrics["off_policy/effective_samples"] < 0.99
     assert metrics["off_policy/log_ratio"] > 0.1
 
