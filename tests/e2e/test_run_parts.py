@@ -280,6 +280,14 @@ def test_what_cannot_be_loaded_is_named(call, model, key, model_folder, tmp_path
         call(config_of(model={"path": path, "device": "cpu", **missing}))
 
 
+def test_a_maker_refuses_a_reference_with_another_vocabulary(model_folder, tmp_path):
+    other = LlamaConfig.from_pretrained(model_folder, vocab_size=6)
+    LlamaForCausalLM(other).save_pretrained(tmp_path)
+    model = {"path": str(model_folder), "reference": str(tmp_path), "device": "cpu"}
+    with pytest.raises(ConfigError, match=r"model\.reference .* vocabulary"):
+        run.maker_models(config_of(model=model, reward={"function": "builtins:len"}))
+
+
 def test_prompts_of_a_model_without_a_config_name_the_model(tmp_path):
     (tmp_path / "empty").mkdir()
     path = tmp_path / "prompts.jsonl"
