@@ -34,7 +34,7 @@ from staleness_run import METHODS, MORE_METHODS, SETTINGS, Cell, about, base_rew
 from coati.cli.train import quiet_libraries
 from coati.demo.base_model import ensure_base_model
 from coati.demo.grammar import PROMPTS
-from coati.demo.reward import import_extra
+from coati.demo.reward import sentiment_analyzer
 
 ETAS = (0, 1, 2, 4, 8)
 SEEDS = (1, 2, 3, 4, 5)  # the settings were chosen with seed 0
@@ -176,7 +176,7 @@ def main() -> None:
     if arguments.docs:
         report.write_docs(arguments.output / "results.json", Path(__file__).resolve().parent.parent / "docs")
         return
-    import_extra("vaderSentiment")  # missed here, with its remedy, and not in every worker
+    sentiment_analyzer()  # missed here, with its remedy, and not in every worker
     quiet_libraries(False)
     run_grid(cells, arguments.output, arguments.workers)
 
