@@ -59,8 +59,8 @@ class WeightReceiver:
         """`allow_partial_plain`: plain calls may send adapters only."""
         self._served = served
         self._targets = {label: _Target(label, served) for label in served.modules}
-        parameters = (tensor for module in served.modules.values() for tensor in module.parameters())
-        self.device = next((tensor.device for tensor in parameters), torch.device("cpu"))
+        devices = (tensor.device for module in served.modules.values() for tensor in module.parameters())
+        self.device = next(devices, torch.device("cpu"))
         self._reader = ChunkReader(self.device)
         self._allow_partial_plain = allow_partial_plain
         self._clock = clock

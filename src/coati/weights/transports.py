@@ -120,7 +120,8 @@ class SharedMemory(ABC):
         """Note who gets this update. All of them have released the memory that `begin` named."""
         lent = self._sets[self._turn]
         if not lent.receivers <= set(receivers):
-            self._replaced += [lent] * self.is_copied
+            if self.is_copied:
+                self._replaced.append(lent)
             lent = self._sets[self._turn] = _Set(self._allocator())
         lent.receivers = frozenset(receivers)
 
