@@ -176,7 +176,7 @@ def test_a_trainers_step_runs_on_its_share_and_nothing_else_of_it(has_share):
         version=0,
         _max_staleness=None,
         _processors=SimpleNamespace(used=used) if has_share else None,
-        _weights=contextlib.nullcontext,
+        _hold_weights=contextlib.nullcontext,
         _learner=SimpleNamespace(step=step),
         _num_steps_unpublished=0,
         _timeline=SimpleNamespace(total=lambda _: 0.0),
