@@ -289,12 +289,14 @@ def test_what_follows_a_stopping_criterion_is_no_response(llama, eos, pad):
     assert not rollout.is_cut.any()
 
 
-def test_each_row_is_cut_at_its_own_limit(llama):
+@pytest.mark.parametrize(("eos", "pad"), [([2], 0), ([2], 2), ([], 0)], ids=["pad", "pad is eos", "no eos"])
+def test_each_row_is_cut_at_its_own_limit(llama, eos, pad):
     # What ends or stops a row after its limit does not count: a row that ends later is cut.
     model = llama()
-    whole = long_rollout(model, stopping_criteria=[StopAtFour()])
+    options = {"eos_token_id": eos, "pad_token_id": pad, "stopping_criteria": [StopAtFour()]}
+    whole = long_rollout(model, **options)
     limits = torch.arange(12) % 5 + 1
-    rollout = generate(model, [PROMPTS[0]] * 12, max_new_tokens=limits, stopping_criteria=[StopAtFour()])
+    rollout = generate(model, [PROMPTS[0]] * 12, max_new_tokens=limits, **options)
     texts = responses(whole)
     assert responses(rollout) == [text[:limit] for text, limit in zip(texts, limits.tolist(), strict=True)]
     assert rollout.is_cut.tolist() == [len(text) > limit for text, limit in zip(texts, limits.tolist(), strict=True)]
