@@ -43,7 +43,7 @@ class World:
         lead: int = 1,
         max_staleness: int | None = 1,
     ) -> None:
-        self.rng = random.Random(seed)
+        self.seed, self.rng = seed, random.Random(seed)
         self.rules = [
             LedgerRules(
                 samples_per_version=groups_per_version * group_size,
@@ -76,6 +76,10 @@ class World:
         """Let something happen at a time: done, trained, commit, die, leave, join, stall, wake, look."""
         heapq.heappush(self._events, (time, next(self._tick), kind, what))
 
+    def length(self, number: int) -> float:
+        """How long a maker of speed 1 takes for a group: the same each time, because draws are keyed."""
+        return random.Random(f"{self.seed}-{number}").lognormvariate(0, self.tail) if self.tail else 1.0
+
     def run(self) -> bool:
         """Run until all versions are trained; False if the world stands still before."""
         self.at(0.0, "look")
@@ -99,8 +103,9 @@ class World:
                     maker.name, ask=maker.asks, version=maker.version, wanted=wanted, now=self.now
                 ):
                     maker.busy.add((stream, lease))
-                    length = self.rng.lognormvariate(0, self.tail) if self.tail else 1.0
-                    self.at(self.now + length / maker.speed, "done", maker, stream, lease, maker.version)
+                    self.at(
+                        self.now + self.length(lease.number) / maker.speed, "done", maker, stream, lease, maker.version
+                    )
                 in_flight = sum(work.state != "trained" for work in ledger._works.values()) * ledger.rules.group_size
                 self.most_in_flight = max(self.most_in_flight, in_flight)
 

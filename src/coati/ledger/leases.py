@@ -31,8 +31,8 @@ Event = dict[str, Any]
 
 # A lease is taken back from a maker that another one outpaces by this factor.
 _MUCH_QUICKER = 2.0
-# How much a maker's earlier deliveries count in its rate, each time it delivers.
-_MEMORY = 0.8
+# How much a maker's earlier groups count in its speed, each time it delivers one.
+_MEMORY = 0.98
 _NEVER = 2**62  # the deadline of leases in a run without a bound
 
 
@@ -109,28 +109,29 @@ class _Work:
 
 @dataclasses.dataclass(slots=True)
 class _Pace:
-    """How quickly a maker delivers; earlier deliveries count less and less."""
+    """How quickly a maker ends its leases; earlier ones count less and less."""
 
-    since: float = 0.0  # its last delivery, or when it got work after having none
+    since: float = 0.0  # when `held` last changed
     held: int = 0  # samples of its open leases
-    samples: float = 0.0
-    seconds: float = 0.0
+    room: int = 0  # samples that it asked for last and did not get
+    samples: float = 0.0  # delivered
+    seconds: float = 0.0  # for which it has held samples, added up over these
 
-    def note_delivery(self, samples: int, now: float) -> None:
-        self.seconds = self.seconds * _MEMORY + now - self.since
-        self.samples = self.samples * _MEMORY + samples
-        self.held, self.since = self.held - samples, now
+    def hold(self, samples: int, now: float) -> None:
+        self.seconds = self._seconds(now)
+        self.held, self.since = self.held + samples, now
 
-    def at_least(self, now: float) -> float:
-        """Samples per second if it delivers nothing for now."""
-        return self.samples / max(1e-9, self.seconds + self._waiting(now))
+    def note_delivery(self, groups: int, size: int, now: float) -> None:
+        self.hold(-groups * size, now)
+        forget = _MEMORY**groups
+        self.samples, self.seconds = self.samples * forget + groups * size, self.seconds * forget
 
-    def at_most(self, now: float) -> float:
-        """Samples per second if it delivered all it has this moment."""
-        return (self.samples + self.held) / max(1e-9, self.seconds + self._waiting(now))
+    def speed(self, now: float, *, more: int = 0) -> float:
+        """One over the seconds that it holds a sample on average; as if it had delivered so many `more`."""
+        return (self.samples + more) / max(1e-9, self._seconds(now))
 
-    def _waiting(self, now: float) -> float:
-        return now - self.since if self.held else 0.0
+    def _seconds(self, now: float) -> float:
+        return self.seconds + self.held * (now - self.since)
 
 
 class Ledger:
@@ -183,14 +184,13 @@ class Ledger:
         numbers: list[int] = []
         self._note_time(now)
         for _ in range(wanted // self.rules.group_size):
-            number = self._next_for(maker)
+            number = self._next_for(maker, now)
             if not self._may_grant(number, version) or not self._can_finish(pace, now):
                 break
             self._change({"grant": [number], "maker": maker, "version": version})
-            if pace.held == 0:
-                pace.since = now
-            pace.held += self.rules.group_size
+            pace.hold(self.rules.group_size, now)
             numbers.append(number)
+        pace.room = wanted - len(numbers) * self.rules.group_size
         leases = [Lease(number, self._works[number].epoch) for number in numbers]
         self._answers[maker] = ask, leases
         return leases
@@ -200,7 +200,7 @@ class Ledger:
         fresh = [lease.number for lease in leases if self._is_open(lease)]
         by_maker = Counter(self._works[number].maker for number in fresh)
         for maker, groups in by_maker.items():
-            self._paces[maker].note_delivery(groups * self.rules.group_size, now)
+            self._paces[maker].note_delivery(groups, self.rules.group_size, now)
         if fresh:
             self._change({"deliver": fresh})
         return fresh
@@ -236,21 +236,19 @@ class Ledger:
         return numbers
 
     def take_back(self, *, now: float) -> list[int]:
-        """Return leases that block the batch and whose maker another one outpaces by far; each at most once.
+        """Return leases of slow makers that a much quicker one has room for; each at most once. For when a batch waits.
 
-        It goes by the maker's rate, not by how long a group takes: long responses are not starved.
+        It goes by the maker's speed, not by how long a group takes: long responses are not starved.
         """
-        numbers = []
-        for work in self._works.values():
-            is_overdue = work.version + self.rules.usual_age <= self._pick_version
-            if work.state != "open" or not is_overdue or work.slow_maker:
-                continue
-            pace = self._paces[work.maker]
-            others = [other.at_least(now) for maker, other in self._paces.items() if maker != work.maker]
-            if others and max(others) > _MUCH_QUICKER * pace.at_most(now):
+        size, numbers = self.rules.group_size, []
+        quicker = {maker: self._quicker_than(maker, now) for maker in self._paces}
+        works = [work for work in self._works.values() if work.state == "open" and not work.slow_maker]
+        for work in sorted(works, key=lambda work: (work.deadline, work.number)):
+            paces = (self._paces[name] for name in quicker.get(work.maker, ()))
+            if (pace := next((pace for pace in paces if pace.room >= size), None)) is not None:
+                pace.room -= size
+                self._paces[work.maker].hold(-size, now)
                 numbers.append(work.number)
-        for number in numbers:
-            self._paces[self._works[number].maker].held -= self.rules.group_size
         if numbers:
             self._change({"return": numbers, "reason": "slow maker", "is_slow": True})
         return numbers
@@ -286,12 +284,20 @@ class Ledger:
         """Samples granted and not trained on, those that wait to be granted again too."""
         return (self._num_numbers - self._num_dropped) * self.rules.group_size - self._num_trained
 
-    def _next_for(self, maker: str) -> int:
+    def _next_for(self, maker: str, now: float) -> int:
         """The number that this maker would be granted: one that was returned, if it can make it, or a new one."""
         for number in sorted(self._returned):
-            if self._works[number].slow_maker != maker or len(self._paces) == 1:
+            slow = self._works[number].slow_maker
+            quicker = self._quicker_than(slow, now) if slow in self._paces else []
+            if not quicker or maker in quicker:
                 return number
         return self._num_numbers * self.rules.num_streams + self.rules.stream
+
+    def _quicker_than(self, maker: str, now: float) -> list[str]:
+        """Makers that are much quicker than this one, the quickest first."""
+        limit = _MUCH_QUICKER * self._paces[maker].speed(now, more=self.rules.group_size)
+        speeds = {other: pace.speed(now) for other, pace in self._paces.items()}
+        return sorted((other for other in speeds if speeds[other] > limit), key=lambda other: -speeds[other])
 
     def _may_grant(self, number: int, version: int) -> bool:
         rules, size = self.rules, self.rules.group_size
@@ -313,12 +319,12 @@ class Ledger:
         return True
 
     def _can_finish(self, pace: _Pace, now: float) -> bool:
-        """Whether a maker's rate lets it finish one more group in time; a new maker may take what it likes."""
+        """Whether a maker usually finishes a group in time. A slow one gets one at a time, to be measured again."""
         rules = self.rules
-        if not rules.max_staleness or not self._seconds_per_version or not pace.samples:
+        if not rules.max_staleness or not self._seconds_per_version:
             return True
         seconds = self._seconds_per_version * (rules.max_staleness + 1)
-        return pace.held == 0 or pace.held + rules.group_size <= pace.at_least(now) * seconds
+        return pace.held == 0 or pace.speed(now, more=rules.group_size) * seconds >= 1.0
 
     def _room_until(self, deadline: int) -> int:
         """Samples that can still be picked up to and with version `deadline`."""

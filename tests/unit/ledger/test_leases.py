@@ -3,7 +3,7 @@ import random
 import pytest
 from lease_world import World
 
-from coati.ledger.leases import Ledger
+from coati.ledger.leases import Ledger, LedgerRules
 
 
 def random_world(seed: int) -> World:
@@ -58,3 +58,56 @@ def test_events_and_state_restore_the_same_ledger(seed: int) -> None:
         restored = Ledger.restored(ledger.rules, ledger.state())
         assert restored.num_picked == ledger.num_picked
         assert all(work.state != "open" for work in restored._works.values())
+
+
+def ledger_of_a_quick_and_a_slow_maker(max_staleness: int = 4) -> tuple[Ledger, list[int]]:
+    """`quick` delivers 8 groups in 8 seconds, `slow` none of its 4; then nothing new may be granted."""
+    ledger = Ledger(LedgerRules(samples_per_version=6, total_samples=60, lead=1, max_staleness=max_staleness))
+    slow = ledger.lease("slow", ask=1, version=0, wanted=4, now=0.0)
+    for second in range(8):
+        (lease,) = ledger.lease("quick", ask=second, version=0, wanted=1, now=float(second))
+        ledger.deliver([lease], now=second + 1.0)
+    assert ledger.lease("quick", ask=8, version=0, wanted=3, now=8.0) == []
+    return ledger, [lease.number for lease in slow]
+
+
+def test_a_quick_maker_with_room_gets_the_oldest_leases_of_a_slow_one() -> None:
+    ledger, slow = ledger_of_a_quick_and_a_slow_maker()
+    assert ledger.take_back(now=8.0) == slow[:3]
+    assert ledger.take_back(now=8.0) == []  # there is no more room
+    assert ledger.lease("slow", ask=2, version=0, wanted=3, now=8.0) == []
+    again = ledger.lease("quick", ask=9, version=0, wanted=3, now=8.0)
+    assert [lease.number for lease in again] == slow[:3]
+    assert ledger.lease("quick", ask=10, version=0, wanted=1, now=8.0) == []
+    assert ledger.take_back(now=8.0) == slow[3:]
+
+
+def test_what_was_taken_back_goes_to_anyone_when_the_quick_maker_is_gone() -> None:
+    ledger, slow = ledger_of_a_quick_and_a_slow_maker()
+    ledger.take_back(now=8.0)
+    ledger.release("quick", "died")
+    assert [lease.number for lease in ledger.lease("slow", ask=2, version=0, wanted=3, now=8.0)] == slow[:3]
+
+
+def test_long_groups_of_equal_makers_are_left_alone() -> None:
+    world = World(seed=0, speeds=[1, 1, 1], slots=[16] * 3, versions=10, groups_per_version=48, max_staleness=4)
+    assert world.run()
+    assert not any("return" in event for ledger in world.ledgers for event in ledger.events)
+
+
+def test_a_maker_that_is_too_slow_for_the_bound_gets_one_group_at_a_time() -> None:
+    ledger, slow = ledger_of_a_quick_and_a_slow_maker(max_staleness=1)
+    assert ledger.take_back(now=8.0) == slow[:3]
+    ledger.lease("quick", ask=9, version=0, wanted=3, now=8.0)
+    for _ in range(6):
+        assert ledger.pick() is not None
+    ledger.train(version=1)
+    ledger.note_version_time(
+        8.0
+    )  # with a bound of 1 a group has 16 seconds; it has held some for 32 without a delivery
+    assert ledger.lease("slow", ask=2, version=1, wanted=1, now=8.0) == []
+    ledger.lease("quick", ask=10, version=1, wanted=1, now=8.0)
+    assert ledger.take_back(now=8.0) == []
+    assert len(ledger.lease("new", ask=1, version=1, wanted=2, now=8.0)) == 2
+    ledger.release("slow", "restarted")
+    assert len(ledger.lease("slow", ask=3, version=1, wanted=2, now=8.0)) == 2
