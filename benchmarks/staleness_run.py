@@ -119,6 +119,7 @@ class StaleRun(FitSteps):
         self._collector = BatchCollector(config.train.batch_size)
         self._waiting: deque[Experience] = deque()
         self._prompts = iter(run.make_prompts(config))
+        self._num_made = 0
         self.rewards_by_version: dict[int, list[float]] = defaultdict(list)
         self.metrics: dict[str, list[float]] = defaultdict(list)
 
@@ -142,18 +143,19 @@ class StaleRun(FitSteps):
         return ExperiencePipeline(
             maker,
             ServedModels(maker.trained_models),
-            share=run.work_share(config),
             generate_kwargs=config.rollout.generate_options,
         )
 
     def next_batch(self) -> Experience:
         """The oldest batch, after the maker has made all it may: the data waits as long as the bound allows."""
-        while num_rows := self._pipeline.admit(BATCH_SIZE):
+        rules = run.ledger_rules(self._config)
+        limit = (self._config.topology.max_staleness + self._version + 1) * rules.samples_per_version
+        while self._num_made < min(limit, rules.total_samples):
             batch = PromptBatch.parse(next(self._prompts))
-            assert num_rows == len(batch), "the gate admits whole versions, and no sample is ever dropped here"
             experience = self._pipeline.finish(self._pipeline.begin(batch))
             assert experience is not None
-            assert experience.num_samples == num_rows
+            assert experience.num_samples == len(batch) == BATCH_SIZE, "no sample is ever dropped here"
+            self._num_made += len(batch)
             self.rewards_by_version[self._version].append(float(experience.reward.mean()))
             self._waiting += self._collector.add(split_experience_batch(experience))
         return self._waiting.popleft()

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from coati.config import TrainSettings
-from coati.ledger import WorkShare
 from coati.models import Actor, Critic
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
-from coati.ray.options import MakerOptions, TrainerOptions
+from coati.ray.options import TrainerOptions
 from coati.trainer.strategies import DDPStrategy
 
 STEPS, BATCH, OUTPUT = 30, 32, "runs/detached_ppo"
@@ -60,12 +59,11 @@ def main() -> None:
     """Create both actors by name, hand the maker its first weights, run both loops, save."""
     ray.init(address="local", namespace="example", num_cpus=2, include_dashboard=False, log_to_driver=False)
     trainer = DetachedPPOTrainer.options(name="trainer", num_cpus=1).remote(
-        ["maker"], strategy, trainer_models, train_batch_size=BATCH,
+        ["maker"], strategy, trainer_models, train_batch_size=BATCH, buffer_limit=1,
         options=TrainerOptions(train=TrainSettings(actor_lr=3e-3, critic_lr=3e-3)),
     )  # fmt: skip
     maker = ExperienceMakerHolder.options(name="maker", num_cpus=1).remote(
         ["trainer"], strategy, maker_models, sync_models_from_trainers=True, kl_coef=0.02, max_new_tokens=12,
-        options=MakerOptions(share=WorkShare(rounds_per_version=BATCH, total_rounds=STEPS * BATCH, max_staleness=1)),
     )  # fmt: skip
     ray.get(trainer.sync_models_to_remote_makers.remote(), timeout=300)
     loops = [maker.workingloop.remote(prompts), trainer.fit.remote(total_steps=STEPS, update_steps=1)]

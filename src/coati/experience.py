@@ -210,8 +210,8 @@ class BufferItem(_SampleFields):
 
     # Set by the sender: (sender, sequence number). A retried delivery carries the same one and is dropped.
     delivery_id: tuple[str, int] | None = None
-    # Set by the sender of a bounded run: the round of the run this sample belongs to. Rounds are trained in order.
-    round_index: int | None = None
+    # Set by the sender where work is leased: number and epoch of the lease that this sample was made for.
+    lease: tuple[int, int] | None = None
 
     _label = "buffer item"
     _num_dims = 1
@@ -233,8 +233,10 @@ class ItemBundle(list[BufferItem]):
 
 
 # The wire form of items: for each field one array of all items and, where their shapes differ, the length of each; and
-# the delivery ids and rounds.
-_WireItems = tuple[dict[str, tuple[WireTensor, list[int] | None]], list[tuple[tuple[str, int] | None, int | None]]]
+# the delivery ids and leases.
+_WireItems = tuple[
+    dict[str, tuple[WireTensor, list[int] | None]], list[tuple[tuple[str, int] | None, tuple[int, int] | None]]
+]
 
 
 def _to_wire(items: Sequence[BufferItem]) -> _WireItems:
@@ -248,7 +250,7 @@ def _to_wire(items: Sequence[BufferItem]) -> _WireItems:
             fields[name] = encode(torch.stack(tensors)), None
         else:
             fields[name] = encode(torch.cat(tensors)), [len(tensor) for tensor in tensors]
-    return fields, [(item.delivery_id, item.round_index) for item in items]
+    return fields, [(item.delivery_id, item.lease) for item in items]
 
 
 def _from_wire(wire_items: _WireItems) -> list[BufferItem]:
@@ -258,8 +260,8 @@ def _from_wire(wire_items: _WireItems) -> list[BufferItem]:
         joined = decode(wire, copy=True)  # arrays from the object store are read-only; the items share the copy
         columns[name] = joined.unbind() if sizes is None else torch.split(joined, sizes)
     items = [BufferItem(*row) for row in zip(*columns.values(), strict=True)]
-    for item, (delivery_id, round_index) in zip(items, senders, strict=True):
-        item.delivery_id, item.round_index = delivery_id, round_index
+    for item, (delivery_id, lease) in zip(items, senders, strict=True):
+        item.delivery_id, item.lease = delivery_id, lease
     return items
 
 

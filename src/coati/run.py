@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 from coati.config import RunSettings
 from coati.errors import ConfigError
 from coati.experience_maker import NaiveExperienceMaker
-from coati.ledger import WorkShare
+from coati.ledger import LedgerRules
 from coati.models import Actor, Critic, RewardModel
 from coati.models.calls import check_vocabularies, context_length_of
 from coati.prompts.stream import PromptStream
@@ -138,8 +138,8 @@ def load_tokenizer(config: RunSettings) -> Any:
         ) from error
 
 
-def make_prompts(config: RunSettings, *, shard: int = 0, num_shards: int = 1, first_position: int = 0) -> PromptStream:
-    """The endless stream of prompt batches of one maker."""
+def make_prompts(config: RunSettings) -> PromptStream:
+    """The endless stream of prompts, the same for all makers."""
     prompts = config.prompts
     table = load_prompts(prompts.path, split=prompts.split, subset=prompts.subset, column=prompts.column)
     holder = torch.nn.Module()
@@ -154,24 +154,26 @@ def make_prompts(config: RunSettings, *, shard: int = 0, num_shards: int = 1, fi
         context_length=context_length_of(holder),
         max_prompt_tokens=prompts.max_tokens,
         max_new_tokens=config.rollout.max_new_tokens,
-        shard=shard,
-        num_shards=num_shards,
-        first_position=first_position,
     )
 
 
-def work_share(config: RunSettings, *, maker_index: int = 0, max_staleness: int | None = None) -> WorkShare:
-    """What one maker has to deliver."""
+def ledger_rules(config: RunSettings, stream: int = 0) -> LedgerRules:
+    """What a trainer consumes, and how far makers may go ahead of it."""
     train, topology = config.train, config.topology
-    return WorkShare(
-        rounds_per_version=train.update_steps * train.batch_size,
-        total_rounds=train.total_steps * train.batch_size,
-        max_staleness=topology.max_staleness if max_staleness is None else max_staleness,
-        maker_index=maker_index,
-        num_makers=topology.makers,
-        num_trainers=topology.trainers,
+    return LedgerRules(
+        samples_per_version=train.update_steps * train.batch_size,
+        total_samples=train.total_steps * train.batch_size,
+        lead=topology.lead,
+        max_staleness=None if topology.max_staleness < 0 else topology.max_staleness,
         group_size=config.rollout.samples_per_prompt if config.algorithm.uses_groups else 1,
+        stream=stream,
+        num_streams=topology.trainers,
     )
+
+
+def journal_path(config: RunSettings, stream: int = 0) -> Path:
+    """Where a trainer's ledger writes its account."""
+    return config.output_folder.resolve() / "ledger" / f"stream-{stream}.jsonl"
 
 
 def save_after_failure(error: Exception, save: Callable[[str], None], path: str, step: int) -> None:

@@ -1,12 +1,12 @@
 """The whole system in one process: make a batch, learn from it, update the maker, repeat.
 
-It runs the same objects as the Ray actors (pipeline, gate, collector, learner, weight sender and receiver), one after
-the other, with an on-policy gate. So it is what an asynchronous run is held against, and where a debugger works.
+It runs the same objects as the Ray actors (leases, pipeline, learner, weight sender and receiver), one after the other,
+on-policy. So it is what an asynchronous run is held against, and where a debugger works.
 """
 
 import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from torch import nn
@@ -15,10 +15,12 @@ from coati import run
 from coati.config import RunSettings
 from coati.cpu import set_up_cpu
 from coati.experience import Experience, split_experience_batch
-from coati.experience_buffer import BatchCollector
+from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker.base import PromptBatch, build_maker
+from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.ledger import age_metrics
+from coati.ledger.journal import Journal
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Timeline
@@ -61,12 +63,24 @@ class SynchronousRun(FitSteps):
             max_response_tokens=config.rollout.max_new_tokens,
             optimizer_class=strategy.optimizer_class,
         )
+        # Whatever the topology says: here one maker does all the work, for one trainer.
+        self._rules = dataclasses.replace(run.ledger_rules(config), lead=0, max_staleness=0, num_streams=1)
         self._pipeline = self._make_pipeline()
         self._sender = self._make_sender()
-        self._collector = BatchCollector(config.train.batch_size)
-        self._ready: deque[Experience] = deque()
         self._stream = run.make_prompts(config)
-        self._prompts = self._admitted_prompts()
+        self._buffer = LeasedBuffer(
+            self._rules,
+            config.train.batch_size,
+            open_journal=functools.partial(Journal, run.journal_path(config), self._rules, run=config.run.name),
+        )
+        self._prompts = LeasedPrompts(
+            self._stream,
+            ["trainer"],
+            self._rules,
+            peers=LocalPeers(trainer=self._buffer),
+            maker="this process",
+            version=lambda: self._version,
+        )
 
     def run(self, model_path: str) -> None:
         """Train as the config says, and save the actor to `model_path`, a folder that transformers loads."""
@@ -104,42 +118,29 @@ class SynchronousRun(FitSteps):
         return ExperiencePipeline(
             maker,
             ServedModels(maker.trained_models),
-            # Whatever the topology says: here one maker does all the work, for one trainer.
-            share=dataclasses.replace(run.work_share(config, max_staleness=0), num_makers=1, num_trainers=1),
+            rules=self._rules,
             generate_kwargs=config.rollout.generate_options,
             timeline=self._timeline,
         )
 
-    def _admitted_prompts(self) -> Iterator[PromptBatch]:
-        """Prompts in the parts that the gate admits, exactly as the Ray maker takes them."""
-        for raw in self._stream:
-            batch = PromptBatch.parse(raw)
-            start = 0
-            while start < len(batch):
-                num_rows = self._pipeline.admit(len(batch) - start)
-                if num_rows == 0:
-                    return
-                yield batch.select(slice(start, start + num_rows))
-                start += num_rows
-
     def next_batch(self) -> Experience | None:
-        """Make experience until it fills a batch; None after a stop or the last prompt that is needed."""
-        while not self._ready and not self._should_stop():
-            part = next(self._prompts, None)
-            if part is None:
-                return self._collector.flush()
-            self._make(part)
-        return self._ready.popleft() if self._ready else None
+        """Make experience until it fills a batch; None after a stop."""
+        while (batch := self._buffer.try_sample(0.0)) is None and not self._should_stop():
+            if (prompts := self._prompts.poll()) is not None:
+                self._make(prompts)
+        return batch
 
-    def _make(self, part: PromptBatch) -> None:
-        batch = self._pipeline.begin(part)
+    def _make(self, prompts: PromptBatch) -> None:
+        batch = self._pipeline.begin(prompts)
         experience = self._pipeline.finish(batch)
         if experience is None:
+            self._prompts.settle(batch, [])
             return
         experience.to_device("cpu")
-        record = self._pipeline.record(batch, samples_kept=self._config.logging.samples_kept, prompts=self._stream)
+        num_skipped = self._stream.skipped.total()
+        record = self._pipeline.record(batch, samples_kept=self._config.logging.samples_kept, num_skipped=num_skipped)
         self._log.maker_records([record])
-        self._ready += self._collector.add(split_experience_batch(experience))
+        self._buffer.extend(self._prompts.settle(batch, split_experience_batch(experience)))
 
     def train_on(self, batch: Experience) -> dict[str, float]:
         """Take a training step and log it."""
@@ -176,6 +177,7 @@ class SynchronousRun(FitSteps):
     def publish(self) -> None:
         """Give the maker the weights as the next version."""
         self._version += 1
+        self._buffer.train(self._version)
         with self._timeline.span("publish"):
             self._sender.send(self._version)
         self._log.trainer_version = self._version

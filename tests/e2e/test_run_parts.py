@@ -12,7 +12,7 @@ from coati import run
 from coati.config import build_config
 from coati.errors import ConfigError
 from coati.experience_maker import NaiveExperienceMaker
-from coati.ledger import WorkShare
+from coati.ledger import LedgerRules
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
 
 
@@ -137,25 +137,24 @@ def test_an_algorithm_without_a_critic_and_with_a_kl_term():
     )
     algorithm = config.algorithm
     assert (algorithm.kl_loss_coef, algorithm.kl_reward_coef) == (0.02, 0.0)
-    assert run.work_share(config).group_size == 4
-    assert run.work_share(config_of(rollout={"samples_per_prompt": 4})).group_size == 1  # PPO's stand alone
+    assert run.ledger_rules(config).group_size == 4
+    assert run.ledger_rules(config_of(rollout={"samples_per_prompt": 4})).group_size == 1  # PPO's stand alone
 
 
-def test_the_work_of_a_maker():
+def test_what_makers_lease_by():
     config = config_of(
         train={"total_steps": 10, "update_steps": 2, "batch_size": 8},
-        topology={"makers": 3, "trainers": 2, "max_staleness": 1},
+        topology={"makers": 3, "trainers": 2, "lead": 2, "max_staleness": 4},
     )
-    share = WorkShare(
-        rounds_per_version=16,  # 2 batches of 8
-        total_rounds=80,
-        max_staleness=1,
-        maker_index=2,
-        num_makers=3,
-        num_trainers=2,
+    assert run.ledger_rules(config, stream=1) == LedgerRules(
+        samples_per_version=16,  # 2 batches of 8
+        total_samples=80,
+        lead=2,
+        max_staleness=4,
+        stream=1,
+        num_streams=2,
     )
-    assert run.work_share(config, maker_index=2) == share
-    assert run.work_share(config, max_staleness=0).max_staleness == 0
+    assert run.ledger_rules(config_of(topology={"max_staleness": -1})).max_staleness is None
 
 
 def test_deadlines_and_generate_options_arrive():
@@ -259,8 +258,6 @@ def test_prompts_keep_to_the_sections(model_folder, tmp_path):
     assert batch["sample_ids"].tolist() == [0, 1, 2, 3, 4, 5]
     assert batch["group_ids"].tolist() == [0, 0, 0, 1, 1, 1]
     assert batch["input_ids"].tolist() == [[3]] * 3 + [[4]] * 3
-    second_of_two = next(iter(run.make_prompts(config, shard=1, num_shards=2)))
-    assert second_of_two["group_ids"].tolist()[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def check_times(folder):
     times = run_times(run.spans)
     assert [actor.actor for actor in times.actors] == ["maker-0", "trainer-0", "trainer-1"]
     maker, *trainers = times.actors
-    assert maker.seconds.keys() >= {"generate", "score", "send", "wait_weights", "wait_prompts"}
+    assert maker.seconds.keys() >= {"generate", "score", "send", "wait_weights"}
     assert {span.what for span in maker.lanes["weights"]} >= {"receive", "commit"}
     for trainer in trainers:
         assert trainer.seconds.keys() >= {"train", "publish", "wait_data", "wait_ranks"}
@@ -115,7 +115,7 @@ def test_groups_of_two_makers_and_two_sharded_trainers_train_their_shares_and_ar
     witnessed, make_config, tmp_path, keep, monkeypatch
 ):
     monkeypatch.setenv("COATI_TEST_SECRET", "hush")  # after Ray was started
-    # 2 trainers of 3 samples a step: every version takes two whole groups, one of each maker.
+    # 2 trainers of 3 samples a step: every version takes a whole group at each.
     config = make_config(
         makers=2,
         trainers=2,
@@ -127,9 +127,9 @@ def test_groups_of_two_makers_and_two_sharded_trainers_train_their_shares_and_ar
     progress = witnessed(config)
     for rank in range(2):
         assert summary(progress[f"trainer-{rank}"]) == ("finished", 4, 12, 4)
+    assert sum(progress[f"maker-{index}"].num_delivered for index in range(2)) >= 24  # quick makers ask more often
     for index in range(2):  # the first weights and four versions, each once and from one trainer
         maker = progress[f"maker-{index}"]
-        assert (maker.num_delivered, maker.version) == (12, 4)
         assert maker.updates == [(version, f"trainer {index}") for version in range(5)]
     check_environment(progress, ray.get(keep(Looker.remote()).environment.remote()))
     checkpoints = tmp_path / "out" / "checkpoints"
@@ -157,9 +157,8 @@ def test_ages_stay_within_the_bound(run, make_config, tmp_path):
     assert {name for row in rows for name in row} - {"step", "version", "time"} <= DOCUMENTED
 
 
-def test_a_stop_saves_what_was_learnt_even_with_a_full_buffer(run, make_config, tmp_path, caplog):
-    # A maker without bound and a buffer of one batch: when the stop comes, it stands before a full buffer.
-    config = make_config(max_staleness=-1, buffer_limit=1, train={"total_steps": 100_000})
+def test_a_stop_saves_what_was_learnt(run, make_config, tmp_path):
+    config = make_config(max_staleness=-1, train={"total_steps": 100_000})
 
     def after_some_steps():
         trainer = ray.get_actor("trainer-0")
@@ -170,8 +169,6 @@ def test_a_stop_saves_what_was_learnt_even_with_a_full_buffer(run, make_config, 
     assert progress["trainer-0"].state == "finished"
     assert progress["maker-0"].state == "finished"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model") is not None
-    # A warning of an actor reaches the user, once.
-    assert len([message for message in caplog.messages if message.startswith("maker-0: ")]) == 1
 
 
 def test_a_constructor_that_raises_ends_the_run_with_its_reason(run, make_config):

@@ -304,8 +304,19 @@ class TopologySettings(Section, section="topology"):
         "and a trainer's shares of a GPU on one card, spread = over the nodes. Both reserve all places first.",
     )
     buffer_limit: int = setting(0, "Batches that may wait at a trainer; 0 = no limit.", ge=0)
+    lead: int = setting(
+        1,
+        "Versions' worth of samples that makers may be ahead: how fresh data usually is. max_staleness limits it too.",
+        ge=0,
+    )
     max_staleness: int = setting(
-        1, "Weight versions that a sample may be behind when it is trained on; 0 = on-policy, -1 = unbounded.", ge=-1
+        1,
+        "Weight versions that any sample may be behind when it is trained on: what is safe; 0 = on-policy, "
+        "-1 = unbounded.",
+        ge=-1,
+    )
+    max_restarts: int = setting(
+        10, "How often in a run makers that died are started again, before it ends with an error.", ge=0
     )
     threads_per_actor: int = setting(
         0, "torch threads in each actor; 0 = the machine's cores divided among the actors.", ge=0
@@ -352,6 +363,11 @@ class Deadlines(Section, section="deadlines"):
         1800.0, "For a batch, for room in a buffer, or for new weights, counted from the last sign of progress.", gt=0
     )
     update_seconds: float = setting(600.0, "For one weight update.", gt=0)
+    stall_seconds: float = setting(
+        30.0,
+        "A maker that does not answer for so long loses its work to others; what it delivers later is refused.",
+        gt=0,
+    )
     grace_seconds: float = setting(
         5.0, "How long all makers must have finished before the last, partial batch is trained on.", gt=0
     )

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
 from coati.experience import BufferItem, ItemBundle
-from coati.ledger import UNBOUNDED, WorkShare
 from coati.monitor.timeline import Timeline
 from coati.peers import Peers, PendingCall, wait_any, wait_in_slices
 
@@ -32,13 +31,13 @@ class _GaveUp(Exception):
 
 
 class ItemSender:
-    """Sends single items to trainers round-robin, continuing across batches.
+    """Sends single items to trainers round-robin, continuing across batches; leased items where `trainer_of` says.
 
     At most `max_in_flight` sends per trainer are unacknowledged: a trainer with a full buffer blocks its makers instead
-    of filling memory. A trainer that died is skipped from then on, and its unacknowledged items go to the others. A
-    retry carries the same delivery ids, so no item is trained on twice. With a `share`, items carry their round, so
-    that trainers consume them in the run's order. After a stop, trainers have the grace time to acknowledge what is in
-    flight; the rest is counted and dropped.
+    of filling memory. A trainer that died is skipped from then on, and its unacknowledged items go to the others; those
+    that were leased from it are dropped, because its successor grants them again. A retry carries the same delivery
+    ids, so no item is trained on twice. After a stop, trainers have the grace time to acknowledge what is in flight;
+    the rest is counted and dropped.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class ItemSender:
         peers: Peers,
         sender: str,
         deadlines: Deadlines,
-        share: WorkShare | None = None,
+        trainer_of: Callable[[BufferItem], str] | None = None,
         max_in_flight: int = 2,
         should_stop: Callable[[], bool] = lambda: False,
         timeline: Timeline | None = None,
@@ -65,8 +64,8 @@ class ItemSender:
         self._timeline = timeline or Timeline()
         self._retry_seconds = retry_seconds
         self._alive = list(trainer_names)
-        self._share = share
-        self._turn = 0 if share is None else share.maker_index or 0
+        self.trainer_of = trainer_of
+        self._turn = 0
         self._next_number = dict.fromkeys(trainer_names, 0)
         self._in_flight: deque[_InFlight] = deque()
         self.num_delivered = 0
@@ -74,15 +73,12 @@ class ItemSender:
         self.num_unacknowledged = 0
         self._stopped_at: float | None = None
 
-    def take_share(self, share: WorkShare) -> None:
-        """Use another share, in which the items sent so far have the same rounds."""
-        self._share = share
-
     def send(self, items: Sequence[BufferItem]) -> None:
         """Send each item to the next trainer; waits while too many sends are unacknowledged."""
         by_trainer: dict[str, list[BufferItem]] = {}
         for item in items:
-            by_trainer.setdefault(self._next_trainer(), []).append(item)
+            trainer = self._next_trainer() if self.trainer_of is None else self.trainer_of(item)
+            by_trainer.setdefault(trainer, []).append(item)
         for trainer, part in by_trainer.items():
             self._dispatch(trainer, part)
 
@@ -98,12 +94,6 @@ class ItemSender:
         """Wait until everything sent is acknowledged."""
         while self._in_flight:
             self._await_oldest()
-
-    def check_trainers(self) -> None:
-        """Raise PeerDied if trainers that were found before are all gone."""
-        was_found = any(self._next_number.values())
-        if was_found and not any(self._peers.exists(name) for name in self._trainers):
-            raise self._all_gone()
 
     def _next_trainer(self) -> str:
         if not self._alive:
@@ -124,15 +114,8 @@ class ItemSender:
         for item in items:
             number = self._next_number[trainer]
             item.delivery_id = (f"{self._stream}>{trainer}", number)
-            item.round_index = self._round_of(number)
             self._next_number[trainer] += 1
         self._call(trainer, items, time.monotonic())
-
-    def _round_of(self, number: int) -> int | None:
-        """Return an item's round; None in an unbounded run, where trainers take items in any order."""
-        if self._share is None or self._share.max_staleness == UNBOUNDED:
-            return None
-        return self._share.round_of(number)
 
     def _call(self, trainer: str, items: list[BufferItem], first_sent: float) -> None:
         peer = self._peers.find(trainer, role="trainer", timeout=self._deadlines.start_seconds)
@@ -196,6 +179,10 @@ class ItemSender:
             self._redirect(flight)
 
     def _redirect(self, flight: _InFlight) -> None:
+        if self.trainer_of is not None:
+            self._peers.forget(flight.trainer)
+            self.num_unacknowledged += len(flight.items)
+            return
         if flight.trainer in self._alive:
             self._alive.remove(flight.trainer)
         self.num_redirected += len(flight.items)

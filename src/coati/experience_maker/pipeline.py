@@ -1,4 +1,4 @@
-"""Prompts in, experience out: admission, one version of the weights for each batch, dropped samples, records."""
+"""Prompts in, experience out: one version of the weights for each batch, dropped samples, records."""
 
 import dataclasses
 import logging
@@ -10,7 +10,7 @@ from coati.experience import Experience
 from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
 from coati.experience_maker.scoring import NoSignal
 from coati.experience_maker.statistics import batch_metrics, sample_texts
-from coati.ledger.admission import UNBOUNDED, AdmissionGate, WorkShare
+from coati.ledger import LedgerRules
 from coati.monitor.metrics import Max, Mean, Sum
 from coati.monitor.timeline import Timeline, maker_metrics
 from coati.rewards import RewardScorer
@@ -35,7 +35,7 @@ class MakerCounts:
 
 
 class ExperiencePipeline:
-    """A maker, the models it serves from, and (in a bounded run) the gate that admits its prompts.
+    """A maker, and the models that it serves from.
 
     The synchronous loop and the Ray actor both drive this class.
     """
@@ -45,17 +45,18 @@ class ExperiencePipeline:
         maker: ExperienceMaker,
         served: ServedModels,
         *,
-        share: WorkShare | None = None,
+        rules: LedgerRules | None = None,
         generate_kwargs: dict[str, Any] | None = None,
         first_sample_id: int = 0,
         in_flight: bool = False,
         timeline: Timeline | None = None,
     ) -> None:
-        """With `in_flight`, makers take new weights between two tokens, not only between two batches."""
+        """`rules` are those that its work is leased by, if it is. With `in_flight`, makers take new weights between two
+        tokens, not only between two batches."""
         self.timeline = maker.timeline = served.timeline = timeline or Timeline()
         self.maker = maker
         self.served = served
-        self.gate = AdmissionGate(share) if share is not None else None
+        self._rules = rules
         self.counts = MakerCounts()
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
@@ -64,50 +65,28 @@ class ExperiencePipeline:
         self._num_dropped_reported = 0
         self._num_skipped_reported = 0
 
-    # Admission
-
     @property
-    def is_done(self) -> bool:
-        """Whether the gate has admitted all samples of the run; never True without a gate."""
-        return self.gate is not None and self.gate.is_done
-
-    def admit(self, wanted: int) -> int:
-        """Issue as many samples as may be issued now, at most `wanted`; the caller must make them."""
-        if self.gate is None:
-            return wanted
-        return self.gate.admit(wanted, version=self.served.version)
-
-    def wait_for_admission(self, deadline_seconds: float) -> bool:
-        """Wait for weights that admit one more sample; True when they serve, or when none is left to issue.
-
-        Nothing is admitted while work is reassigned.
-        """
-        if self.gate is None:
-            return True
-        if not self.gate.wait_for_deal(deadline_seconds):
-            return False
-        needed = self.gate.version_needed()
-        # Pending weights are not enough: they do not serve while the models are in use.
-        return needed is None or self.served.wait_for_version(needed, deadline_seconds=deadline_seconds)
+    def is_leased(self) -> bool:
+        """Whether trainers decide what is made."""
+        return self._rules is not None
 
     @property
     def may_defer(self) -> bool:
         """Whether the next batch may be begun before the last one is finished.
 
-        Not on-policy: a dropped sample is given back when its batch is finished, and its replacement must be issued
-        before anything else, as in the synchronous loop.
+        Not on-policy: a group that was dropped must be replaced before anything else is made, as in the synchronous
+        loop.
         """
-        return self.gate is None or self.gate.share.max_staleness != 0
+        return self._rules is None or not self._rules.is_on_policy
 
     @property
     def has_time_between_tokens(self) -> bool:
         """Whether a finished batch is best delivered between the tokens of the next one.
 
-        Only where admission bounds the age of data: elsewhere the maker may have to wait for room when it sends, and
-        the text it writes meanwhile would grow old.
+        Only where work is leased: elsewhere the maker may have to wait for room when it sends, and the text it writes
+        meanwhile would grow old.
         """
-        is_bounded = self.gate is not None and self.gate.share.max_staleness != UNBOUNDED
-        return is_bounded and self.maker.has_time_between_tokens
+        return self._rules is not None and self.maker.has_time_between_tokens
 
     # Making
 
@@ -156,19 +135,17 @@ class ExperiencePipeline:
             )
         self.counts.made += num_made
         self.counts.dropped += num_dropped
-        if self.gate is not None:
-            self.gate.give_back(num_dropped)
         return batch.experience
 
-    def record(self, batch: MakerBatch, *, samples_kept: int, prompts: Any = None) -> dict[str, Any]:
+    def record(self, batch: MakerBatch, *, samples_kept: int, num_skipped: int = 0) -> dict[str, Any]:
         """What to report of a finished batch: version, typed metrics, and a few samples as text.
 
-        `prompts` is where they come from; if it counts what it skipped (as `PromptStream` does), that is reported.
+        `num_skipped` prompts have been skipped so far.
         """
         experience = batch.experience
         assert experience is not None
-        num_skipped = sum(getattr(prompts, "skipped", {}).values()) - self._num_skipped_reported
-        self._num_skipped_reported += num_skipped
+        newly_skipped = num_skipped - self._num_skipped_reported
+        self._num_skipped_reported = num_skipped
         num_dropped = self.counts.dropped - self._num_dropped_reported
         self._num_dropped_reported = self.counts.dropped
         use = self.timeline.take()
@@ -181,7 +158,7 @@ class ExperiencePipeline:
                 "maker/samples_per_second": Mean(num_samples / make_seconds, float(num_samples)),
                 "maker/dropped": Sum(float(num_dropped)),
                 "weights/commit_seconds": Max(self.served.last_commit_seconds),
-                "maker/skipped_prompts": Sum(num_skipped),
+                "maker/skipped_prompts": Sum(newly_skipped),
                 **maker_metrics(use),
                 **batch.metrics,
             },

@@ -1,23 +1,7 @@
-"""What becomes of samples: who may issue them, and which have arrived."""
+"""What becomes of samples: who may make them, when they are trained on, and the account of it."""
 
-from coati.ledger.admission import UNBOUNDED, AdmissionGate, Deal, WorkShare
 from coati.ledger.ages import Ages, age_metrics, ages_of
 from coati.ledger.deliveries import DeliveryLog
-from coati.ledger.membership import Membership, Place, PromptPart, Standing
-from coati.ledger.rounds import RoundOrder
+from coati.ledger.leases import Lease, Ledger, LedgerRules
 
-__all__ = [
-    "UNBOUNDED",
-    "AdmissionGate",
-    "Ages",
-    "Deal",
-    "DeliveryLog",
-    "Membership",
-    "Place",
-    "PromptPart",
-    "RoundOrder",
-    "Standing",
-    "WorkShare",
-    "age_metrics",
-    "ages_of",
-]
+__all__ = ["Ages", "DeliveryLog", "Lease", "Ledger", "LedgerRules", "age_metrics", "ages_of"]

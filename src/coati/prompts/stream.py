@@ -1,10 +1,8 @@
-"""Batches of prompts in one global order that does not depend on how many makers share it.
+"""Prompts in one global order, which every maker can look up.
 
-Passes over the table follow each other without end; position n of that order is prompt group n, and belongs
-to shard n % num_shards. So a sample has the same id, and with it the same random draws, however the work is
-shared. Prompts that cannot be used keep their position: they are skipped, counted by reason, and their ids
-never appear. When the number of makers changes during a run, all streams continue from one position beyond
-every position that was used; positions before it that no maker had reached are left out.
+Passes over the table follow each other without end; position n of that order is prompt group n. So a sample has the
+same id, and with it the same random draws, whichever maker makes it. Prompts that cannot be used keep their position:
+they are skipped, counted by reason, and their ids never appear.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import itertools
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -48,6 +46,7 @@ class _Place(NamedTuple):
     position: int  # in the global order
     row: int
     prompt: _Prompt
+    repeats: range  # which samples of the prompt
 
 
 class PromptStream:
@@ -67,12 +66,9 @@ class PromptStream:
         context_length: the model's; None = not limited.
         max_prompt_tokens: longer prompts are skipped; 0 = limited by the context only.
         max_new_tokens: what will be asked of the model; only used to say when the context will cut it short.
-        shard: which of `num_shards` this stream is.
-        num_shards: how many streams share the order.
-        first_position: where to begin in the order.
 
     Attributes:
-        skipped: positions skipped so far, by reason. Sums over shards are sums over the run.
+        skipped: positions skipped so far, by reason.
     """
 
     def __init__(
@@ -87,13 +83,8 @@ class PromptStream:
         context_length: int | None = None,
         max_prompt_tokens: int = 0,
         max_new_tokens: int = 1,
-        shard: int = 0,
-        num_shards: int = 1,
-        first_position: int = 0,
     ) -> None:
         assert min(prompts_per_batch, samples_per_prompt) > 0
-        assert 0 <= shard < num_shards
-        assert first_position >= 0
         columns = table.other_columns
         if taken := [name for name in columns if name in RESERVED_COLUMNS]:
             raise DataError(
@@ -108,45 +99,62 @@ class PromptStream:
         self._limits = {SKIP_TOO_LONG: max_prompt_tokens} if max_prompt_tokens else {}
         if context_length is not None:
             self._limits[SKIP_NO_ROOM] = context_length - 1
-        self._shard, self._num_shards = shard, num_shards
-        self._first_position = first_position
+        self._num_skipped_in_a_row = 0
         self._pad_id = _pad_id(tokenizer)
         self._warned: set[str] = set()
         self._prompt = lru_cache(maxsize=_CACHED_PROMPTS)(self._encode)
+        self._order = lru_cache(maxsize=2)(self._order_of)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        places = self._usable_places()
+        usable = (place for position in itertools.count() if isinstance(place := self._place(position), _Place))
         while True:
-            yield self._collate(list(itertools.islice(places, self._prompts_per_batch)))
+            yield self._collate(list(itertools.islice(usable, self._prompts_per_batch)))
 
-    def _usable_places(self) -> Iterator[_Place]:
-        # One stream alone meets every row in a pass, and one of several in as many passes; in a shuffled order the
-        # odds of missing a usable row in 20 times as many are 1 to 10^8.
-        patience = self._num_shards * (20 if self._shuffle and self._num_shards > 1 else 1)
-        fruitless_passes = 0
-        for epoch in itertools.count(self._first_position // len(self._table)):
-            fruitless_passes += 1
-            for position, row in self._places(epoch):
-                prompt = self._prompt(row)
-                if prompt.skip_reason is None:
-                    fruitless_passes = 0
-                    yield _Place(position, row, prompt)
-                else:
-                    self._count_skip(prompt.skip_reason, row)
-            if fruitless_passes >= patience:
+    @property
+    def samples_per_batch(self) -> int:
+        """Samples of a batch of `prompts_per_batch` prompts."""
+        return self._prompts_per_batch * self._samples_per_prompt
+
+    def batch(self, numbers: Sequence[int], *, group_size: int = 1) -> tuple[dict[str, Any] | None, dict[int, str]]:
+        """Return a batch of the groups with these numbers, and why some of them cannot be made, by number.
+
+        A group is `group_size` samples of one prompt: all of them, or one. None where nothing is left for a batch.
+        """
+        per_prompt = self._samples_per_prompt // group_size
+        places, skipped = [], {}
+        for number in numbers:
+            position, part = divmod(number, per_prompt)
+            place = self._place(position, range(part * group_size, (part + 1) * group_size))
+            if isinstance(place, str):
+                skipped[number] = place
+            else:
+                places.append(place)
+        return self._collate(places) if places else None, skipped
+
+    def _place(self, position: int, repeats: range | None = None) -> _Place | str:
+        """Return the prompt at a position, or why it is skipped."""
+        epoch, place = divmod(position, len(self._table))
+        row = self._order(epoch)[place]
+        prompt = self._prompt(row)
+        if prompt.skip_reason is None:
+            self._num_skipped_in_a_row = 0
+            return _Place(position, row, prompt, range(self._samples_per_prompt) if repeats is None else repeats)
+        if repeats is None or repeats.start == 0:  # else it is counted
+            self._count_skip(prompt.skip_reason, row)
+        self._num_skipped_in_a_row += 1
+        if self._num_skipped_in_a_row >= len(self._table):
+            if all(self._prompt(row).skip_reason for row in range(len(self._table))):
                 raise self._nothing_usable()
+            self._num_skipped_in_a_row = 0
+        return prompt.skip_reason
 
-    def _places(self, epoch: int) -> Iterator[tuple[int, int]]:
-        """Yield (position, row) of this shard's part of one pass, usable or not."""
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        """The rows in the order of one pass."""
         size = len(self._table)
-        if self._shuffle:
-            order = keyed_generator(self._seed, epoch, stream=STREAM_PROMPTS).permutation(size).tolist()
-        else:
-            order = list(range(size))
-        start = max(0, self._first_position - epoch * size)
-        first = start + (self._shard - epoch * size - start) % self._num_shards  # the shard's first place in this pass
-        for place in range(first, size, self._num_shards):
-            yield epoch * size + place, order[place]
+        if not self._shuffle:
+            return range(size)
+        order: list[int] = keyed_generator(self._seed, epoch, stream=STREAM_PROMPTS).permutation(size).tolist()
+        return order
 
     def _encode(self, row: int) -> _Prompt:
         prompt = self._table.rows[row][self._table.column]
@@ -173,16 +181,14 @@ class PromptStream:
 
     def _nothing_usable(self) -> DataError:
         counts = ", ".join(f"{count} with {reason}" for reason, count in self.skipped.items())
-        whose = "" if self._num_shards == 1 else f" for maker {self._shard} of {self._num_shards}"
         return DataError(
-            f"{self._table.source} has no usable prompts{whose}: {counts}. The limits are prompts.max_tokens = "
+            f"{self._table.source} has no usable prompts: {counts}. The limits are prompts.max_tokens = "
             f"{self._limits.get(SKIP_TOO_LONG, 0)} (0 = none) and the model's context of {self._context_length} "
             "tokens. Shorten the prompts, raise prompts.max_tokens, or use a model with a longer context."
         )
 
     def _collate(self, places: list[_Place]) -> dict[str, Any]:
-        repeats = self._samples_per_prompt
-        samples = [place for place in places for _ in range(repeats)]
+        samples = [place for place in places for _ in place.repeats]
         length = max(len(place.prompt.ids) for place in places)
         if self._context_length is not None and length + self._max_new_tokens > self._context_length:
             room = self._context_length - length
@@ -193,10 +199,11 @@ class PromptStream:
         missing = [length - len(place.prompt.ids) for place in samples]
         ids = [[self._pad_id] * gap + place.prompt.ids.tolist() for gap, place in zip(missing, samples, strict=True)]
         groups = torch.tensor([place.position for place in samples], dtype=torch.long)  # [B]
+        repeats = [repeat for place in places for repeat in place.repeats]
         return {
             "input_ids": torch.tensor(ids, dtype=torch.long),  # [B, P]
             "attention_mask": torch.tensor([[0] * gap + [1] * (length - gap) for gap in missing], dtype=torch.long),
-            "sample_ids": groups * repeats + torch.arange(repeats).repeat(len(places)),  # [B]
+            "sample_ids": groups * self._samples_per_prompt + torch.tensor(repeats),  # [B]
             "group_ids": groups,
             "prompt": [place.prompt.text for place in samples],
             **{name: [self._table.rows[place.row].get(name) for place in samples] for name in self._columns},

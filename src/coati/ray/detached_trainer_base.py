@@ -19,9 +19,10 @@ from typing import Any
 import ray
 
 from coati.config import Deadlines
-from coati.errors import DeadlineExceeded, PeerDied
+from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience import BufferItem, Experience, check_items, split_experience_batch
-from coati.ledger import DeliveryLog, RoundOrder
+from coati.experience_buffer.leased import LeasedBuffer, LeaseRequest
+from coati.ledger import DeliveryLog, Lease
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import BUFFER, WEIGHTS, Span, Timeline
 from coati.peers import Peers
@@ -65,6 +66,7 @@ class DetachedTrainer(FitSteps):
         seed: int = 0,
         peers: Peers | None = None,
         queue: BatchQueue | None = None,
+        leased: LeasedBuffer | None = None,
     ) -> None:
         self.callbacks = list(callbacks)
         self.debug = debug
@@ -74,9 +76,9 @@ class DetachedTrainer(FitSteps):
         self._seed = seed
         self.maker_names = tuple(experience_maker_holder_name_list)
         self._peers = peers or RayPeers()
-        self._buffer = DetachedReplayBuffer(train_batch_size, limit=buffer_limit, queue=queue)
+        self._leased = leased
+        self._buffer = leased or DetachedReplayBuffer(train_batch_size, limit=buffer_limit, queue=queue)
         self._deliveries = DeliveryLog()
-        self._rounds = RoundOrder()
         self._delivery_lock = threading.Lock()
         self._records: RecordLog[dict[str, Any]] = RecordLog()
         self._timeline = Timeline()
@@ -137,13 +139,9 @@ class DetachedTrainer(FitSteps):
         """End `fit` before its next batch; weights and buffer stay as they are."""
         self._stop.set()
 
-    def change_makers(self, maker_names: Sequence[str], *, newcomers: Sequence[str] = ()) -> None:
-        """Makers have joined, or left by design: experience comes from these from now on.
-
-        `newcomers` are those among them that have no work yet, so that nothing is lost with them.
-        """
+    def change_makers(self, maker_names: Sequence[str]) -> None:
+        """Makers have joined, left or died: experience comes from these from now on."""
         self.maker_names = tuple(maker_names)
-        self._watch.follow(maker_names, newcomers=newcomers)
 
     # The buffer, as makers and drivers reach it.
 
@@ -161,6 +159,21 @@ class DetachedTrainer(FitSteps):
     def buffer_extend(self, items: list[BufferItem]) -> None:
         """Called by experience makers; blocks while the buffer is full. Returning is the acknowledgement."""
         self._take_in(items)
+
+    @ray.method(concurrency_group="buffer_length")  # which no call keeps for long
+    def lease(self, request: LeaseRequest) -> list[Lease]:
+        """Grant a maker what it may make now."""
+        return self._leases().lease(LeaseRequest(*request))
+
+    def release_maker(self, maker: str, reason: str) -> None:
+        """A maker is gone: grant its leases to others."""
+        if numbers := self._leases().release(maker, reason):
+            logger.info("%d leases of %s go to others: %s", len(numbers), maker, reason)
+
+    def _leases(self) -> LeasedBuffer:
+        if self._leased is None:
+            raise ConfigError("this trainer has no leases to grant. Give it options.rules, or its makers none.")
+        return self._leased
 
     @ray.method(concurrency_group="buffer_sample")
     def _buffer_sample(self) -> Experience:
@@ -196,9 +209,12 @@ class DetachedTrainer(FitSteps):
     def _take_in(self, items: Sequence[BufferItem]) -> None:
         check_items(items)  # before they are noted as delivered: a refused item was not
         with self._timeline.span("take_in", BUFFER):
+            if isinstance(self._buffer, LeasedBuffer):
+                self._buffer.extend(items)
+                return
             with self._delivery_lock:
-                ready = self._rounds.add(self._deliveries.fresh(items))
-            self._buffer.extend(ready, timeout_seconds=self.deadlines.batch_seconds, checked=True)
+                fresh = self._deliveries.fresh(items)
+            self._buffer.extend(fresh, timeout_seconds=self.deadlines.batch_seconds, checked=True)
 
     # What the loop calls; `next_batch` is below.
 
@@ -228,11 +244,16 @@ class DetachedTrainer(FitSteps):
         """Send the makers the weights as the next version."""
         self.version += 1
         self._timeline.version = self.version
+        if self._leased is not None:
+            self._leased.train(self.version)
         with self._timeline.span("publish"):
             self._update_remote_makers()
 
     def _check_published(self) -> None:
         """Raise what went wrong with an update that has ended: without it, makers may not send what `fit` waits for."""
+
+    def _update_late_makers(self) -> None:
+        """Give weights to makers that have none while `fit` waits for a batch: it may wait for what they will make."""
 
     def next_batch(self) -> Experience | None:
         """Wait for a batch. None: a stop came, or all makers are finished and nothing is left."""
@@ -251,16 +272,17 @@ class DetachedTrainer(FitSteps):
             if batch is not None:
                 return self._prepared(batch)
             self._check_published()
-            self._fail_if_rounds_are_lost()
-            if self._watch.all_finished():
+            self._update_late_makers()
+            # Where work is leased the driver looks after makers, and the ledger knows what is still to come.
+            if self._leased is None and self._watch.all_finished():
                 # Finished makers have been acknowledged, so whatever they made is here by now.
                 return self._last_batch()
             waited = time.monotonic() - started
             if waited >= self.deadlines.batch_seconds:
+                makers = self._watch.describe() if self._leased is None else self._leased.describe_wait()
                 raise DeadlineExceeded(
                     f"fit waited {waited:.0f} s for a batch of {self._buffer.sample_batch_size} samples; "
-                    f"{self._buffer.num_items_waiting + len(self._rounds)} are there. "
-                    f"Makers: {self._watch.describe()}."
+                    f"{self._buffer.num_items_waiting} are there. Makers: {makers}."
                 )
             self._watch.log_wait(waited)
         return None
@@ -269,22 +291,8 @@ class DetachedTrainer(FitSteps):
         """The batch, ready for training; called in another thread for the next one while this one is trained on."""
         return batch.pin_memory() if self.dataloader_pin_memory else batch
 
-    def _fail_if_rounds_are_lost(self) -> None:
-        """Items wait for rounds of a maker that is gone: those will not come, and the others wait for weights."""
-        if len(self._rounds) > 0 and (gone := self._watch.dead()):
-            raise PeerDied(
-                f"maker {', '.join(gone)} is gone, and {len(self._rounds)} samples wait for rounds that it had to "
-                "make. See its log."
-            )
-
     def _last_batch(self) -> Experience | None:
-        """What finished makers have left behind; items whose earlier rounds never came are trained on too."""
+        """What finished makers have left behind."""
         self._buffer.stop_prefetching()
         batch = self._buffer.try_sample(0.0)
-        if batch is not None:
-            return batch
-        with self._delivery_lock:
-            late = self._rounds.flush()
-        if late:
-            self._buffer.extend(late, checked=True, waits=False)  # this thread is the one that makes room
-        return self._buffer.try_sample(0.0) or self._buffer.flush()
+        return self._buffer.flush() if batch is None and isinstance(self._buffer, DetachedReplayBuffer) else batch

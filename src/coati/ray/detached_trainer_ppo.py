@@ -1,6 +1,7 @@
 """PPO and its relatives in a Ray actor: a learner, the buffer it feeds on, and the weight channel to its makers."""
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,9 @@ from torch import nn
 from coati.cpu import set_up_cpu
 from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
 from coati.experience import Experience
+from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger import age_metrics
+from coati.ledger.journal import Journal
 from coati.models import as_critic
 from coati.monitor.timeline import trainer_metrics
 from coati.peers import wait_in_slices
@@ -81,6 +84,7 @@ class PPOTrainer(DetachedTrainer):
             debug=debug,
             deadlines=options.deadlines,
             seed=options.seed,
+            leased=_leased_buffer(options),
         )
         self.strategy = strategy_fn()
         set_up_gpu(self.strategy.device)
@@ -134,7 +138,7 @@ class PPOTrainer(DetachedTrainer):
         if self._max_staleness is not None and oldest > self._max_staleness:
             raise StalenessExceeded(
                 f"a batch holds samples {oldest:g} versions old, but max_staleness is {self._max_staleness}. "
-                "Give every maker a share (share=WorkShare(…)) with the same bound, or leave max_staleness out."
+                "Have makers lease their work (options.rules, with the same bound), or leave max_staleness out."
             )
         processors = self._processors.used() if self._processors else contextlib.nullcontext()
         with self._hold_weights(), processors:
@@ -170,26 +174,30 @@ class PPOTrainer(DetachedTrainer):
             self._sender.result(self._sync)
 
     @ray.method(concurrency_group="model_io")
-    def change_makers(
-        self,
-        maker_names: Sequence[str],
-        updated_makers: Sequence[str] | None = None,
-        *,
-        newcomers: Sequence[str] = (),
-    ) -> None:
-        """Follow makers that joined or left; those that joined get all weights with the next version.
+    def change_makers(self, maker_names: Sequence[str], updated_makers: Sequence[str] | None = None) -> None:
+        """Follow makers that joined, left or died; those that joined get all weights with the next version.
 
-        Ranks of a group may be told at different moments: a maker stays with the trainer that updates it. `newcomers`
-        are those without work yet; a fault of one of them is reported only by `newcomer_faults`.
+        Ranks of a group may be told at different moments: a maker stays with the trainer that updates it.
         """
         with self._hold_weights():  # not in the middle of an update
-            updated = maker_names if updated_makers is None else updated_makers
-            self._sender.change_makers(updated, newcomers=newcomers)
-        super().change_makers(maker_names, newcomers=newcomers)
+            self._sender.change_makers(maker_names if updated_makers is None else updated_makers)
+        super().change_makers(maker_names)
 
-    def newcomer_faults(self) -> dict[str, str]:
-        """Why makers that joined did not take the last update, by name."""
-        return self._sender.recipients.faults
+    def release_maker(self, maker: str, reason: str) -> None:
+        """A maker is gone or does not respond: grant its leases to others, and do not wait for it."""
+        self._sender.recipients.abandon(maker)
+        super().release_maker(maker, reason)
+
+    def _update_late_makers(self) -> None:
+        """Send the weights of this version to makers that joined or missed it.
+
+        In the middle of an episode they get what the episode has made of it so far: newer weights than the version
+        says. Sharded ranks can gather weights only together, so there the next version has to do.
+        """
+        if not self.strategy.shards_parameters and self._sender.recipients.need_all:
+            with self._hold_weights():
+                update = self._sender.begin(self.version, fully_update=True, only_behind=True)
+            self._sender.result(update)
 
     def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
         """Sync if the weights are those of a version; checked and read under one lock, so no step comes between."""
@@ -313,6 +321,14 @@ class PPOTrainer(DetachedTrainer):
             mine = torch.tensor([int(has_data), int(is_stopped)], device=self.strategy.device)
             num_with_data, num_stopped = self.strategy.all_reduce_sum(mine).tolist()
             return bool(num_with_data > 0 and num_stopped == 0)
+
+
+def _leased_buffer(options: TrainerOptions) -> LeasedBuffer | None:
+    if options.rules is None:
+        return None
+    path, rules = options.journal, options.rules
+    open_journal = None if path is None else functools.partial(Journal, path, rules, run=options.run_name)
+    return LeasedBuffer(rules, options.train.batch_size, open_journal=open_journal)
 
 
 DetachedPPOTrainer = remote(

@@ -1,10 +1,9 @@
 """The experience maker in a Ray actor: prompts in, experience out to the trainers, new weights in between.
 
-* `workingloop` (compute) waits for admission and weights ► makes experience ► sends items, acknowledged; reward
-  functions of one batch run while the next one is generated (`coati.experience_maker.work_loop`).
+* `workingloop` (compute) waits for leases ► makes experience ► sends items, acknowledged; reward functions of one batch
+  run while the next one is generated (`coati.experience_maker.work_loop`).
 * `update_experience_maker` (model_io) stages chunks ► verifies ► offers the whole update to the models, which
   commit it between two batches (with `in_flight`, between two tokens), or at once if the models are not in use.
-* `hold_work` and `deal_work` reassign its part of the run, when makers join or leave.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -23,13 +22,14 @@ from coati.cpu import set_up_cpu
 from coati.errors import ConfigError
 from coati.experience_maker.base import ExperienceMaker, build_maker
 from coati.experience_maker.delivery import ItemSender
+from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
-from coati.ledger import Standing, WorkShare
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import WEIGHTS, Span, Timeline
 from coati.peers import wait_in_slices
-from coati.prompts.source import PromptSource
+from coati.prompts.source import loader_batches
+from coati.prompts.stream import PromptStream
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, connect, dispatch, num_parameters
 from coati.ray.environment import apply_env_info, is_actor, leave_out_of_collections, remote, set_up_gpu, set_up_log
 from coati.ray.options import MakerOptions
@@ -60,9 +60,9 @@ class MakerHolder:
 
     The plain class, to subclass and to use without Ray; `ExperienceMakerHolder` is the Ray actor of it. `model_fn()`
     returns (actor, critic, reward_model, initial_model); the critic is None for algorithms without one, and the reward
-    model may be a `RewardScorer` over text. Everything else is in `options`: with `options.share`, prompts are admitted
-    so that training data is never older than the share's bound; `options.maker` makes the experience, a class of your
-    own if you like. Generate options come as keywords or in `options.rollout`.
+    model may be a `RewardScorer` over text. Everything else is in `options`: with `options.rules`, it makes only what
+    it leases from its trainers, so that training data is never older than their bound; `options.maker` makes the
+    experience, a class of your own if you like. Generate options come as keywords or in `options.rollout`.
     """
 
     def __init__(
@@ -98,9 +98,6 @@ class MakerHolder:
         self._stop = threading.Event()
         self._state = "idle"
         self._timeline = Timeline()
-        self._prompts = PromptSource(
-            self._name, deadline_seconds=self._deadlines.batch_seconds, should_stop=self._stop.is_set
-        )
         self._records: RecordLog[dict[str, Any]] = RecordLog()
         set_up_log(debug=debug, records=self._records)
         maker = build_maker(
@@ -115,13 +112,22 @@ class MakerHolder:
         self._pipeline = ExperiencePipeline(
             maker,
             self._served,
-            share=options.share,
+            rules=options.rules,
             generate_kwargs=generate_kwargs,
             first_sample_id=_first_sample_id(self._name),
             in_flight=options.rollout is not None and options.rollout.in_flight,
             timeline=self._timeline,
         )
-        self._sender = self._make_sender(detached_trainer_name_list, options.share)
+        self._rules = options.rules
+        self._trainer_names = tuple(detached_trainer_name_list)
+        self._sender = ItemSender(
+            self._trainer_names,
+            peers=RayPeers(),
+            sender=self._name,
+            deadlines=self._deadlines,
+            should_stop=self._stop.is_set,
+            timeline=self._timeline,
+        )
         if eval_performance:
             self._callbacks.append(_evaluator_of(maker))
         connect(self._callbacks, self._timeline)
@@ -141,19 +147,8 @@ class MakerHolder:
             leave_out_of_collections()
             self._timeline.take()  # the metrics of this loop begin here
             dispatch(self._callbacks, "on_loop_start")
-            loop = WorkLoop(
-                self._pipeline,
-                self._sender,
-                name=self._name,
-                deadlines=self._deadlines,
-                stop=self._stop,
-                notify=functools.partial(dispatch, self._callbacks),
-                records=self._records,
-                samples_kept=self._samples_kept,
-                offload_to_cpu=self._buffer_cpu_offload,
-                prompts=self._prompts,
-            )
-            loop.run(self._prompts.batches(dataloader_fn, num_epochs, num_steps))
+            loop, batches = self._make_loop(dataloader_fn, num_epochs, num_steps)
+            loop.run(batches)
             self._sender.flush()
             dispatch(self._callbacks, "on_loop_end")
         except BaseException:
@@ -164,21 +159,6 @@ class MakerHolder:
     def stop(self) -> None:
         """End the working loop after its current batch, which is delivered."""
         self._stop.set()
-
-    def hold_work(self) -> Standing:
-        """Draw no prompt and issue no sample until `deal_work`; return how far the maker has come.
-
-        Samples that are issued already are finished.
-        """
-        assert self._pipeline.gate is not None, "only a maker with a share can be given another"
-        return Standing(next_position=self._prompts.hold(), rounds_begun=self._pipeline.gate.hold())
-
-    def deal_work(self, share: WorkShare, dataloader_fn: Callable[[], Iterable[Any]] | None = None) -> None:
-        """Continue with another share, and with other prompts after the current batch."""
-        assert self._pipeline.gate is not None, "only a maker with a share can be given another"
-        self._sender.take_share(share)  # first: as soon as the gate has it, items may be sent
-        self._prompts.switch(dataloader_fn)
-        self._pipeline.gate.deal(share)
 
     # Weights.
 
@@ -245,16 +225,42 @@ class MakerHolder:
 
     # Inside.
 
-    def _make_sender(self, trainer_names: Sequence[str], share: WorkShare | None) -> ItemSender:
-        return ItemSender(
-            trainer_names,
-            peers=RayPeers(),
-            sender=self._name,
+    def _make_loop(
+        self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int, num_steps: int
+    ) -> tuple[WorkLoop, Iterator[Any]]:
+        """The loop, and what it works on: leased prompts in a run, else what the loader gives."""
+        make = functools.partial(
+            WorkLoop,
+            self._pipeline,
+            self._sender,
             deadlines=self._deadlines,
-            share=share,
-            should_stop=self._stop.is_set,
-            timeline=self._timeline,
+            stop=self._stop,
+            notify=functools.partial(dispatch, self._callbacks),
+            records=self._records,
+            samples_kept=self._samples_kept,
+            offload_to_cpu=self._buffer_cpu_offload,
         )
+        if self._rules is None:
+            return make(), loader_batches(dataloader_fn, num_epochs, num_steps, name=self._name)
+        served, stream = self._served, dataloader_fn()
+        if not isinstance(stream, PromptStream):
+            raise ConfigError(
+                "with options.rules, dataloader_fn() must return a coati.prompts.stream.PromptStream, in which leased "
+                f"prompts can be looked up, got a {type(stream).__name__}."
+            )
+        prompts = LeasedPrompts(
+            stream,
+            self._trainer_names,
+            self._rules,
+            peers=RayPeers(),
+            maker=self._name,
+            version=lambda: served.version,
+            deadlines=self._deadlines,
+            wait=lambda seconds: served.wait_for_version(served.version + 1, deadline_seconds=seconds),
+            should_stop=self._stop.is_set,
+        )
+        self._sender.trainer_of = prompts.trainer_of
+        return make(settle=prompts.settle, skipped=stream.skipped.total), iter(prompts)
 
     def _await_first_weights(self) -> None:
         if self._sync_models_from_trainers:

@@ -5,15 +5,17 @@
                                               └───── weights ─────┘
         driver ── records_since, progress (every half second) ──► run log, live view
 
-The driver waits for the trainers' `fit`. Any actor that fails ends the run with its error; a stop signal
-ends it with everything trained so far saved. Makers may join and leave meanwhile (`coati scale`).
+The driver waits for the trainers' `fit`. Makers that die are started again (`coati.ray.maker_pool`), and makers may
+join and leave (`coati scale`); any other failure ends the run with its error. A stop signal ends it with everything
+trained so far saved.
 """
 
+import functools
 import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from coati import run
@@ -27,7 +29,6 @@ from coati.errors import (
     RunStopped,
     ScalingRefused,
 )
-from coati.ledger import PromptPart
 from coati.monitor.control import RunControl
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.records import RecordPage
@@ -35,8 +36,8 @@ from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Span
 from coati.peers import Peer, PendingCall, wait_all, wait_any
 from coati.ray.cluster import connected
+from coati.ray.maker_pool import MakerPool
 from coati.ray.run_actors import RunActors
-from coati.ray.scaling import Scaler
 from coati.run import Parts
 
 logger = logging.getLogger(__name__)
@@ -71,11 +72,12 @@ class DetachedRun:
         self._folder = self._config.output_folder.resolve()
         self._checkpoints = self._folder / "checkpoints"
         self._actors = make_actors(self._config, checkpoints=self._checkpoints, parts=parts)
-        self._loops: dict[PendingCall, str] = {}  # the pending loops, and whose they are
         self._polls: dict[str, list[PendingCall]] = {}  # pending questions to each actor
         self._cursors: dict[str, tuple[int, int]] = {}  # of records and of spans
         self._is_stopping = False
-        self._scaling: Iterator[str] | None = None
+        self._is_scaling = False
+        self._asked_at: dict[str, float] = {}  # when the pending questions were asked
+        self._stalled: set[str] = set()  # makers that do not answer
 
     def run(self, model_path: str) -> None:
         """Train, and save the actor to `model_path`."""
@@ -85,13 +87,13 @@ class DetachedRun:
         with where as is_private:
             cores = os.cpu_count() or 0 if self._address is None else 0
             self._control = RunControl(self._folder, makers=self._config.topology.makers, cores=cores)
-            self._scaler = Scaler(
+            self._pool = MakerPool(
                 self._actors,
-                deadlines=self._deadlines,
+                functools.partial(run.make_prompts, self._config),
+                max_restarts=self._config.topology.max_restarts,
                 is_private=is_private,
-                start=self._start_maker,
-                is_working=lambda name: name in self._loops.values(),
                 before_end=self._take_leave,
+                after_death=self._forget,
             )
             ending = "failed"
             try:
@@ -116,60 +118,56 @@ class DetachedRun:
                 self._control.report(status="ended", message=ending)
 
     def _train(self) -> None:
-        actors, loops, train = self._actors, self._loops, self._config.train
-        for index, name in enumerate(actors.makers):
-            self._start_maker(name, actors.prompts(PromptPart(index, len(actors.makers))))
-        for name, trainer in actors.trainers.items():
-            loops[trainer.call("fit", train.total_steps, train.update_steps, train.epochs)] = name
+        train, trainers = self._config.train, self._actors.trainers
+        for name in self._actors.makers:
+            self._pool.start(name)
+        fits = {
+            trainer.call("fit", train.total_steps, train.update_steps, train.epochs): name
+            for name, trainer in trainers.items()
+        }
         self._control.report(status="running")
-        while any(name in actors.trainers for name in loops.values()):
-            self._finish_some(loops, timeout=_POLL_SECONDS)
+        while fits:
+            self._finish_some(fits, timeout=_POLL_SECONDS)
             self.poll_actors(timeout=_POLL_SECONDS)
             if self._should_stop() and not self._is_stopping:
                 self._stop_all()
-            self._follow_requests()
+            if not self._is_stopping:
+                self._follow_makers()
         self._stop_all()
         deadline = time.monotonic() + _STOP_SECONDS
-        while loops and time.monotonic() < deadline:
-            self._finish_some(loops, timeout=_POLL_SECONDS)
+        while self._pool.working and time.monotonic() < deadline:
+            self._pool.wind_up(_POLL_SECONDS)
         self.poll_actors(timeout=_LAST_POLL_SECONDS)
         self._log.flush()
         self._show("")
-        if loops:  # training is complete; a generation whose result is not needed must not spoil it
-            logger.warning("%s did not stop within %g s and will be killed", listed(loops.values()), _STOP_SECONDS)
+        if (
+            late := self._pool.working
+        ):  # training is complete; a generation whose result is not needed must not spoil it
+            logger.warning("%s did not stop within %g s and will be killed", listed(late), _STOP_SECONDS)
 
-    def _start_maker(self, name: str, prompts: Callable[[], Any]) -> None:
-        self._loops[self._actors.makers[name].call("workingloop", prompts)] = name
-
-    def _follow_requests(self) -> None:
-        """Continue a change of makers, or begin one that was requested, and report its progress."""
-        makers = len(self._actors.membership.members)
-        if self._is_stopping:
-            self._scaling = None
-        elif self._scaling is None:
-            request = self._control.new_request()
-            if request is None:
-                self._control.report(makers=makers)
-                return
-            self._control.begin(request)
-            self._scaling = self._scaler.scale_to(request.makers)
-        if self._scaling is None:
-            return
+    def _follow_makers(self) -> None:
+        """Replace makers that died, and have as many as were asked for last; report it."""
+        request = None if self._is_scaling else self._control.new_request()
         try:
-            message = next(self._scaling)
-        except StopIteration:
-            self._end_scaling("done", "")
+            if request is not None:
+                self._control.begin(request)
+                self._is_scaling = True
+                self._pool.scale_to(request.makers)
+            message = self._pool.advance()
         except ScalingRefused as error:
             logger.warning("%s", error)
             self._end_scaling("refused", str(error))
-        else:
-            self._control.report(message=message, makers=len(self._actors.membership.members))
+            return
+        if self._is_scaling and not message:
+            self._end_scaling("done", "")
+            return
+        self._control.report(makers=self._pool.size, **({"message": message} if self._is_scaling else {}))
+        if message:
             self._show(message)
 
     def _end_scaling(self, answer: str, message: str) -> None:
-        self._scaling = None
-        makers = len(self._actors.membership.members)
-        self._control.report(answer=answer, message=message, makers=makers)
+        self._is_scaling = False
+        self._control.report(answer=answer, message=message, makers=self._pool.size)
         self._show(message)
 
     def _finish_some(self, waiting: dict[PendingCall, str], *, timeout: float) -> None:
@@ -189,13 +187,26 @@ class DetachedRun:
         for name, actor in self._actors.running.items():
             if name not in self._polls:
                 self._polls[name] = self._ask(name, actor)
+                self._asked_at[name] = time.monotonic()
         done = set(wait_all([call for calls in self._polls.values() for call in calls], timeout))
         for name in [name for name, calls in self._polls.items() if done.issuperset(calls)]:
             try:
                 self._read(name, *(call.result(0) for call in self._polls.pop(name)))
             except (RemoteError, PeerDied, PeerUnavailable) as error:
                 logger.debug("%s could not be asked: %s", name, error)  # its loop fails too, and says why
+        self._note_stalls()
         self._on_progress(self._log.snapshot())
+
+    def _note_stalls(self) -> None:
+        """Have the leases of makers that do not answer granted to others: what they deliver later is refused."""
+        seconds, now = self._deadlines.stall_seconds, time.monotonic()
+        late = {name for name in self._polls if now - self._asked_at[name] >= seconds and name in self._actors.makers}
+        for name in late - self._stalled:
+            logger.warning("%s has not answered for %g s; its work is given to others", name, seconds)
+            self._actors.release(name, "does not respond")
+        for name in self._stalled - late:
+            logger.warning("%s answers again", name)
+        self._stalled = late
 
     def _ask(self, name: str, actor: Peer) -> list[PendingCall]:
         at, spans_at = self._cursors.get(name, (0, 0))
@@ -220,8 +231,13 @@ class DetachedRun:
         """Fetch what makers that have finished recorded, and note when they left."""
         self.poll_actors(timeout=_LAST_POLL_SECONDS)
         for name in names:
-            self._polls.pop(name, None)
-            self._log.left(name)
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """A maker is gone; another may take its name."""
+        self._polls.pop(name, None)
+        self._cursors.pop(name, None)
+        self._log.left(name)
 
     def _save(self, path: str, *, seconds: float) -> None:
         what = f"the model to be saved to {path}"

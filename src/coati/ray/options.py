@@ -15,7 +15,7 @@ from coati.config import (
 )
 from coati.errors import ConfigError
 from coati.experience_maker import ExperienceMaker, NaiveExperienceMaker
-from coati.ledger import WorkShare
+from coati.ledger import LedgerRules
 from coati.trainer.ppo import PPOLearner
 
 
@@ -43,6 +43,11 @@ class TrainerOptions:
     """Where `train.save_every` saves the actor."""
     tokenizer: Callable[[], Any] | None = None
     """Loads the tokenizer that is saved with the actor; None saves none."""
+    rules: LedgerRules | None = None
+    """What makers lease work by; None takes what comes."""
+    journal: Path | None = None
+    """Where the account of all leases is written."""
+    run_name: str = ""
     learner: Callable[..., PPOLearner] = PPOLearner
     """What makes the learner: a subclass with another loss, for example."""
 
@@ -80,8 +85,8 @@ class MakerOptions:
     seed: int = 0
     num_threads: int = 0
     """CPU threads of torch; 0 leaves them alone."""
-    share: WorkShare | None = None
-    """The maker's part of a run; it bounds how old training data gets. None makes all that comes."""
+    rules: LedgerRules | None = None
+    """What trainers lease work by; they bound how old training data gets. None makes all that comes."""
     maker: Callable[..., ExperienceMaker] = NaiveExperienceMaker
     """Makes the maker: a class or function that takes the four models and, of the keywords algorithm, seed and engine,
     those that it declares."""

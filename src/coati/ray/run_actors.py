@@ -20,7 +20,6 @@ from coati import run
 from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import ScalingRefused
-from coati.ledger import Membership, PromptPart, WorkShare
 from coati.peers import Peer, answer
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
@@ -43,7 +42,7 @@ _Place = tuple[str, dict[str, Any], dict[str, str] | None]
 
 
 class RunActors:
-    """Makers and trainers by name, which trainer updates which maker, and the makers' shares of the work."""
+    """Makers and trainers by name, and which trainer updates which maker."""
 
     def __init__(
         self,
@@ -65,16 +64,12 @@ class RunActors:
         self._trainer_names = [f"trainer-{rank}" for rank in range(topology.trainers)]
         self._placement = Placement(config, trainers=self._trainer_names, makers=names)
         self.makers: dict[str, Peer] = {}
-        self.joining: dict[str, Peer] = {}
         self.trainers: dict[str, Peer] = {}
-        self.membership = Membership(
-            {name: run.work_share(config, maker_index=index) for index, name in enumerate(names)}
-        )
         self.updaters = first_updaters(names, topology.trainers)
 
     @property
     def running(self) -> dict[str, Peer]:
-        """All makers and trainers, without newcomers."""
+        """All makers and trainers."""
         return {**self.makers, **self.trainers}
 
     def create(self, *, should_stop: Callable[[], bool]) -> None:
@@ -82,12 +77,11 @@ class RunActors:
         self._placement.reserve(deadline_seconds=self._deadlines.start_seconds, should_stop=should_stop)
         for rank, place in enumerate(self._places(self._trainer_names, self._config.topology.gpus_per_trainer)):
             self._create_trainer(rank, place)
-        for index, name in enumerate(self._maker_names):
-            share = run.work_share(self._config, maker_index=index)
-            self.makers[name] = self._create_maker(self._maker_options(name), share)
+        for name in self._maker_names:
+            self.makers[name] = self._create_maker(self._maker_options(name))
 
-    def name_newcomers(self, count: int, *, is_private: bool) -> list[str]:
-        """Return names for makers that will join. Raises ScalingRefused if there is no room for them."""
+    def name_newcomers(self, count: int, num_makers: int, *, is_private: bool) -> list[str]:
+        """Return names for makers that join `num_makers` others. Raises ScalingRefused if there is no room for them."""
         topology = self._config.topology
         free = self._host.free_resources()
         # A private Ray was started with one CPU per actor of the run; these are numbers, not cores.
@@ -100,7 +94,7 @@ class RunActors:
                     f"{room:g} {'is' if room == 1 else 'are'} free. Ask for fewer, or add nodes."
                 )
         cores = os.cpu_count() or 1
-        num_actors = topology.trainers + len(self.membership.members) + count
+        num_actors = topology.trainers + num_makers + count
         if is_private and num_actors > _ACTORS_PER_CORE * cores:
             raise ScalingRefused(
                 f"{counted(count, 'more maker')} would make it {num_actors} actors on {counted(cores, 'core')}, and a "
@@ -110,34 +104,37 @@ class RunActors:
         self._next_maker += count
         return names
 
-    def create_newcomers(self, names: Sequence[str], *, is_private: bool) -> None:
-        """Create makers that will join; they are in `joining` until they do."""
-        more: dict[str, Any] = {"num_cpus": 0} if is_private else {}
-        for name in names:
-            options = {**self._placement.newcomer_options(), **self._maker_options(name), **more}
-            self.joining[name] = self._create_maker(options, self.membership.share_in_waiting())
+    def create_newcomer(self, name: str, *, is_private: bool) -> None:
+        """Create a maker that joins, or one that takes the place and the name of one that died."""
+        options = self._maker_options(name)
+        if "scheduling_strategy" not in options:
+            options |= self._placement.newcomer_options()
+        if is_private:
+            options["num_cpus"] = 0
+        self.makers[name] = self._create_maker(options)
+        self.updaters.setdefault(name, trainer_for_newcomer(self.updaters, len(self.trainers)))
 
-    def admit(self, names: Sequence[str]) -> None:
-        """Count newcomers as makers from now on: if one fails, the run fails."""
-        self.makers |= {name: self.joining.pop(name) for name in names}
+    def dismiss(self, name: str) -> None:
+        """Kill a maker."""
+        self.updaters.pop(name, None)
+        if (actor := self.makers.pop(name, None)) is not None:
+            self._host.kill(actor)
 
-    def dismiss(self, names: Sequence[str]) -> None:
-        """Kill makers that have no work."""
-        for name in names:
-            self.updaters.pop(name, None)
-            actor = self.makers.pop(name, None) or self.joining.pop(name, None)
-            if actor is not None:
-                self._host.kill(actor)
+    def release(self, name: str, reason: str) -> None:
+        """Have the trainers grant a maker's leases to others, and not wait for it."""
+        for trainer in self.trainers.values():
+            trainer.call("release_maker", name, reason)
 
-    def prompts(self, part: PromptPart) -> Callable[[], Any]:
-        """Return a function that creates a maker's prompt stream, to be called in the maker."""
-        return functools.partial(run.make_prompts, self._config, **part._asdict())
+    def tell_trainers(self) -> None:
+        """Send each trainer the makers of the run and those it updates."""
+        names = list(self.updaters)
+        for rank, trainer in enumerate(self.trainers.values()):
+            trainer.call("change_makers", names, [name for name in names if self.updaters[name] == rank])
 
     def kill_all(self) -> None:
         """Kill all actors and release their resources."""
-        for actors in (self.trainers, self.makers, self.joining):
-            for actor in actors.values():
-                self._host.kill(actor)
+        for actor in self.running.values():
+            self._host.kill(actor)
         try:
             self._placement.release()
         except RayError as error:
@@ -166,11 +163,14 @@ class RunActors:
                 updated_makers=[name for name, updater in self.updaters.items() if updater == rank],
                 save_folder=self._checkpoints,
                 tokenizer=functools.partial(run.load_tokenizer, config),
+                rules=run.ledger_rules(config, stream=rank),
+                journal=run.journal_path(config, stream=rank),
+                run_name=config.run.name,
                 learner=self._parts.learner,
             ),
         )
 
-    def _create_maker(self, options: dict[str, Any], share: WorkShare) -> Peer:
+    def _create_maker(self, options: dict[str, Any]) -> Peer:
         config = self._config
         maker: Peer = self._host.start(
             _MAKER,
@@ -187,7 +187,7 @@ class RunActors:
                 logging=config.logging,
                 seed=config.run.seed,
                 num_threads=run.threads_per_actor(config),
-                share=share,
+                rules=run.ledger_rules(config),
                 maker=self._parts.maker,
             ),
         )

@@ -13,7 +13,6 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0
 # A maker in one of these states makes nothing more, unless its loop is started again.
 _ENDED = frozenset({"finished", "failed", "gone"})
-_ABSENT = frozenset({"missing", "failed", "gone"})
 
 
 class MakerWatch:
@@ -33,7 +32,6 @@ class MakerWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._names = tuple(names)
-        self._newcomers: frozenset[str] = frozenset()
         self._deadlines = deadlines
         self._peers = peers
         self._clock = clock
@@ -42,14 +40,6 @@ class MakerWatch:
         self._last_poll = float("-inf")
         self._ended_since: float | None = None
         self.begin_wait()
-
-    def follow(self, names: Sequence[str], *, newcomers: Sequence[str] = ()) -> None:
-        """Watch these makers from now on; one that is not among them has left by design.
-
-        `newcomers` may deliver too, but have no work yet: nothing is lost with one that dies.
-        """
-        self._names = tuple(names)
-        self._newcomers = frozenset(newcomers)
 
     def begin_wait(self) -> None:
         """Begin a new wait for a batch; earlier waits do not count against the start deadline."""
@@ -71,11 +61,6 @@ class MakerWatch:
             raise PeerDied(f"no maker is left ({self.describe()}), so no experience will come. See their logs.")
         return True
 
-    def dead(self) -> list[str]:
-        """Makers that died or failed, as of the last poll."""
-        counted = (name for name in self._names if name not in self._newcomers)
-        return [name for name in counted if self._states.get(name) in ("gone", "failed")]
-
     def describe(self) -> str:
         """List each maker's state, for messages."""
         return ", ".join(f"{name} is {state}" for name, state in self._states.items()) or "none are named"
@@ -89,8 +74,7 @@ class MakerWatch:
     def _update(self, now: float) -> None:
         self._states = self._poll()
         self._seen |= {name for name, state in self._states.items() if state != "missing"}
-        expendable = {name for name in self._newcomers if self._states.get(name) in _ABSENT}
-        states = {state for name, state in self._states.items() if name not in expendable}
+        states = set(self._states.values())
         if states == {"gone"}:
             raise PeerDied(f"every maker died ({self.describe()}), so no experience will come. See their logs.")
         has_ended = bool(states) and states <= _ENDED

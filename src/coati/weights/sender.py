@@ -109,27 +109,28 @@ class WeightSender:
             ended, self._started = self._started, None
             ended.result()
 
-    def change_makers(self, names: Sequence[str], *, newcomers: Sequence[str] = ()) -> None:
+    def change_makers(self, names: Sequence[str]) -> None:
         """Update other makers from the next update on."""
         self.settle()
-        self.recipients.change(names, newcomers=newcomers)
-        self._must_probe = True  # newcomers may sit elsewhere
+        self.recipients.change(names)
 
     def _begin(
         self,
         version: int,
         *,
         fully_update: bool = False,
+        only_behind: bool = False,
         on_arrival: Callable[[float, int], None] = lambda _seconds, _num_bytes: None,
         shard_size: float | None = None,
     ) -> "Future[None]":
         """Read all weights and send their chunks; the rest happens in the worker thread.
 
-        `fully_update` sends all weights even if makers usually get adapters only. `on_arrival` gets the seconds until
+        `fully_update` sends all weights even if makers usually get adapters only; with `only_behind` they go to those
+        makers that need all, because they joined or missed an update. `on_arrival` gets the seconds until
         the makers had the version, and its bytes. `shard_size` is the size of a chunk in MiB.
         """
         started = time.perf_counter()
-        is_full = not self._settings.update_lora_weights or fully_update or self._any_rank_has_newcomers()
+        is_full = not self._settings.update_lora_weights or fully_update or self._some_need_all()
         memory = self._choose_memory()
         header = UpdateHeader(
             update_id=uuid.uuid4().hex,
@@ -140,7 +141,7 @@ class WeightSender:
             lender=None if memory is None else memory.begin(),
         )
         self._last_version = version
-        attempt = self.recipients.attempt(header)
+        attempt = self.recipients.attempt(header, only_behind=only_behind)
         attempt.send(is_start=True)
         if header.lender is not None:
             attempt.wait()  # until no maker reads what the first chunk overwrites
@@ -162,7 +163,7 @@ class WeightSender:
                 attempt.wait()
                 if memory is not None:
                     memory.returned_by(attempt.ended)
-                self.recipients.note(attempt)
+                self.recipients.note(attempt, is_full=is_full)
             on_arrival(time.perf_counter() - started, sum(info.nbytes for info in infos))
 
         self._under_way = self._worker.run(deliver)
@@ -218,7 +219,7 @@ class WeightSender:
 
     def _choose_memory(self) -> SharedMemory | None:
         """Ask makers whether they can open the shared memory, if there are any that have not been asked."""
-        if self._must_probe or self.recipients.has_newcomers:
+        if self._must_probe or self.recipients.need_all:  # newcomers may sit elsewhere
             self._must_probe = False
             try:
                 can_share = self._shared is not None and self.recipients.all_can_open(self._shared.probe())
@@ -228,9 +229,9 @@ class WeightSender:
             self.memory = self._shared if can_share else None
         return self.memory
 
-    def _any_rank_has_newcomers(self) -> bool:
+    def _some_need_all(self) -> bool:
         """Whether some maker needs all weights. Ranks gather them together, so they must agree on which."""
-        has_some = self.recipients.has_newcomers
+        has_some = self.recipients.need_all
         if self._strategy.world_size == 1:
             return has_some
         return bool(self._strategy.all_reduce_sum(torch.tensor(int(has_some), device=self._strategy.device)) > 0)

@@ -16,7 +16,7 @@ from coati.config import Deadlines
 from coati.errors import ActorNotFound, ConfigError, DataError, DeadlineExceeded, GenerateOptionError, RewardError
 from coati.experience import Experience
 from coati.experience_maker import ExperienceMaker, NaiveExperienceMaker
-from coati.ledger import WorkShare
+from coati.ledger import LedgerRules
 from coati.models import Actor, Critic, RewardModel
 from coati.ray import experience_maker_holder
 from coati.ray.callbacks import MakerCallback
@@ -291,56 +291,10 @@ def test_stop_ends_the_loop_after_the_current_batch_and_delivers_it(sinks):
     assert (progress.state, progress.num_delivered) == ("finished", 4)
 
 
-def test_a_bounded_maker_waits_for_new_weights_before_it_goes_ahead(sinks):
-    # 4 samples for each version, 8 in all, never older than one update: 4 now, 4 after version 1.
-    share = WorkShare(rounds_per_version=4, total_rounds=8, max_staleness=0)
-    made = threading.Semaphore(0)
-
-    class Signal(MakerCallback):
-        def on_send_end(self):
-            made.release()
-
-    holder = make_holder(sinks, share=share, callbacks=[Signal()])
-    batches = [numbered(0, 3), numbered(3, 3), numbered(6, 3)]
-    loop = run_in_background(lambda: work(holder, batches), name="loop")
-    assert made.acquire(timeout=SECONDS)  # 3 samples
-    assert made.acquire(timeout=SECONDS)  # 1 of the next 3, as admitted
-    assert not made.acquire(blocking=False)
-    assert holder.progress().num_made == 4
-    plain_update(holder)
-    assert loop.result(SECONDS).num_made == 8
-    assert sorted(version for sink in sinks.values() for version in sink.versions) == [0] * 4 + [1] * 4
-
-
-def test_weights_that_cannot_be_committed_yet_are_waited_for_and_no_prompt_is_lost(sinks):
-    half_sent, is_offered, has_looked = (threading.Event() for _ in range(3))
-
-    class Watcher(MakerCallback):
-        def on_send_end(self):
-            half_sent.set()
-
-    # On-policy, two samples for each version: the other half of the batch waits for version 1.
-    share = WorkShare(rounds_per_version=2, total_rounds=4, max_staleness=0)
-    holder = make_holder(["t0"], share=share, callbacks=[Watcher()])
-    served = holder._served
-    wait_for_version = served.wait_for_version
-
-    def watched_wait(*args, **kwargs):
-        has_come = wait_for_version(*args, **kwargs)
-        if is_offered.is_set() and not has_come:
-            has_looked.set()
-        return has_come
-
-    served.wait_for_version = watched_wait
-    with served.use():
-        loop = run_in_background(lambda: work(holder, [numbered(0, 4)]), name="loop")
-        assert half_sent.wait(SECONDS)
-        is_offered.set()
-        plain_update(holder, 1)
-        assert has_looked.wait(SECONDS)  # the maker has seen that version 1 is not committed
-    loop.result(SECONDS)
-    assert sinks["t0"].sample_ids == [0, 1, 2, 3]
-    assert sinks["t0"].versions == [0, 0, 1, 1]
+def test_a_maker_that_leases_its_work_needs_prompts_that_can_be_looked_up(sinks):
+    rules = LedgerRules(samples_per_version=4, total_samples=8)
+    with pytest.raises(ConfigError, match="PromptStream"):
+        work(make_holder(sinks, rules=rules), [numbered(0, 4)])
 
 
 def test_a_callback_that_raises_names_itself(sinks):

@@ -14,7 +14,6 @@ from coati.experience_maker.pipeline import (
     ExperiencePipeline,
 )
 from coati.experience_maker.scoring import NoSignal
-from coati.ledger.admission import WorkShare
 from coati.weights import ServedModels, VerifiedUpdate
 
 
@@ -85,56 +84,12 @@ def test_experience_is_labelled_with_the_version_that_serves_even_if_a_newer_one
     assert [call["version"] for call in pipeline.maker.calls] == [3, 4]
 
 
-def test_counts_add_up_and_dropped_samples_are_given_back_to_the_gate():
-    # 8 samples in all; batches of 4 keep 4, 1 and 0: 5 issued and not given back
-    share = WorkShare(rounds_per_version=8, total_rounds=8)
-    pipeline = pipeline_of(4, 1, AllSamplesDropped("all bad"), share=share)
-    assert [pipeline.admit(4) for _ in range(2)] == [4, 4]
-    assert pipeline.is_done
+def test_counts_add_up():
+    pipeline = pipeline_of(4, 1, AllSamplesDropped("all bad"))
     assert make(pipeline, batch_of(4)).num_samples == 4
     assert make(pipeline, batch_of(4)).num_samples == 1
-    assert pipeline.admit(4) == 3
     assert make(pipeline, batch_of(3)) is None
     assert (pipeline.counts.made, pipeline.counts.dropped) == (5, 6)
-    assert pipeline.gate.num_issued == 5
-    assert not pipeline.is_done
-    assert pipeline.admit(9) == 3
-    assert pipeline.is_done
-    assert pipeline.admit(9) == 0
-
-
-def test_the_gate_waits_for_the_next_version():
-    pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=4, max_staleness=0))
-    assert pipeline.admit(3) == 2
-    assert pipeline.admit(1) == 0
-    pipeline.served.offer(update(1))
-    assert pipeline.admit(3) == 2
-
-
-def test_nothing_is_admitted_while_work_is_reassigned():
-    share = WorkShare(rounds_per_version=2, total_rounds=8)
-    pipeline = pipeline_of(share=share)
-    assert pipeline.admit(3) == 3
-    assert pipeline.gate.hold() == 3
-    assert not pipeline.wait_for_admission(0.0)
-    assert pipeline.admit(5) == 0
-    pipeline.gate.deal(share.dealt(3, 0, 2))  # every second round from the fourth on: 3, 5 and 7
-    assert pipeline.wait_for_admission(0.0)
-    assert pipeline.admit(5) == 3
-
-
-def test_there_is_no_wait_without_a_gate_or_when_all_is_issued():
-    assert pipeline_of().wait_for_admission(0.0)
-    pipeline = pipeline_of(share=WorkShare(rounds_per_version=2, total_rounds=2, max_staleness=0))
-    assert pipeline.admit(2) == 2
-    assert pipeline.wait_for_admission(0.0)
-
-
-def test_without_a_gate_everything_is_admitted_and_the_end_never_comes():
-    pipeline = pipeline_of()
-    assert pipeline.admit(1000) == 1000
-    make(pipeline, batch_of(5))
-    assert not pipeline.is_done
 
 
 def test_batch_after_batch_dropped_is_an_error_that_tells_the_last_reason():

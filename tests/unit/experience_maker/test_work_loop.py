@@ -14,8 +14,7 @@ from coati.errors import DeadlineExceeded, RewardError
 from coati.experience_maker import NaiveExperienceMaker, work_loop
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
-from coati.ledger import WorkShare
-from coati.ledger.admission import UNBOUNDED, AdmissionGate
+from coati.ledger import LedgerRules
 from coati.models import Actor, Critic
 from coati.monitor.records import RecordLog
 from coati.rewards import FunctionReward, PendingScores, RewardScorer, WeightedSum
@@ -65,7 +64,7 @@ class Rig:
         llama,
         reward,
         *,
-        share=None,
+        rules=None,
         terms=False,
         before_token=lambda _: None,
         maker_class=NaiveExperienceMaker,
@@ -87,9 +86,9 @@ class Rig:
         self.finishing = threading.Event()
         self.served = ServedModels(maker.trained_models)
         self.pipeline = ExperiencePipeline(
-            maker, self.served, share=share, generate_kwargs={"max_new_tokens": 2, "eos_token_id": []}
+            maker, self.served, rules=rules, generate_kwargs={"max_new_tokens": 2, "eos_token_id": []}
         )
-        sender = SimpleNamespace(send=self._send, has_room=lambda: self.has_room, check_trainers=lambda: None)
+        sender = SimpleNamespace(send=self._send, has_room=lambda: self.has_room)
         self.loop = WorkLoop(
             self.pipeline,
             sender,
@@ -133,8 +132,8 @@ class Rig:
         self.story.append(f"deliver {ids[0]}")
 
 
-def share(total, **settings):
-    return WorkShare(rounds_per_version=SIZE, total_rounds=total, **settings)
+def bounded(max_staleness):
+    return LedgerRules(samples_per_version=SIZE, total_samples=6, max_staleness=max_staleness)
 
 
 def test_the_next_batch_is_generated_beside_the_reward_and_the_last_one_goes_out_between_two_tokens(llama):
@@ -174,7 +173,7 @@ def test_between_tokens_nothing_is_delivered_that_would_wait_for_room(llama):
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_on_a_gpu_what_is_ready_goes_out_between_the_next_tokens_too(llama, max_staleness, monkeypatch):
     monkeypatch.setattr(NaiveExperienceMaker, "has_time_between_tokens", True)
-    rig = Rig(llama, lambda _: None, share=share(6, max_staleness=max_staleness))
+    rig = Rig(llama, lambda _: None, rules=bounded(max_staleness))
     rig.reward.is_host_work = False  # so it is ready when it is begun
     for version in (1, 2):
         rig.offer(version)
@@ -192,54 +191,23 @@ class Own(NaiveExperienceMaker):
         return super().make_experience(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", ["nothing", "a CPU", "its own maker", "no bound"])
+@pytest.mark.parametrize("kind", ["nothing", "a CPU", "its own maker", "no leases"])
 def test_there_is_time_between_tokens_only_where_the_host_waits_and_pauses(llama, kind, monkeypatch):
     maker_class = Own if kind == "its own maker" else NaiveExperienceMaker
-    bound = UNBOUNDED if kind == "no bound" else 1
-    pipeline = Rig(llama, lambda _: None, maker_class=maker_class, share=share(6, max_staleness=bound)).pipeline
+    rules = None if kind == "no leases" else bounded(1)
+    pipeline = Rig(llama, lambda _: None, maker_class=maker_class, rules=rules).pipeline
     if kind != "a CPU":
         pipeline.maker.actor = nn.Module()
         pipeline.maker.actor.parameters = lambda: iter([SimpleNamespace(device=torch.device("cuda"))])
     assert pipeline.has_time_between_tokens == (kind == "nothing")
 
 
-@pytest.mark.parametrize(("max_staleness", "is_deferred"), [(0, False), (1, True), (-1, True), (None, True)])
-def test_only_where_data_may_be_old(llama, max_staleness, is_deferred):
+@pytest.mark.parametrize(("rules", "is_deferred"), [(bounded(0), False), (bounded(1), True), (None, True)])
+def test_only_where_data_may_be_old(llama, rules, is_deferred):
     # No reward ends before somebody waits for it.
-    rig = Rig(
-        llama,
-        lambda _: rig.finishing.wait(SECONDS) and None,
-        share=None if max_staleness is None else share(4, max_staleness=max_staleness),
-    )
-    rig.offer(1)
+    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None, rules=rules)
     order = ["generate 2", "deliver 0"] if is_deferred else ["deliver 0", "generate 2"]
     assert [step for step in rig.run(2) if step in order] == order
-
-
-def test_a_stop_does_not_wait_for_scores_before_it_is_seen(llama):
-    # η = 1 and one batch for each version: the third would need version 1, which never comes.
-    stopped = threading.Event()
-    rig = Rig(llama, lambda first: None if first == 0 or stopped.wait(SECONDS) else [-1.0, -1.0])
-    rig.pipeline.gate = AdmissionGate(share(6, max_staleness=1))
-    admits = rig.pipeline.admit
-
-    def admit(wanted):
-        num_rows = admits(wanted)
-        if num_rows == 0:
-            rig.stop.set()
-        return num_rows
-
-    def wait_for_admission(seconds):
-        if rig.stop.is_set():
-            stopped.set()
-        return waits(seconds)
-
-    waits = rig.pipeline.wait_for_admission
-    rig.pipeline.admit, rig.pipeline.wait_for_admission = admit, wait_for_admission
-    rig.run(3)
-    assert rig.sent == [0, 1, 2, 3]
-    assert rig.records[1]["metrics"]["reward/mean"].value == 1.0  # and not -1: the stop came before the scores
-    assert "generate 4" not in rig.story
 
 
 def test_batches_and_hooks_keep_their_order(llama):
@@ -258,43 +226,33 @@ def test_batches_and_hooks_keep_their_order(llama):
     assert hooks == one * 3
 
 
-def test_a_dropped_sample_of_the_last_batch_is_made_up_for(llama):
-    # 4 samples in all. All are issued when it shows that one of them has no reward.
-    second_done = threading.Event()
+def test_every_finished_batch_is_settled_and_what_settles_decides_what_is_sent(llama):
+    rig = Rig(llama, lambda first: None if first else [float("nan")] * SIZE)
+    settled = []
 
-    def reward(first):
-        if first == 0:
-            assert second_done.wait(SECONDS)
-            return [float("nan"), 1.0]
-        second_done.set()
-        return None if first < 4 else [1.0]
+    def settle(batch, items):
+        settled.append((int(batch.prompts.sample_ids[0]), len(items)))
+        return items[1:]
 
-    rig = Rig(
-        llama, lambda first: reward(first), share=share(4), before_token=lambda first: first and second_done.set()
-    )
-    rig.run(9)
-    assert rig.sent == [1, 2, 3, 4]
-    counts = rig.pipeline.counts
-    assert (counts.made, counts.dropped, rig.pipeline.gate.num_issued) == (4, 1, 4)
+    rig.loop._settle = settle
+    rig.run(2)
+    assert settled == [(0, 0), (2, 2)]  # nothing is left of the first
+    assert rig.sent == [3]
 
 
-def test_a_sample_dropped_when_all_others_are_made_is_made_up_for(llama):
-    # All are issued, and nobody hears of the missing reward before somebody wants that very batch.
-    wanted = {0: threading.Event(), 2: threading.Event(), 4: threading.Event()}
+@pytest.mark.parametrize("rules", [bounded(0), bounded(1)])
+def test_on_policy_nothing_is_drawn_before_the_last_batch_is_delivered(llama, rules):
+    rig = Rig(llama, lambda _: None, rules=rules)
+    sent_when_drawn = []
 
-    def reward(first):
-        assert wanted[first].wait(SECONDS)
-        return {0: [1.0, 1.0], 2: [float("nan"), 1.0], 4: [1.0]}[first]
+    def prompts():
+        for first in (0, 2, 4):
+            sent_when_drawn.append(list(rig.sent))
+            yield rig.batch(first)
 
-    def finish(batch):
-        wanted[int(batch.prompts.sample_ids[0])].set()
-        return finish_it(batch)
-
-    rig = Rig(llama, reward, share=share(4))
-    finish_it, rig.finish = rig.finish, finish
-    rig.run(9)
-    assert sorted(rig.sent) == [0, 1, 3, 4]
-    assert rig.pipeline.counts.made == 4
+    rig.run(prompts=prompts())
+    is_on_policy = rules.max_staleness == 0
+    assert (sent_when_drawn[1:] == [[0, 1], [0, 1, 2, 3]]) == is_on_policy
 
 
 def test_what_is_pending_at_a_stop_is_delivered_and_nothing_else_begun(llama):
@@ -454,33 +412,6 @@ def test_prompts_are_all_drawn_on_one_thread(llama):
     assert threading.get_ident() not in threads
 
 
-def test_weights_that_come_before_the_scores_let_the_next_batch_begin(llama):
-    # η = 1 and one batch for each version: the third needs version 1, which comes while the second has no scores.
-    refused, third_begun = threading.Event(), threading.Event()
-
-    def reward(first):
-        if first == 2:
-            assert refused.wait(SECONDS)
-            rig.offer(1)
-            assert third_begun.wait(SECONDS)
-
-    def admit(wanted):
-        num_rows = admits(wanted)
-        if num_rows == 0:
-            refused.set()
-        return num_rows
-
-    def before_token(first):
-        if first == 4:
-            third_begun.set()
-
-    rig = Rig(llama, reward, share=share(6, max_staleness=1), before_token=before_token)
-    admits, rig.pipeline.admit = rig.pipeline.admit, admit
-    told = rig.run(3)
-    assert told.index("generate 4") < told.index("deliver 2")
-    assert rig.sent == [0, 1, 2, 3, 4, 5]
-
-
 def test_each_record_tells_of_its_own_batch(llama):
     third_begun, offered = threading.Event(), threading.Event()
 
@@ -514,7 +445,7 @@ def test_each_record_tells_of_its_own_batch(llama):
 def test_waiting_for_a_reward_is_a_cause_of_its_own(llama, monkeypatch):
     waiting, wait = threading.Event(), PendingScores.wait
     monkeypatch.setattr(PendingScores, "wait", lambda self, seconds: (waiting.set(), wait(self, seconds)))
-    rig = Rig(llama, lambda _: waiting.wait(SECONDS) and None, share=share(2, max_staleness=0))
+    rig = Rig(llama, lambda _: waiting.wait(SECONDS) and None, rules=bounded(0))
     rig.run(1)
     assert rig.pipeline.timeline.total("wait_rewards") > 0
     assert "wait/rewards_share" in rig.records[0]["metrics"]

@@ -1,7 +1,8 @@
-"""Batches of prompts: padding, ids, order, sharding, skips."""
+"""Batches of prompts: padding, ids, order, look-ups, skips."""
 
 import itertools
 import logging
+import random
 
 import pytest
 import torch
@@ -61,14 +62,11 @@ def first_batch(*arguments, **options):
 def samples_below(position, stream):
     """(sample id, group id, prompt) of every sample whose group comes before this position."""
     samples = []
-    try:
-        for batch in stream:
-            columns = (batch["sample_ids"].tolist(), batch["group_ids"].tolist(), batch["prompt"])
-            samples += [sample for sample in zip(*columns, strict=True) if sample[1] < position]
-            if max(batch["group_ids"]) >= position:
-                return samples
-    except DataError:  # this shard meets no usable prompt any more
-        return samples
+    for batch in stream:
+        columns = (batch["sample_ids"].tolist(), batch["group_ids"].tolist(), batch["prompt"])
+        samples += [sample for sample in zip(*columns, strict=True) if sample[1] < position]
+        if max(batch["group_ids"]) >= position:
+            return samples
 
 
 def test_ragged_prompts_are_left_padded_by_hand():
@@ -109,26 +107,33 @@ def test_every_pass_is_a_new_order_of_all_prompts():
 
 @given(
     size=st.integers(1, 7),
-    num_shards=st.integers(1, 5),
     samples_per_prompt=st.integers(1, 3),
     epochs=st.integers(1, 4),
     shuffle=st.booleans(),
     long_rows=st.sets(st.integers(0, 6)),
+    in_groups=st.booleans(),
+    seed=st.integers(0, 99),
 )
-def test_ids_do_not_depend_on_sharding(size, num_shards, samples_per_prompt, epochs, shuffle, long_rows):
+def test_groups_are_the_same_in_whatever_order_they_are_looked_up(
+    size, samples_per_prompt, epochs, shuffle, long_rows, in_groups, seed
+):
     # At least one usable row, or the stream rightly refuses to start.
     long_rows = {row for row in long_rows if row < size - 1}
     prompts = ["a b c d e a b c" if row in long_rows else WORDS[6 + row % 5] for row in range(size)]
     options = {"samples_per_prompt": samples_per_prompt, "shuffle": shuffle, "seed": 5, "max_prompt_tokens": 4}
     expected = samples_below(size * epochs, stream_of(table_of(*prompts), **options))
-    found = []
-    for number in range(num_shards):
-        shard = stream_of(table_of(*prompts), shard=number, num_shards=num_shards, **options)
-        samples = samples_below(size * epochs, shard)
-        assert all(group % num_shards == number for _, group, _ in samples)
-        found += samples
+    group_size = samples_per_prompt if in_groups else 1
+    numbers = list(range(size * epochs * samples_per_prompt // group_size))
+    random.Random(seed).shuffle(numbers)
+    stream, found, skipped = stream_of(table_of(*prompts), **options), [], {}
+    for start in range(0, len(numbers), 3):
+        batch, unusable = stream.batch(numbers[start : start + 3], group_size=group_size)
+        skipped |= unusable
+        if batch is not None:
+            found += zip(batch["sample_ids"].tolist(), batch["group_ids"].tolist(), batch["prompt"], strict=True)
     assert sorted(found) == expected
-    assert len(expected) == (size - len(long_rows)) * epochs * samples_per_prompt
+    assert len(skipped) * group_size + len(found) == size * epochs * samples_per_prompt
+    assert stream.skipped.total() * samples_per_prompt == len(skipped) * group_size
 
 
 def test_unusable_prompts_are_counted_by_reason_and_keep_their_ids(caplog):
@@ -194,17 +199,6 @@ def test_a_table_without_a_usable_prompt_is_an_error():
         first_batch(table_of("a b c", "a b c d"), max_prompt_tokens=2, context_length=64)
     for part in ("test.jsonl", "2 with longer than max_prompt_tokens", "prompts.max_tokens = 2", "64"):
         assert part in str(caught.value)
-
-
-def test_a_shard_that_will_never_meet_a_usable_prompt_is_an_error_not_a_hang():
-    # Shard 1 of 2 sees row 1 in every pass, and row 1 does not fit.
-    with pytest.raises(DataError, match="maker 1 of 2"):
-        first_batch(table_of("a", "a b c"), max_prompt_tokens=2, shard=1, num_shards=2)
-
-
-def test_more_shards_than_rows():
-    shards = [stream_of(table_of("a"), shard=n, num_shards=3) for n in range(3)]
-    assert [[group for _, group, _ in samples_below(6, shard)] for shard in shards] == [[0, 3], [1, 4], [2, 5]]
 
 
 def test_chat_messages_go_through_the_template():
@@ -289,24 +283,6 @@ def test_a_row_that_lacks_a_column_has_none_there():
     table = PromptTable(rows=[{"prompt": "a", "answer": 1}, {"prompt": "b"}])
     batch = first_batch(table)
     assert batch["answer"] == [1, None]
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_streams_that_begin_later_cover_every_position_from_there_on_once(shuffle):
-    table = table_of("a", "b", "c", "d", "e")
-    whole = {group: prompt for _, group, prompt in samples_below(20, stream_of(table, shuffle=shuffle))}
-    for first, num_shards in itertools.product((0, 3, 5, 11), (1, 2, 3, 7)):
-        options = {"shuffle": shuffle, "num_shards": num_shards, "first_position": first}
-        parts = [samples_below(20, stream_of(table, shard=shard, **options)) for shard in range(num_shards)]
-        got = {group: prompt for part in parts for _, group, prompt in part}
-        assert sum(map(len, parts)) == len(got)
-        assert got == {group: prompt for group, prompt in whole.items() if group >= first}
-        assert all(group % num_shards == shard for shard, part in enumerate(parts) for _, group, _ in part)
-
-
-def test_a_stream_far_beyond_all_others_works_too():
-    batch = first_batch(table_of("a", "b", "c"), shuffle=True, first_position=2**40)
-    assert batch["group_ids"].tolist() == [2**40, 2**40 + 1]
 
 
 def test_an_end_token_that_a_prompt_spells_out_stays_with_a_vocabulary_without_the_letter_a():

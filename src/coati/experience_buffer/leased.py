@@ -1,0 +1,172 @@
+"""A trainer's buffer in a run: makers lease groups of samples from it and deliver them to it, and its ledger decides
+which are trained on next."""
+
+import contextlib
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from coati.errors import DataError, StorageError
+from coati.experience import BufferItem, Experience, pad_items
+from coati.experience_buffer.buffer import SampleBuffer
+from coati.ledger.journal import Journal
+from coati.ledger.leases import Lease, Ledger, LedgerRules
+
+logger = logging.getLogger(__name__)
+
+
+class Ending(NamedTuple):
+    """A lease for which nothing will be delivered, and why."""
+
+    lease: Lease
+    reason: str
+    fate: str = "drop"  # or "quarantine"
+
+
+class LeaseRequest(NamedTuple):
+    """What a maker asks for. A request that is repeated has the same number, and gets the same answer."""
+
+    maker: str
+    number: int
+    version: int
+    """The weights that the maker serves."""
+    wanted: int
+    """Samples that it can take."""
+    endings: tuple[Ending, ...] = ()
+    """Leases that came to nothing since the last request."""
+
+
+class LeasedBuffer(SampleBuffer):
+    """The samples that makers have delivered to one trainer, and its ledger. Nothing here waits for room: leases bound
+    what can come."""
+
+    def __init__(
+        self,
+        rules: LedgerRules,
+        sample_batch_size: int,
+        *,
+        open_journal: Callable[[], Journal] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`open_journal` is called before the first change is written: a run's folder is ready only after its
+        actors."""
+        super().__init__(sample_batch_size)
+        self._ledger = Ledger(rules)
+        self._open_journal = open_journal
+        self._journal: Journal | None = None
+        self._clock = clock
+        self._is_behind = False  # whether events wait for room on the disk
+        self._delivered: dict[int, list[BufferItem]] = {}  # by the number of their lease
+        self._picked: deque[BufferItem] = deque()
+
+    @property
+    def rules(self) -> LedgerRules:
+        """The rules of its ledger."""
+        return self._ledger.rules
+
+    def lease(self, request: LeaseRequest) -> list[Lease]:
+        """Grant what may be made now."""
+        with self._changing():
+            for ending in request.endings:
+                self._ledger.drop(ending.lease, ending.reason, fate=ending.fate)
+            return self._ledger.lease(
+                request.maker,
+                ask=request.number,
+                version=request.version,
+                wanted=request.wanted,
+                now=self._clock(),
+            )
+
+    def release(self, maker: str, reason: str) -> list[int]:
+        """Grant the leases of a maker that is gone to others; returns their numbers."""
+        with self._changing():
+            return self._ledger.release(maker, reason)
+
+    def extend(self, items: Sequence[BufferItem]) -> None:
+        """Take items in, whole groups of them. What is not wanted any more is left out and counted."""
+        groups: dict[Lease, list[BufferItem]] = {}
+        for item in items:
+            if item.lease is None:
+                raise DataError(
+                    "this trainer takes only samples that were leased from it, but one came without a lease. Start its "
+                    "makers with options.rules, or the trainer without."
+                )
+            groups.setdefault(Lease(*item.lease), []).append(item)
+        size = self.rules.group_size
+        if torn := [lease.number for lease, group in groups.items() if len(group) != size]:
+            raise DataError(f"a lease is delivered as a whole, {size} samples, got others for {torn}.")
+        with self._changing():
+            for number in self._ledger.deliver(groups, now=self._clock()):
+                self._delivered[number] = next(group for lease, group in groups.items() if lease.number == number)
+
+    def train(self, version: int) -> None:
+        """The batches sampled so far made weights of this version."""
+        with self._changing():
+            self._ledger.train(version)
+            self._ledger.note_version_time(self._clock())
+
+    def get_length(self) -> int:
+        """Whole batches that are there."""
+        with self._lock:
+            return self.num_items_waiting // self.sample_batch_size + self._num_prefetched
+
+    @property
+    def num_items_waiting(self) -> int:
+        """Samples that are delivered and in no batch."""
+        with self._lock:
+            return len(self._picked) + len(self._delivered) * self.rules.group_size
+
+    def describe_wait(self) -> str:
+        """Who holds what the next batch needs."""
+        with self._lock:
+            blocking = self._ledger.blocked_by()
+        held = [
+            f"{maker or 'no maker'} has {len(numbers)} that it cannot do without" for maker, numbers in blocking.items()
+        ]
+        return "; ".join(held) or f"makers {', '.join(self._ledger.makers) or 'have not asked for work'}"
+
+    def _next_batch(self) -> Callable[[], Experience] | None:
+        with self._changing(is_news=False):
+            while len(self._picked) < self.sample_batch_size:
+                number = self._ledger.pick()
+                if number is None:
+                    self._ledger.take_back(now=self._clock())
+                    return None
+                self._picked += self._delivered.pop(number)
+            batch = [self._picked.popleft() for _ in range(self.sample_batch_size)]
+            return functools.partial(pad_items, sorted(batch, key=lambda item: item.lease or ()))
+
+    @contextlib.contextmanager
+    def _changing(self, *, is_news: bool = True) -> Iterator[None]:
+        """Hold the lock while the ledger changes; write down what changed, and wake who waits for a batch."""
+        with self._lock:
+            yield
+            self._write_down()
+            if is_news:
+                self._arrived.notify_all()
+
+    def _write_down(self) -> None:
+        """Append what has changed to the journal; on a full disk it is kept, and written when there is room again."""
+        if self._open_journal is None:
+            self._ledger.events.clear()
+            return
+        try:
+            if self._journal is None:
+                self._journal = self._open_journal()
+            self._journal.write(self._ledger.events)
+        except StorageError as error:
+            if not self._is_behind:
+                logger.error("the journal is behind, and training continues: %s", error)
+            self._is_behind = True
+            return
+        self._ledger.events.clear()
+        self._is_behind = False
+
+    def close(self) -> None:
+        """End its thread and its journal."""
+        super().close()
+        if self._journal is not None:
+            self._journal.close()

@@ -1,0 +1,152 @@
+"""Where a maker's work comes from in a run: leases from the trainers, and the prompts that these stand for."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from coati.config import Deadlines
+from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
+from coati.experience import BufferItem
+from coati.experience_buffer.leased import Ending, LeaseRequest
+from coati.experience_maker.base import MakerBatch, PromptBatch
+from coati.ledger import Lease, LedgerRules
+from coati.peers import Peers, PendingCall, wait_in_slices
+from coati.prompts.stream import PromptStream
+
+# Between two requests, if no new weights come first.
+_POLL_SECONDS = 0.05
+
+
+class LeasedPrompts:
+    """Batches of prompts for which this maker holds leases.
+
+    Trainer t of T has every T-th lease of the run, and each request asks all of them for equal parts. `wait(seconds)`
+    returns when new weights serve, or after so many seconds.
+    """
+
+    def __init__(
+        self,
+        stream: PromptStream,
+        trainer_names: Sequence[str],
+        rules: LedgerRules,
+        *,
+        peers: Peers,
+        maker: str,
+        version: Callable[[], int],
+        deadlines: Deadlines | None = None,
+        wait: Callable[[float], object] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._stream = stream
+        self._trainers = tuple(trainer_names)
+        self._rules = rules
+        self._peers = peers
+        self._maker = maker
+        self._version = version
+        self._deadlines = deadlines or Deadlines()
+        self._wait = wait
+        self._should_stop = should_stop
+        self._num_requests = 0
+        self._held: dict[int, Lease] = {}
+        self._endings: dict[str, deque[Ending]] = {name: deque() for name in self._trainers}
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        """Yield batches until a stop; waits for leases in between."""
+        while not self._should_stop():
+            batch: list[PromptBatch] = []
+
+            def ask(seconds: float, batch: list[PromptBatch] = batch) -> bool:
+                if (found := self.poll()) is not None:
+                    batch.append(found)
+                else:
+                    self._wait(min(_POLL_SECONDS, seconds))
+                return bool(batch) or self._should_stop()
+
+            wait_in_slices(
+                ask,
+                deadline_seconds=self._deadlines.batch_seconds,
+                what=lambda: f"leases for maker {self._maker}, which serves version {self._version()}",
+                message_every=self._deadlines.message_seconds,
+            )
+            yield from batch
+
+    def poll(self) -> PromptBatch | None:
+        """Ask once; None if nothing may be made now."""
+        numbers = sorted(self._request())
+        raw, unusable = self._stream.batch(numbers, group_size=self._rules.group_size) if numbers else (None, {})
+        for number, reason in unusable.items():
+            self._end(number, f"prompt skipped: {reason}")
+        return None if raw is None else PromptBatch.parse(raw)
+
+    def settle(self, batch: MakerBatch, items: Sequence[BufferItem]) -> list[BufferItem]:
+        """Put leases on the items that were made of a batch, and end the leases of those that were dropped.
+
+        Returns what is to be delivered: an incomplete group is dropped whole.
+        """
+        assert batch.prompts.sample_ids is not None
+        size = self._rules.group_size
+        made: dict[int, list[BufferItem]] = {int(number) // size: [] for number in batch.prompts.sample_ids}
+        for item in items:
+            assert item.sample_ids is not None
+            made[int(item.sample_ids) // size].append(item)
+        reason = "dropped by the maker" if batch.dropped is None else str(batch.dropped)
+        for number, group in made.items():
+            if len(group) < size:
+                self._end(number, reason)
+                group.clear()
+            else:
+                lease = self._held.pop(number)
+                for item in group:
+                    item.lease = (lease.number, lease.epoch)
+        return [item for group in made.values() for item in group]
+
+    def trainer_of(self, item: BufferItem) -> str:
+        """The trainer that the item was leased from."""
+        assert item.lease is not None
+        return self._trainers[item.lease[0] % len(self._trainers)]
+
+    def _end(self, number: int, reason: str) -> None:
+        trainer = self._trainers[number % len(self._trainers)]
+        self._endings[trainer].append(Ending(self._held.pop(number), reason))
+
+    def _request(self) -> list[int]:
+        """Ask all trainers at once; returns the numbers of the leases that were granted."""
+        size, version = self._rules.group_size, self._version()
+        wanted = max(size, self._stream.samples_per_batch // len(self._trainers) // size * size)
+        self._num_requests += 1
+        calls: dict[str, tuple[LeaseRequest, PendingCall]] = {}
+        for name in self._trainers:
+            if (peer := self._peers.find_now(name)) is not None:
+                endings = tuple(self._endings[name])
+                request = LeaseRequest(self._maker, self._num_requests, version, wanted, endings)
+                calls[name] = request, peer.call("lease", request)
+        granted: list[int] = []
+        for name, (request, call) in calls.items():
+            leases = self._answer(name, request, call)
+            self._held |= {lease.number: lease for lease in leases}
+            granted += [lease.number for lease in leases]
+        return granted
+
+    def _answer(self, name: str, request: LeaseRequest, call: PendingCall) -> list[Lease]:
+        """The trainer's answer; the same request is repeated if it was lost, and nothing comes of a dead trainer."""
+        while True:
+            try:
+                leases: list[Lease] = call.result(self._deadlines.update_seconds)
+                for _ in request.endings:
+                    self._endings[name].popleft()
+                return [Lease(*lease) for lease in leases]
+            except PeerUnavailable:
+                if self._should_stop() or (peer := self._peers.find_now(name)) is None:
+                    return []
+                self._wait(_POLL_SECONDS)
+                call = peer.call("lease", request)
+            except PeerDied:
+                self._peers.forget(name)  # its successor may take its name
+                return []
+            except DeadlineExceeded:
+                raise DeadlineExceeded(
+                    f"maker {self._maker} waited {self._deadlines.update_seconds:g} s (deadlines.update_seconds) for "
+                    f"trainer {name} to answer a request for leases."
+                ) from None
+            except RemoteError as error:
+                error.cause.add_note(f"raised in trainer {name}, which maker {self._maker} asked for leases")
+                raise error.cause from None

@@ -1,0 +1,229 @@
+"""Makers and trainers over leases, on threads: however they are interleaved, no sample is too old, lost or doubled.
+
+The plain objects of a run (buffer with its ledger, leased prompts, pipeline, work loop, sender, served models, fit
+loop) work together. What a model writes is the number of its version, so a batch tells which weights really wrote it.
+"""
+
+import random
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import item
+from torch import nn
+
+from coati.background import run_in_background
+from coati.config import Deadlines
+from coati.experience import make_experience_batch
+from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker
+from coati.experience_maker.delivery import ItemSender
+from coati.experience_maker.leased_prompts import LeasedPrompts
+from coati.experience_maker.pipeline import ExperiencePipeline
+from coati.experience_maker.work_loop import WorkLoop
+from coati.ledger import LedgerRules, ages_of
+from coati.peers import LocalPeers
+from coati.trainer.fit_loop import FitLoop, FitSteps
+from coati.weights import ServedModels, VerifiedUpdate
+
+SECONDS = 60.0  # far more than anything here takes
+BATCH, UPDATE_STEPS, TOTAL_STEPS = 4, 2, 5  # two versions of two batches, and a remainder
+DEADLINES = Deadlines(batch_seconds=SECONDS, update_seconds=SECONDS)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("number", torch.zeros(()))
+
+
+class Writer(ExperienceMaker):
+    """Writes the number of the weights it sees as each token's log-prob; drops some samples."""
+
+    def __init__(self, dice, drops):
+        super().__init__(Model(), None, None, None)
+        self._dice, self._drops = dice, drops
+        self.die_after = None
+
+    def make_experience(self, input_ids, attention_mask, *, sample_ids, group_ids):
+        if self.die_after is not None:
+            self.die_after -= 1
+            if self.die_after < 0:
+                raise SystemExit("killed")
+        made = []
+        for sample_id, group_id in zip(sample_ids.tolist(), group_ids.tolist(), strict=True):
+            one = item(sample_id, num_actions=3)
+            written, versions = [], []
+            for _ in range(3):
+                written.append(float(self.actor.number))
+                versions.append(self.policy_version)
+                if self.between_tokens is not None:
+                    self.policy_version = self.between_tokens()
+            one.action_log_probs, one.policy_versions = torch.tensor(written), torch.tensor(versions)
+            one.sample_ids, one.group_ids = torch.tensor(sample_id), torch.tensor(group_id)
+            made.append(one)
+        bad = {int(one.group_ids) for one in made if self._dice.random() < self._drops}
+        kept = [one for one in made if int(one.group_ids) not in bad]
+        if not kept:
+            raise AllSamplesDropped("the dice dropped them")
+        return make_experience_batch(kept)
+
+
+class Prompts:
+    """Every prompt is the same."""
+
+    samples_per_batch = 6
+
+    def __init__(self, group_size):
+        self._size = group_size
+
+    def batch(self, numbers, *, group_size):
+        ids = [number * group_size + part for number in numbers for part in range(group_size)]
+        groups = [number for number in numbers for _ in range(group_size)]
+        return {"input_ids": torch.ones(len(ids), 2), "sample_ids": ids, "group_ids": groups}, {}
+
+
+class Trainer(FitSteps):
+    def __init__(self, rules, run):
+        self.buffer = LeasedBuffer(rules, BATCH)
+        self._run = run
+        self.version, self.ages, self.trained = 0, [], []
+
+    def next_batch(self):
+        return self.buffer.sample(timeout_seconds=SECONDS)
+
+    def look_ahead(self):
+        self.buffer.prefetch()
+
+    def train_on(self, batch):
+        assert torch.equal(batch.action_log_probs, batch.policy_versions.float())  # written by what it says
+        self.ages.append(ages_of(batch, self.version).oldest)
+        self.trained += batch.sample_ids.tolist()
+        return {}
+
+    def publish(self):
+        self.version += 1
+        self.buffer.train(self.version)
+        if self is self._run.trainers[0]:  # all are in step; the first has the last word
+            for maker in self._run.makers:
+                maker.offer(self.version)
+
+    def agree(self, has_data, is_stopped):
+        self._run.barrier.wait(SECONDS)
+        return has_data and not is_stopped
+
+
+class Maker:
+    def __init__(self, run, name, rules, dice, drops, in_flight):
+        self.name = name
+        self.writer = Writer(dice, drops)
+        self.served = ServedModels(self.writer.trained_models)
+        self.stop = threading.Event()
+        names = list(run.peers)
+        self.prompts = LeasedPrompts(
+            Prompts(rules.group_size),
+            names,
+            rules,
+            peers=LocalPeers(**run.peers),
+            maker=name,
+            version=lambda: self.served.version,
+            deadlines=DEADLINES,
+            wait=lambda _: self.served.wait_for_version(self.served.version + 1, deadline_seconds=0.01),
+            should_stop=self.stop.is_set,
+        )
+        sender = ItemSender(
+            names, peers=LocalPeers(**run.peers), sender=name, deadlines=DEADLINES, trainer_of=self.prompts.trainer_of
+        )
+        pipeline = ExperiencePipeline(self.writer, self.served, rules=rules, in_flight=in_flight)
+        self.loop = WorkLoop(pipeline, sender, deadlines=DEADLINES, stop=self.stop, settle=self.prompts.settle)
+        self.work = run_in_background(lambda: self.loop.run(iter(self.prompts)), name=name)
+
+    def offer(self, version):
+        tensors = {("actor", "number"): torch.tensor(float(version))}
+        self.served.offer(VerifiedUpdate(version, "trainer", tensors, True))
+
+
+class Run:
+    def __init__(
+        self,
+        seed,
+        *,
+        num_makers,
+        num_trainers,
+        max_staleness,
+        lead=1,
+        group_size=1,
+        drops=0.1,
+        in_flight=False,
+        dies=False,
+    ):
+        rules = [
+            LedgerRules(
+                samples_per_version=BATCH * UPDATE_STEPS,
+                total_samples=BATCH * TOTAL_STEPS,
+                lead=lead,
+                max_staleness=max_staleness,
+                group_size=group_size,
+                stream=stream,
+                num_streams=num_trainers,
+            )
+            for stream in range(num_trainers)
+        ]
+        self.barrier = threading.Barrier(num_trainers)
+        self.trainers = [Trainer(one, self) for one in rules]
+        self.peers = {
+            f"t{index}": SimpleNamespace(lease=one.buffer.lease, buffer_extend=one.buffer.extend)
+            for index, one in enumerate(self.trainers)
+        }
+        self.makers = [
+            Maker(self, f"m{index}", rules[0], random.Random(seed + index), drops, in_flight)
+            for index in range(num_makers)
+        ]
+        if dies:
+            self.makers[-1].writer.die_after = 1
+        fits = [
+            run_in_background(lambda one=one: FitLoop(one).run(TOTAL_STEPS, UPDATE_STEPS), name="fit")
+            for one in self.trainers
+        ]
+        if dies:
+            assert isinstance(self.makers[-1].work.exception(SECONDS), SystemExit)
+            for trainer in self.trainers:
+                trainer.buffer.release("m0" if num_makers == 1 else self.makers[-1].name, "died")
+        for fit in fits:
+            fit.result(SECONDS)
+        for maker in self.makers:
+            maker.stop.set()
+        for maker in self.makers[: -1 if dies else None]:
+            maker.work.result(SECONDS)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3, None])
+@pytest.mark.parametrize(("num_makers", "num_trainers"), [(1, 1), (3, 1), (1, 2), (3, 2)])
+def test_every_sample_is_trained_on_once_and_none_is_too_old(num_makers, num_trainers, max_staleness):
+    torch.set_num_threads(1)
+    for seed, group_size in enumerate((1, 2)):
+        run = Run(
+            seed,
+            num_makers=num_makers,
+            num_trainers=num_trainers,
+            max_staleness=max_staleness,
+            group_size=group_size,
+            in_flight=bool(seed),
+        )
+        trained = [number for trainer in run.trainers for number in trainer.trained]
+        assert len(set(trained)) == len(trained) == BATCH * TOTAL_STEPS * num_trainers
+        ages = [age for trainer in run.trainers for age in trainer.ages]
+        assert min(ages) >= 0
+        assert max_staleness is None or max(ages) <= max_staleness
+        for stream, trainer in enumerate(run.trainers):
+            assert {number // group_size % num_trainers for number in trainer.trained} == {stream}
+            if max_staleness == 0:
+                assert trainer.trained == sorted(trainer.trained)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_what_a_maker_leaves_behind_when_it_dies_is_made_by_another(max_staleness):
+    run = Run(3, num_makers=2, num_trainers=1, max_staleness=max_staleness, drops=0.0, dies=True)
+    (trainer,) = run.trainers
+    assert sorted(trainer.trained) == list(range(BATCH * TOTAL_STEPS))  # the same ids, none in place of another
