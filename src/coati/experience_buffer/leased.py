@@ -99,8 +99,8 @@ class LeasedBuffer(SampleBuffer):
         if torn := [lease.number for lease, group in groups.items() if len(group) != size]:
             raise DataError(f"a lease is delivered as a whole, {size} samples, got others for {torn}.")
         with self._changing():
-            for number in self._ledger.deliver(groups, now=self._clock()):
-                self._delivered[number] = next(group for lease, group in groups.items() if lease.number == number)
+            for lease in self._ledger.deliver(groups, now=self._clock()):
+                self._delivered[lease.number] = groups[lease]
 
     def train(self, version: int) -> None:
         """The batches sampled so far made weights of this version."""

@@ -1,5 +1,6 @@
 """Where a maker's work comes from in a run: leases from the trainers, and the prompts that these stand for."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -46,7 +47,9 @@ class LeasedPrompts:
         self._wait = wait
         self._should_stop = should_stop
         self._num_requests = 0
-        self._held: dict[int, Lease] = {}
+        # By number, the oldest first: one that was taken back may be granted again while its batch is still in work.
+        self._held: dict[int, deque[Lease]] = {}
+        self._held_lock = threading.Lock()  # prompts are drawn in another thread
         self._endings: dict[str, deque[Ending]] = {name: deque() for name in self._trainers}
 
     def __iter__(self) -> Iterator[PromptBatch]:
@@ -94,7 +97,7 @@ class LeasedPrompts:
                 self._end(number, reason)
                 group.clear()
             else:
-                lease = self._held.pop(number)
+                lease = self._take(number)
                 for item in group:
                     item.lease = (lease.number, lease.epoch)
         return [item for group in made.values() for item in group]
@@ -106,7 +109,16 @@ class LeasedPrompts:
 
     def _end(self, number: int, reason: str) -> None:
         trainer = self._trainers[number % len(self._trainers)]
-        self._endings[trainer].append(Ending(self._held.pop(number), reason))
+        self._endings[trainer].append(Ending(self._take(number), reason))
+
+    def _take(self, number: int) -> Lease:
+        """The lease that a batch was made for; batches are finished in the order in which they were begun."""
+        with self._held_lock:
+            held = self._held[number]
+            lease = held.popleft()
+            if not held:
+                del self._held[number]
+            return lease
 
     def _request(self) -> list[int]:
         """Ask all trainers at once; returns the numbers of the leases that were granted."""
@@ -122,7 +134,9 @@ class LeasedPrompts:
         granted: list[int] = []
         for name, (request, call) in calls.items():
             leases = self._answer(name, request, call)
-            self._held |= {lease.number: lease for lease in leases}
+            with self._held_lock:
+                for lease in leases:
+                    self._held.setdefault(lease.number, deque()).append(lease)
             granted += [lease.number for lease in leases]
         return granted
 

@@ -141,10 +141,10 @@ class Ledger:
     >>> leases = ledger.lease("maker-0", ask=1, version=0, wanted=8, now=0.0)
     >>> [lease.number for lease in leases]
     [0, 1]
-    >>> ledger.deliver([leases[1]], now=1.0), ledger.pick()  # 0 comes first
-    ([1], None)
-    >>> ledger.deliver([leases[0]], now=1.0), ledger.pick(), ledger.pick()
-    ([0], 0, 1)
+    >>> ledger.deliver(leases[1:], now=1.0) == leases[1:], ledger.pick()  # 0 comes first
+    (True, None)
+    >>> ledger.deliver(leases[:1], now=1.0) == leases[:1], ledger.pick(), ledger.pick()
+    (True, 0, 1)
     >>> ledger.train(version=1)
     >>> [lease.number for lease in ledger.lease("maker-0", ask=2, version=1, wanted=8, now=2.0)]
     [2, 3]
@@ -195,14 +195,14 @@ class Ledger:
         self._answers[maker] = ask, leases
         return leases
 
-    def deliver(self, leases: Iterable[Lease], *, now: float) -> list[int]:
+    def deliver(self, leases: Iterable[Lease], *, now: float) -> list[Lease]:
         """Take in groups that were made; returns those that are wanted. The others were fenced, or came before."""
-        fresh = [lease.number for lease in leases if self._is_open(lease)]
-        by_maker = Counter(self._works[number].maker for number in fresh)
+        fresh = [lease for lease in leases if self._is_open(lease)]
+        by_maker = Counter(self._works[lease.number].maker for lease in fresh)
         for maker, groups in by_maker.items():
             self._paces[maker].note_delivery(groups, self.rules.group_size, now)
         if fresh:
-            self._change({"deliver": fresh})
+            self._change({"deliver": [lease.number for lease in fresh]})
         return fresh
 
     def drop(self, lease: Lease, reason: str, *, fate: str = "drop") -> bool:

@@ -237,6 +237,7 @@ class DetachedRun:
         """A maker is gone; another may take its name."""
         self._polls.pop(name, None)
         self._cursors.pop(name, None)
+        self._stalled.discard(name)
         self._log.left(name)
 
     def _save(self, path: str, *, seconds: float) -> None:

@@ -8,7 +8,7 @@ stops asking; the leases of one that died go to others, and to its successor. So
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from coati.counting import counted, listed
 from coati.errors import PeerDied, PeerUnavailable, RemoteError, ScalingRefused
@@ -80,10 +80,15 @@ class MakerPool:
             raise ScalingRefused(f"a run can have 1 to {MAX_MAKERS} makers, got {makers}.")
         if makers > self.size:
             names = self._actors.name_newcomers(makers - self.size, self.size, is_private=self._is_private)
-            for name in names:
-                self._create(name)
-                self._joining[name] = self._actors.makers[name].call("progress")
+            try:
+                for name in names:
+                    self._create(name)
+                    self._joining[name] = self._actors.makers[name].call("progress")
+            except Exception as error:
+                self._turn_away(names, error)
         else:
+            while self._replacements and self.size > makers:
+                self._replacements.popitem()  # the dead need not come back
             self._leaving = set(makers_to_leave(self._actors.updaters, self.size - makers))
             for name in self._leaving:
                 self._actors.makers[name].call("stop")
@@ -113,7 +118,7 @@ class MakerPool:
                 try:
                     has_weights = call.result(0.0).has_weights
                 except (RemoteError, PeerDied, PeerUnavailable):
-                    continue  # its loop fails too, and says why
+                    has_weights = False  # if it died, its loop fails too, and says why
                 if has_weights:
                     del self._joining[name]
                 else:
@@ -126,7 +131,7 @@ class MakerPool:
             call.result(0.0)
         except (RemoteError, PeerDied, PeerUnavailable) as error:
             if name in self._joining:
-                self._turn_away(error)
+                self._turn_away(list(self._joining), error)
             elif isinstance(error, RemoteError):
                 error.cause.add_note(f"raised in {name}")
                 raise error.cause from None
@@ -136,9 +141,8 @@ class MakerPool:
             self._before_end([name])
             self._dismiss(name, "left")
 
-    def _turn_away(self, error: Exception) -> None:
+    def _turn_away(self, names: Sequence[str], error: Exception) -> NoReturn:
         """A maker that was to join failed: the run does not need it, nor those that were to join with it."""
-        names = list(self._joining)
         self._joining = {}
         self._loops = {call: name for call, name in self._loops.items() if name not in names}
         for name in names:
@@ -148,12 +152,11 @@ class MakerPool:
 
     def _bury(self, name: str, error: Exception) -> None:
         """Have the leases of a maker that died granted to others, and plan its successor."""
-        if name in self._leaving:
-            self._dismiss(name, "died while leaving")
-            return
+        is_leaving = name in self._leaving
         self._after_death(name)
-        self._actors.release(name, f"died: {error}")
-        self._actors.dismiss(name)
+        self._dismiss(name, f"died: {error}")  # trainers hear of it now, so that its successor is a new maker to them
+        if is_leaving:
+            return
         self.num_restarts += 1
         if self.num_restarts > self._max_restarts:
             raise PeerDied(

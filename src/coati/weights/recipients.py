@@ -7,7 +7,7 @@ from typing import Any
 
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError, WeightUpdateError
-from coati.peers import Peer, Peers, PendingCall, remote_error, wait_any
+from coati.peers import Peer, Peers, PendingCall, remote_error, wait_all, wait_any
 from coati.weights.message import Chunk, UpdateHeader, WeightMessage
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,8 @@ class Recipients:
     """Makers by name.
 
     An update does not depend on any single maker: one that died, is late or cannot be reached misses it, and gets all
-    weights with the next one that it can take. So does a maker that joins.
+    weights with the next one that it can take. So does a maker that joins. A late one is not called again before it has
+    answered: each further update would wait for it too.
     """
 
     def __init__(self, peers: Peers, names: Sequence[str], deadlines: Deadlines) -> None:
@@ -29,28 +30,31 @@ class Recipients:
         self._names = tuple(names)
         self._awaited = set(names)  # makers that a run begins with, and that may not have started yet
         self._behind: dict[str, str] = {}  # makers that need all weights, and why
-        self._abandoned: set[str] = set()
+        self._abandoned: set[str] = set()  # makers that did not respond when they were called last
+        self._unanswered: dict[str, PendingCall] = {}  # the last calls of makers that were late
 
     @property
     def need_all(self) -> bool:
-        """Whether makers that are there need all weights."""
-        return any(self.peers.find_now(name) is not None for name in self._behind)
+        """Whether makers that can be called now need all weights."""
+        return any(self._find(name) is not None for name in list(self._behind))  # another thread may change it
 
     def change(self, names: Sequence[str]) -> None:
         """Take another list, from the next update on; must not be called during one."""
         for name in set(self._names) - set(names):
             self.peers.forget(name)
             self._behind.pop(name, None)
+            self._unanswered.pop(name, None)
+            self._awaited.discard(name)
+            self._abandoned.discard(name)
         self._behind |= {name: "it joined" for name in names if name not in self._names}
         self._names = tuple(names)
 
     def abandon(self, name: str) -> None:
-        """Wait no longer for a maker in the update that is under way; it gets all weights with the next."""
+        """Wait no longer for a maker, in the update that is under way or in the next, until it has answered a call."""
         self._abandoned.add(name)
 
     def attempt(self, header: UpdateHeader, *, only_behind: bool = False) -> "Attempt":
         """The calls of one update, to all makers that can be called now, or to those that need all weights."""
-        self._abandoned.clear()
         peers = self._found(self._behind if only_behind else self._names)
         return Attempt(header, peers, seconds=self.update_seconds, abandoned=self._abandoned)
 
@@ -63,11 +67,14 @@ class Recipients:
                 return False
             calls[name] = peer.call("sharing_fault", probe)
         answers = []
+        self._await(calls)
         for name, call in calls.items():
             try:
-                fault = call.result(self.update_seconds)
+                fault = call.result(0.0)
             except (DeadlineExceeded, PeerDied, PeerUnavailable) as error:
                 logger.warning("maker %s could not be asked whether it can share memory: %s", name, error)
+                if isinstance(error, DeadlineExceeded):
+                    self._unanswered[name] = call
                 continue  # it will miss the update too
             except RemoteError as error:
                 fault = f"it could not be asked: {error}"
@@ -87,6 +94,8 @@ class Recipients:
             if error is None:
                 if is_full:
                     self._behind.pop(name, None)
+                if name in attempt.abandoned_before:
+                    self._abandoned.discard(name)
                 continue
             reason = _reason(error)
             if isinstance(error, PeerDied):
@@ -96,8 +105,27 @@ class Recipients:
             else:
                 logger.error("maker %s missed the weights of version %d: %s", name, version, reason)
             self._behind[name] = reason
+        self._unanswered |= attempt.unanswered
         if rejected:
             raise WeightUpdateError(f"weights of version {version} were rejected. {'; '.join(rejected)}")
+
+    def _await(self, calls: Mapping[str, PendingCall]) -> None:
+        """Wait for answers; not for makers that are late or abandoned."""
+        end = time.monotonic() + self.update_seconds
+        while (left := end - time.monotonic()) > 0:
+            waiting = [call for name, call in calls.items() if name not in self._abandoned and not call.done()]
+            if not waiting:
+                return
+            wait_all(waiting, min(_SLICE_SECONDS, left))
+
+    def _find(self, name: str) -> Peer | None:
+        """A maker that can be called now: it exists, and has answered everything."""
+        if (call := self._unanswered.get(name)) is not None:
+            if not call.done():
+                return None
+            self._unanswered.pop(name, None)
+            self._abandoned.discard(name)
+        return self.peers.find_now(name)
 
     def _found(self, names: Sequence[str] | Mapping[str, str]) -> dict[str, Peer]:
         """Makers to call. Those that a run begins with are waited for once, or ActorNotFound."""
@@ -106,10 +134,10 @@ class Recipients:
             if name in self._awaited:
                 found[name] = self.peers.find(name, role="maker", timeout=self._start_seconds)
                 self._awaited.discard(name)
-            elif (peer := self.peers.find_now(name)) is not None:
+            elif (peer := self._find(name)) is not None:
                 found[name] = peer
             else:
-                self._behind.setdefault(name, "no actor has this name")
+                self._behind.setdefault(name, "it could not be called")
         return found
 
 
@@ -122,7 +150,10 @@ class Attempt:
         self.header = header
         self.peers = dict(peers)
         self.failed: dict[str, PeerDied | PeerUnavailable | RemoteError | DeadlineExceeded] = {}
+        self.unanswered: dict[str, PendingCall] = {}
+        """The last calls of makers that were left out because they did not answer."""
         self._abandoned = set() if abandoned is None else abandoned
+        self.abandoned_before = frozenset(self._abandoned)
         self._seconds = seconds
         self._end = time.monotonic() + seconds
         self._calls: dict[PendingCall, str] = {}
@@ -169,6 +200,7 @@ class Attempt:
     def _leave_out(self, names: set[str], reason: str) -> None:
         for name in names:
             self.failed.setdefault(name, DeadlineExceeded(reason))
+        self.unanswered |= {name: call for call, name in self._calls.items() if name in names}
         self._calls = {call: name for call, name in self._calls.items() if name not in names}
 
 

@@ -113,6 +113,7 @@ class WeightSender:
         """Update other makers from the next update on."""
         self.settle()
         self.recipients.change(names)
+        self._must_probe = True  # one that could not share memory may have left
 
     def _begin(
         self,

@@ -30,14 +30,14 @@ def items_of(*, dtype=torch.float32, lengths=(3, 0, 2)):
     )
     items = split_experience_batch(experience)
     for index, item in enumerate(items):
-        item.delivery_id, item.round_index = ("maker-0", index), 10 + index
+        item.delivery_id, item.lease = ("maker-0", index), (10 + index, 1)
     return items
 
 
 def assert_same(found, expected):
     assert type(found) is list
-    assert [(item.delivery_id, item.round_index) for item in found] == [
-        (item.delivery_id, item.round_index) for item in expected
+    assert [(item.delivery_id, item.lease) for item in found] == [
+        (item.delivery_id, item.lease) for item in expected
     ]
     for one, other in zip(found, expected, strict=True):
         for name in EXPERIENCE_FIELDS:

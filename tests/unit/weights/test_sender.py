@@ -12,7 +12,7 @@ import torch
 from thread_peers import PATIENCE, ThreadPeers
 from weight_testing import Maker, PlainStrategy, deliver, header_of, make_sender, messages_of
 
-from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied, WeightUpdateError
+from coati.errors import ActorNotFound, DeadlineExceeded, WeightUpdateError
 from coati.models import Actor
 from coati.peers import LocalPeer, LocalPeers, Peer, PendingCall
 from coati.weights import sender as sender_module
@@ -289,10 +289,13 @@ def test_a_failure_that_was_not_waited_for_is_raised_once_by_check_or_the_next_s
     with pytest.raises(WeightUpdateError, match=r"version 1 were rejected\. maker maker: the head is wider"):
         sender.check()
     sender.check()
-    sender.start(2)
-    with pytest.raises(WeightUpdateError, match="version 2"):
-        sender.start(3)
-    assert target.versions == [1, 2]  # the third was not begun
+    target.rejects = False
+    sender.send(2)
+    target.rejects = True
+    sender.start(3)
+    with pytest.raises(WeightUpdateError, match="version 3"):
+        sender.start(4)
+    assert target.versions == [1, 2, 3]  # the fourth was not begun
 
 
 def test_check_waits_for_nothing(rejecting):
@@ -354,6 +357,12 @@ def test_a_checksum_that_is_never_computed_is_an_error(make_models, trained, mon
 # Makers that fail.
 
 
+def misses_of(name, caplog):
+    """The versions that a maker missed, as the log says."""
+    records = [record for record in caplog.records if "missed the weights of version" in record.msg]
+    return [record.args[1] for record in records if record.args[0] == name]
+
+
 def test_a_maker_that_does_not_exist_is_named(trained):
     sender = make_sender(trained, ThreadPeers(), ["no-such-maker"], seconds=0.01)
     with pytest.raises(ActorNotFound, match="no-such-maker"):
@@ -369,7 +378,7 @@ def test_a_rejected_update_names_maker_and_reason_and_the_maker_keeps_its_weight
 
 
 @pytest.mark.parametrize("shared", [None, HostMemory])
-def test_a_dead_maker_is_left_out_and_the_living_ones_are_updated(shared, make_models, trained, caplog):
+def test_dead_makers_are_left_out_and_no_update_fails_for_them(shared, make_models, trained, caplog):
     makers = {name: Maker(make_models(0)) for name in ("a", "b")}
     peers = ThreadPeers(**makers)
     sender = make_sender(trained, peers, list(makers), shared=shared and shared())
@@ -378,10 +387,13 @@ def test_a_dead_maker_is_left_out_and_the_living_ones_are_updated(shared, make_m
     sender.send(2)
     sender.send(3)
     assert makers["b"].served.version == 3
-    assert sum("maker a died" in record.getMessage() for record in caplog.records) == 1
+    assert misses_of("a", caplog) == [2], "once, when it was noticed"
     peers.kill("b")
-    with pytest.raises(PeerDied, match=r"every maker \(a, b\) is gone"):
-        sender.send(4)
+    sender.send(4)
+    successor = Maker(make_models(0))
+    peers.add("b", successor)
+    sender.send(5)
+    assert successor.served.version == 5
 
 
 @pytest.mark.parametrize("nth", range(1, 5))
@@ -407,14 +419,6 @@ def test_a_maker_that_cannot_be_reached_misses_one_update_and_gets_the_next(drop
     sender.send(1)
     sender.send(2)
     assert [maker.served.version for maker in makers.values()] == [2, 2]
-
-
-def test_a_maker_that_is_late_is_an_error(trained):
-    peers = ThreadPeers(maker=Rejecting())
-    held = peers.hold("maker", UPDATE)
-    with pytest.raises(DeadlineExceeded, match="makers maker"):
-        make_sender(trained, peers, ["maker"], seconds=0.05).send(1)
-    held.release()
 
 
 @pytest.mark.parametrize("nth", range(1, 4))
@@ -585,7 +589,7 @@ def test_weights_travel_by_value_if_one_maker_cannot_open_the_senders_memory(oth
     sender.send(1)
     sender.send(2)
     assert set(handles_in(peers, "near")) == {None}
-    assert sum("because of maker far" in record.getMessage() for record in caplog.records) == 1
+    assert sum("maker far" in record.getMessage() for record in caplog.records) == 1
     sender.change_makers(["near"])  # asked again
     sender.send(3)
     assert None not in handles_in(peers, "near")[-3:]
@@ -602,20 +606,18 @@ def test_a_system_that_shares_no_memory_sends_by_value_and_says_so(trained, make
     assert sum("memfd_create" in record.getMessage() for record in caplog.records) == 1
 
 
-# Makers that join.
+# Makers that join, and makers that missed an update.
 
 
 class Run:
-    """A sender with one maker, `old`, and `new`, which joins."""
+    """A sender of adapters with a maker, `old`, and another one."""
 
-    def __init__(self, models, *, seconds=60.0, first=("old",), joins=True):
+    def __init__(self, models, *, seconds=60.0, first=("old", "new"), shared=None):
         self.old, self.new = Rejecting(), Rejecting()
         self.peers = ThreadPeers(old=self.old, new=self.new)
-        self.sender = make_sender(models, self.peers, first, seconds=seconds, update_lora_weights=True)
+        self.sender = make_sender(models, self.peers, first, seconds=seconds, update_lora_weights=True, shared=shared)
         self._version = 0
-        if joins:
-            self.send()
-            self.sender.change_makers(["old", "new"])
+        self.send()
 
     def send(self, **options):
         self._version += 1
@@ -631,103 +633,212 @@ def run(trained):
     return Run(trained)
 
 
-@pytest.fixture
-def impatient_run(trained):
-    return Run(trained, seconds=0.2)
-
-
-def test_a_maker_that_joins_gets_all_weights_with_the_next_version(run):
-    assert run.recipients.has_newcomers
+def test_a_maker_that_joins_gets_all_weights_with_the_next_version(trained):
+    run = Run(trained, first=["old"])
+    run.sender.change_makers(["old", "new"])
+    assert run.recipients.need_all
     run.send()
-    assert not run.recipients.has_newcomers
+    assert not run.recipients.need_all
     run.sender.change_makers(["new"])
-    assert not run.recipients.has_newcomers
+    assert not run.recipients.need_all
     run.send()
     assert (run.old.versions, run.old.full) == ([1, 2], [False, True])
     assert (run.new.versions, run.new.full) == ([2, 3], [True, False])
 
 
-@pytest.mark.parametrize("fail", ["reject", "drop", "absent"])
-def test_a_newcomer_that_could_not_take_an_update_gets_the_next_in_full(run, fail):
-    absent = run.peers["new"]
-    if fail == "reject":
-        run.new.rejects = True
-    elif fail == "drop":
-        run.peers.drop_reply("new", UPDATE)
-    else:
-        absent.is_alive = False
-    run.send()
-    assert run.recipients.faults.keys() == {"new"}
-    assert run.recipients.has_newcomers
-    run.new.rejects, absent.is_alive = False, True
-    run.send()
-    assert run.recipients.faults == {}
-    assert (run.new.versions[-1], run.new.full[-1]) == (3, True)
-    run.send()
-    assert run.new.full[-1] is False
+def be_unreachable(run):
+    run.peers.drop_reply("new", UPDATE)
+    return lambda: None
 
 
-def test_a_newcomer_that_dies_is_left_out_until_another_takes_its_name(run):
+def be_unreachable_before(run):
+    run.peers.drop_call("new", UPDATE)
+    return lambda: None
+
+
+def die_and_be_replaced(run):
     run.peers.kill_at("new", UPDATE)
+
+    def replace():
+        run.peers.add("new", run.new)
+
+    return replace
+
+
+def be_abandoned(run):
+    held = run.peers.hold("new", UPDATE)
+    run.recipients.abandon("new")
+
+    def answer():
+        held.release()
+        run.peers["new"].drain()
+
+    return answer
+
+
+MISSES = [be_unreachable, be_unreachable_before, die_and_be_replaced, be_abandoned]
+
+
+@pytest.mark.parametrize("miss", MISSES, ids=[miss.__name__ for miss in MISSES])
+def test_a_maker_misses_an_update_if_it_should(miss, run, caplog):
+    """…and gets all weights with the next one, of which the others would get adapters only."""
+    come_back = miss(run)
     run.send()
+    assert misses_of("new", caplog) == [2]
+    come_back()
+    assert run.recipients.need_all
+    run.new.full.clear()
     run.send()
-    assert run.recipients.faults.keys() == {"new"}
-    assert not run.recipients.has_newcomers, "nobody waits for a full update"
-    assert len(run.new.versions) <= 1
-    run.sender.change_makers(["old"])
-    assert run.recipients.faults == {}
-    new = Rejecting()
-    run.peers.add("new", new)
-    run.sender.change_makers(["old", "new"])
+    assert (run.new.versions[-1], run.new.full) == (3, [True])
     run.send()
-    assert run.recipients.faults == {}
-    assert (run.old.versions, new.versions) == ([1, 2, 3, 4], [4])
-    new.rejects = True  # it is a maker like any other now
+    assert (run.new.versions[-1], run.new.full) == (4, [True, False])
+    assert (run.old.versions, run.old.full) == ([1, 2, 3, 4], [False, False, True, False])
+    assert misses_of("new", caplog) == [2]
+    run.new.rejects = True  # it is a maker like any other again
     with pytest.raises(WeightUpdateError, match="maker new: the head is wider here"):
         run.send()
 
 
-def test_a_newcomer_that_is_late_is_left_out_until_it_has_work(impatient_run):
-    run = impatient_run
-    run.sender.change_makers(["old", "new"], newcomers=["new"])
-    run.send()
+def test_a_maker_that_is_late_is_waited_for_once_and_gets_all_weights_when_it_answers_again(trained, caplog):
+    run = Run(trained, seconds=2.0)
     held = run.peers.hold("new", UPDATE)
     run.send()
-    assert "50%" in run.recipients.faults["new"]
+    assert misses_of("new", caplog) == [2]
+    assert not run.recipients.need_all, "nobody could take them"
+    num_calls = len(run.peers["new"].calls)
     run.send()
-    assert (run.old.versions, run.new.versions) == ([1, 2, 3, 4], [2])
+    run.send()
+    assert len(run.peers["new"].calls) == num_calls, "it is not called before it has answered"
+    assert (run.old.versions, run.old.full) == ([1, 2, 3, 4], [False] * 4)
     held.release()
-    run.sender.change_makers(["old", "new"])
-    assert run.recipients.faults.keys() == {"new"}, "it is still there for whoever gave it work"
+    run.peers["new"].drain()
+    assert run.recipients.need_all
     run.send()
-    assert run.new.versions[-1] == 5
-    assert run.recipients.faults == {}
+    assert (run.new.versions[-1], run.new.full[-1]) == (5, True)
+    assert not run.recipients.need_all
 
 
-def test_what_a_late_newcomer_was_lent_is_not_written_again(make_models, trained):
+def test_a_maker_that_is_abandoned_during_an_update_is_not_waited_for(run, caplog):
+    held = run.peers.hold("new", UPDATE)
+    sending = in_background(run.send)
+    held.reached()
+    run.recipients.abandon("new")
+    sending()
+    assert misses_of("new", caplog) == [2]
+    assert run.old.versions == [1, 2]
+    held.release()
+
+
+def test_a_maker_that_was_abandoned_and_is_well_misses_at_most_one_update(run):
+    run.recipients.abandon("new")
+    run.send()
+    run.peers["new"].drain()
+    run.send()
+    assert run.new.versions[-1] == 3
+    assert not run.recipients.need_all
+    held = run.peers.hold("new", UPDATE)
+    sending = in_background(run.send)
+    held.reached()
+    held.release()
+    sending()
+    assert not run.recipients.need_all, "it is waited for again"
+
+
+def test_a_maker_that_had_all_weights_and_rejects_an_update_is_an_error_and_one_that_is_behind_is_not(run, caplog):
+    run.new.rejects = True
+    with pytest.raises(WeightUpdateError, match="maker new: the head is wider here"):
+        run.send()
+    assert run.recipients.need_all
+    run.send()
+    assert misses_of("new", caplog) == [3]
+    assert run.old.versions == [1, 2, 3]
+    run.new.rejects = False
+    run.send()
+    assert run.new.full[-1] is True
+    run.new.rejects = True
+    with pytest.raises(WeightUpdateError, match="maker new"):
+        run.send()
+
+
+def test_a_maker_that_joins_and_rejects_its_first_weights_fails_nobody(trained, caplog):
+    run = Run(trained, first=["old"])
+    run.new.rejects = True
+    run.sender.change_makers(["old", "new"])
+    run.send()
+    assert misses_of("new", caplog) == [2]
+    run.sender.change_makers(["old"])
+    assert not run.recipients.need_all
+    run.send()
+    assert run.old.full == [False, True, False]
+
+
+def test_those_that_are_behind_can_be_sent_the_version_that_the_others_have(run):
+    run.peers.drop_call("new", UPDATE)
+    run.send()
+    assert run.new.versions == [1]
+    run.sender.send(2, fully_update=True, only_behind=True)
+    assert (run.old.versions, run.new.versions) == ([1, 2], [1, 2])
+    assert run.new.full == [False, True]
+    assert not run.recipients.need_all
+    run.sender.send(2, fully_update=True, only_behind=True)
+    assert (run.old.versions, run.new.versions) == ([1, 2], [1, 2])
+
+
+def test_a_successor_of_the_same_name_is_a_new_maker_though_no_update_came_between(run):
+    run.peers.kill("new")
+    run.sender.change_makers(["old"])
+    successor = Rejecting()
+    run.peers.add("new", successor)
+    run.sender.change_makers(["old", "new"])
+    assert run.recipients.need_all
+    run.sender.send(1, fully_update=True, only_behind=True)
+    assert (successor.versions, successor.full) == ([1], [True])
+    assert run.old.versions == [1]
+
+
+def test_without_any_maker_updates_go_nowhere_until_one_is_there(trained):
+    run = Run(trained, first=())
+    run.sender.change_makers(["new"])
+    run.peers.kill("new")
+    run.send()
+    run.send()
+    assert not run.recipients.need_all
+    successor = Rejecting()
+    run.peers.add("new", successor)
+    run.send()
+    assert (successor.versions, successor.full) == ([4], [True])
+
+
+@pytest.mark.parametrize("is_abandoned", [False, True])
+def test_what_a_maker_that_did_not_answer_was_lent_is_not_written_again(is_abandoned, make_models, trained):
     makers = {"old": Maker(make_models(0)), "new": Maker(make_models(0))}
     peers = ThreadPeers(**makers)
-    sender = make_sender(trained, peers, ["old"], seconds=2.0, shared=HostMemory())
-    sender.change_makers(["old", "new"], newcomers=["new"])
+    sender = make_sender(trained, peers, list(makers), seconds=60.0 if is_abandoned else 2.0, shared=HostMemory())
     sender.send(1)
     held = peers.hold("new", UPDATE, nth=2)  # after the start: it was lent the memory
-    sender.send(2)
+    sending = in_background(sender.send, 2)
+    held.reached()
+    if is_abandoned:
+        sender.recipients.abandon("new")
+    sending()
     sender.send(3)
     sender.send(4)
     handles = handles_in(peers, "old")
     size = len(handles) // 4
     assert set(handles[size : 2 * size]).isdisjoint(handles[3 * size :]), "version 4 is in the set of version 2"
     held.release()
+    peers["new"].drain()
+    sender.send(5)
+    assert [maker.served.version for maker in makers.values()] == [5, 5]
 
 
 @pytest.mark.parametrize("fail", ["hold", "drop_reply", "drop_call"])
-def test_snapshots_that_a_newcomer_may_still_read_are_kept_until_it_answers_another_update(fail, make_models, trained):
+def test_snapshots_that_a_maker_may_still_read_are_kept_until_it_answers_another_update(fail, make_models, trained):
     """On a card, whose memory would be written to if it were freed."""
     makers = {"old": Maker(make_models(0)), "new": Maker(make_models(0))}
     peers, shared = ThreadPeers(**makers), CardMemory(torch.device("cpu"))
     shared.least_chunk_mib = 0.0
-    sender = make_sender(trained, peers, ["old"], seconds=2.0, shared=shared)
-    sender.change_makers(["old", "new"], newcomers=["new"])
+    sender = make_sender(trained, peers, list(makers), seconds=2.0, shared=shared)
     sender.send(1)
     snapshots = shared._sets[0]
     assert not snapshots.receivers
@@ -738,7 +849,7 @@ def test_snapshots_that_a_newcomer_may_still_read_are_kept_until_it_answers_anot
         sender.send(3)
         assert shared._replaced == [snapshots]
         held.release()
-        sender.change_makers(["old", "new"])  # it has work now, so it is sent updates again
+        peers["new"].drain()
         sender.send(4)
         assert shared._replaced == []
     else:
@@ -748,63 +859,24 @@ def test_snapshots_that_a_newcomer_may_still_read_are_kept_until_it_answers_anot
     assert [maker.served.version for maker in makers.values()] == [4 if held else 3] * 2
 
 
-def test_a_maker_that_is_late_is_still_an_error_though_newcomers_are_too(impatient_run):
-    held = [impatient_run.peers.hold(name, UPDATE) for name in ("old", "new")]
-    with pytest.raises(DeadlineExceeded, match="makers old did"):
-        impatient_run.send()
-    for hold in held:
-        hold.release()
-
-
-def test_a_newcomer_that_dies_is_left_out_even_if_it_is_all_that_a_trainer_has(trained):
-    run = Run(trained, first=(), joins=False)
-    run.sender.change_makers(["new"])
-    run.peers.kill_at("new", UPDATE)
-    run.send()
-    run.send()
-    assert run.recipients.faults.keys() == {"new"}
-    run.sender.change_makers([])
-    run.sender.change_makers(["new"])
-    new = Rejecting()
-    run.peers.add("new", new)
-    run.send()
-    assert new.versions == [3]
-    run.peers.kill("new")
-    with pytest.raises(PeerDied, match=r"every maker \(new\) is gone"):
-        run.send()
-
-
-def test_a_newcomer_is_on_trial_for_as_long_as_it_has_no_work(run):
-    run.sender.change_makers(["old", "new"], newcomers=["new"])
-    run.send()
-    assert not run.recipients.has_newcomers, "it has all weights"
-    run.new.rejects = True
-    run.send()
-    assert run.recipients.faults == {"new": "the head is wider here"}
-    run.sender.change_makers(["old", "new"])
-    assert run.recipients.faults == {"new": "the head is wider here"}
-    with pytest.raises(WeightUpdateError, match="maker new"):
-        run.send()
-    run.sender.change_makers(["old"])
-    assert run.recipients.faults == {}
-
-
-def test_a_newcomer_that_does_not_answer_does_not_decide_where_weights_go(impatient_run):
-    run = impatient_run
+@pytest.mark.parametrize("is_abandoned", [False, True])
+def test_a_maker_that_does_not_answer_does_not_decide_where_weights_go_and_is_not_called(is_abandoned, trained):
+    run = Run(trained, seconds=60.0 if is_abandoned else 0.5)
     probe = HostMemory().probe()
     assert run.recipients.all_can_open(probe)
     held = run.peers.hold("new", "sharing_fault")
+    if is_abandoned:
+        run.recipients.abandon("new")
     assert run.recipients.all_can_open(probe)
     run.send()
-    assert run.new.versions == [], "a newcomer that does not answer in time is left out"
+    assert (run.old.versions, run.new.versions) == ([1, 2], [1])
     held.release()
-    held = run.peers.hold("old", "sharing_fault")
-    with pytest.raises(DeadlineExceeded, match="old did not answer"):
-        run.recipients.all_can_open(probe)
-    held.release()
+    run.peers["new"].drain()
+    run.send()
+    assert (run.new.versions, run.new.full) == ([1, 3], [False, True])
 
 
-def test_all_ranks_of_a_group_send_all_weights_if_one_of_them_has_a_newcomer(make_models, trained):
+def test_all_ranks_of_a_group_send_all_weights_if_one_of_them_has_a_maker_that_needs_them(make_models, trained):
     trained["actor"].requires_grad_(False)
 
     class Group(PlainStrategy):
