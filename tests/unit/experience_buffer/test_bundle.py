@@ -36,9 +36,7 @@ def items_of(*, dtype=torch.float32, lengths=(3, 0, 2)):
 
 def assert_same(found, expected):
     assert type(found) is list
-    assert [(item.delivery_id, item.lease) for item in found] == [
-        (item.delivery_id, item.lease) for item in expected
-    ]
+    assert [(item.delivery_id, item.lease) for item in found] == [(item.delivery_id, item.lease) for item in expected]
     for one, other in zip(found, expected, strict=True):
         for name in EXPERIENCE_FIELDS:
             mine, theirs = getattr(one, name), getattr(other, name)
