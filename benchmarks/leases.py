@@ -14,6 +14,7 @@ makers are actors with an engine that waits; --second shortens all seconds.
 
 import argparse
 import asyncio
+import contextlib
 import heapq
 import json
 import random
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from checked import one_or_more
 
@@ -136,60 +137,79 @@ class Trainer:
     def __init__(self, case: Case, second: float) -> None:
         self._ledger = make_ledger(case)
         self._second = second
-        self._version = 0
+        self._version = self._asks = 0
         self._written: dict[int, int] = {}
+        self._changed = asyncio.Event()
 
-    async def exchange(
-        self, maker: str, ask: int, version: int, wanted: int, made: list[Lease]
-    ) -> tuple[int, list[Lease]]:
-        """Take in what a maker has made; returns the version of the weights and new leases for it."""
-        now = time.monotonic()
-        self._ledger.deliver(made, now=now)
-        leases = self._ledger.lease(maker, ask=ask, version=version, wanted=wanted, now=now)
-        self._written.update((lease.number, version) for lease in leases)
-        return self._version, leases
+    async def lease(self, maker: str, wanted: int) -> list[Lease] | None:
+        """Wait until there are leases for a maker, which has the newest weights by then; None at the end."""
+        while self._version < VERSIONS:
+            self._asks += 1
+            version, now = self._version, time.monotonic()
+            if leases := self._ledger.lease(maker, ask=self._asks, version=version, wanted=wanted, now=now):
+                self._written.update((lease.number, version) for lease in leases)
+                return leases
+            await self._changed.wait()
+        return None
+
+    async def deliver(self, made: list[Lease]) -> None:
+        self._ledger.deliver(made, now=time.monotonic())
+        self._tell()
 
     async def fit(self) -> Outcome:
         began, ages = time.monotonic(), []
         for version in range(VERSIONS):
             for _ in range(SAMPLES):
-                while (number := self._ledger.pick()) is None:
-                    self._ledger.take_back(now=time.monotonic())
-                    await asyncio.sleep(self._second / 100)
-                ages.append(version - self._written[number])
+                ages.append(version - self._written[await self._next()])
             await asyncio.sleep(TRAIN_SECONDS * self._second)
             self._version = version + 1
             self._ledger.train(self._version)
             self._ledger.note_version_time(time.monotonic())
+            self._tell()
         seconds = (time.monotonic() - began) / self._second
         return Outcome(len(ages) / seconds, statistics.mean(ages), max(ages))
+
+    async def _next(self) -> int:
+        while (number := self._ledger.pick()) is None:
+            if self._ledger.take_back(now=time.monotonic()):
+                self._tell()
+            with contextlib.suppress(TimeoutError):  # makers are slow or not by the time that passes, too
+                await asyncio.wait_for(self._changed.wait(), self._second / 10)
+        return number
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class Maker:
     """Asks for leases, waits as long as each takes, and delivers it."""
 
-    def __init__(self, trainer: object, name: str, speed: float, seed: int, second: float) -> None:
-        self._trainer, self._name, self._seed = trainer, name, seed
-        self._second, self._seconds_each = second, second / speed
+    def __init__(self, trainer: Any, name: str, speed: float, seed: int, second: float) -> None:
+        self._trainer, self._name, self._seed, self._second = trainer, name, seed, second / speed
 
     def work(self) -> None:
         import ray
 
-        version, ask, running = 0, 0, []  # a heap of (end, lease)
-        while version < VERSIONS:
+        running: list[tuple[float, Lease]] = []  # a heap of when they are finished
+        pending = None
+        while True:
             made, now = [], time.monotonic()
             while running and running[0][0] <= now:
                 made.append(heapq.heappop(running)[1])
-            ask += 1
-            call = self._trainer.exchange.remote(self._name, ask, version, SLOTS - len(running), made)
-            version, leases = ray.get(call, timeout=60)
-            now = time.monotonic()
-            for lease in leases:
-                heapq.heappush(running, (now + seconds_of(self._seed, lease.number) * self._seconds_each, lease))
-            until_next = running[0][0] - now if running else 1.0
-            # With free slots it asks often; with none only when one is free.
-            wait = until_next if len(running) == SLOTS else min(until_next, self._second / 50)
-            time.sleep(max(0.0, min(wait, 10 * self._second)))
+            if made:
+                self._trainer.deliver.remote(made)
+            if pending is None and len(running) < SLOTS:
+                pending = self._trainer.lease.remote(self._name, SLOTS - len(running))
+            until_next = max(0.0, running[0][0] - now) if running else 60.0
+            if pending is None:
+                time.sleep(until_next)
+            elif ray.wait([pending], timeout=until_next)[0]:
+                leases, pending, now = ray.get(pending), None, time.monotonic()
+                if leases is None:
+                    return
+                for lease in leases:
+                    heapq.heappush(running, (now + seconds_of(self._seed, lease.number) * self._second, lease))
 
 
 def run_actors(case: Case, seed: int, second: float) -> Outcome:
@@ -200,10 +220,15 @@ def run_actors(case: Case, seed: int, second: float) -> Outcome:
         ray.remote(num_cpus=0)(Maker).remote(trainer, f"maker-{index}", speed, seed, second)
         for index, speed in enumerate(SPEEDS[case.makers])
     ]
-    loops = [maker.work.remote() for maker in makers]
-    outcome = ray.get(trainer.fit.remote(), timeout=3600)
-    ray.get(loops, timeout=60)
-    return outcome
+    outcome = trainer.fit.remote()
+    calls = [outcome, *(maker.work.remote() for maker in makers)]
+    while outcome in calls:
+        ready, calls = ray.wait(calls, timeout=3600)
+        assert ready, f"{case} stands still with seed {seed}"
+        ray.get(ready)  # raises what a maker raised
+    for actor in (trainer, *makers):
+        ray.kill(actor)
+    return ray.get(outcome)
 
 
 def check(outcomes: dict[Case, Outcome]) -> list[tuple[str, bool]]:
