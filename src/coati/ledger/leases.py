@@ -113,7 +113,7 @@ class _Pace:
 
     since: float = 0.0  # when `held` last changed
     held: int = 0  # samples of its open leases
-    room: int = 0  # samples that it asked for last and did not get
+    room: int = 0  # samples that it asked for, if it got none: it has nothing else to do
     samples: float = 0.0  # delivered
     seconds: float = 0.0  # for which it has held samples, added up over these
 
@@ -190,7 +190,7 @@ class Ledger:
             self._change({"grant": [number], "maker": maker, "version": version})
             pace.hold(self.rules.group_size, now)
             numbers.append(number)
-        pace.room = wanted - len(numbers) * self.rules.group_size
+        pace.room = 0 if numbers else wanted
         leases = [Lease(number, self._works[number].epoch) for number in numbers]
         self._answers[maker] = ask, leases
         return leases
