@@ -51,6 +51,9 @@ def test_async_at_staleness_zero_and_the_synchronous_loop_end_in_the_same_bits(
         # 5 fresh batches in episodes of 2, 2 and 1, each gone over twice.
         assert [line["step"] for line in lines] == list(range(1, 11))
         assert max(line.get("maker/dropped", 0) for line in lines) > 0
+        account = coati_here("audit", output)
+        assert account.returncode == 0, account.stdout
+        assert "dropped" in account.stdout
     assert weights["sync"] == weights["ray"]
     assert weights["sync"] != (Path(load_config(film_run).model.path) / "model.safetensors").read_bytes()
     # The private Ray is gone, with all that was its own.
