@@ -128,17 +128,17 @@ class RunSettings(Section):
     def _group_conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         """Samples that are compared with each other are made together, and every version takes whole groups."""
         key, size, train = "rollout.samples_per_prompt", self.rollout.samples_per_prompt, self.train
-        named, trainers = f'with algorithm.name = "{self.algorithm.name}"', self.topology.trainers
+        named = f'with algorithm.name = "{self.algorithm.name}"'
         if not self.algorithm.uses_groups:
             return
         if size < 2:
             yield key, f"2 or more {named}, which compares the samples of a prompt", size, "Use 4 to 16."
             return
         for name, steps in (("update_steps", train.update_steps), ("total_steps", train.total_steps)):
-            if (samples := steps * train.batch_size * trainers) % size:
+            if (samples := steps * train.batch_size) % size:
                 rule = (
-                    f"a divisor of train.{name} × train.batch_size × topology.trainers ({steps} × {train.batch_size} × "
-                    f"{trainers} = {samples}) {named}, so that every weight version takes whole groups"
+                    f"a divisor of train.{name} × train.batch_size ({steps} × {train.batch_size} = {samples}) {named}, "
+                    "so that every trainer takes whole groups for a weight version"
                 )
                 yield key, rule, size, f"Make train.batch_size a multiple of {size}."
                 return
