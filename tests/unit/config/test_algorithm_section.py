@@ -73,9 +73,10 @@ def test_what_does_not_go_together_is_said(overrides, message):
     assert str(caught.value).count("must") == 1  # one mistake, one message
 
 
-def test_groups_may_span_batches_and_trainers():
+def test_groups_may_span_batches_but_not_trainers():
     loaded("algorithm=rloo", "train.batch_size=6", "train.update_steps=2", "train.total_steps=4")
-    loaded("algorithm=rloo", "train.batch_size=6", "topology.trainers=2")
+    with pytest.raises(ConfigError, match=r"samples_per_prompt"):
+        loaded("algorithm=rloo", "train.batch_size=6", "topology.trainers=2")
 
 
 def test_a_number_where_the_table_should_be():
