@@ -119,6 +119,7 @@ def test_methods_run_in_the_groups_of_the_contract():
         "fit": "compute",
         "training_step": "compute",
         "buffer_get_length": "buffer_length",
+        "lease": "buffer_length",
         "buffer_append": "buffer_append",
         "buffer_extend": "buffer_append",
         "_buffer_sample": "buffer_sample",
