@@ -174,10 +174,10 @@ def execute(
     try:
         log.message = "loading libraries"
         on_progress(log.snapshot())
-        from coati.run import Parts, make_prompts
+        from coati.run import Parts, check_inputs
 
         brought = Parts(**{name: part for name, part in (parts or {}).items() if part is not None})
-        next(iter(make_prompts(config)))  # a mistake in prompts or tokenizer is reported now, and not by an actor
+        check_inputs(config)
         common: dict[str, Any] = {"parts": brought, "on_progress": on_progress, "should_stop": should_stop}
         training: SynchronousRun | DetachedRun
         if sync:

@@ -22,7 +22,7 @@ from coati.errors import ConfigError
 from coati.experience_maker import NaiveExperienceMaker
 from coati.ledger import LedgerRules
 from coati.models import Actor, Critic, RewardModel
-from coati.models.calls import check_vocabularies, context_length_of
+from coati.models.calls import context_length_of
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import load_prompts
 from coati.rewards import FunctionReward, Reward, RewardScorer, build_reward
@@ -99,7 +99,6 @@ def maker_models(
             if model is not None:
                 compile_blocks(model)
     scorer = make_scorer(config, reward, compiled=config.train.compile)
-    check_vocabularies(actor.config, reference.config, scorer.tokenizer)
     return actor, critic, scorer, reference
 
 
@@ -112,7 +111,11 @@ def make_scorer(
     def load_reward_model(path: str) -> RewardModel:
         model: RewardModel = _loaded("reward.model", path, RewardModel)
         if not bool(model.value_head.weight.any()):
-            logger.warning("reward model %s has a head of zeros, so every score is 0. Was it ever trained?", path)
+            logger.warning(
+                "reward.model %r has a head of zeros, so every score is 0. Use a sequence-classification model with "
+                "one label, or a trained model that coati.models.RewardModel saved.",
+                path,
+            )
         if compiled:
             compile_blocks(model)
         return model.to(device).eval()
@@ -136,6 +139,25 @@ def load_tokenizer(config: RunSettings) -> Any:
             f"model.tokenizer must be a folder or hub name with a tokenizer, got {config.tokenizer_path!r}: "
             f"{_first_line(error)}"
         ) from error
+
+
+def check_inputs(config: RunSettings) -> None:
+    """Load prompts, tokenizer and the models' configs: a mistake in them is reported now, and not by an actor."""
+    next(iter(make_prompts(config)))
+    critic = config.model.path if config.model.critic == "actor" else config.model.critic
+    paths = {"model.path": config.model.path, "model.reference": config.reference_path, "model.critic": critic}
+    sizes = {
+        key: _loaded(key, path, AutoConfig, trust_remote_code=False).get_text_config().vocab_size
+        for key, path in paths.items()
+    }
+    sizes["model.tokenizer"] = load_tokenizer(config).vocab_size
+    own, reference, critic_size, tokens = sizes.values()
+    if reference != own or critic_size < own or tokens > own:
+        came = ", ".join(f"{size} in {key}" for key, size in sizes.items())
+        raise ConfigError(
+            f"Models and tokenizer must share a vocabulary, got {came} tokens. Use models and a tokenizer "
+            "that go together: a KL between two vocabularies means nothing."
+        )
 
 
 def make_prompts(config: RunSettings) -> PromptStream:
@@ -211,6 +233,8 @@ def _dtype(config: RunSettings) -> torch.dtype:
 def _loaded(setting: str, path: str, model_class: Any, **kwargs: Any) -> Any:
     try:
         return model_class.from_pretrained(path, **kwargs)
+    except ConfigError:
+        raise
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         if "allocate" in str(error):  # there is no memory for it, which is no fault of the folder
             raise

@@ -1,5 +1,6 @@
 """From settings to objects: every setting arrives, and what cannot be loaded is named."""
 
+import contextlib
 import json
 import shutil
 
@@ -277,12 +278,24 @@ def test_what_cannot_be_loaded_is_named(call, model, key, model_folder, tmp_path
         call(config_of(model={"path": path, "device": "cpu", **missing}))
 
 
-def test_a_maker_refuses_a_reference_with_another_vocabulary(model_folder, tmp_path):
-    other = LlamaConfig.from_pretrained(model_folder, vocab_size=6)
+@pytest.mark.parametrize(("key", "size", "is_wrong"), [
+    ("reference", 6, True), ("reference", 4, True), ("critic", 6, False), ("critic", 4, True), ("path", 4, True),
+])  # fmt: skip
+def test_a_run_refuses_vocabularies_that_do_not_go_together(key, size, is_wrong, model_folder, tmp_path):
+    other = LlamaConfig.from_pretrained(model_folder, vocab_size=size)
     LlamaForCausalLM(other).save_pretrained(tmp_path)
-    model = {"path": str(model_folder), "reference": str(tmp_path), "device": "cpu"}
-    with pytest.raises(ConfigError, match=r"model\.reference .* vocabulary"):
-        run.maker_models(config_of(model=model, reward={"function": "builtins:len"}))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n")
+    model = {
+        "path": str(model_folder),
+        "tokenizer": str(model_folder),
+        "reference": str(model_folder),
+        key: str(tmp_path),
+    }
+    if key == "path":  # then its tokenizer is too large
+        model["reference"] = str(tmp_path)
+    config = config_of(model=model, prompts={"path": str(tmp_path / "prompts.jsonl")}, rollout={"max_new_tokens": 4})
+    with pytest.raises(ConfigError, match="share a vocabulary") if is_wrong else contextlib.nullcontext():
+        run.check_inputs(config)
 
 
 def test_prompts_of_a_model_without_a_config_name_the_model(tmp_path):

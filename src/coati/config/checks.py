@@ -1,7 +1,7 @@
 """Checks before anything starts: are the model, the prompts and the reward really there?
 
 They need no torch, so a dry run makes them in an instant, unless the reward's own module takes longer to import. What
-only a hub or `datasets` can tell (a hub name, a column of a Parquet file) is left to the run itself.
+only shows when models, tokenizer and prompts are loaded is left to the run, which loads them before it trains.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 _CONNECT_SECONDS = 3.0
 # Enough rows to meet a wrong column or a wrong kind of prompt, few enough to be instant on any file.
 _PEEKED_ROWS = 8
-_VALUE_HEAD = "value_head.safetensors"  # `coati.models.value_head.HEAD_FILE`, which needs torch
 
 
 def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
@@ -51,11 +50,8 @@ def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
         prompt_problems.append(text if text.startswith("prompts.path") else f"prompts.path: {text}")
     return [
         *_model_problems(config),
-        *_size_problems(config),
-        *_lora_problems(config),
         *prompt_problems,
         *([] if has_reward else _reward_problems(config, columns)),
-        *_output_problems(config),
     ]
 
 
@@ -107,26 +103,13 @@ def folder_problem(folder: Path) -> str | None:
     """Find what is wrong with a model's folder, as far as its files tell without being read whole."""
     if read_json(folder / "config.json") is None:
         return "whose config.json is not a JSON object"
-    try:
-        _weight_names(folder)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _weight_names(folder: Path) -> set[str]:
-    """Return the names of the weights in a model's safetensors files; ValueError names a file that is damaged.
-
-    Whether files are missing, only loading tells.
-    """
-    names: set[str] = set()
     for path in folder.glob("*.safetensors"):
         try:
-            with safe_open(path, framework="numpy") as file:
-                names.update(file.keys())
+            with safe_open(path, framework="numpy"):
+                pass
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"whose {path.name} is damaged ({error})") from None
-    return names
+            return f"whose {path.name} is damaged ({error})"
+    return None
 
 
 def _model_problems(config: RunSettings) -> Iterator[str]:
@@ -144,75 +127,6 @@ def _model_problems(config: RunSettings) -> Iterator[str]:
             yield f"{key} {path!r} has no {needed}. Name the folder that save_pretrained wrote."
         elif key != "model.tokenizer" and (problem := folder_problem(folder)):
             yield f"{key} is {path!r}, {problem}. Use another copy, or write it again with save_pretrained."
-        elif key.startswith("reward.") and not _has_value_head(folder):
-            yield (
-                f"{key} {path!r} has no head that scores: every score would be 0. Use a sequence-classification model "
-                "with one label, or a folder saved by coati.models.RewardModel."
-            )
-
-
-def _has_value_head(folder: Path) -> bool:
-    """Say whether a reward model that is loaded from here has a head; True where its config does not say."""
-    architectures = (read_json(folder / "config.json") or {}).get("architectures") or ["ForSequenceClassification"]
-    return str(architectures[0]).endswith("ForSequenceClassification") or (folder / _VALUE_HEAD).is_file()
-
-
-def _size_problems(config: RunSettings) -> Iterator[str]:
-    """Responses that do not fit, and vocabularies that do not go together, where the folders tell."""
-    path, wanted = config.model.path, config.rollout.max_new_tokens
-    context = _config_number(path, "max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
-    if context is not None and wanted >= context:
-        yield (
-            f"rollout.max_new_tokens must be below the {context} tokens that fit {path}, prompt included, got "
-            f"{wanted}. Lower it, so that prompts have room too."
-        )
-    vocabulary = _config_number(path, "vocab_size")
-    if vocabulary is None:
-        return
-    sizes = {key: _config_number(other, "vocab_size") for key, other in config.input_paths.items()}
-    sizes["model.tokenizer"] = _tokenizer_size(config.tokenizer_path)
-    for key, size in sizes.items():
-        is_too_large = key in ("model.reference", "model.tokenizer") and size is not None and size > vocabulary
-        is_too_small = key != "model.tokenizer" and size is not None and size < vocabulary
-        if is_too_large or is_too_small:
-            yield (
-                f"{key} has {size} tokens, but model.path {path!r} knows {vocabulary} (vocab_size). Use a model and a "
-                "tokenizer that go together."
-            )
-
-
-def _config_number(folder: str, *keys: str) -> int | None:
-    """Return the first of these numbers that the model's config has; None where it has none."""
-    config = read_json(Path(folder) / "config.json") or {}
-    nested = config.get("text_config")
-    parts = (nested if isinstance(nested, dict) else {}, config)
-    numbers = (part.get(key) for part in parts for key in keys)
-    return next((number for number in numbers if isinstance(number, int) and number > 0), None)
-
-
-def _tokenizer_size(folder: str) -> int | None:
-    """Return the size of a tokenizer's own vocabulary, without tokens that were added to it."""
-    vocabulary = (read_json(Path(folder) / "tokenizer.json") or {}).get("model", {}).get("vocab")
-    if isinstance(vocabulary, dict):
-        return max(vocabulary.values(), default=-1) + 1
-    return len(vocabulary) if isinstance(vocabulary, list) else None
-
-
-def _lora_problems(config: RunSettings) -> Iterator[str]:
-    """Targets that no weight of the model is named after; only where its files can be looked into."""
-    if not config.lora.target_modules:
-        return
-    try:
-        layers = {name.rpartition(".")[0] for name in _weight_names(Path(config.model.path))}
-    except ValueError:  # a hub name, or reported with the model
-        return
-    known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers if layer.endswith("_proj")}))
-    for target in config.lora.target_modules:
-        if layers and not any(f".{layer}".endswith(f".{target}") for layer in layers):
-            yield (
-                f"lora.target_modules must name layers of {config.model.path}, got {target!r}. "
-                f"{f'It has {known}. ' if known else ''}Leave the list empty for all linear layers."
-            )
 
 
 def _peeked_columns(config: RunSettings) -> list[str] | None:
@@ -233,16 +147,6 @@ def _peeked_columns(config: RunSettings) -> list[str] | None:
             "prompts as JSONL."
         )
     return None
-
-
-def _output_problems(config: RunSettings) -> Iterator[str]:
-    folder = config.output_folder.resolve()
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        yield (
-            f"run.output must be a folder that you may write to, got {str(config.output_folder)!r}, but "
-            f"{str(nearest)!r} is {'write-protected' if nearest.is_dir() else 'a file'}. Choose another run.output."
-        )
 
 
 def _reward_problems(config: RunSettings, columns: Sequence[str] | None) -> Iterator[str]:

@@ -14,34 +14,6 @@ DEFAULT_MAX_NEW_TOKENS = 128
 # Passed on to `generate`, so only the reference engine knows them. None of them changes what a token is drawn from.
 _PASSED_ON = ["bos_token_id", "cache_config", "cache_implementation", "max_time", "prefill_chunk_size"]
 _PASSED_ON += ["stopping_criteria", "use_cache"]
-_BEAMS = "Beam search does not sample from the policy. Leave it out."
-_NOT_POLICY = (
-    "Tokens would be drawn from another distribution than the policy's, and training treats them as the policy's "
-    "samples. Leave it out and shape the reward instead."
-)
-_OTHER_CUT = "Use top_k, top_p or min_p."
-_NOT_KEYED = "It would bypass the draws that are keyed by sample id. Leave it out."
-_RESULTS = "coati decides what is returned. Leave it out."
-_REASONS = {
-    "constraints diversity_penalty early_stopping force_words_ids length_penalty num_beams num_beam_groups": _BEAMS,
-    "bad_words_ids begin_suppress_tokens dola_layers encoder_no_repeat_ngram_size": _NOT_POLICY,
-    "encoder_repetition_penalty exponential_decay_length_penalty forced_bos_token_id": _NOT_POLICY,
-    "forced_eos_token_id guidance_scale": _NOT_POLICY,
-    "logits_processor min_length min_new_tokens no_repeat_ngram_size penalty_alpha": _NOT_POLICY,
-    "prefix_allowed_tokens_fn remove_invalid_values renormalize_logits repetition_penalty": _NOT_POLICY,
-    "sequence_bias suppress_tokens token_healing watermarking_config": _NOT_POLICY,
-    "epsilon_cutoff eta_cutoff top_h typical_p": _OTHER_CUT,
-    "assistant_model num_assistant_tokens prompt_lookup_num_tokens use_mtp": _NOT_KEYED,
-    "output_attentions output_hidden_states output_logits output_scores return_dict_in_generate": _RESULTS,
-    "num_return_sequences": "Repeat the prompt in the batch instead, so that every sample has its own id.",
-    "generation_config": "Pass its settings one by one, so that they can be checked and logged.",
-}
-_REFUSED = {name: reason for names, reason in _REASONS.items() for name in names.split()}
-# Refused options that do nothing at 1; the others do nothing at None, False or 0.
-_NEUTRAL_AT_ONE = {"encoder_repetition_penalty", "length_penalty", "num_beam_groups", "num_beams"}
-_NEUTRAL_AT_ONE |= {"num_return_sequences", "repetition_penalty", "typical_p"}
-
-
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -78,9 +50,7 @@ class GenerateOptions(SamplingSettings):
     eos_token_id: Any = None
     """One token or several."""
     pad_token_id: int | None = None
-    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = setting(
-        (), rule="a list of texts, none empty", strict=False
-    )
+    stop_strings: tuple[Text, ...] = setting((), rule="a list of texts, none empty", strict=False)
     """A response ends with the token that completes one of these; that token is part of it."""
     tokenizer: Any = None
     """Tells what text tokens stand for, for `stop_strings`. A run uses its own."""
@@ -92,16 +62,15 @@ class GenerateOptions(SamplingSettings):
         """Check names and values; GenerateOptionError names the option, the rule, the value and the remedy."""
         chosen: dict[str, Any] = {}
         for name, value in options.items():
-            if name in _REFUSED:
-                if value is not None and value != (name in _NEUTRAL_AT_ONE):
-                    raise GenerateOptionError(f"generate option {name}={value!r} is not supported. {_REFUSED[name]}")
-            elif name not in KNOWN_OPTIONS:
+            if name not in KNOWN_OPTIONS:
                 near = difflib.get_close_matches(name, KNOWN_OPTIONS, n=1)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise GenerateOptionError(
-                    f"unknown generate option {name}={value!r}.{hint} Known options: {', '.join(KNOWN_OPTIONS)}."
+                    f"unknown generate option {name}={value!r}.{hint} Known options: {', '.join(KNOWN_OPTIONS)}. "
+                    "Others of transformers are not supported: with beams, penalties or forced tokens, responses would "
+                    "not be samples of the policy, as which training treats them."
                 )
-            elif value is not None:
+            if value is not None:
                 chosen[name] = value
         if isinstance(chosen.get("stop_strings"), str):
             chosen["stop_strings"] = [chosen["stop_strings"]]

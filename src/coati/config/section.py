@@ -12,51 +12,24 @@ from pydantic.fields import FieldInfo
 
 from coati.errors import ConfigError
 
-# What TRL, verl, OpenRLHF and others call what has another name here.
+# What TRL and verl call what has another name here, of what people set most; docs/from-trl.md has the others.
 _FOREIGN_NAMES = {
-    "train.actor_lr": "lr learning_rate actor_learning_rate",
-    "train.critic_lr": "critic_learning_rate",
-    "train.batch_size": "train_batch_size ppo_mini_batch_size gradient_accumulation_steps",
-    "train.micro_batch_size": "per_device_train_batch_size micro_train_batch_size ppo_micro_batch_size_per_gpu",
-    "train.micro_batch_tokens": "ppo_max_token_len_per_gpu",
-    "train.total_steps": "max_steps num_train_epochs total_training_steps total_epochs num_episodes",
-    "train.epochs": "num_iterations ppo_epochs num_ppo_epochs",
-    "train.warmup_steps": "warmup_ratio lr_warmup_steps",
-    "train.lr_schedule": "lr_scheduler_type",
-    "train.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
-    "train.save_every": "save_steps save_freq",
-    "train.mixed_precision": "bf16 fp16",
-    "algorithm.name": "algorithm adv_estimator advantage_estimator",
-    "algorithm.kl_coef": "beta init_kl_coef kl_loss_coef",
-    "algorithm.eps_clip": "epsilon cliprange clip_ratio",
-    "algorithm.eps_clip_high": "epsilon_high clip_ratio_high",
-    "algorithm.value_clip": "cliprange_value",
-    "algorithm.normalization": "loss_type loss_agg_mode",
-    "rollout.samples_per_prompt": "num_generations n_samples_per_prompt rollout_n",
-    "rollout.max_new_tokens": "max_completion_length max_response_length response_length generate_max_len",
-    "prompts.max_tokens": "max_prompt_length prompt_max_len",
-    "prompts.path": "dataset dataset_name train_files prompt_data",
-    "prompts.column": "prompt_key input_key dataset_text_field",
-    "model.path": "model_name_or_path model_name pretrain",
-    "model.reference": "ref_model ref_model_path",
-    "model.dtype": "torch_dtype",
-    "reward.function": "reward_funcs reward_func custom_reward_function",
-    "reward.model": "reward_model reward_pretrain",
-    "run.output": "output_dir default_local_dir save_path",
-    "run.name": "run_name experiment_name",
-    "lora.rank": "r lora_r lora_rank use_peft",
-    "topology.max_staleness": "async_level staleness_threshold max_head_offpolicyness",
+    "lr": "train.actor_lr",
+    "learning_rate": "train.actor_lr",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "max_steps": "train.total_steps",
+    "num_train_epochs": "train.total_steps",
+    "algorithm": "algorithm.name",
+    "beta": "algorithm.kl_coef",
+    "epsilon": "algorithm.eps_clip",
+    "num_generations": "rollout.samples_per_prompt",
+    "max_completion_length": "rollout.max_new_tokens",
+    "model_name_or_path": "model.path",
+    "reward_funcs": "reward.function",
+    "output_dir": "run.output",
 }
-_OURS = {foreign: ours for ours, names in _FOREIGN_NAMES.items() for foreign in names.split()}
-_ABSENT = {
-    **dict.fromkeys(
-        ("wandb", "report_to", "logger", "project_name", "use_wandb"),
-        "A run writes metrics.jsonl, and TensorBoard files with logging.tensorboard. For another service pass trackers "
-        "to coati.train.",
-    ),
-    **dict.fromkeys(("resume", "resume_from_checkpoint", "resume_mode"), "A run cannot be resumed yet."),
-    **dict.fromkeys(("use_vllm", "vllm_mode"), "There is no vLLM back end yet; rollout.engine is native or reference."),
-}
+_TRACKERS = "A run writes metrics.jsonl and TensorBoard files. For another service pass trackers to coati.train."
+_ABSENT = {"wandb": _TRACKERS, "report_to": _TRACKERS, "resume": "A run cannot be resumed yet."}
 
 
 def setting(default: Any = ..., about: str = "", *, rule: str = "", remedy: str = "", **constraints: Any) -> Any:
@@ -204,10 +177,10 @@ def _unknown(location: Sequence[int | str], owner: type[BaseModel]) -> str:
     elsewhere = [f"{section}.{name}" for section, other in _SECTIONS.items() if name in other.model_fields]
     if name in _ABSENT:
         remedy = _ABSENT[name]
-    elif name in _OURS:
-        section, _, ours = _OURS[name].partition(".")
+    elif name in _FOREIGN_NAMES:
+        section, _, ours = _FOREIGN_NAMES[name].partition(".")
         about = str(_SECTIONS[section].model_fields[ours].description)
-        remedy = f"Use {_OURS[name]}: {about[:1].lower()}{about[1:]}"
+        remedy = f"Use {section}.{ours}: {about[:1].lower()}{about[1:]}"
     elif close := difflib.get_close_matches(name, known, n=1):
         remedy = f"Did you mean {_dotted((*location[:-1], close[0]))}?"
     elif elsewhere:

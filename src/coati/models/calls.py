@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from coati.errors import ConfigError
-
 
 def own_config(config: PreTrainedConfig | str | Path) -> PreTrainedConfig:
     """A config for one model alone: read from its path, or a copy of what came.
@@ -23,21 +21,6 @@ def own_config(config: PreTrainedConfig | str | Path) -> PreTrainedConfig:
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(str(config), trust_remote_code=False)
         return loaded
     return copy.deepcopy(config)
-
-
-def check_vocabularies(policy: PreTrainedConfig, reference: PreTrainedConfig, tokenizer: Any) -> None:
-    """Refuse a reference whose tokens are not the policy's, and a tokenizer that writes tokens the policy lacks."""
-    own, other = (config.get_text_config().vocab_size for config in (policy, reference))
-    if own != other:
-        raise ConfigError(
-            f"model.reference must have the vocabulary of model.path, {own} tokens, got {other}. A KL between two "
-            "vocabularies means nothing: use the model that training starts from."
-        )
-    if tokenizer.vocab_size > own:
-        raise ConfigError(
-            f"model.tokenizer must have no more tokens than model.path, {own}, got {tokenizer.vocab_size}. "
-            "Use the model's own tokenizer."
-        )
 
 
 def forward_causal(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coati.config import LoRASettings
-from coati.errors import WeightUpdateError
+from coati.errors import ConfigError, WeightUpdateError
 
 _ADAPTER_NAME = re.compile(r"^(?P<layer>.+)\.lora_(?P<matrix>[AB])\.(?P<adapter>[^.]+)\.weight$")
 
@@ -41,6 +41,13 @@ def add_lora(model: PreTrainedModel | nn.Module, settings: LoRASettings | None, 
         return model
     from peft import LoraConfig, get_peft_model
 
+    names = [f".{name}" for name, _ in model.named_modules()]
+    missing = [target for target in settings.target_modules if not any(name.endswith(f".{target}") for name in names)]
+    if missing and task == "CAUSAL_LM":  # a critic has the layers of the policy's body, and no head
+        raise ConfigError(
+            f"lora.target_modules must name layers of the model, got {missing[0]!r}. Leave the list empty for all "
+            "linear layers but the output head."
+        )
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,

@@ -235,7 +235,7 @@ def test_names_that_others_use_are_known(override, remedy):
 
 
 def test_every_foreign_name_leads_to_a_setting():
-    for ours in _FOREIGN_NAMES:
+    for ours in _FOREIGN_NAMES.values():
         section, name = ours.split(".")
         assert name in RunSettings.model_fields[section].annotation.model_fields
 

@@ -147,6 +147,8 @@ def test_settings_name_the_rule():
         LoRASettings(target_modules=("q_proj",))
     with pytest.raises(ConfigError, match=r"lora\.dropout must be"):
         LoRASettings(rank=1, dropout=1.0)
+    with pytest.raises(ConfigError, match=r"lora\.target_modules .*'query'"):
+        Actor.from_config(LLAMA, lora=LoRASettings(rank=1, target_modules=("q_proj", "query")))
 
 
 def test_rank_zero_leaves_the_model_alone():

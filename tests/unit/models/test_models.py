@@ -20,7 +20,7 @@ import coati.models.calls
 from coati.errors import CheckpointError, ConfigError
 from coati.models import Actor, Critic, LoRASettings, RewardModel, action_logprobs, as_critic
 from coati.models.actor import unwrap
-from coati.models.calls import check_vocabularies, context_length_of, last_real_position
+from coati.models.calls import context_length_of, last_real_position
 from coati.models.memory import shapes_only, tied_names
 from coati.models.value_head import HEAD_FILE
 
@@ -391,12 +391,3 @@ def test_shapes_are_those_of_the_loaded_model(request, tmp_path, made, family, l
     assert tied_names(empty) == tied_names(loaded)
     assert {parameter.dtype for parameter in asked.parameters()} == {torch.float16}
     assert not any(tensor.is_meta for tensor in made.from_config(tmp_path).parameters())
-
-
-def test_a_tokenizer_or_a_reference_with_other_tokens_is_refused(llama_config):
-    policy, tokenizer = llama_config(), SimpleNamespace(vocab_size=11)
-    check_vocabularies(policy, llama_config(), tokenizer)
-    with pytest.raises(ConfigError, match="reference"):
-        check_vocabularies(policy, llama_config(vocab_size=12), tokenizer)
-    with pytest.raises(ConfigError, match="tokenizer"):
-        check_vocabularies(policy, policy, SimpleNamespace(vocab_size=12))
