@@ -70,7 +70,7 @@ def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets
 
     for seed in range(5):
         ray.get(trainer.__ray_call__.remote(shake, seed))
-    ray.get(trainer.change_makers.remote([maker_name, newcomer_name], newcomers=[newcomer_name]))
+    ray.get(trainer.change_makers.remote([maker_name, newcomer_name]))
     for seed in range(5, 7):
         ray.get(trainer.__ray_call__.remote(shake, seed))
     *_, adapters, joined, again = (

@@ -139,10 +139,6 @@ class DetachedTrainer(FitSteps):
         """End `fit` before its next batch; weights and buffer stay as they are."""
         self._stop.set()
 
-    def change_makers(self, maker_names: Sequence[str]) -> None:
-        """Makers have joined, left or died: experience comes from these from now on."""
-        self.maker_names = tuple(maker_names)
-
     # The buffer, as makers and drivers reach it.
 
     @ray.method(concurrency_group="buffer_length")

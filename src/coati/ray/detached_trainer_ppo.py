@@ -120,11 +120,10 @@ class PPOTrainer(DetachedTrainer):
         )
 
     def _make_sender(self) -> WeightSender:
-        updated = self.options.updated_makers
         return WeightSender(
             self._learner.models,
             self.strategy,
-            Recipients(RayPeers(), self.maker_names if updated is None else updated, self.deadlines),
+            Recipients(RayPeers(), self.maker_names, self.deadlines),
             self.options.topology,
             timeline=self._timeline,
             shared=shared_memory_of(self._learner.device),
@@ -174,14 +173,13 @@ class PPOTrainer(DetachedTrainer):
             self._sender.result(self._sync)
 
     @ray.method(concurrency_group="model_io")
-    def change_makers(self, maker_names: Sequence[str], updated_makers: Sequence[str] | None = None) -> None:
-        """Follow makers that joined, left or died; those that joined get all weights with the next version.
+    def change_makers(self, maker_names: Sequence[str]) -> None:
+        """Send weights to these makers from now on; those that joined get all of them with the next version.
 
-        Ranks of a group may be told at different moments: a maker stays with the trainer that updates it.
+        Ranks of a group hold the same weights, so each has makers of its own.
         """
         with self._hold_weights():  # not in the middle of an update
-            self._sender.change_makers(maker_names if updated_makers is None else updated_makers)
-        super().change_makers(maker_names)
+            self._sender.change_makers(maker_names)
 
     def release_maker(self, maker: str, reason: str) -> None:
         """A maker is gone or does not respond: grant its leases to others, and do not wait for it."""

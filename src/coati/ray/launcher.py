@@ -10,8 +10,10 @@ join and leave (`coati scale`); any other failure ends the run with its error. A
 trained so far saved.
 """
 
+import dataclasses
 import functools
 import logging
+import math
 import os
 import time
 import uuid
@@ -21,20 +23,13 @@ from typing import Any
 from coati import run
 from coati.config import RunSettings
 from coati.counting import listed
-from coati.errors import (
-    DeadlineExceeded,
-    PeerDied,
-    PeerUnavailable,
-    RemoteError,
-    RunStopped,
-    ScalingRefused,
-)
+from coati.errors import PeerDied, PeerUnavailable, RemoteError, RunStopped, ScalingRefused
 from coati.monitor.control import RunControl
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.records import RecordPage
 from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Span
-from coati.peers import Peer, PendingCall, wait_all, wait_any
+from coati.peers import PendingCall, wait_all, wait_any, wait_in_slices
 from coati.ray.cluster import connected
 from coati.ray.maker_pool import MakerPool
 from coati.ray.run_actors import RunActors
@@ -45,6 +40,17 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5
 _LAST_POLL_SECONDS = 5.0
 _STOP_SECONDS = 60.0
+
+
+@dataclasses.dataclass
+class _Followed:
+    """What the driver has read of an actor, and what it has asked."""
+
+    record_cursor: int = 0
+    span_cursor: int = 0
+    calls: list[PendingCall] = dataclasses.field(default_factory=list)
+    asked_at: float = 0.0
+    is_stalled: bool = False
 
 
 class DetachedRun:
@@ -72,12 +78,9 @@ class DetachedRun:
         self._folder = self._config.output_folder.resolve()
         self._checkpoints = self._folder / "checkpoints"
         self._actors = make_actors(self._config, checkpoints=self._checkpoints, parts=parts)
-        self._polls: dict[str, list[PendingCall]] = {}  # pending questions to each actor
-        self._cursors: dict[str, tuple[int, int]] = {}  # of records and of spans
+        self._followed: dict[str, _Followed] = {}
         self._is_stopping = False
         self._is_scaling = False
-        self._asked_at: dict[str, float] = {}  # when the pending questions were asked
-        self._stalled: set[str] = set()  # makers that do not answer
 
     def run(self, model_path: str) -> None:
         """Train, and save the actor to `model_path`."""
@@ -91,13 +94,12 @@ class DetachedRun:
                 self._actors,
                 functools.partial(run.make_prompts, self._config),
                 max_restarts=self._config.topology.max_restarts,
-                is_private=is_private,
                 before_end=self._take_leave,
                 after_death=self._forget,
             )
             ending = "failed"
             try:
-                self._actors.create(should_stop=self._should_stop)
+                self._actors.create(should_stop=self._should_stop, is_private=is_private)
                 self._show("loading models")
                 start = self._deadlines.start_seconds
                 waiting = {actor.call("progress"): name for name, actor in self._actors.running.items()}
@@ -140,9 +142,7 @@ class DetachedRun:
         self.poll_actors(timeout=_LAST_POLL_SECONDS)
         self._log.flush()
         self._show("")
-        if (
-            late := self._pool.working
-        ):  # training is complete; a generation whose result is not needed must not spoil it
+        if late := self._pool.working:  # training is complete, and what they would still make is not needed
             logger.warning("%s did not stop within %g s and will be killed", listed(late), _STOP_SECONDS)
 
     def _follow_makers(self) -> None:
@@ -185,36 +185,41 @@ class DetachedRun:
     def poll_actors(self, *, timeout: float) -> None:
         """Fetch what the actors have recorded and show it. All are asked at once; a busy one is read later."""
         for name, actor in self._actors.running.items():
-            if name not in self._polls:
-                self._polls[name] = self._ask(name, actor)
-                self._asked_at[name] = time.monotonic()
-        done = set(wait_all([call for calls in self._polls.values() for call in calls], timeout))
-        for name in [name for name, calls in self._polls.items() if done.issuperset(calls)]:
-            try:
-                self._read(name, *(call.result(0) for call in self._polls.pop(name)))
-            except (RemoteError, PeerDied, PeerUnavailable) as error:
-                logger.debug("%s could not be asked: %s", name, error)  # its loop fails too, and says why
-        self._note_stalls()
+            followed = self._followed.setdefault(name, _Followed())
+            if not followed.calls:
+                followed.calls = [
+                    actor.call("records_since", followed.record_cursor),
+                    actor.call("spans_since", followed.span_cursor),
+                    *([actor.call("buffer_get_length")] if self._is_first_trainer(name) else []),
+                ]
+                followed.asked_at = time.monotonic()
+        done = set(wait_all([call for followed in self._followed.values() for call in followed.calls], timeout))
+        for name, followed in self._followed.items():
+            if done.issuperset(followed.calls):
+                calls, followed.calls = followed.calls, []
+                try:
+                    self._read(name, followed, *(call.result(0) for call in calls))
+                except (RemoteError, PeerDied, PeerUnavailable) as error:
+                    logger.debug("%s could not be asked: %s", name, error)  # its loop fails too, and says why
+            if name in self._actors.makers:
+                self._note_stall(name, followed)
         self._on_progress(self._log.snapshot())
 
-    def _note_stalls(self) -> None:
-        """Have the leases of makers that do not answer granted to others: what they deliver later is refused."""
-        seconds, now = self._deadlines.stall_seconds, time.monotonic()
-        late = {name for name in self._polls if now - self._asked_at[name] >= seconds and name in self._actors.makers}
-        for name in late - self._stalled:
+    def _note_stall(self, name: str, followed: _Followed) -> None:
+        """Have the leases of a maker that does not answer granted to others: what it delivers later is refused."""
+        seconds = self._deadlines.stall_seconds
+        was_stalled = followed.is_stalled
+        followed.is_stalled = bool(followed.calls) and time.monotonic() - followed.asked_at >= seconds
+        if followed.is_stalled and not was_stalled:
             logger.warning("%s has not answered for %g s; its work is given to others", name, seconds)
             self._actors.release(name, "does not respond")
-        for name in self._stalled - late:
+        elif was_stalled and not followed.is_stalled:
             logger.warning("%s answers again", name)
-        self._stalled = late
 
-    def _ask(self, name: str, actor: Peer) -> list[PendingCall]:
-        at, spans_at = self._cursors.get(name, (0, 0))
-        calls = [actor.call("records_since", at), actor.call("spans_since", spans_at)]
-        return [*calls, actor.call("buffer_get_length")] if self._is_first_trainer(name) else calls
-
-    def _read(self, name: str, page: RecordPage[Any], spans: RecordPage[Span], buffer_batches: int = 0) -> None:
-        self._cursors[name] = page.cursor, spans.cursor
+    def _read(
+        self, name: str, followed: _Followed, page: RecordPage[Any], spans: RecordPage[Span], buffer_batches: int = 0
+    ) -> None:
+        followed.record_cursor, followed.span_cursor = page.cursor, spans.cursor
         self._log.spans(name, spans.records)
         if not self._log_to_driver:  # else Ray shows them with the rest of the actor's log
             self._log.warnings(name, page.records)
@@ -235,9 +240,7 @@ class DetachedRun:
 
     def _forget(self, name: str) -> None:
         """A maker is gone; another may take its name."""
-        self._polls.pop(name, None)
-        self._cursors.pop(name, None)
-        self._stalled.discard(name)
+        self._followed.pop(name, None)
         self._log.left(name)
 
     def _save(self, path: str, *, seconds: float) -> None:
@@ -266,14 +269,20 @@ class DetachedRun:
 
     def _await_all(self, calls: dict[PendingCall, str], what: str, *, seconds: float, can_stop: bool = False) -> None:
         """Wait for all calls; the first error is raised at once, because others may wait for the one that failed."""
-        deadline = time.monotonic() + seconds
-        while calls:
+
+        def have_ended(timeout: float) -> bool:
             if can_stop and self._should_stop():
                 raise RunStopped("stopped before training began; there was nothing to save.")
-            if time.monotonic() >= deadline:
-                late = listed(sorted(calls.values()))
-                raise DeadlineExceeded(f"waited {seconds:g} s for {what} ({late} did not answer).")
-            self._finish_some(calls, timeout=_POLL_SECONDS)
+            self._finish_some(calls, timeout=timeout)
+            return not calls
+
+        wait_in_slices(
+            have_ended,
+            deadline_seconds=seconds,
+            what=lambda: f"{what} ({listed(sorted(calls.values()))} did not answer)",
+            slice_seconds=_POLL_SECONDS,
+            message_every=math.inf,
+        )
 
     def _show(self, message: str) -> None:
         self._log.message = message

@@ -5,6 +5,7 @@ stops asking; the leases of one that died go to others, and to its successor. So
 `advance` at each turn of its loop.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from coati.counting import counted, listed
 from coati.errors import PeerDied, PeerUnavailable, RemoteError, ScalingRefused
 from coati.monitor.control import MAX_MAKERS
 from coati.peers import PendingCall, wait_any
-from coati.ray.run_actors import RunActors, makers_to_leave
+from coati.ray.run_actors import RunActors
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ class MakerPool:
         prompts: Callable[[], Any],
         *,
         max_restarts: int,
-        is_private: bool,
         before_end: Callable[[Sequence[str]], None],
         after_death: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -43,7 +43,6 @@ class MakerPool:
         self._actors = actors
         self._prompts = prompts
         self._max_restarts = max_restarts
-        self._is_private = is_private
         self._before_end = before_end
         self._after_death = after_death
         self._clock = clock
@@ -79,7 +78,7 @@ class MakerPool:
         if not 1 <= makers <= MAX_MAKERS:
             raise ScalingRefused(f"a run can have 1 to {MAX_MAKERS} makers, got {makers}.")
         if makers > self.size:
-            names = self._actors.name_newcomers(makers - self.size, self.size, is_private=self._is_private)
+            names = self._actors.name_newcomers(makers - self.size)
             try:
                 for name in names:
                     self._create(name)
@@ -89,7 +88,8 @@ class MakerPool:
         else:
             while self._replacements and self.size > makers:
                 self._replacements.popitem()  # the dead need not come back
-            self._leaving = set(makers_to_leave(self._actors.updaters, self.size - makers))
+            newest = reversed(self._actors.makers)
+            self._leaving = set(itertools.islice(newest, self.size - makers))
             for name in self._leaving:
                 self._actors.makers[name].call("stop")
 
@@ -107,7 +107,7 @@ class MakerPool:
         return f"{listed(sorted(self._leaving))} finishing its work, then leaving" if self._leaving else ""
 
     def _create(self, name: str) -> None:
-        self._actors.create_newcomer(name, is_private=self._is_private)
+        self._actors.create_newcomer(name)
         self._actors.tell_trainers()
         self.start(name)
 

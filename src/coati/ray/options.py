@@ -1,7 +1,7 @@
 """What the actors take besides the contract's arguments: sections of the settings, and their part in a run."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,8 +37,6 @@ class TrainerOptions:
     """CPU threads of torch; 0 leaves them alone."""
     max_response_tokens: int = 0
     """Longest response, which `algorithm.normalization = "constant"` divides by."""
-    updated_makers: Sequence[str] | None = None
-    """The makers that this rank sends weights to; None for all. Ranks hold the same weights, so they can split them."""
     save_folder: str | Path = "checkpoints"
     """Where `train.save_every` saves the actor."""
     tokenizer: Callable[[], Any] | None = None

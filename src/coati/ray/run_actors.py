@@ -1,15 +1,13 @@
 """The actors of a run: creating them from the settings, placing them, and ending them.
 
-Every maker sends experience to every trainer in turn. The trainers of a group hold the same weights, so each maker is
-updated by exactly one of them, and keeps its trainer when others join or leave: two trainers would change their lists
-at different versions, and the maker might miss one.
+Every maker sends experience to every trainer. The trainers of a group hold the same weights, so each maker is updated
+by exactly one of them, by its number, and keeps it when others join or leave: two trainers would change their lists at
+different versions, and the maker might miss one.
 """
 
 import functools
 import logging
-import os
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +32,12 @@ logger = logging.getLogger(__name__)
 _MAKER: Any = ExperienceMakerHolder
 _TRAINER: Any = DetachedPPOTrainer
 
-# With more, starting processes slow the running ones down for minutes.
-_ACTORS_PER_CORE = 8
-
 # Name, actor options and env_info of one actor.
 _Place = tuple[str, dict[str, Any], dict[str, str] | None]
 
 
 class RunActors:
-    """Makers and trainers by name, and which trainer updates which maker."""
+    """Makers and trainers by name."""
 
     def __init__(
         self,
@@ -65,58 +60,51 @@ class RunActors:
         self._placement = Placement(config, trainers=self._trainer_names, makers=names)
         self.makers: dict[str, Peer] = {}
         self.trainers: dict[str, Peer] = {}
-        self.updaters = first_updaters(names, topology.trainers)
+        self._is_private = False
 
     @property
     def running(self) -> dict[str, Peer]:
         """All makers and trainers."""
         return {**self.makers, **self.trainers}
 
-    def create(self, *, should_stop: Callable[[], bool]) -> None:
-        """Reserve resources and create all actors; they load their models after this."""
+    def create(self, *, should_stop: Callable[[], bool], is_private: bool = False) -> None:
+        """Reserve resources and create all actors; they load their models after this.
+
+        A private Ray was started with one CPU for each actor of the run, so makers that join later get none.
+        """
+        self._is_private = is_private
         self._placement.reserve(deadline_seconds=self._deadlines.start_seconds, should_stop=should_stop)
         for rank, place in enumerate(self._places(self._trainer_names, self._config.topology.gpus_per_trainer)):
             self._create_trainer(rank, place)
         for name in self._maker_names:
             self.makers[name] = self._create_maker(self._maker_options(name))
 
-    def name_newcomers(self, count: int, num_makers: int, *, is_private: bool) -> list[str]:
-        """Return names for makers that join `num_makers` others. Raises ScalingRefused if there is no room for them."""
-        topology = self._config.topology
+    def name_newcomers(self, count: int) -> list[str]:
+        """Return names for makers that are to join. Raises ScalingRefused if the cluster has no room for them."""
         free = self._host.free_resources()
-        # A private Ray was started with one CPU per actor of the run; these are numbers, not cores.
-        num_cpus = 0 if is_private else count
-        for kind, need in (("CPU", float(num_cpus)), ("GPU", count * topology.gpus_per_maker)):
+        num_gpus = count * self._config.topology.gpus_per_maker
+        for kind, need in (("CPU", 0.0 if self._is_private else float(count)), ("GPU", num_gpus)):
             room = free.get(kind, 0.0)
             if need > room:
                 raise ScalingRefused(
                     f"{counted(count, 'more maker needs', 'more makers need')} {counted(need, kind)}, but "
                     f"{room:g} {'is' if room == 1 else 'are'} free. Ask for fewer, or add nodes."
                 )
-        cores = os.cpu_count() or 1
-        num_actors = topology.trainers + num_makers + count
-        if is_private and num_actors > _ACTORS_PER_CORE * cores:
-            raise ScalingRefused(
-                f"{counted(count, 'more maker')} would make it {num_actors} actors on {counted(cores, 'core')}, and a "
-                f"run on one machine may have {_ACTORS_PER_CORE} for each core. Ask for fewer, or run on a cluster."
-            )
         names = [f"maker-{self._next_maker + index}" for index in range(count)]
         self._next_maker += count
         return names
 
-    def create_newcomer(self, name: str, *, is_private: bool) -> None:
+    def create_newcomer(self, name: str) -> None:
         """Create a maker that joins, or one that takes the place and the name of one that died."""
         options = self._maker_options(name)
         if "scheduling_strategy" not in options:
             options |= self._placement.newcomer_options()
-        if is_private:
+        if self._is_private:
             options["num_cpus"] = 0
         self.makers[name] = self._create_maker(options)
-        self.updaters.setdefault(name, trainer_for_newcomer(self.updaters, len(self.trainers)))
 
     def dismiss(self, name: str) -> None:
         """Kill a maker."""
-        self.updaters.pop(name, None)
         if (actor := self.makers.pop(name, None)) is not None:
             self._host.kill(actor)
 
@@ -126,10 +114,13 @@ class RunActors:
             trainer.call("release_maker", name, reason)
 
     def tell_trainers(self) -> None:
-        """Send each trainer the makers of the run and those it updates."""
-        names = list(self.updaters)
+        """Send each trainer the names of the makers that it updates now."""
         for rank, trainer in enumerate(self.trainers.values()):
-            trainer.call("change_makers", names, [name for name in names if self.updaters[name] == rank])
+            trainer.call("change_makers", self._updated_by(rank, self.makers))
+
+    def _updated_by(self, rank: int, makers: Iterable[str]) -> list[str]:
+        """The makers whose number falls to a trainer, as in dealing cards."""
+        return [name for name in makers if int(name.rpartition("-")[2]) % len(self._trainer_names) == rank]
 
     def kill_all(self) -> None:
         """Kill all actors and release their resources."""
@@ -146,7 +137,7 @@ class RunActors:
         self.trainers[name] = self._host.start(
             _TRAINER,
             options,
-            experience_maker_holder_name_list=self._maker_names,
+            experience_maker_holder_name_list=self._updated_by(rank, self._maker_names),
             strategy_fn=functools.partial(run.make_strategy, config, "trainer"),
             model_fn=functools.partial(run.trainer_models, config),
             env_info=env_info,
@@ -160,7 +151,6 @@ class RunActors:
                 seed=config.run.seed,
                 num_threads=run.threads_per_actor(config),
                 max_response_tokens=config.rollout.max_new_tokens,
-                updated_makers=[name for name, updater in self.updaters.items() if updater == rank],
                 save_folder=self._checkpoints,
                 tokenizer=functools.partial(run.load_tokenizer, config),
                 rules=run.ledger_rules(config, stream=rank),
@@ -221,35 +211,3 @@ class RunActors:
 
 def _actor_options(name: str, num_gpus: float, options: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "num_cpus": 1, "num_gpus": num_gpus, **options}
-
-
-def first_updaters(maker_names: Sequence[str], num_trainers: int) -> dict[str, int]:
-    """Map each maker to the rank of the trainer that sends it weights, spread evenly.
-
-    >>> first_updaters(["a", "b", "c"], 2)
-    {'a': 0, 'b': 1, 'c': 0}
-    """
-    return {name: index % num_trainers for index, name in enumerate(maker_names)}
-
-
-def trainer_for_newcomer(updaters: Mapping[str, int], num_trainers: int) -> int:
-    """Return the rank of the trainer with the fewest makers, which gets one more.
-
-    >>> trainer_for_newcomer({"a": 0, "b": 1, "c": 0}, 2)
-    1
-    """
-    load = Counter(updaters.values())
-    return min(range(num_trainers), key=lambda rank: load[rank])
-
-
-def makers_to_leave(updaters: Mapping[str, int], count: int) -> list[str]:
-    """Choose the makers that leave, so that the rest stays evenly spread: the newest of the busiest trainer.
-
-    >>> makers_to_leave({"a": 0, "b": 1, "c": 0}, 2)
-    ['c', 'b']
-    """
-    names, left = list(updaters), dict(updaters)
-    for _ in range(count):
-        load = Counter(left.values())
-        del left[next(name for name in reversed(left) if load[left[name]] == max(load.values()))]
-    return [name for name in reversed(names) if name not in left]

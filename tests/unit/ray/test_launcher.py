@@ -53,7 +53,7 @@ class Maker(Actor):
 class Trainer(Actor):
     def __init__(self):
         super().__init__()
-        self.saved, self.is_synced, self.num_full_disks = [], False, 0
+        self.saved, self.is_synced, self.num_full_disks, self.released = [], False, 0, []
 
     def fit(self, total_steps, update_steps, epochs):
         assert self.is_synced
@@ -69,6 +69,9 @@ class Trainer(Actor):
 
     def buffer_get_length(self):
         return 3
+
+    def release_maker(self, maker, reason):
+        self.released.append(maker)
 
     def strategy_save_actor(self, path, only_rank0=False):
         if self.num_full_disks > 0:
@@ -103,7 +106,7 @@ class Host:
 class Stage:
     """A run that is about to begin; `on_turn(host)` is called at every turn of the driver's loop."""
 
-    def __init__(self, folder, *, makers=1, trainers=1, train=None, seconds=PATIENCE):
+    def __init__(self, folder, *, makers=1, trainers=1, train=None, seconds=PATIENCE, stall_seconds=PATIENCE):
         self.host, self.folder, self.snapshots, self.should_stop = Host(), folder, [], False
         self.on_turn = lambda host: None
         config = build_config(
@@ -114,7 +117,7 @@ class Stage:
                 "reward": {"function": "module:function"},
                 "train": {"total_steps": 6, "batch_size": 2, **(train or {})},
                 "topology": {"makers": makers, "trainers": trainers},
-                "deadlines": {"start_seconds": seconds},
+                "deadlines": {"start_seconds": seconds, "stall_seconds": stall_seconds},
             }
         )
         self.log = RunLog(folder, total_steps=6)
@@ -235,12 +238,31 @@ def test_what_an_actor_raises_ends_the_run_with_its_name(stage):
     assert (one.state["status"], one.state["message"]) == ("ended", "failed")
 
 
-@pytest.mark.parametrize("name", ["maker-0", "trainer-0"])
-def test_an_actor_that_dies_ends_the_run_with_its_name(stage, name):
+def test_a_trainer_that_dies_ends_the_run_with_its_name(stage):
     one = stage()
-    one.on_turn = lambda host: host.peers.kill(name)
-    with pytest.raises(PeerDied, match=f"{name} died"):
+    one.on_turn = lambda host: host.peers.kill("trainer-0")
+    with pytest.raises(PeerDied, match="trainer-0 died"):
         one.go()
+
+
+def test_a_maker_that_does_not_answer_loses_its_work(stage, caplog):
+    one = stage(makers=2, stall_seconds=0.02)
+
+    def begin(host):
+        held = host.peers.hold("maker-1", "records_since")
+        one.on_turn = functools.partial(wait_for_release, held)
+
+    def wait_for_release(held, host):
+        if "maker-1" in host["trainer-0"].released:
+            held.release()
+            one.on_turn = wait_for_answer
+
+    def wait_for_answer(host):
+        if "maker-1 answers again" in caplog.text:
+            end_training(host)
+
+    one.on_turn = begin
+    one.go()
 
 
 def test_a_constructor_that_fails_ends_the_run_with_its_name(stage):

@@ -9,7 +9,6 @@ from thread_peers import PATIENCE, ThreadPeers
 
 from coati.config import build_config
 from coati.errors import PeerDied, RewardError, ScalingRefused
-from coati.ray import run_actors
 from coati.ray.maker_pool import MakerPool
 from coati.ray.run_actors import RunActors
 
@@ -41,8 +40,7 @@ class FakeTrainer:
     def __init__(self):
         self.story = []
 
-    def change_makers(self, names, updated):
-        assert names == updated
+    def change_makers(self, names):
         self.story.append(("told", *names))
 
     def release_maker(self, maker, reason):
@@ -52,7 +50,7 @@ class FakeTrainer:
 class Stage:
     """A pool of one maker, and what has happened to it."""
 
-    def __init__(self, *, makers=1, max_restarts=3):
+    def __init__(self, *, makers=1, trainers=1, max_restarts=3, is_private=True):
         self.peers, self.killed, self.on_create, self.free = ThreadPeers(), [], lambda name: None, {}
         self.now, self.taken_leave, self.died = 0.0, [], []
         config = build_config(
@@ -61,16 +59,15 @@ class Stage:
                 "prompts": {"path": "p.jsonl"},
                 "reward": {"function": "module:function"},
                 "train": {"total_steps": 6, "batch_size": 2},
-                "topology": {"makers": makers},
+                "topology": {"makers": makers, "trainers": trainers},
             }
         )
         self.actors = RunActors(config, checkpoints=None, host=self)
-        self.actors.create(should_stop=lambda: False)
+        self.actors.create(should_stop=lambda: False, is_private=is_private)
         self.pool = MakerPool(
             self.actors,
             "the prompts",
             max_restarts=max_restarts,
-            is_private=True,
             before_end=self._take_leave,
             after_death=self.died.append,
             clock=lambda: self.now,
@@ -85,6 +82,9 @@ class Stage:
         peer = self.peers.add(name, FakeTrainer() if name.startswith("trainer") else FakeMaker())
         self.on_create(name)
         return peer
+
+    def find_meeting(self, name, options):
+        return SimpleNamespace(result=lambda seconds: ("ab" * 28, "127.0.0.1", 4711))
 
     def kill(self, peer):
         self.killed.append(peer.name)
@@ -131,7 +131,7 @@ class Stage:
     def check_consistent(self):
         """The same makers are alive, counted, updated and working."""
         names = self.alive
-        assert sorted(self.pool.working) == sorted(self.actors.updaters) == names
+        assert sorted(self.pool.working) == names
         assert self.pool.size == len(names)
 
 
@@ -193,21 +193,26 @@ def test_impossible_numbers_of_makers_are_refused(stage, makers):
     stage.check_consistent()
 
 
-def test_without_room_what_makers_need_and_what_is_free_are_counted(stage):
+def test_without_room_what_makers_need_and_what_is_free_are_counted():
+    stage = Stage(is_private=False)
     stage.free = {"CPU": 1.0}
     with pytest.raises(ScalingRefused, match=r"2 CPUs.* 1 is free"):
-        stage.actors.name_newcomers(2, 1, is_private=False)
+        stage.pool.scale_to(3)
     stage.free = {}
     with pytest.raises(ScalingRefused, match=r"1 CPU.* 0 are free"):
-        stage.actors.name_newcomers(1, 1, is_private=False)
+        stage.pool.scale_to(2)
+    stage.check_consistent()
 
 
-def test_on_one_machine_there_are_so_many_actors_for_a_core(stage, monkeypatch):
-    monkeypatch.setattr(run_actors.os, "cpu_count", lambda: 1)
-    with pytest.raises(ScalingRefused, match="9 actors"):
-        stage.pool.scale_to(8)
-    assert stage.alive == ["maker-0"]
-    assert len(stage.actors.name_newcomers(6, 1, is_private=True)) == 6
+def test_each_maker_is_updated_by_one_trainer_which_it_keeps():
+    stage = Stage(makers=3, trainers=2)
+    stage.scale_to(5)
+    stage.scale_to(4)
+    stage.die("maker-0")
+    stage.now += 1.0
+    stage.pool.advance()
+    last = [stage.peers[f"trainer-{rank}"].drain() or stage[f"trainer-{rank}"].story[-1] for rank in range(2)]
+    assert [sorted(told) for told in last] == [["maker-0", "maker-2", "told"], ["maker-1", "maker-3", "told"]]
 
 
 def fail_to_be_made(stage):

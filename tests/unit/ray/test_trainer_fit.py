@@ -133,18 +133,6 @@ def test_when_makers_are_finished_the_last_partial_batch_is_trained_on(make_trai
     assert trainer.version == 2  # after batches 0 and 1, and after the partial one
 
 
-def test_late_rounds_that_would_overfill_the_buffer_are_trained_on(make_trainer, makers):
-    # Round 0 never comes, so six items wait; three batches of them, where the buffer may hold one.
-    trainer = make_trainer(["maker"], buffer_limit=1)
-    late = items(0, 6)
-    for number, item in enumerate(late):
-        item.delivery_id, item.round_index = ("maker", number), number + 1
-    trainer.buffer_extend(late)
-    makers["maker"].target.state = "finished"
-    trainer.fit(total_steps=9, update_steps=1)
-    assert trainer.trained == [[0, 1], [2, 3], [4, 5]]
-
-
 def test_makers_that_die_while_fit_waits_are_an_error(make_trainer, makers):
 
     class Killer(TrainerCallback):
