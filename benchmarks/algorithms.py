@@ -86,7 +86,7 @@ def run(name: str, seed: int, options: dict) -> dict:
 
 def main() -> None:
     from coati.config.algorithm import ALGORITHMS
-    from coati.demo.base_model import ensure_base_model
+    from coati.demo.base_model import pretrain
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
@@ -97,7 +97,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="write every run here")
     arguments = parser.parse_args()
-    base = str(ensure_base_model(None))
+    base = tempfile.mkdtemp()
+    pretrain(Path(base))
     options = {"base": base, "steps": arguments.steps, "kl": arguments.kl, "kl_for_all": arguments.kl_for_all}
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=spawn) as pool:

@@ -179,10 +179,10 @@ def prepare(folder: Path, *, is_gpu: bool) -> None:
     if is_gpu:
         prepare_large(folder)
         return
-    from coati.demo.base_model import ensure_base_model
+    from coati.demo.base_model import pretrain
     from coati.demo.grammar import PROMPTS
 
-    shutil.copytree(ensure_base_model(None), folder / "model")
+    pretrain(folder / "model")
     write_prompts(folder, PROMPTS)
 
 

@@ -22,6 +22,7 @@ import gc
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,9 +50,11 @@ def make_model(device: str):
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     if device == "cpu":
-        from coati.demo.base_model import ensure_base_model
+        from coati.demo.base_model import pretrain
 
-        return AutoModelForCausalLM.from_pretrained(ensure_base_model(None)).eval()
+        with tempfile.TemporaryDirectory() as folder:
+            pretrain(Path(folder))
+            return AutoModelForCausalLM.from_pretrained(folder).eval()
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(Qwen2Config(**QWEN2_05B), dtype=torch.bfloat16).eval()

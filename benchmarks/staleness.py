@@ -32,7 +32,7 @@ import transformers
 from staleness_run import METHODS, MORE_METHODS, SETTINGS, Cell, about, base_rewards, recipe_of, run_cell
 
 from coati.cli.train import quiet_libraries
-from coati.demo.base_model import ensure_base_model
+from coati.demo.base_model import pretrain
 from coati.demo.grammar import PROMPTS
 from coati.demo.reward import sentiment_analyzer
 
@@ -100,7 +100,8 @@ def run_grid(cells: Sequence[Cell], output: Path, num_workers: int) -> None:
     rows = finished_runs(log, cells)
     missing = [cell for cell in cells if cell not in rows]
     print(f"{len(cells)} runs, {len(rows)} of them finished before; {num_workers} workers", flush=True)
-    base = str(ensure_base_model())
+    base = str(output / "base")
+    pretrain(output / "base")
     started = time.monotonic()
     with log.open("a", encoding="utf-8") as file:
         file.write("\n" if file.tell() else "")  # a line that a kill cut short must not swallow the next

@@ -80,7 +80,7 @@ def run(makers: int, trainers: int, options: dict) -> dict:
 
 
 def main() -> None:
-    from coati.demo.base_model import ensure_base_model
+    from coati.demo.base_model import pretrain
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shapes = "makers x trainers; both must divide 60"
@@ -93,7 +93,9 @@ def main() -> None:
     for shape in arguments.shapes:
         if any(SAMPLES_PER_STEP % int(number) for number in shape.split("x")):
             parser.error(f"--shapes must divide the {SAMPLES_PER_STEP} samples of a step, got {shape!r}")
-    options = {"base": str(ensure_base_model(None)), "steps": arguments.steps}
+    base = tempfile.mkdtemp()
+    pretrain(Path(base))
+    options = {"base": base, "steps": arguments.steps}
     options |= {"staleness": arguments.staleness, "seed": arguments.seed}
     print("| makers × trainers | reward before | after | KL | samples | oldest | training, s | whole run, s |")
     print("|---|---|---|---|---|---|---|---|", flush=True)

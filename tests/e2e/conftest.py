@@ -6,13 +6,15 @@ import sys
 import pytest
 
 from coati.cli.main import main
-from coati.demo.base_model import ensure_base_model
+from coati.demo.base_model import pretrain
 from coati.demo.grammar import PROMPTS
 
 
 @pytest.fixture(scope="session")
-def base_model():
-    return ensure_base_model(None)
+def base_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    pretrain(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

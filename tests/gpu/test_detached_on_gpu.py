@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coati.config import build_config
-from coati.demo.base_model import ensure_base_model
+from coati.demo.base_model import pretrain
 from coati.demo.grammar import PROMPTS
 from coati.monitor import RunLog, read_jsonl
 
@@ -23,12 +23,13 @@ def test_the_detached_pipeline_learns_on_half_a_card_each(tmp_path, gpu_sharing)
     pytest.importorskip("vaderSentiment", reason="the reward's lexicon")
     from coati.ray.launcher import DetachedRun
 
+    pretrain(tmp_path / "base")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     config = build_config(
         {
             "run": {"name": "gpu", "output": str(tmp_path / "out")},
-            "model": {"path": str(ensure_base_model(tmp_path / "cache"))},
+            "model": {"path": str(tmp_path / "base")},
             "prompts": {"path": str(prompts)},
             "reward": {"function": "coati.demo.reward:film_sentiment"},
             "rollout": {"prompts_per_batch": 64, "max_new_tokens": 16},

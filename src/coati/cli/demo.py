@@ -1,14 +1,10 @@
 """`coati demo`: a small language model learns to write kind film reviews, through the whole system."""
 
 import json
-import os
-import shutil
-import sys
 import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from coati.cli.train import EXIT_STOPPED, execute, quiet_libraries
@@ -38,11 +34,13 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
         "-1 to 1.\n",
         highlight=False,
     )
-    cached = _base_model(console)
     base = output / "base"
     config = demo_config(base, seed=seed, output=output)
     with open_run_folder(config, overwrite=True) as begin:
-        shutil.copytree(cached, base, dirs_exist_ok=True)  # a copy, so that the run's folder does not need the cache
+        with console.status("building the base model"):
+            from coati.demo.base_model import pretrain
+
+            pretrain(base)
         (output / "summary.json").unlink(missing_ok=True)
         prompts = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
         Path(config.prompts.path).write_text(prompts, encoding="utf-8")
@@ -72,19 +70,6 @@ def demo_config(base: Path, *, seed: int, output: Path) -> RunSettings:
             "topology": {"makers": 1, "trainers": 1, "max_staleness": 1, "buffer_limit": 4},
         }
     )
-
-
-def _base_model(console: Console) -> Path:
-    with console.status("loading libraries"):
-        from coati.demo.base_model import ensure_base_model
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("loss {task.fields[loss]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("building the base model (once)", total=None, loss="-", visible=False)
-
-        def show(step: int, steps: int, loss: float) -> None:
-            progress.update(task, total=steps, completed=step, loss=f"{loss:.2f}", visible=True)
-
-        return ensure_base_model(on_progress=show)
 
 
 def _evaluate(console: Console, config: RunSettings, model: Path, title: str) -> dict[str, float]:
@@ -125,26 +110,17 @@ def _show_files(console: Console, result: RunResult, *, seconds: float) -> None:
     page = result.folder / "report.html"
     run = read_run(result.folder)
     page.write_text(render_page(run, run_times(run.spans)), encoding="utf-8", errors="backslashreplace")
-    python, coati = _command("python"), _command("coati")
     console.print(
         f"Reward curve:  {page}\n"
         f"Model:         {result.model}\n"
         f"Metrics:       {result.folder / 'metrics.jsonl'}\n"
         f"Whole run:     {seconds:.0f} s\n"
         "\n[bold]Try next[/]\n"
-        f'  the model:      {python} -c "from transformers import pipeline; '
+        f'  the model:      python -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', '{result.model}')('the film', max_new_tokens=16))\"\n"
-        f"  another reward: {coati} train examples/film/run.toml   (its rewards.py is yours to change)\n"
-        f"  its time:       {coati} report {result.folder}\n"
-        f"  the same run:   {coati} train {result.folder / 'config.toml'} --set run.output=runs/again",
+        f"  another reward: coati train examples/film/run.toml   (its rewards.py is yours to change)\n"
+        f"  its time:       coati report {result.folder}\n"
+        f"  the same run:   coati train {result.folder / 'config.toml'} --set run.output=runs/again",
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _command(name: str) -> str:
-    """How to call a program of this environment: by name if it is on the PATH, else by its path."""
-    program = Path(sys.executable).with_name(name)
-    if shutil.which(name) == str(program) or not program.exists():
-        return name
-    return os.path.relpath(program)

@@ -12,7 +12,6 @@ from pathlib import Path
 from coati.config.checks import read_json
 from coati.config.generate import GenerateOptions, native_engine_problem
 from coati.config.run_settings import RunSettings
-from coati.config.sections import TrainSettings
 from coati.counting import counted
 
 _ROUNDED_RATE = 1e-4  # an optimizer's step is about its rate, and weights are about a hundredth
@@ -28,7 +27,7 @@ def plan_lines(config: RunSettings) -> list[str]:
         >>> print(plan_lines(config)[1])
         Makers: 1 maker; a sample may be 1 weight version behind.
     """
-    return [*_size_lines(config), *_total_lines(config), *_place_lines(config)]
+    return [*_size_lines(config), *_place_lines(config)]
 
 
 def _size_lines(config: RunSettings) -> list[str]:
@@ -43,19 +42,20 @@ def _size_lines(config: RunSettings) -> list[str]:
     if topology.max_staleness == 0:
         staleness = "every sample comes from the newest weights (on-policy)"
     per_version = train.update_steps * per_step
-    is_cut = topology.max_staleness >= 0 and per_batch > per_version
-    parts = f"; made in parts, because a weight version takes only {counted(per_version, 'sample')}" if is_cut else ""
     return [
         f"Rollout: {counted(rollout.prompts_per_batch, 'prompt')} {_TIMES} "
         f"{counted(rollout.samples_per_prompt, 'sample')} = {counted(per_batch, 'sample')} in a rollout batch, "
-        f"at most {counted(rollout.max_new_tokens, 'new token')} each, by the {_engine(config)}{parts}.",
+        f"at most {counted(rollout.max_new_tokens, 'new token')} each, by the {_engine(config)}.",
         f"Makers: {counted(topology.makers, 'maker')}; {staleness}.",
         f"Algorithm: {algorithm.name}{groups}; {penalty}.",
         f"Optimizer step: {counted(topology.trainers, 'trainer')} {_TIMES} {counted(train.batch_size, 'sample')} = "
-        f"{counted(per_step, 'sample')}, on each trainer in {_passes(train)}.",
+        f"{counted(per_step, 'sample')}.",
         f"Per weight version: {counted(train.update_steps, 'fresh batch', 'fresh batches')} {_TIMES} "
         f"{counted(train.epochs, 'epoch')} = {counted(train.update_steps * train.epochs, 'optimizer step')} on "
         f"{counted(per_version, 'fresh sample')}.",
+        f"Total: {counted(train.optimizer_steps, 'optimizer step')}, "
+        f"{counted(train.total_steps * per_step, 'sample')}, "
+        f"{counted(-(-train.total_steps // train.update_steps), 'weight version')}.",
     ]
 
 
@@ -67,32 +67,6 @@ def _engine(config: RunSettings) -> str:
         if problem is not None:
             return f"reference engine, because {problem}"
     return f"{config.rollout.engine} engine"
-
-
-def _passes(train: TrainSettings) -> str:
-    """Say how a trainer's samples are cut into passes; by tokens their lengths decide into how many."""
-    size = train.micro_batch_size or train.batch_size
-    if not train.micro_batch_tokens:
-        return f"{counted(-(-train.batch_size // size), 'pass', 'passes')} of at most {counted(size, 'sample')}"
-    tokens = counted(train.micro_batch_tokens, "token")
-    return f"passes of at most {tokens}" + (f" and {counted(size, 'sample')}" if train.micro_batch_size else "")
-
-
-def _total_lines(config: RunSettings) -> list[str]:
-    train = config.train
-    num_versions, remainder = -(-train.total_steps // train.update_steps), train.total_steps % train.update_steps
-    num_samples = train.total_steps * config.topology.trainers * train.batch_size
-    lines = [
-        f"Total: {counted(train.optimizer_steps, 'optimizer step')}, {counted(num_samples, 'sample')}, "
-        f"{counted(num_versions, 'weight version')}."
-    ]
-    if remainder:
-        lines.append(
-            f"Remainder: {train.update_steps} does not divide {train.total_steps}, so the last episode has "
-            f"{counted(remainder, 'fresh batch', 'fresh batches')} "
-            f"({counted(remainder * train.epochs, 'optimizer step')})."
-        )
-    return lines
 
 
 def _place_lines(config: RunSettings) -> list[str]:

@@ -1,18 +1,11 @@
-"""The demo's base model: a small Llama that is taught the film grammar once and kept in a cache, without a download.
+"""The demo's base model: a small Llama that is taught the film grammar, without a download.
 
 Under a hundred thousand parameters, 160 AdamW steps on fresh sentences, one thread, about five seconds. The same seed
 gives the same bits on one machine.
 """
 
-import hashlib
-import inspect
 import math
-import os
 import random
-import shutil
-import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,11 +13,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from coati.config.checks import folder_problem
 from coati.cpu import set_up_cpu
-from coati.demo import grammar
 from coati.demo.grammar import first_words, sample_sentence, vocabulary
-from coati.errors import ConfigError
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 
@@ -36,55 +26,12 @@ CONTEXT_LENGTH = 64
 _STEPS, _BATCH_SIZE = 160, 32
 _PEAK_LEARNING_RATE, _WARMUP_STEPS = 1e-2, 20
 
-ProgressCallback = Callable[[int, int, float], None]
-"""Called after every step with the step (from 1), the number of steps and the loss in nats per token."""
 
+def pretrain(folder: Path, *, seed: int = 0, steps: int = _STEPS, batch_size: int = _BATCH_SIZE) -> list[float]:
+    """Train the base model from nothing and save it, with its tokenizer, in `folder`.
 
-def ensure_base_model(root: Path | None = None, *, on_progress: ProgressCallback | None = None) -> Path:
-    """Return the folder of the base model, which is trained first if the cache does not have it.
-
-    The cache is `$COATI_CACHE`, or `coati` in the user's cache folder. Treat the folder as read-only.
+    Returns the loss of each step, in nats per token.
     """
-    root = _default_cache() if root is None else root
-    # Whatever decides the weights is in these two files.
-    recipe = "".join(inspect.getsource(module) for module in (grammar, sys.modules[__name__]))
-    entry = root / f"film-base-{hashlib.sha256(recipe.encode()).hexdigest()[:16]}"
-    if entry.is_dir() and not folder_problem(entry):
-        return entry
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        workshop = tempfile.TemporaryDirectory(prefix=".building-", dir=root)
-    except OSError as error:
-        raise ConfigError(
-            f"The cache folder {root} cannot be written ({error}). Set COATI_CACHE to another."
-        ) from error
-    with workshop:
-        built = Path(workshop.name) / "new"
-        pretrain(built, on_progress=on_progress)
-        if entry.is_dir() and folder_problem(entry):
-            shutil.rmtree(entry)
-        if not entry.exists():  # else another process has finished first
-            built.rename(entry)
-    return entry
-
-
-def _default_cache() -> Path:
-    if chosen := os.environ.get("COATI_CACHE"):
-        return Path(chosen).expanduser()
-    xdg = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG rules say that a relative path there is invalid and to be ignored.
-    return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "coati"
-
-
-def pretrain(
-    folder: Path,
-    *,
-    seed: int = 0,
-    steps: int = _STEPS,
-    batch_size: int = _BATCH_SIZE,
-    on_progress: ProgressCallback | None = None,
-) -> None:
-    """Train the base model from nothing and save it, with its tokenizer, in `folder`."""
     tokenizer = build_tokenizer()
     threads, mkldnn = torch.get_num_threads(), torch.backends.mkldnn.enabled
     set_up_cpu(1)  # sums that are split over a different number of threads round differently
@@ -92,22 +39,18 @@ def pretrain(
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
             torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also reseed the caller's GPUs
             model = LlamaForCausalLM(build_model_config(tokenizer))
-            _train(model, tokenizer, random.Random(seed), steps, batch_size, on_progress or (lambda *_: None))
+            losses = _train(model, tokenizer, random.Random(seed), steps, batch_size)
     finally:
         torch.set_num_threads(threads)
         torch.backends.mkldnn.enabled = mkldnn
     model.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return losses
 
 
 def _train(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    rng: random.Random,
-    steps: int,
-    batch_size: int,
-    on_progress: ProgressCallback,
-) -> None:
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random, steps: int, batch_size: int
+) -> list[float]:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=_PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True
     )
@@ -117,7 +60,8 @@ def _train(
         lambda step: min(1.0, (step + 1) / _WARMUP_STEPS) * 0.5 * (1.0 + math.cos(math.pi * step / steps)),
     )
     model.train()
-    for step in range(1, steps + 1):
+    losses = []
+    for _ in range(steps):
         sentences = [f"{sample_sentence(rng)}{tokenizer.eos_token}" for _ in range(batch_size)]
         # Right padding under a causal mask: no word sees padding, so no attention mask is needed.
         ids: Tensor = tokenizer(sentences, padding=True, padding_side="right", return_tensors="pt")[
@@ -131,7 +75,8 @@ def _train(
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
-        on_progress(step, steps, loss.item())
+        losses.append(loss.item())
+    return losses
 
 
 def build_model_config(

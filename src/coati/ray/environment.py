@@ -14,7 +14,7 @@ import ray
 import torch
 
 from coati.errors import ConfigError
-from coati.gpu import ProcessorShare, share_gpu
+from coati.gpu import ProcessorShare
 from coati.monitor.records import RecordLog, WarningRecorder
 from coati.ray import mps
 
@@ -54,12 +54,9 @@ def set_up_log(*, debug: bool = False, records: RecordLog[dict[str, Any]] | None
 
 
 def set_up_gpu(device: torch.device) -> None:
-    """Turn cuDNN's attention off, and limit the memory of an actor that has a share of a GPU."""
-    if device.type != "cuda":
-        return
-    torch.backends.cuda.enable_cudnn_sdp(False)  # for the reason that `without_cudnn_attention` gives
-    if has_part_of_a_gpu():
-        share_gpu(device)
+    """Turn cuDNN's attention off, for the reason that `without_cudnn_attention` gives."""
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def processors_for(device: torch.device, gpu_sharing: str) -> ProcessorShare | None:

@@ -22,16 +22,8 @@ def test_the_defaults_by_hand():
     plan = plan_of()
     text = words(plan)
     assert "16 prompts x 1 sample = 16 samples in a rollout batch" in text
-    assert "1 trainer x 16 samples = 16 samples, on each trainer in passes of at most 16,384 tokens." in text
+    assert "1 trainer x 16 samples = 16 samples." in text
     assert "Total: 100 optimizer steps, 1,600 samples, 100 weight versions." in text
-    assert "Remainder" not in text
-    assert "made in parts" not in text
-
-
-def test_how_a_batch_is_cut_into_passes():
-    text = words(plan_of("rollout.engine=reference", "train.micro_batch_tokens=0", "train.micro_batch_size=4"))
-    assert "in 4 passes of at most 4 samples." in text
-    assert "by the reference engine." in text
 
 
 @pytest.mark.parametrize(
@@ -64,19 +56,8 @@ def test_a_remainder_by_hand():
         "rollout.samples_per_prompt=8",
     )
     text = words(plan)
-    assert "16 samples, on each trainer in passes of at most 16,384 tokens and 2 samples." in text
     assert "Total: 30 optimizer steps, 160 samples, 3 weight versions." in text
     assert "4 fresh batches x 3 epochs = 12 optimizer steps on 64 fresh samples" in text
-    assert "4 does not divide 10, so the last episode has 2 fresh batches (6 optimizer steps)" in text
-    assert "made in parts" not in text
-
-
-def test_a_rollout_batch_that_is_larger_than_a_version_is_made_in_parts():
-    # 16 prompts × 8 samples = 128, where a version takes 16.
-    assert "made in parts, because a weight version takes only 16 samples" in words(
-        plan_of("rollout.samples_per_prompt=8")
-    )
-    assert "made in parts" not in words(plan_of("rollout.samples_per_prompt=8", "topology.max_staleness=-1"))
 
 
 def test_the_plan_says_which_reward_and_where_files_go():

@@ -1,4 +1,4 @@
-"""The demo's tokenizer and base model, and the cache that keeps it."""
+"""The demo's tokenizer and base model."""
 
 import math
 import random
@@ -7,10 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coati.demo import base_model
-from coati.demo.base_model import CONTEXT_LENGTH, build_tokenizer, ensure_base_model, pretrain
+from coati.demo.base_model import CONTEXT_LENGTH, build_tokenizer, pretrain
 from coati.demo.grammar import PROMPTS, sample_sentence, vocabulary
-from coati.errors import ConfigError
 
 
 def test_sentences_round_trip_with_bos_and_without_eos():
@@ -44,9 +42,8 @@ def test_prompts_are_padded_on_the_left():
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A short training: 40 steps are enough to see learning, not enough to be good."""
-    folder, losses = tmp_path_factory.mktemp("trained"), []
-    pretrain(folder, steps=40, batch_size=16, on_progress=lambda step, steps, loss: losses.append(loss))
-    return folder, losses
+    folder = tmp_path_factory.mktemp("trained")
+    return folder, pretrain(folder, steps=40, batch_size=16)
 
 
 def test_loss_falls_from_a_blind_guess_to_knowing_word_order(trained):
@@ -84,62 +81,3 @@ def test_the_same_seed_gives_the_same_bits_and_leaves_the_callers_state_alone(tm
     torch.rand(3)
     assert weights("second", seed=0) == first
     assert weights("third", seed=1) != first
-
-
-@pytest.fixture
-def builds(monkeypatch):
-    """The folders that a model was built in; building is quick here."""
-    folders, real = [], base_model.pretrain
-
-    def quickly(folder, on_progress=None):
-        folders.append(folder)
-        real(folder, steps=1, batch_size=2, on_progress=on_progress)
-
-    monkeypatch.setattr(base_model, "pretrain", quickly)
-    return folders
-
-
-def test_built_once_then_found_and_built_again_if_it_is_torn(tmp_path, builds):
-    entry = ensure_base_model(tmp_path)
-    assert ensure_base_model(tmp_path) == entry
-    assert len(builds) == 1
-    weights = entry / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1])
-    assert ensure_base_model(tmp_path) == entry
-    assert weights.read_bytes() == whole
-    assert [path.name for path in tmp_path.iterdir()] == [entry.name]
-
-
-def test_an_interrupted_build_leaves_nothing(tmp_path, builds):
-    def stop(step, steps, loss):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ensure_base_model(tmp_path, on_progress=stop)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_first_of_two_builders_wins(tmp_path, builds):
-    inodes = []
-
-    def other_finishes_first(step, steps, loss):
-        inodes.append((ensure_base_model(tmp_path) / "model.safetensors").stat().st_ino)
-
-    entry = ensure_base_model(tmp_path, on_progress=other_finishes_first)
-    assert [(entry / "model.safetensors").stat().st_ino] == inodes
-    assert list(tmp_path.iterdir()) == [entry]
-
-
-def test_where_the_cache_is(tmp_path, monkeypatch, builds):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="COATI_CACHE"):
-        ensure_base_model(tmp_path / "file")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("COATI_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert ensure_base_model().parent == tmp_path / "home" / ".cache" / "coati"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert ensure_base_model().parent == tmp_path / "xdg" / "coati"
-    monkeypatch.setenv("COATI_CACHE", str(tmp_path / "chosen"))
-    assert ensure_base_model().parent == tmp_path / "chosen"

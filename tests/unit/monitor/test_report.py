@@ -10,7 +10,7 @@ from rich.console import Console
 
 from coati.cli.report import run_report, time_table
 from coati.errors import ConfigError, DataError
-from coati.monitor.report.drawing import column_shares, curve, typical_window
+from coati.monitor.report.drawing import curve, typical_window
 from coati.monitor.report.folder import Processors, read_run, trace_events
 from coati.monitor.report.page import chosen_samples, render_page
 from coati.monitor.report.time_use import run_times, within
@@ -223,13 +223,6 @@ def test_spans_without_work_have_no_times():
     assert run_times({"maker-0": [work("wait_weights", 0, 1)]}) is None
 
 
-def test_columns_share_spans_out():
-    # 4 columns of 2 s: [a 2], [a 1, b 1], [b 2], [b 0.5, a 1]
-    times = run_times({"only": [work("generate", 0, 8)]})
-    assert column_shares([work("a", 0, 3), work("a", 7, 8)], times, 4).tolist() == [1.0, 0.5, 0.0, 0.5]
-    assert column_shares([work("b", 3, 6.5)], times, 4).tolist() == [0.0, 0.5, 1.0, 0.25]
-
-
 def test_long_curves_are_thinned_to_averages():
     picture = ElementTree.fromstring(curve([(step, step % 2) for step in range(6000)]))
     points, smooth = (line.get("points").split() for line in picture.iter("{http://www.w3.org/2000/svg}polyline"))
@@ -279,10 +272,7 @@ def test_the_page_holds_everything_and_loads_nothing(folder):
         end = page.index("</svg>", start) + len("</svg>")
         pictures.append(ElementTree.fromstring(page[start:end]))
         start = page.find("<svg", end)
-    overview, close_up, *curves = pictures
-    hints = [node.text for node in overview.iter("{http://www.w3.org/2000/svg}title")]
-    assert "maker-0: generate, 60% of the time" in hints
-    assert "trainer-0: wait for data, 40% of the time" in hints
+    close_up, *curves = pictures
     hints = [node.text for node in close_up.iter("{http://www.w3.org/2000/svg}title")]
     assert "train, version 0: 4 s, at 4.000 s" in hints
     assert len(curves) == 2  # only the reward and its term have two points

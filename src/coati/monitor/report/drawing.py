@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 
 from coati.counting import format_seconds
-from coati.monitor.report.time_use import ActorTime, RunTimes, within
-from coati.monitor.timeline import ACTIVITIES, WORK, Span, activity, is_idle
+from coati.monitor.report.time_use import RunTimes, within
+from coati.monitor.timeline import ACTIVITIES, WORK, activity, is_idle
 
 MAX_ACTORS: Final = 24
 _WIDTH: Final = 1080.0
@@ -19,46 +19,7 @@ _LEFT: Final = 96.0
 _ROW: Final = 30.0
 _LANE: Final = 8.0
 _GAP: Final = 12.0
-_COLUMNS: Final = 60  # of the overview
 _MAX_POINTS: Final = 300
-
-
-def overview(times: RunTimes) -> str:
-    """Draw the whole run: for each actor, how its time was divided, in columns from left to right."""
-    parts = []
-    top = 0.0
-    for actor in times.actors[:MAX_ACTORS]:
-        parts.append(_text(_LEFT - 8, top + _ROW / 2 + 4, actor.actor, anchor="end"))
-        parts.append(_tag("rect", x=_LEFT, y=top, width=_WIDTH - _LEFT, height=_ROW, opacity=0.06))
-        parts.extend(_stacked(actor, times, top))
-        top += _ROW + _GAP
-    return _with_time_axis(parts, top, times.start, times.end, origin=times.start)
-
-
-def _stacked(actor: ActorTime, times: RunTimes, top: float) -> Iterable[str]:
-    """Work from below, waits on top of it, the rest empty; one path for each activity."""
-    width = (_WIDTH - _LEFT) / _COLUMNS
-    bottom = np.full(_COLUMNS, top + _ROW)
-    for what in sorted(actor.seconds, key=is_idle):
-        heights = _ROW * column_shares([span for span in actor.lanes[WORK] if span.what == what], times)
-        bottom -= heights
-        path = "".join(
-            f"M{_LEFT + index * width:.2f} {y:.2f}h{width:.2f}v{height:.2f}h{-width:.2f}z"
-            for index, (y, height) in enumerate(zip(bottom, heights, strict=True))
-            if height > 0.03
-        )
-        hint = f"{actor.actor}: {activity(what).label}, {actor.share(what):.0%} of the time"
-        yield _tag("path", _tag("title", escape(hint)), d=path, fill=activity(what).colour)
-
-
-def column_shares(spans: Sequence[Span], times: RunTimes, count: int = _COLUMNS) -> np.ndarray:
-    """Divide the run into columns of equal width; return the share of each that these spans take."""
-    moments = np.array([(span.start, span.end) for span in sorted(spans, key=lambda span: span.start)]).ravel()
-    lengths = np.diff(moments, prepend=moments[0])
-    lengths[::2] = 0.0  # from the end of one to the start of the next
-    edges = np.linspace(times.start, times.end, count + 1)
-    spent: np.ndarray = np.diff(np.interp(edges, moments, np.cumsum(lengths)))
-    return spent * count / times.elapsed
 
 
 def close_up(times: RunTimes, start: float, end: float) -> str:

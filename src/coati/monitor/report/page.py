@@ -115,8 +115,6 @@ def _timeline(run: RunFolder, times: RunTimes | None) -> str:
         [
             f"<p>{escape(times.verdict(run.processors))}</p>",
             f'<p class="legend">{drawing.legend(activities)}</p>',
-            "<p>The whole run. Every column is a slice of time: work from below, waits above it.</p>",
-            drawing.overview(times),
             f"<p>A close-up of {escape(format_seconds(end - start))} in the middle. Full height is work, low bars are "
             "waits; below each actor, what its other threads did. Point at a bar for its times.</p>",
             drawing.close_up(times, start, end),
