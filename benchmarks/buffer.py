@@ -24,7 +24,6 @@ import ray
 import torch
 from checked import one_or_more, two_counts, zero_or_more
 
-from coati.experience_buffer import BatchCollector
 from coati.experience_buffer.utils import BufferItem, make_experience_batch
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 
@@ -86,7 +85,8 @@ def through_ray(keeper: object, arrays: list[dict]) -> float:
 
 def collating(items: list[BufferItem], batch: int) -> float:
     started = time.perf_counter()
-    BatchCollector(batch).add(items)
+    for start in range(0, len(items), batch):
+        make_experience_batch(items[start : start + batch])
     return time.perf_counter() - started
 
 

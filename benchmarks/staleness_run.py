@@ -18,7 +18,7 @@ from coati.cli.train import quiet_libraries
 from coati.config import RunSettings, build_config
 from coati.demo.evaluation import evaluate
 from coati.demo.grammar import PROMPTS
-from coati.experience_buffer import BatchCollector, split_experience_batch
+from coati.experience_buffer import BufferItem, make_experience_batch, split_experience_batch
 from coati.experience_maker import Experience, NaiveExperienceMaker
 from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
@@ -116,7 +116,7 @@ class StaleRun(FitSteps):
         self._sender = WeightSender(
             self.learner.models, strategy, recipients, config.topology, timeline=self._pipeline.timeline
         )
-        self._collector = BatchCollector(config.train.batch_size)
+        self._items: list[BufferItem] = []
         self._waiting: deque[Experience] = deque()
         self._prompts = iter(run.make_prompts(config))
         self._num_made = 0
@@ -157,7 +157,10 @@ class StaleRun(FitSteps):
             assert experience.num_samples == len(batch) == BATCH_SIZE, "no sample is ever dropped here"
             self._num_made += len(batch)
             self.rewards_by_version[self._version].append(float(experience.reward.mean()))
-            self._waiting += self._collector.add(split_experience_batch(experience))
+            self._items += split_experience_batch(experience)
+            while len(self._items) >= (size := self._config.train.batch_size):
+                self._waiting.append(make_experience_batch(self._items[:size]))
+                del self._items[:size]
         return self._waiting.popleft()
 
     def train_on(self, batch: Experience) -> dict[str, float]:

@@ -242,8 +242,5 @@ class LocalQueue:
     def get(self):
         return pickle.loads(self._entries.pop(0)) if self._entries else None
 
-    def drop_all(self):
-        self._entries.clear()
-
     def close(self):
         pass

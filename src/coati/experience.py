@@ -208,8 +208,8 @@ class BufferItem(_SampleFields):
     Pickles as numpy arrays, which Ray moves far faster than many small torch tensors.
     """
 
-    # Set by the sender: (sender, sequence number). A retried delivery carries the same one and is dropped.
-    delivery_id: tuple[str, int] | None = None
+    # Set by the sender, the same for all items that it sends together. A retry has the same one, and is ignored.
+    delivery_id: str | None = None
     # Set by the sender where work is leased: number and epoch of the lease that this sample was made for.
     lease: tuple[int, int] | None = None
 
@@ -234,9 +234,7 @@ class ItemBundle(list[BufferItem]):
 
 # The wire form of items: for each field one array of all items and, where their shapes differ, the length of each; and
 # the delivery ids and leases.
-_WireItems = tuple[
-    dict[str, tuple[WireTensor, list[int] | None]], list[tuple[tuple[str, int] | None, tuple[int, int] | None]]
-]
+_WireItems = tuple[dict[str, tuple[WireTensor, list[int] | None]], list[tuple[str | None, tuple[int, int] | None]]]
 
 
 def _to_wire(items: Sequence[BufferItem]) -> _WireItems:

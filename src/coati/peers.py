@@ -9,11 +9,13 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
 
 logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 _POLL_SECONDS = 0.1
 
@@ -86,20 +88,27 @@ class Peers(ABC):
 
         Raises ActorNotFound after `timeout` seconds.
         """
-        started = time.monotonic()
-        next_message = started + 10.0
-        while (peer := self.find_now(name)) is None:
-            now = time.monotonic()
-            if now - started >= timeout:
-                raise ActorNotFound(
-                    f"no {role} actor named {name!r} appeared within {timeout:g} s. Existing actors: "
-                    f"{', '.join(sorted(self._names())) or 'none'}. Create it with .options(name={name!r}) in the "
-                    "same Ray namespace, or correct the name list."
-                )
-            if now >= next_message:
-                logger.info("waiting for the %s actor %r to appear (%.0f s so far)", role, name, now - started)
-                next_message = now + 10.0
-            time.sleep(min(_POLL_SECONDS, timeout))
+
+        def look(seconds: float) -> Peer | None:
+            if (peer := self.find_now(name)) is None:
+                time.sleep(seconds)
+            return peer
+
+        try:
+            peer = wait_in_slices(
+                look,
+                deadline_seconds=timeout,
+                what=lambda: f"the {role} actor {name!r} to appear",
+                slice_seconds=_POLL_SECONDS,
+                message_every=10.0,
+            )
+        except DeadlineExceeded:
+            raise ActorNotFound(
+                f"no {role} actor named {name!r} appeared within {timeout:g} s. Existing actors: "
+                f"{', '.join(sorted(self._names())) or 'none'}. Create it with .options(name={name!r}) in the same Ray "
+                "namespace, or correct the name list."
+            ) from None
+        assert peer is not None
         return peer
 
     def forget(self, name: str) -> None:
@@ -202,25 +211,24 @@ def answer(call: PendingCall, what: str, *, seconds: float, who: str) -> Any:
 
 
 def wait_in_slices(
-    attempt: Callable[[float], bool],
+    attempt: Callable[[float], Found],
     *,
     deadline_seconds: float,
     what: Callable[[], str],
     slice_seconds: float = 1.0,
     message_every: float = 30.0,
-    between: Callable[[], None] = lambda: None,
-) -> None:
-    """Repeat `attempt(seconds)` until it is True; log every `message_every` seconds what is waited for.
+) -> Found:
+    """Repeat `attempt(seconds)` until it returns something true; log every `message_every` seconds what is waited for.
 
-    `between` runs after each slice and may raise to end the wait early (a stop signal, a dead peer).
+    An attempt may raise, to end the wait early (a stop signal, a dead peer).
     """
     started = time.monotonic()
     next_message = started + message_every
-    while not attempt(max(0.0, min(slice_seconds, started + deadline_seconds - time.monotonic()))):
-        between()
+    while not (found := attempt(max(0.0, min(slice_seconds, started + deadline_seconds - time.monotonic())))):
         now = time.monotonic()
         if now - started >= deadline_seconds:
             raise DeadlineExceeded(f"waited {deadline_seconds:g} s for {what()}.")
         if now >= next_message:
             logger.info("waiting for %s (%.0f s so far)", what(), now - started)
             next_message = now + message_every
+    return found

@@ -12,7 +12,7 @@ from coati.errors import DeadlineExceeded
 from coati.experience import Experience
 
 DEFAULT_WAIT_SECONDS = 1800.0
-# Producers notify consumers, so this is only a fallback, and how often a consumer looks whether to stop.
+# Producers and consumers notify each other, so this is only a fallback, and how often a consumer looks whether to stop.
 SLICE_SECONDS = 0.5
 
 
@@ -23,7 +23,7 @@ class SampleBuffer(ABC):
         self.sample_batch_size = sample_batch_size
         # Guards everything; never held while waiting for room or for a batch.
         self._lock = threading.RLock()
-        self._arrived = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         self._prefetching = BackgroundThread(name="prefetch")
         self._prefetched: Future[Experience | None] | None = None
         self._num_prefetched = 0  # batches taken out and not sampled yet: 0 or 1
@@ -82,7 +82,7 @@ class SampleBuffer(ABC):
         """End a prefetch that waits for a batch; one that has a batch keeps it for the next `try_sample`."""
         with self._lock:
             future, self._should_prefetch = self._prefetched, False
-            self._arrived.notify_all()
+            self._changed.notify_all()
         if future is None:
             return
         wait([future], timeout=DEFAULT_WAIT_SECONDS)
@@ -95,7 +95,7 @@ class SampleBuffer(ABC):
         """End its thread."""
         with self._lock:
             self._should_prefetch = False
-            self._arrived.notify_all()
+            self._changed.notify_all()
         self._prefetching.close()
 
     def _take(self, deadline: float | None, *, is_prefetch: bool = False) -> Experience | None:
@@ -105,11 +105,12 @@ class SampleBuffer(ABC):
                 unpack = self._next_batch()
                 if unpack is not None:
                     self._num_prefetched += is_prefetch
+                    self._changed.notify_all()
                     break
                 seconds = SLICE_SECONDS if deadline is None else min(SLICE_SECONDS, deadline - time.monotonic())
                 if seconds <= 0 or (is_prefetch and not self._should_prefetch):
                     return None
-                self._arrived.wait(seconds)
+                self._changed.wait(seconds)
         return unpack()
 
     def _prefetch(self, prepare: Callable[[Experience], Experience]) -> Experience | None:
@@ -122,5 +123,6 @@ class SampleBuffer(ABC):
                 return None
             was_cleared = self._num_prefetched == 0
             self._prefetched, self._num_prefetched = None, 0
+            self._changed.notify_all()
             batch = future.result()
             return None if was_cleared else batch

@@ -146,7 +146,7 @@ class LeasedBuffer(SampleBuffer):
             yield
             self._write_down()
             if is_news:
-                self._arrived.notify_all()
+                self._changed.notify_all()
 
     def _write_down(self) -> None:
         """Append what has changed to the journal; on a full disk it is kept, and written when there is room again."""

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from coati.config import Deadlines
@@ -26,18 +26,13 @@ class _InFlight:
     first_sent: float
 
 
-class _GaveUp(Exception):
-    """A stop came and the trainer does not accept the items."""
-
-
 class ItemSender:
     """Sends single items to trainers round-robin, continuing across batches; leased items where `trainer_of` says.
 
     At most `max_in_flight` sends per trainer are unacknowledged: a trainer with a full buffer blocks its makers instead
     of filling memory. A trainer that died is skipped from then on, and its unacknowledged items go to the others; those
-    that were leased from it are dropped, because its successor grants them again. A retry carries the same delivery
-    ids, so no item is trained on twice. After a stop, trainers have the grace time to acknowledge what is in flight;
-    the rest is counted and dropped.
+    that were leased from it are dropped, because its successor grants them again. A retry carries the same delivery id,
+    so no item is trained on twice. After a stop, trainers have the grace time to acknowledge what is in flight.
     """
 
     def __init__(
@@ -54,10 +49,7 @@ class ItemSender:
         retry_seconds: float = 0.5,
     ) -> None:
         self._peers = peers
-        self._trainers = tuple(trainer_names)
         self._sender = sender
-        # Numbers start at 0 in every process, so a restarted maker must count as another sender.
-        self._stream = f"{sender}#{uuid.uuid4().hex[:8]}"
         self._deadlines = deadlines
         self._max_in_flight = max_in_flight
         self._should_stop = should_stop
@@ -66,11 +58,8 @@ class ItemSender:
         self._alive = list(trainer_names)
         self.trainer_of = trainer_of
         self._turn = 0
-        self._next_number = dict.fromkeys(trainer_names, 0)
         self._in_flight: deque[_InFlight] = deque()
         self.num_delivered = 0
-        self.num_redirected = 0
-        self.num_unacknowledged = 0
         self._stopped_at: float | None = None
 
     def send(self, items: Sequence[BufferItem]) -> None:
@@ -80,15 +69,16 @@ class ItemSender:
             trainer = self._next_trainer() if self.trainer_of is None else self.trainer_of(item)
             by_trainer.setdefault(trainer, []).append(item)
         for trainer, part in by_trainer.items():
-            self._dispatch(trainer, part)
+            while sum(flight.trainer == trainer for flight in self._in_flight) >= self._max_in_flight:
+                self._await_oldest()
+            delivery_id = uuid.uuid4().hex
+            for item in part:
+                item.delivery_id = delivery_id
+            self._call(trainer, part, time.monotonic())
 
     def has_room(self) -> bool:
-        """Return whether `send` would not wait; notes acknowledgements that have come."""
-        for flight in [flight for flight in self._in_flight if _is_acknowledged(flight.call)]:
-            self._in_flight.remove(flight)
-            self.num_delivered += len(flight.items)
-        counts = Counter(flight.trainer for flight in self._in_flight)
-        return all(counts[trainer] < self._max_in_flight for trainer in self._alive)
+        """Return whether `send` would not wait: all that was sent has been answered."""
+        return all(flight.call.done() for flight in self._in_flight)
 
     def flush(self) -> None:
         """Wait until everything sent is acknowledged."""
@@ -97,25 +87,11 @@ class ItemSender:
 
     def _next_trainer(self) -> str:
         if not self._alive:
-            raise self._all_gone()
-        name = self._alive[self._turn % len(self._alive)]
+            raise PeerDied(
+                f"maker {self._sender} has no trainer to send experience to: all died. See their logs for the cause."
+            )
         self._turn += 1
-        return name
-
-    def _all_gone(self) -> PeerDied:
-        return PeerDied(
-            f"maker {self._sender} has no trainer to send experience to: {', '.join(self._trainers)} died. "
-            "See their logs for the cause."
-        )
-
-    def _dispatch(self, trainer: str, items: list[BufferItem]) -> None:
-        while sum(flight.trainer == trainer for flight in self._in_flight) >= self._max_in_flight:
-            self._await_oldest()
-        for item in items:
-            number = self._next_number[trainer]
-            item.delivery_id = (f"{self._stream}>{trainer}", number)
-            self._next_number[trainer] += 1
-        self._call(trainer, items, time.monotonic())
+        return self._alive[(self._turn - 1) % len(self._alive)]
 
     def _call(self, trainer: str, items: list[BufferItem], first_sent: float) -> None:
         peer = self._peers.find(trainer, role="trainer", timeout=self._deadlines.start_seconds)
@@ -124,48 +100,50 @@ class ItemSender:
     def _await_oldest(self) -> None:
         """Wait for the oldest acknowledgement; retry, redirect or give up if it does not come."""
         flight = self._in_flight.popleft()
+        trainer, items = flight.trainer, flight.items
         try:
             with self._timeline.span("wait_room"):
-                self._wait_for(flight)
+                wait_in_slices(
+                    lambda seconds: bool(wait_any([flight.call], seconds)) or self._gives_up(),
+                    deadline_seconds=self._deadlines.batch_seconds,
+                    what=lambda: (
+                        f"trainer {trainer} to accept {len(items)} items of maker {self._sender} (its buffer is full: "
+                        "is fit running?)"
+                    ),
+                    slice_seconds=_SLICE_SECONDS,
+                    message_every=self._deadlines.message_seconds,
+                )
+            if flight.call.done():
+                flight.call.result(0)
+                self.num_delivered += len(items)
+            else:
+                logger.warning(
+                    "maker %s stops; trainer %s has not accepted %d items", self._sender, trainer, len(items)
+                )
         except PeerUnavailable as error:
             self._retry(flight, error)
         except PeerDied as error:
-            logger.warning("trainer %s died: %s", flight.trainer, error)
-            self._redirect(flight)
+            logger.warning("trainer %s died: %s", trainer, error)
+            if self.trainer_of is not None:
+                self._peers.forget(trainer)
+                return
+            if trainer in self._alive:
+                self._alive.remove(trainer)
+            self.send(items)
         except RemoteError as error:
-            error.cause.add_note(f"raised in trainer {flight.trainer}, which maker {self._sender} sends to")
+            error.cause.add_note(f"raised in trainer {trainer}, which maker {self._sender} sends to")
             raise error.cause from None
-        except _GaveUp:
-            self.num_unacknowledged += len(flight.items)
-            logger.warning(
-                "maker %s stops; trainer %s has not accepted %d items", self._sender, flight.trainer, len(flight.items)
-            )
-        else:
-            self.num_delivered += len(flight.items)
 
-    def _wait_for(self, flight: _InFlight) -> None:
-        wait_in_slices(
-            lambda seconds: bool(wait_any([flight.call], seconds)),
-            deadline_seconds=self._deadlines.batch_seconds,
-            what=lambda: (
-                f"trainer {flight.trainer} to accept {len(flight.items)} items of maker {self._sender} "
-                "(its buffer is full: is fit running?)"
-            ),
-            slice_seconds=_SLICE_SECONDS,
-            message_every=self._deadlines.message_seconds,
-            between=self._give_up_after_stop,
-        )
-        flight.call.result(0)
-
-    def _give_up_after_stop(self) -> None:
-        if self._should_stop():
-            now = time.monotonic()
-            self._stopped_at = now if self._stopped_at is None else self._stopped_at
-            if now - self._stopped_at >= self._deadlines.grace_seconds:
-                raise _GaveUp
+    def _gives_up(self) -> bool:
+        """Whether a stop came longer ago than the grace time."""
+        if not self._should_stop():
+            return False
+        now = time.monotonic()
+        self._stopped_at = now if self._stopped_at is None else self._stopped_at
+        return now - self._stopped_at >= self._deadlines.grace_seconds
 
     def _retry(self, flight: _InFlight, error: PeerUnavailable) -> None:
-        """Send again: the call may or may not have been executed, and the same ids make that safe."""
+        """Send again: the call may or may not have been executed, and the same id makes that safe."""
         waited = time.monotonic() - flight.first_sent
         if waited >= self._deadlines.batch_seconds:
             raise DeadlineExceeded(
@@ -173,28 +151,4 @@ class ItemSender:
                 f"does not answer: {error}"
             ) from None
         time.sleep(self._retry_seconds)
-        if self._peers.exists(flight.trainer):
-            self._call(flight.trainer, flight.items, flight.first_sent)
-        else:
-            self._redirect(flight)
-
-    def _redirect(self, flight: _InFlight) -> None:
-        if self.trainer_of is not None:
-            self._peers.forget(flight.trainer)
-            self.num_unacknowledged += len(flight.items)
-            return
-        if flight.trainer in self._alive:
-            self._alive.remove(flight.trainer)
-        self.num_redirected += len(flight.items)
-        self.send(flight.items)
-
-
-def _is_acknowledged(call: PendingCall) -> bool:
-    """Whether the call has ended well; one that failed is left to be retried, redirected or raised."""
-    if not call.done():
-        return False
-    try:
-        call.result(0)
-    except (PeerDied, PeerUnavailable, RemoteError):
-        return False
-    return True
+        self._call(flight.trainer, flight.items, flight.first_sent)

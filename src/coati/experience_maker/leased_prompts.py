@@ -54,23 +54,22 @@ class LeasedPrompts:
 
     def __iter__(self) -> Iterator[PromptBatch]:
         """Yield batches until a stop; waits for leases in between."""
+
+        def ask(seconds: float) -> PromptBatch | bool:
+            if (found := self.poll()) is not None:
+                return found
+            self._wait(min(_POLL_SECONDS, seconds))
+            return self._should_stop()
+
         while not self._should_stop():
-            batch: list[PromptBatch] = []
-
-            def ask(seconds: float, batch: list[PromptBatch] = batch) -> bool:
-                if (found := self.poll()) is not None:
-                    batch.append(found)
-                else:
-                    self._wait(min(_POLL_SECONDS, seconds))
-                return bool(batch) or self._should_stop()
-
-            wait_in_slices(
+            batch = wait_in_slices(
                 ask,
                 deadline_seconds=self._deadlines.batch_seconds,
                 what=lambda: f"leases for maker {self._maker}, which serves version {self._version()}",
                 message_every=self._deadlines.message_seconds,
             )
-            yield from batch
+            if isinstance(batch, PromptBatch):
+                yield batch
 
     def poll(self) -> PromptBatch | None:
         """Ask once; None if nothing may be made now."""

@@ -1,7 +1,6 @@
 """What becomes of samples: who may make them, when they are trained on, and the account of it."""
 
 from coati.ledger.ages import Ages, age_metrics, ages_of
-from coati.ledger.deliveries import DeliveryLog
 from coati.ledger.leases import Lease, Ledger, LedgerRules
 
-__all__ = ["Ages", "DeliveryLog", "Lease", "Ledger", "LedgerRules", "age_metrics", "ages_of"]
+__all__ = ["Ages", "Lease", "Ledger", "LedgerRules", "age_metrics", "ages_of"]

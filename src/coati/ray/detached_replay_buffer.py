@@ -1,9 +1,7 @@
 """The replay buffer between makers and a trainer: items in, whole batches out, through a Ray queue.
 
-An item is always in exactly one of four places: the collector (its batch is not full yet), the outbox (its batch is
-full but the queue has no room), the queue, or the prefetched batch (`prefetch`: unpacked and prepared in another thread
-while the consumer works on the one before). A producer that gives up waiting for room loses nothing: the consumer
-empties the outbox.
+An item is in one of three places: among the items that do not fill a batch yet, in the queue, or in the prefetched
+batch, which is unpacked and prepared in another thread while the consumer works on the one before.
 """
 
 import asyncio
@@ -19,14 +17,12 @@ from ray.util.queue import Empty, Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coati.errors import ConfigError, DeadlineExceeded
-from coati.experience import BufferItem, Experience, split_experience_batch
-from coati.experience_buffer import BatchCollector
-from coati.experience_buffer.buffer import DEFAULT_WAIT_SECONDS, SampleBuffer
+from coati.experience import BufferItem, Experience, check_items, pad_items, split_experience_batch
+from coati.experience_buffer.buffer import DEFAULT_WAIT_SECONDS, SLICE_SECONDS, SampleBuffer
 from coati.peers import answer
 from coati.ray.peers import RayPeer
 from coati.wire import WireTensor, decode, encode
 
-_POLL_SECONDS = 0.02
 _ANSWER_SECONDS = 60.0
 
 _Packed = dict[str, tuple[np.ndarray, str]]
@@ -39,9 +35,9 @@ class BatchQueue:
     It runs on the node of the process that creates it: batches travel once, and no other node's death affects it.
     """
 
-    def __init__(self, maxsize: int) -> None:
+    def __init__(self) -> None:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self._queue = Queue(maxsize=maxsize, actor_options={"num_cpus": 0, "scheduling_strategy": here})
+        self._queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
         self._peer = RayPeer("the replay buffer's queue", self._queue.actor)
 
     def size(self) -> int:
@@ -49,7 +45,7 @@ class BatchQueue:
         return int(self._call("qsize"))
 
     def put_all(self, entries: list[Any]) -> None:
-        """Add entries; the caller has made sure that there is room."""
+        """Add entries."""
         self._call("put_nowait_batch", entries)
 
     def get(self) -> Any | None:
@@ -58,14 +54,6 @@ class BatchQueue:
             return self._call("get_nowait")
         except (Empty, asyncio.QueueEmpty):
             return None
-
-    def drop_all(self) -> None:
-        """Remove all entries."""
-        while (size := self.size()) > 0:
-            try:
-                self._call("get_nowait_batch", size)
-            except (Empty, asyncio.QueueEmpty):  # a consumer was quicker
-                continue
 
     def close(self) -> None:
         """End the actor."""
@@ -80,59 +68,54 @@ class DetachedReplayBuffer(SampleBuffer):
     """Batches items to `sample_batch_size`; with `limit` > 0 batches waiting, producers block."""
 
     def __init__(self, sample_batch_size: int, limit: int = 0, *, queue: BatchQueue | None = None) -> None:
+        if sample_batch_size < 1:
+            raise ConfigError(f"sample_batch_size must be 1 or more samples, got {sample_batch_size}.")
         if limit < 0:
             raise ConfigError(f"buffer limit must be 0 (no limit) or more batches, got {limit}.")
         super().__init__(sample_batch_size)
         self.limit = limit
-        self._collector = BatchCollector(sample_batch_size)
-        self._outbox: deque[_Packed] = deque()
-        self._num_clears = 0
-        self._queue = queue or BatchQueue(limit)
+        self._items: deque[BufferItem] = deque()  # that do not fill a batch
+        self._queue = queue or BatchQueue()
 
     def append(self, experience: Experience) -> None:
         """Split a batch into items and add them; blocks while the buffer is full."""
         self.extend(split_experience_batch(experience))
 
-    def extend(
-        self,
-        items: Sequence[BufferItem],
-        *,
-        timeout_seconds: float = DEFAULT_WAIT_SECONDS,
-        checked: bool = False,
-        waits: bool = True,
-    ) -> None:
-        """Add items; blocks while the buffer is full. If any item is bad, none is added, unless they were `checked`.
-
-        Without `waits`, batches beyond the limit are kept aside until there is room: for the consumer itself.
-        """
-        with self._lock:
-            for batch in self._collector.add(items, checked=checked):
-                self._outbox.append(_pack(batch))
-            num_clears = self._num_clears
+    def extend(self, items: Sequence[BufferItem], *, timeout_seconds: float = DEFAULT_WAIT_SECONDS) -> None:
+        """Add items; blocks while the buffer is full. If any item is bad, or no room comes in time, none is added."""
+        check_items(items)
         deadline = time.monotonic() + timeout_seconds
-        while not self._move_outbox() and waits:
-            if time.monotonic() >= deadline:
-                raise DeadlineExceeded(
-                    f"waited {timeout_seconds:g} s for room in the replay buffer (limit {self.limit} batches). "
-                    "The items are kept and nothing is lost, but the trainer does not consume: is fit running?"
-                )
-            time.sleep(_POLL_SECONDS)
-            if num_clears != self._num_clears:
-                return  # these items were cleared with the rest
+        with self._lock:
+            while self.limit and self.get_length() >= self.limit:
+                if (seconds := deadline - time.monotonic()) <= 0:
+                    raise DeadlineExceeded(
+                        f"waited {timeout_seconds:g} s for room in the replay buffer (limit {self.limit} batches), and "
+                        "added nothing: the trainer does not consume. Is fit running?"
+                    )
+                self._changed.wait(min(SLICE_SECONDS, seconds))
+            self._items.extend(items)
+            batches = []
+            while len(self._items) >= self.sample_batch_size:
+                batches.append(_pack(pad_items([self._items.popleft() for _ in range(self.sample_batch_size)])))
+            if batches:
+                self._queue.put_all(batches)
+                self._changed.notify_all()
 
     def flush(self) -> Experience | None:
         """Return the samples that do not fill a batch as a smaller one, to be trained on when no more come."""
         with self._lock:
-            return self._collector.flush()
+            rest = list(self._items)
+            self._items.clear()
+        return pad_items(rest) if rest else None
 
     def clear(self) -> None:
         """Drop everything. The buffer stays usable."""
         with self._lock:
-            self._num_clears += 1
-            self._collector.clear()
-            self._outbox.clear()
-            self._queue.drop_all()
+            self._items.clear()
+            while self._queue.get() is not None:
+                pass
             self._num_prefetched = 0
+            self._changed.notify_all()
 
     def get_length(self) -> int:
         """Whole batches waiting."""
@@ -143,30 +126,14 @@ class DetachedReplayBuffer(SampleBuffer):
     def num_items_waiting(self) -> int:
         """Samples that wait for their batch to fill."""
         with self._lock:
-            return len(self._collector)
+            return len(self._items)
 
     def close(self) -> None:
         """End the queue actor."""
         super().close()
         self._queue.close()
 
-    def _move_outbox(self) -> bool:
-        """Move full batches into the queue as far as there is room; True if none is left."""
-        with self._lock:
-            if not self._outbox:
-                return True
-            room = len(self._outbox) if self.limit == 0 else self.limit - self._queue.size() - self._num_prefetched
-            num_moved = min(room, len(self._outbox))
-            if num_moved > 0:
-                # We are the only producer (the lock is ours), so the room is still there.
-                self._queue.put_all([self._outbox[index] for index in range(num_moved)])
-                for _ in range(num_moved):
-                    self._outbox.popleft()
-                self._arrived.notify_all()
-            return not self._outbox
-
     def _next_batch(self) -> Callable[[], Experience] | None:
-        self._move_outbox()
         packed: _Packed | None = self._queue.get()
         return None if packed is None else functools.partial(_unpack, packed)
 

@@ -11,21 +11,21 @@ Subclass it, define `training_step` and `_update_remote_makers`, and decorate th
 import dataclasses
 import logging
 import threading
-import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from coati.config import Deadlines
-from coati.errors import ConfigError, DeadlineExceeded
+from coati.errors import ConfigError
 from coati.experience import BufferItem, Experience, check_items, split_experience_batch
 from coati.experience_buffer.leased import LeasedBuffer, LeaseRequest
-from coati.ledger import DeliveryLog, Lease
+from coati.ledger import Lease
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import BUFFER, WEIGHTS, Span, Timeline
-from coati.peers import Peers
+from coati.peers import Peers, wait_in_slices
 from coati.ray.callbacks import TrainerCallback, connect, dispatch
 from coati.ray.detached_replay_buffer import BatchQueue, DetachedReplayBuffer
 from coati.ray.environment import leave_out_of_collections, set_up_log
@@ -36,6 +36,8 @@ from coati.trainer.maker_watch import MakerWatch
 logger = logging.getLogger(__name__)
 
 _SLICE_SECONDS = 1.0
+# Ids of deliveries that are remembered, to recognise a retry; a maker has two unacknowledged at a time.
+_DELIVERIES_KEPT = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,6 @@ class TrainerProgress:
     num_batches: int
     num_samples: int
     version: int
-    buffer_batches: int
-    wait_seconds: float
 
 
 class DetachedTrainer(FitSteps):
@@ -78,7 +78,7 @@ class DetachedTrainer(FitSteps):
         self._peers = peers or RayPeers()
         self._leased = leased
         self._buffer = leased or DetachedReplayBuffer(train_batch_size, limit=buffer_limit, queue=queue)
-        self._deliveries = DeliveryLog()
+        self._deliveries: deque[str] = deque(maxlen=_DELIVERIES_KEPT)
         self._delivery_lock = threading.Lock()
         self._records: RecordLog[dict[str, Any]] = RecordLog()
         self._timeline = Timeline()
@@ -188,8 +188,6 @@ class DetachedTrainer(FitSteps):
             num_batches=self._num_batches,
             num_samples=self._num_samples,
             version=self.version,
-            buffer_batches=self._buffer.get_length(),
-            wait_seconds=self._timeline.total("wait_data"),
         )
 
     def records_since(self, cursor: int) -> RecordPage[dict[str, Any]]:
@@ -209,8 +207,9 @@ class DetachedTrainer(FitSteps):
                 self._buffer.extend(items)
                 return
             with self._delivery_lock:
-                fresh = self._deliveries.fresh(items)
-            self._buffer.extend(fresh, timeout_seconds=self.deadlines.batch_seconds, checked=True)
+                fresh = [item for item in items if item.delivery_id not in self._deliveries]
+                self._deliveries.extend({item.delivery_id for item in fresh if item.delivery_id is not None})
+            self._buffer.extend(fresh, timeout_seconds=self.deadlines.batch_seconds)
 
     # What the loop calls; `next_batch` is below.
 
@@ -261,26 +260,35 @@ class DetachedTrainer(FitSteps):
         return batch
 
     def _await_batch(self) -> Experience | None:
-        started = time.monotonic()
+        def describe() -> str:
+            makers = self._watch.describe() if self._leased is None else self._leased.describe_wait()
+            return (
+                f"a batch of {self._buffer.sample_batch_size} samples; {self._buffer.num_items_waiting} are there. "
+                f"Makers: {makers}"
+            )
+
         self._watch.begin_wait()
-        while not self._stop.is_set():
-            batch = self._buffer.try_sample(_SLICE_SECONDS)
-            if batch is not None:
-                return self._prepared(batch)
-            self._check_published()
-            self._update_late_makers()
-            # Where work is leased the driver looks after makers, and the ledger knows what is still to come.
-            if self._leased is None and self._watch.all_finished():
-                # Finished makers have been acknowledged, so whatever they made is here by now.
-                return self._last_batch()
-            waited = time.monotonic() - started
-            if waited >= self.deadlines.batch_seconds:
-                makers = self._watch.describe() if self._leased is None else self._leased.describe_wait()
-                raise DeadlineExceeded(
-                    f"fit waited {waited:.0f} s for a batch of {self._buffer.sample_batch_size} samples; "
-                    f"{self._buffer.num_items_waiting} are there. Makers: {makers}."
-                )
-            self._watch.log_wait(waited)
+        found = wait_in_slices(
+            self._try_batch,
+            deadline_seconds=self.deadlines.batch_seconds,
+            what=describe,
+            slice_seconds=_SLICE_SECONDS,
+            message_every=self.deadlines.message_seconds,
+        )
+        return found[0] if found else None
+
+    def _try_batch(self, seconds: float) -> "tuple[Experience | None] | None":
+        """A batch, or that none will come: (None,); None if more time is needed."""
+        if self._stop.is_set():
+            return (None,)
+        batch = self._buffer.try_sample(seconds)
+        if batch is not None:
+            return (self._prepared(batch),)
+        self._check_published()
+        self._update_late_makers()
+        # Where work is leased the driver looks after makers, and the ledger knows what is still to come.
+        if self._leased is None and self._watch.all_finished():
+            return (self._last_batch(),)  # finished makers have been acknowledged, so all that they made is here
         return None
 
     def _prepared(self, batch: Experience) -> Experience:

@@ -49,8 +49,6 @@ class MakerProgress:
     num_made: int
     num_dropped: int
     num_delivered: int
-    num_redirected: int  # sent to another trainer, because theirs died
-    num_unacknowledged: int  # still being sent when a stop came
     version: int
     has_weights: bool = True  # whether all its weights came from a trainer
 
@@ -207,8 +205,6 @@ class MakerHolder:
             num_made=counts.made,
             num_dropped=counts.dropped,
             num_delivered=self._sender.num_delivered,
-            num_redirected=self._sender.num_redirected,
-            num_unacknowledged=self._sender.num_unacknowledged,
             version=self._served.version,
             has_weights=self._served.wait_for_full_update(0.0),
         )

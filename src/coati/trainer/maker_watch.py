@@ -1,6 +1,5 @@
 """Whether more experience can still come: what a trainer asks its makers while it waits for a batch."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -8,28 +7,21 @@ from coati.config import Deadlines
 from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
 from coati.peers import Peers, PendingCall, wait_all
 
-logger = logging.getLogger(__name__)
-
 _POLL_SECONDS = 2.0
 # A maker in one of these states makes nothing more, unless its loop is started again.
-_ENDED = frozenset({"finished", "failed", "gone"})
+_ENDED = frozenset({"finished", "failed", "gone", "not found"})
 
 
 class MakerWatch:
-    """Polls the makers every two seconds while a trainer waits.
+    """Polls the makers every two seconds while a trainer without leases waits.
 
     One watch lasts for one `fit`, so that a maker that vanished is told from one that has not started yet. A maker's
-    state is the one it reports, or "busy" (no answer yet), "unknown" (it cannot be asked), "missing" (never seen) or
-    "gone".
+    state is the one it reports, or "busy" (no answer yet), "unknown" (it cannot be asked), "gone", "missing" (never
+    seen) or, once a wait has taken longer than actors may take to start, "not found".
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        deadlines: Deadlines,
-        *,
-        peers: Peers,
-        clock: Callable[[], float] = time.monotonic,
+        self, names: Sequence[str], deadlines: Deadlines, *, peers: Peers, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._names = tuple(names)
         self._deadlines = deadlines
@@ -43,61 +35,51 @@ class MakerWatch:
 
     def begin_wait(self) -> None:
         """Begin a new wait for a batch; earlier waits do not count against the start deadline."""
-        self._incomplete_since: float | None = None
-        self._next_message = self._deadlines.message_seconds
+        self._waiting_since = self._clock()
 
     def all_finished(self) -> bool:
-        """Whether every maker has been finished for the grace time.
+        """Whether every maker has ended for the grace time.
 
-        Raises PeerDied if all died or failed; ActorNotFound if none works and some never appeared.
+        Raises PeerDied if none of them finished, ActorNotFound if one never appeared.
         """
         now = self._clock()
         if now - self._last_poll >= _POLL_SECONDS:
             self._last_poll = now
-            self._update(now)
-        if self._ended_since is None or now - self._ended_since < self._deadlines.grace_seconds:
+            self._states = self._poll(now)
+            if not self._states or not _ENDED.issuperset(self._states.values()):
+                self._ended_since = None
+            elif self._ended_since is None:
+                self._ended_since = now
+        if self._ended_since is None:
             return False
-        if "finished" not in self._states.values():
+        states = set(self._states.values())
+        if "not found" in states:
+            raise ActorNotFound(
+                f"a maker did not appear within {self._deadlines.start_seconds:g} s, and no other works "
+                f"({self.describe()}). Create it with .options(name=…) in the same Ray namespace, or correct "
+                "experience_maker_holder_name_list."
+            )
+        is_over = states == {"gone"} or now - self._ended_since >= self._deadlines.grace_seconds
+        if is_over and "finished" not in states:
             raise PeerDied(f"no maker is left ({self.describe()}), so no experience will come. See their logs.")
-        return True
+        return is_over
 
     def describe(self) -> str:
         """List each maker's state, for messages."""
         return ", ".join(f"{name} is {state}" for name, state in self._states.items()) or "none are named"
 
-    def log_wait(self, waited: float) -> None:
-        """Log every `message_seconds` what is waited for."""
-        if waited >= self._next_message:
-            self._next_message += self._deadlines.message_seconds
-            logger.info("fit waits for experience, %.0f s so far; makers: %s", waited, self.describe())
-
-    def _update(self, now: float) -> None:
-        self._states = self._poll()
-        self._seen |= {name for name, state in self._states.items() if state != "missing"}
-        states = set(self._states.values())
-        if states == {"gone"}:
-            raise PeerDied(f"every maker died ({self.describe()}), so no experience will come. See their logs.")
-        has_ended = bool(states) and states <= _ENDED
-        self._ended_since = _since(self._ended_since, now) if has_ended else None
-        is_incomplete = "missing" in states and states <= _ENDED | {"missing"}
-        self._incomplete_since = _since(self._incomplete_since, now) if is_incomplete else None
-        if self._incomplete_since is not None and now - self._incomplete_since >= self._deadlines.start_seconds:
-            late = [name for name, state in self._states.items() if state == "missing"]
-            raise ActorNotFound(
-                f"no maker actor named {' or '.join(map(repr, late))} appeared within "
-                f"{self._deadlines.start_seconds:g} s ({self.describe()}). Create it with .options(name=…) in the "
-                "same Ray namespace, or correct experience_maker_holder_name_list."
-            )
-
-    def _poll(self) -> dict[str, str]:
+    def _poll(self, now: float) -> dict[str, str]:
         """Ask all makers at once; return their states in the order of their names."""
+        is_late = now - self._waiting_since >= self._deadlines.start_seconds
         states = dict.fromkeys(self._names, "unknown")
         calls: dict[str, PendingCall] = {}
         for name in self._names:
             peer = self._peers.find_now(name)
             if peer is None:  # a dead actor loses its name; one that was never seen may still be created
-                states[name] = "gone" if name in self._seen else "missing"
-            elif peer.has("progress"):  # a maker that users write may not tell
+                states[name] = "gone" if name in self._seen else "not found" if is_late else "missing"
+                continue
+            self._seen.add(name)
+            if peer.has("progress"):  # a maker that users write may not tell
                 calls[name] = peer.call("progress")
         wait_all(calls.values(), _POLL_SECONDS)
         for name, call in calls.items():
@@ -109,9 +91,5 @@ class MakerWatch:
                 states[name] = "gone"
                 self._peers.forget(name)  # another may take its name
             except (RemoteError, AttributeError):
-                states[name] = "unknown"
+                pass
         return states
-
-
-def _since(earlier: float | None, now: float) -> float:
-    return now if earlier is None else earlier

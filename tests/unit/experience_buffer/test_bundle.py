@@ -30,7 +30,7 @@ def items_of(*, dtype=torch.float32, lengths=(3, 0, 2)):
     )
     items = split_experience_batch(experience)
     for index, item in enumerate(items):
-        item.delivery_id, item.lease = ("maker-0", index), (10 + index, 1)
+        item.delivery_id, item.lease = f"delivery-{index}", (10 + index, 1)
     return items
 
 

@@ -8,7 +8,7 @@ from coati.ray import detached_replay_buffer, detached_trainer_base
 @pytest.fixture
 def local_queue(monkeypatch):
     """Trainers of this process keep their batches in this process too."""
-    monkeypatch.setattr(detached_replay_buffer, "BatchQueue", lambda limit: LocalQueue())
+    monkeypatch.setattr(detached_replay_buffer, "BatchQueue", LocalQueue)
 
 
 @pytest.fixture

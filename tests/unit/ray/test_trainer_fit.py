@@ -177,20 +177,27 @@ def test_the_same_delivery_twice_is_trained_on_once(make_trainer):
     trainer = make_trainer()
     sent = items(0, 4)
     for number, one in enumerate(sent):
-        one.delivery_id = ("maker>trainer", number)
-    trainer.buffer_extend(sent[:2])
-    trainer.buffer_extend(sent[:3])  # a retry, and one more
-    trainer.buffer_extend(sent[2:])
+        one.delivery_id = f"delivery-{number // 2}"
+    for delivery in (sent[:2], sent[:2], sent[2:], sent[:2]):
+        trainer.buffer_extend(delivery)
     trainer.fit(2, 1)
     assert trainer.trained == [[0, 1], [2, 3]]
     assert trainer.buffer_get_length() == 0
 
 
+def test_items_without_a_delivery_id_are_never_taken_for_a_retry(make_trainer):
+    trainer = make_trainer()
+    trainer.buffer_extend(items(0, 2))
+    trainer.buffer_extend(items(0, 2))
+    trainer.fit(2, 1)
+    assert trainer.trained == [[0, 1], [0, 1]]
+
+
 def test_a_refused_delivery_does_not_count_as_delivered(make_trainer):
     trainer = make_trainer()
     sent = items(0, 2)
-    for number, one in enumerate(sent):
-        one.delivery_id = ("maker>trainer", number)
+    for one in sent:
+        one.delivery_id = "delivery"
     good, sent[1].kl = sent[1].kl, sent[1].kl[:1]
     with pytest.raises(DataError, match=r"kl must be \[3\], got \[1\]"):
         trainer.buffer_extend(sent)
