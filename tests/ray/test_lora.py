@@ -77,7 +77,6 @@ def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets
         record["metrics"]["weights/bytes"] for record in ray.get(trainer.records_since.remote(0)).records
     )
     assert adapters == again < full == joined
-    assert ray.get(trainer.newcomer_faults.remote()) == {}
     of_maker = logits_of(maker, lambda self: self._pipeline.maker.actor)
     of_trainer = logits_of(trainer, lambda self: self._learner.actor)
     of_newcomer = logits_of(newcomer, lambda self: self._pipeline.maker.actor)
