@@ -169,4 +169,6 @@ class LeasedBuffer(SampleBuffer):
         """End its thread and its journal."""
         super().close()
         if self._journal is not None:
+            with self._lock:
+                self._write_down()  # what a full disk did not take
             self._journal.close()
