@@ -13,7 +13,7 @@ from coati.config import build_config
 from coati.errors import ConfigError, DeadlineExceeded, PeerDied, RewardError, RunStopped
 from coati.monitor.records import RecordLog
 from coati.monitor.run_log import RunLog
-from coati.ray import launcher
+from coati.ray import launcher, maker_pool
 from coati.ray.launcher import DetachedRun
 from coati.ray.run_actors import RunActors
 
@@ -53,7 +53,8 @@ class Maker(Actor):
 class Trainer(Actor):
     def __init__(self):
         super().__init__()
-        self.saved, self.is_synced, self.num_full_disks, self.released = [], False, 0, []
+        self.saved, self.is_synced, self.num_full_disks = [], False, 0
+        self.makers, self.released = None, []
 
     def fit(self, total_steps, update_steps, epochs):
         assert self.is_synced
@@ -69,6 +70,9 @@ class Trainer(Actor):
 
     def buffer_get_length(self):
         return 3
+
+    def change_makers(self, names, updated):
+        self.makers = names
 
     def release_maker(self, maker, reason):
         self.released.append(maker)
@@ -106,7 +110,7 @@ class Host:
 class Stage:
     """A run that is about to begin; `on_turn(host)` is called at every turn of the driver's loop."""
 
-    def __init__(self, folder, *, makers=1, trainers=1, train=None, seconds=PATIENCE, stall_seconds=PATIENCE):
+    def __init__(self, folder, *, makers=1, trainers=1, train=None, topology=None, seconds=PATIENCE):
         self.host, self.folder, self.snapshots, self.should_stop = Host(), folder, [], False
         self.on_turn = lambda host: None
         config = build_config(
@@ -116,8 +120,8 @@ class Stage:
                 "prompts": {"path": "p.jsonl"},
                 "reward": {"function": "module:function"},
                 "train": {"total_steps": 6, "batch_size": 2, **(train or {})},
-                "topology": {"makers": makers, "trainers": trainers},
-                "deadlines": {"start_seconds": seconds, "stall_seconds": stall_seconds},
+                "topology": {"makers": makers, "trainers": trainers, **(topology or {})},
+                "deadlines": {"start_seconds": seconds, "stall_seconds": 30.0},
             }
         )
         self.log = RunLog(folder, total_steps=6)
@@ -153,6 +157,7 @@ def stage(tmp_path, monkeypatch):
 
     monkeypatch.setattr(launcher, "connected", here)
     monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(maker_pool, "_FIRST_BACKOFF_SECONDS", 0.0)
     monkeypatch.setattr(launcher.run.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
     (tmp_path / "out").mkdir()
     return functools.partial(Stage, tmp_path / "out")
@@ -245,24 +250,138 @@ def test_a_trainer_that_dies_ends_the_run_with_its_name(stage):
         one.go()
 
 
-def test_a_maker_that_does_not_answer_loses_its_work(stage, caplog):
-    one = stage(makers=2, stall_seconds=0.02)
+def test_a_maker_that_dies_is_replaced_and_its_successor_is_read_from_the_beginning(stage, caplog):
+    one = stage(makers=2)
+
+    def warn(host):
+        host["maker-1"].records.append({"warning": "the first life"})
+        one.first, one.on_turn = host.peers["maker-1"], die_when_read
+
+    def die_when_read(host):
+        if "the first life" in caplog.text:
+            host.peers.kill("maker-1")
+            one.on_turn = wait_for_the_successor
+
+    def wait_for_the_successor(host):
+        if host.peers["maker-1"] is not one.first:
+            host["maker-1"].records.append({"warning": "the second life"})
+            one.on_turn = end_when_read
+
+    def end_when_read(host):
+        if "the second life" in caplog.text:
+            end_training(host)
+
+    one.on_turn = warn
+    one.go()
+    trainer = one.host["trainer-0"]
+    assert trainer.released == ["maker-1"]
+    assert trainer.makers == ["maker-0", "maker-1"]
+    questions = [args for method, args, _ in one.host.peers["maker-1"].calls if method == "records_since"]
+    assert questions[0] == (0,)
+    assert one.host["maker-1"].ended.is_set(), "it is stopped at the end as all others"
+    assert (one.state["status"], one.state["message"]) == ("ended", "completed")
+
+
+def test_when_makers_die_too_often_the_run_ends_with_the_name_of_the_last(stage):
+    one = stage(makers=2, topology={"max_restarts": 2})
+    killed = []
+
+    def kill_each_successor(host):
+        peer = host.peers["maker-1"]
+        if peer not in killed:
+            killed.append(peer)
+            peer.kill()
+
+    one.on_turn = kill_each_successor
+    with pytest.raises(PeerDied, match=r"maker-1 died.*2 times \(topology\.max_restarts\)"):
+        one.go()
+    assert len(killed) == 3
+    assert one.state["message"] == "failed"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The driver's clock, which stands still unless a test moves it."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(launcher, "time", clock)
+    return clock
+
+
+def test_a_maker_that_does_not_answer_has_its_work_given_to_others_once_until_it_answers_again(stage, clock, caplog):
+    one = stage(makers=2)
+    later = []
 
     def begin(host):
-        held = host.peers.hold("maker-1", "records_since")
-        one.on_turn = functools.partial(wait_for_release, held)
+        one.held = host.peers.hold("maker-1", "records_since")
+        one.on_turn = wait_for_the_question
 
-    def wait_for_release(held, host):
+    def wait_for_the_question(host):
+        if one.held.is_reached:
+            clock.now += 29.0
+            one.on_turn = stall
+
+    def stall(host):
+        assert host["trainer-0"].released == []
+        clock.now += 2.0
+        one.on_turn = watch
+
+    def watch(host):
+        clock.now += 31.0
         if "maker-1" in host["trainer-0"].released:
-            held.release()
-            one.on_turn = wait_for_answer
+            later.append(host)
+        if len(later) == 20:  # turns
+            one.held.release()
+            one.on_turn = hold_when_it_answers
 
-    def wait_for_answer(host):
+    def hold_when_it_answers(host):
         if "maker-1 answers again" in caplog.text:
+            one.held = host.peers.hold("maker-1", "spans_since")
+            one.on_turn = stall_again
+
+    def stall_again(host):
+        if one.held.is_reached:
+            clock.now += 31.0
+            one.on_turn = end_when_released_again
+
+    def end_when_released_again(host):
+        if host["trainer-0"].released.count("maker-1") == 2:
+            one.held.release()
             end_training(host)
 
     one.on_turn = begin
     one.go()
+    released = one.host["trainer-0"].released
+    assert released.count("maker-1") == caplog.text.count("maker-1 has not answered") == 2
+    assert one.state["message"] == "completed"
+
+
+def test_a_maker_that_stalled_and_died_does_not_answer_again(stage, clock, caplog):
+    one = stage(makers=2)
+
+    def begin(host):
+        one.held, one.first = host.peers.hold("maker-1", "records_since"), host.peers["maker-1"]
+        one.on_turn = stall
+
+    def stall(host):
+        if one.held.is_reached:
+            clock.now += 31.0
+            one.on_turn = kill_when_released
+
+    def kill_when_released(host):
+        if "maker-1" in host["trainer-0"].released:
+            host.peers.kill("maker-1")
+            one.on_turn = end_when_replaced
+
+    def end_when_replaced(host):
+        if host.peers["maker-1"] is not one.first and any(
+            method == "records_since" for method, *_ in host.peers["maker-1"].calls
+        ):
+            end_training(host)
+
+    one.on_turn = begin
+    one.go()
+    one.held.release()
+    assert "maker-1 answers again" not in caplog.text
 
 
 def test_a_constructor_that_fails_ends_the_run_with_its_name(stage):
