@@ -7,10 +7,12 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from ray_testing import Background
 from thread_peers import PATIENCE, ThreadPeers
 
 from coati.config import build_config
-from coati.errors import ConfigError, DeadlineExceeded, PeerDied, RewardError, RunStopped
+from coati.errors import CoatiError, ConfigError, DeadlineExceeded, PeerDied, RewardError, RunStopped
+from coati.monitor.control import ask_for_makers
 from coati.monitor.records import RecordLog
 from coati.monitor.run_log import RunLog
 from coati.ray import launcher, maker_pool
@@ -24,7 +26,7 @@ class Actor:
         self.error = None
 
     def progress(self):
-        return SimpleNamespace(state="working")
+        return SimpleNamespace(state="working", has_weights=True)
 
     def records_since(self, cursor):
         return self.records.since(cursor)
@@ -99,6 +101,9 @@ class Host:
     def kill(self, peer):
         self.killed.append(peer.name)
         peer.kill()
+
+    def free_resources(self):
+        return {"CPU": 2.0}
 
     def find_meeting(self, name, options):
         return SimpleNamespace(result=lambda seconds: ("ab" * 28, "127.0.0.1", 4711))
@@ -382,6 +387,49 @@ def test_a_maker_that_stalled_and_died_does_not_answer_again(stage, clock, caplo
     one.go()
     one.held.release()
     assert "maker-1 answers again" not in caplog.text
+
+
+def ask_one_after_the_other(one, numbers):
+    """Ask a run for these numbers of makers, and let it end; returns its answers, or what was raised."""
+    answers = []
+
+    def ask():
+        for makers in numbers:
+            try:
+                answers.append(ask_for_makers(one.folder, makers, deadline_seconds=PATIENCE).makers)
+            except CoatiError as error:
+                answers.append(error)
+        end_training(one.host)
+
+    def begin(host):
+        one.on_turn = lambda host: None
+        one.asking = Background(ask)
+
+    one.on_turn = begin
+    one.go()
+    one.asking.result()
+    return answers
+
+
+def test_makers_join_and_leave_a_run_when_it_is_asked_to(stage):
+    one = stage(makers=1)
+    assert ask_one_after_the_other(one, [3, 2, 2, 3]) == [3, 2, 2, 3]
+    trainer = one.host["trainer-0"]
+    assert trainer.makers == ["maker-0", "maker-1", "maker-3"]
+    assert trainer.released == ["maker-2"]
+    assert one.host.killed[0] == "maker-2"
+    assert (one.state["makers"], one.state["message"]) == (3, "completed")
+
+
+def test_a_refusal_is_answered_and_the_run_goes_on(stage):
+    one = stage(makers=1)
+    one.host.on_start = lambda name: name == "maker-2" and one.host.peers.kill(name)
+    too_many, unlucky, makers = ask_one_after_the_other(one, [4, 3, 2])
+    assert "3 CPUs" in str(too_many)
+    assert "maker-1, maker-2 could not join" in str(unlucky)
+    assert makers == 2
+    assert one.host["trainer-0"].makers == ["maker-0", "maker-3"]
+    assert one.state["message"] == "completed"
 
 
 def test_a_constructor_that_fails_ends_the_run_with_its_name(stage):

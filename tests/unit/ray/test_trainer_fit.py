@@ -10,6 +10,8 @@ from tiny import experience, items
 
 from coati.config import Deadlines
 from coati.errors import ActorNotFound, ConfigError, DataError, DeadlineExceeded, PeerDied
+from coati.experience_buffer.leased import LeasedBuffer, LeaseRequest
+from coati.ledger import Lease, LedgerRules
 from coati.ray import detached_trainer_base
 from coati.ray.callbacks import TrainerCallback
 from coati.trainer import maker_watch
@@ -205,6 +207,111 @@ def test_a_refused_delivery_does_not_count_as_delivered(make_trainer):
     trainer.buffer_extend(sent)
     trainer.fit(1, 1)
     assert trainer.trained == [[0, 1]]
+
+
+# Where work is leased.
+
+
+@pytest.fixture
+def leasing(make_trainer):
+    """A trainer of two samples for each version, with makers ahead by one version."""
+    rules = LedgerRules(samples_per_version=2, total_samples=8, lead=1, max_staleness=1)
+    return make_trainer(["maker"], leased=LeasedBuffer(rules, 2))
+
+
+def ask(trainer, number, *, maker="maker", version=None, endings=()):
+    """Ask for all that a maker may make, as its calls arrive: tuples are what they were."""
+    request = LeaseRequest(maker, number, trainer.version if version is None else version, 8, endings)
+    return trainer.lease(tuple(request))
+
+
+def leased_items(leases):
+    found = []
+    for lease in leases:
+        (item,) = items(lease.number, 1)
+        item.lease = tuple(lease)
+        found.append(item)
+    return found
+
+
+def test_leases_are_granted_version_by_version_while_fit_trains(leasing):
+    granted = []
+
+    def ask_for_more():
+        granted.append([lease.number for lease in ask(leasing, len(granted) + 2)])
+
+    first = ask(leasing, 1)
+    assert [lease.number for lease in first] == [0, 1, 2, 3]
+    leasing.in_step = ask_for_more  # in the step that makes version 1, 2, …: nothing is trained on yet
+    leasing.buffer_extend(leased_items(first))
+    leasing.fit(total_steps=2, update_steps=1)
+    assert leasing.trained == [[0, 1], [2, 3]]
+    assert granted == [[], [4, 5]]
+    leasing.in_step = None
+    second = ask(leasing, 4)
+    assert [lease.number for lease in second] == [6, 7]
+    leasing.buffer_extend(leased_items([Lease(4, 0), Lease(5, 0), *second]))
+    leasing.fit(total_steps=2, update_steps=1)
+    assert leasing.trained[2:] == [[4, 5], [6, 7]]
+    assert ask(leasing, 5) == [], "the run has all its samples"
+
+
+def test_fit_waits_for_leased_work_though_makers_are_finished_or_gone(leasing, makers):
+    """The driver looks after them, and others make what they have left."""
+    makers["maker"].target.state = "finished"
+    leases = ask(leasing, 1)
+    waiting = threading.Event()
+    leasing._update_late_makers = waiting.set
+    fit = Background(leasing.fit, 1, 1)
+    assert waiting.wait(PATIENCE)
+    makers.kill("maker")
+    waiting.clear()
+    assert waiting.wait(PATIENCE)
+    assert fit.is_running
+    leasing.release_maker("maker", "died")
+    leasing.change_makers(["other"])
+    leasing.buffer_extend(leased_items(leases))
+    assert leasing.buffer_get_length() == 0, "a dead maker's are refused"
+    leasing.buffer_extend(leased_items(ask(leasing, 1, maker="other")))
+    fit.result()
+    assert leasing.trained == [[0, 1]]
+
+
+def test_the_same_leased_delivery_twice_is_trained_on_once(leasing):
+    sent = leased_items(ask(leasing, 1))
+    leasing.buffer_extend(sent)
+    leasing.buffer_extend(sent)
+    leasing.fit(2, 1)
+    assert leasing.trained == [[0, 1], [2, 3]]
+    assert leasing.buffer_get_length() == 0
+
+
+def test_leased_samples_that_are_broken_are_refused_and_may_come_again(leasing):
+    sent = leased_items(ask(leasing, 1))
+    good, sent[1].kl = sent[1].kl, sent[1].kl[:1]
+    with pytest.raises(DataError, match=r"kl must be \[3\], got \[1\]"):
+        leasing.buffer_extend(sent)
+    sent[1].kl = good
+    leasing.buffer_extend(sent)
+    leasing.fit(1, 1)
+    assert leasing.trained == [[0, 1]]
+
+
+def test_waiting_too_long_for_leased_work_says_who_has_it(make_trainer):
+    rules = LedgerRules(samples_per_version=2, total_samples=8, lead=0, max_staleness=0)
+    deadlines = QUICK.model_copy(update={"batch_seconds": 0.1})
+    trainer = make_trainer(["slow", "quick"], leased=LeasedBuffer(rules, 2), deadlines=deadlines)
+    slow = trainer.lease(LeaseRequest("slow", 1, 0, 1))
+    quick = trainer.lease(LeaseRequest("quick", 1, 0, 1))
+    trainer.buffer_extend(leased_items(quick))
+    assert len(slow) == len(quick) == 1
+    with pytest.raises(DeadlineExceeded, match=r"1 are there.*slow has 1"):
+        trainer.fit(1, 1)
+
+
+def test_a_trainer_without_leases_grants_none_and_says_so(make_trainer):
+    with pytest.raises(ConfigError, match=r"options\.rules"):
+        make_trainer().lease(LeaseRequest("maker", 1, 0, 8))
 
 
 class Clumsy(TrainerCallback):
