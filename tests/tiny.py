@@ -118,3 +118,15 @@ def items(first, count):
 def experience(first, count):
     """A batch of these samples."""
     return make_experience_batch(items(first, count))
+
+
+class NumberStream:
+    """Prompts that are looked up by the numbers of leases, as in a `PromptStream`; some cannot be used."""
+
+    def __init__(self, samples_per_batch, *, unusable=()):
+        self.samples_per_batch, self.unusable = samples_per_batch, set(unusable)
+
+    def batch(self, numbers, *, group_size=1):
+        bad = {number: "too long" for number in numbers if number in self.unusable}
+        ids = [number * group_size + index for number in numbers if number not in bad for index in range(group_size)]
+        return ({"input_ids": torch.full((len(ids), 2), 3), "sample_ids": torch.tensor(ids)} if ids else None), bad

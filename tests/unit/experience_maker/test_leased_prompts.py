@@ -1,0 +1,210 @@
+"""A maker's side of leases: what it asks for, what it hands in, and what it says came to nothing."""
+
+import pytest
+import tiny
+from thread_peers import PATIENCE, ThreadPeers
+
+from coati.config import Deadlines
+from coati.errors import ConfigError, DeadlineExceeded
+from coati.experience_buffer.leased import LeasedBuffer, LeaseRequest
+from coati.experience_maker.base import AllSamplesDropped, MakerBatch
+from coati.experience_maker.leased_prompts import LeasedPrompts
+from coati.ledger import LedgerRules
+
+
+class Trainer:
+    """The side of a trainer that grants leases and takes what was made."""
+
+    def __init__(self, rules):
+        self.buffer, self.requests, self.error = LeasedBuffer(rules, rules.samples_per_version), [], None
+
+    def lease(self, request):
+        if self.error is not None:
+            raise self.error
+        self.requests.append(request)
+        return self.buffer.lease(request)
+
+
+class Story:
+    """A maker of batches of four samples, and its trainers; each takes four for a version."""
+
+    def __init__(self, *, trainers=1, unusable=(), seconds=PATIENCE, **options):
+        names = [f"trainer-{rank}" for rank in range(trainers)]
+        defaults = {"samples_per_version": 4, "total_samples": 40, "lead": 1, "max_staleness": 1}
+        rules = [LedgerRules(**defaults | options, stream=rank, num_streams=trainers) for rank in range(trainers)]
+        self.trainers = [Trainer(one) for one in rules]
+        self.peers = ThreadPeers(**dict(zip(names, self.trainers, strict=True)))
+        self.version, self.waits, self.is_stopped = 0, 0, False
+        self.prompts = LeasedPrompts(
+            tiny.NumberStream(4, unusable=unusable),
+            names,
+            rules[0],
+            peers=self.peers,
+            maker="maker",
+            version=lambda: self.version,
+            deadlines=Deadlines(update_seconds=seconds, batch_seconds=seconds),
+            wait=self._wait,
+            should_stop=lambda: self.is_stopped,
+        )
+
+    def _wait(self, seconds):
+        self.waits += 1
+
+    def settle(self, batch, *, without=(), dropped=None):
+        """Hand in samples for a batch; returns what is delivered."""
+        ids = batch.sample_ids.tolist()
+        made = [] if dropped is not None else [tiny.item(one) for one in ids if one not in without]
+        return self.prompts.settle(MakerBatch(batch, dropped=dropped), made)
+
+    def deliver(self, items):
+        for item in items:
+            assert self.prompts.trainer_of(item) == f"trainer-{item.lease[0] % len(self.trainers)}"
+        for rank, trainer in enumerate(self.trainers):
+            trainer.buffer.extend([item for item in items if item.lease[0] % len(self.trainers) == rank])
+
+    @property
+    def waiting(self):
+        return [trainer.buffer.num_items_waiting for trainer in self.trainers]
+
+    def endings(self):
+        return [(end.lease.number, end.reason) for end in self.trainers[0].requests[-1].endings]
+
+
+def ids(batch):
+    return None if batch is None else batch.sample_ids.tolist()
+
+
+def test_a_batch_is_what_was_leased_and_what_is_made_of_it_bears_its_leases():
+    story = Story()
+    batch = story.prompts.poll()
+    assert ids(batch) == [0, 1, 2, 3]
+    items = story.settle(batch)
+    assert [item.lease for item in items] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    story.deliver(items)
+    assert story.waiting == [4]
+    assert ids(story.prompts.poll()) == [4, 5, 6, 7]
+    assert story.prompts.poll() is None, "all that may be ahead is granted"
+
+
+def test_several_trainers_are_asked_for_equal_parts():
+    story = Story(trainers=2)
+    first, second = story.prompts.poll(), story.prompts.poll()
+    assert (ids(first), ids(second)) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    story.deliver(story.settle(first) + story.settle(second))
+    assert story.waiting == [4, 4]
+
+
+def test_a_group_of_which_a_sample_is_missing_is_dropped_whole_and_the_trainer_hears_why():
+    story = Story(group_size=2)
+    items = story.settle(story.prompts.poll(), without=[3])
+    assert [int(item.sample_ids) for item in items] == [0, 1]
+    assert ids(story.prompts.poll()) == [4, 5, 6, 7]
+    assert story.endings() == [(1, "dropped by the maker")]
+    story.prompts.poll()
+    assert story.endings() == [], "it is said once"
+
+
+def test_of_a_batch_that_is_dropped_nothing_is_delivered_and_others_are_leased():
+    story = Story(lead=0)
+    batch = story.prompts.poll()
+    assert story.prompts.poll() is None
+    assert story.settle(batch, dropped=AllSamplesDropped("no reward was finite")) == []
+    assert ids(story.prompts.poll()) == [4, 5, 6, 7]
+    assert story.endings() == [(number, "no reward was finite") for number in range(4)]
+
+
+def test_prompts_that_cannot_be_used_are_given_back_with_the_reason():
+    story = Story(lead=0, unusable=[0, 2, 4])
+    assert ids(story.prompts.poll()) == [1, 3]
+    assert ids(story.prompts.poll()) == [5]
+    assert story.endings() == [(0, "prompt skipped: too long"), (2, "prompt skipped: too long")]
+    assert ids(story.prompts.poll()) == [6]
+
+
+@pytest.mark.parametrize("drop", ["drop_call", "drop_reply"])
+def test_a_request_whose_answer_is_lost_is_repeated_and_grants_nothing_twice(drop):
+    story = Story(unusable=[0])
+    story.prompts.poll()
+    getattr(story.peers, drop)("trainer-0", "lease")
+    assert ids(story.prompts.poll()) == [4, 5, 6, 7]
+    assert story.waits == 1
+    assert story.prompts.poll() is not None, "one more for the one that was given back"
+    assert story.prompts.poll() is None
+
+
+def test_a_lease_that_is_granted_again_to_a_maker_that_is_still_at_it_counts_for_what_is_made_anew():
+    """It stalled: its leases were released, and it gets them again before its old batch is finished."""
+    story = Story()
+    old = story.prompts.poll()
+    story.trainers[0].buffer.release("maker", "does not respond")
+    new = story.prompts.poll()
+    assert ids(old) == ids(new)
+    items = story.settle(old)
+    assert {item.lease[1] for item in items} == {0}
+    story.deliver(items)
+    assert story.waiting == [0]
+    items = story.settle(new)
+    assert {item.lease[1] for item in items} == {2}
+    story.deliver(items)
+    assert story.waiting == [4]
+
+
+def test_a_lease_that_is_granted_again_may_come_to_nothing_both_times():
+    story = Story()
+    old = story.prompts.poll()
+    story.trainers[0].buffer.release("maker", "does not respond")
+    new = story.prompts.poll()
+    story.settle(old, without=[0])
+    story.settle(new, without=[0, 1])
+    story.prompts.poll()
+    leases = [tuple(end.lease) for end in story.trainers[0].requests[-1].endings]
+    assert leases == [(0, 0), (0, 2), (1, 2)]
+
+
+def test_a_trainer_that_is_dead_or_not_there_grants_nothing():
+    story = Story(trainers=2)
+    story.peers.kill_at("trainer-1", "lease")
+    assert ids(story.prompts.poll()) == [0, 2]
+    assert ids(story.prompts.poll()) == [4, 6]
+
+
+def test_a_trainer_that_does_not_answer_is_named():
+    story = Story(seconds=0.05)
+    held = story.peers.hold("trainer-0", "lease")
+    with pytest.raises(DeadlineExceeded, match=r"trainer-0.*leases"):
+        story.prompts.poll()
+    held.release()
+
+
+def test_what_a_trainer_raises_is_raised_with_its_name():
+    story = Story()
+    story.trainers[0].error = ConfigError("no leases here")
+    with pytest.raises(ConfigError, match="no leases here") as caught:
+        story.prompts.poll()
+    assert "trainer-0" in caught.value.__notes__[0]
+
+
+def test_batches_come_until_a_stop_and_new_weights_are_waited_for_in_between():
+    story = Story(lead=0, max_staleness=0)
+    seen = []
+
+    def train(seconds):  # the maker waits, because everything is granted
+        buffer = story.trainers[0].buffer
+        buffer.try_sample(0.0)
+        story.version += 1
+        buffer.train(story.version)
+        story.is_stopped = story.version == 3
+
+    story.prompts._wait = train
+    for batch in story.prompts:
+        seen.append((story.version, ids(batch)))
+        story.deliver(story.settle(batch))
+    assert seen == [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7]), (2, [8, 9, 10, 11])]
+    assert [request.version for request in story.trainers[0].requests] == [0, 0, 1, 1, 2, 2]
+
+
+def test_requests_say_who_asks_for_how_much():
+    story = Story(trainers=3, group_size=2)
+    story.version = 0
+    story.prompts.poll()
+    assert story.trainers[1].requests == [LeaseRequest("maker", 1, 0, 2)], "at least one group of each"
