@@ -44,13 +44,14 @@ class Writer(ExperienceMaker):
     def __init__(self, dice, drops):
         super().__init__(Model(), None, None, None)
         self._dice, self._drops = dice, drops
-        self.die_after = None
+        self.dies = False
+        self.somebody_died = threading.Event()
 
     def make_experience(self, input_ids, attention_mask, *, sample_ids, group_ids):
-        if self.die_after is not None:
-            self.die_after -= 1
-            if self.die_after < 0:
-                raise SystemExit("killed")
+        if self.dies:
+            self.somebody_died.set()
+            raise SystemExit("killed")
+        assert self.somebody_died.wait(SECONDS)
         made = []
         for sample_id, group_id in zip(sample_ids.tolist(), group_ids.tolist(), strict=True):
             one = item(sample_id, num_actions=3)
@@ -137,7 +138,9 @@ class Maker:
         )
         pipeline = ExperiencePipeline(self.writer, self.served, rules=rules, in_flight=in_flight)
         self.loop = WorkLoop(pipeline, sender, deadlines=DEADLINES, stop=self.stop, settle=self.prompts.settle)
-        self.work = run_in_background(lambda: self.loop.run(iter(self.prompts)), name=name)
+
+    def start(self):
+        self.work = run_in_background(lambda: self.loop.run(iter(self.prompts)), name=self.name)
 
     def offer(self, version):
         tensors = {("actor", "number"): torch.tensor(float(version))}
@@ -180,8 +183,13 @@ class Run:
             Maker(self, f"m{index}", rules[0], random.Random(seed + index), drops, in_flight)
             for index in range(num_makers)
         ]
-        if dies:
-            self.makers[-1].writer.die_after = 1
+        self.makers[-1].writer.dies = dies
+        for maker in self.makers:  # none gets ahead of the one that dies
+            maker.writer.somebody_died = self.makers[-1].writer.somebody_died
+        if not dies:
+            self.makers[-1].writer.somebody_died.set()
+        for maker in self.makers:
+            maker.start()
         fits = [
             run_in_background(lambda one=one: FitLoop(one).run(TOTAL_STEPS, UPDATE_STEPS), name="fit")
             for one in self.trainers
@@ -189,7 +197,7 @@ class Run:
         if dies:
             assert isinstance(self.makers[-1].work.exception(SECONDS), SystemExit)
             for trainer in self.trainers:
-                trainer.buffer.release("m0" if num_makers == 1 else self.makers[-1].name, "died")
+                trainer.buffer.release(self.makers[-1].name, "died")
         for fit in fits:
             fit.result(SECONDS)
         for maker in self.makers:

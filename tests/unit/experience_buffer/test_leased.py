@@ -1,6 +1,7 @@
 """A trainer's buffer in a run: what it grants, what it takes, and what comes out."""
 
 import errno
+import functools
 import os
 import threading
 
@@ -32,8 +33,8 @@ class Story:
     def __init__(self, *, journal=None, batch_size=2, **rules):
         defaults = {"samples_per_version": VERSION, "total_samples": 10 * VERSION, "lead": 1, "max_staleness": 1}
         self.rules = LedgerRules(**defaults | rules)
-        journal = journal and Journal(journal, self.rules, run="r")
-        self.buffer = LeasedBuffer(self.rules, batch_size, journal=journal, clock=Clock())
+        open_journal = journal and functools.partial(Journal, journal, self.rules, run="r")
+        self.buffer = LeasedBuffer(self.rules, batch_size, open_journal=open_journal, clock=Clock())
         self._num_asked = 0
 
     def ask(self, wanted=VERSION, *, maker="a", version=0, endings=(), number=None):
