@@ -73,7 +73,7 @@ class Trainer(Actor):
     def buffer_get_length(self):
         return 3
 
-    def change_makers(self, names, updated):
+    def change_makers(self, names):
         self.makers = names
 
     def release_maker(self, maker, reason):

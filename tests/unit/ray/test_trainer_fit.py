@@ -269,7 +269,6 @@ def test_fit_waits_for_leased_work_though_makers_are_finished_or_gone(leasing, m
     assert waiting.wait(PATIENCE)
     assert fit.is_running
     leasing.release_maker("maker", "died")
-    leasing.change_makers(["other"])
     leasing.buffer_extend(leased_items(leases))
     assert leasing.buffer_get_length() == 0, "a dead maker's are refused"
     leasing.buffer_extend(leased_items(ask(leasing, 1, maker="other")))
