@@ -49,6 +49,10 @@ class PeerDied(CoatiError, RuntimeError):
     """An actor that this one depends on is gone."""
 
 
+class HeadLost(CoatiError, ConnectionError):
+    """The head of the Ray cluster is gone, and the run cannot continue."""
+
+
 class PeerUnavailable(CoatiError, RuntimeError):
     """The connection to an actor broke during a call, which may or may not have been executed."""
 

@@ -123,6 +123,7 @@ def test_a_run_over_three_nodes_ends_with_a_named_error_when_one_of_them_dies(th
     command = block("train").strip().replace("$HEAD:6379", f"{host}:{port}")
     # One CPU on each node and one for each actor: two makers and a trainer must be on three nodes.
     command += " --set topology.makers=2 --set train.total_steps=100000"
+    command += " --set topology.allow_open_cluster=true"  # `Cluster` starts nodes without tokens
     with subprocess.Popen(
         ["bash", "-c", f"exec {command}"],
         cwd=folder,

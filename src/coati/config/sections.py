@@ -328,6 +328,15 @@ class TopologySettings(Section, section="topology"):
         "How a maker and a trainer share a card: slices = each has all of it for moments, which the driver does by "
         "itself; mps = side by side through NVIDIA's MPS, training on as much of the card as gpus_per_trainer says.",
     )
+    environment: tuple[str, ...] = setting(
+        (),
+        "Names of further environment variables that actors get from your shell, such as the key of a service that a "
+        "reward asks. Only without --address; on a cluster they come from `ray start`.",
+        strict=False,
+    )
+    allow_open_cluster: bool = setting(
+        False, "Join a Ray cluster (--address) that has no token authentication: anyone who reaches it can run code."
+    )
     update_lora_weights: bool = setting(False, "Send only the LoRA adapters to the makers.")
     verify_updates: Literal["checksum", "canary", "off"] = setting(
         "checksum",

@@ -3,25 +3,36 @@
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import ray
+from ray._raylet import AuthenticationTokenLoader
+from ray.exceptions import AuthenticationError
 
 from coati import run
 from coati.config import RunSettings
 from coati.counting import counted
-from coati.errors import ConfigError, RunStopped
-from coati.ray import mps
+from coati.errors import ConfigError, HeadLost, RunStopped
+from coati.ray import mps, warden
+from coati.ray.environment import allowed_environment
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 10.0
+_ASK_SECONDS = 60.0
+_LOOK_SECONDS = 2.0
+_LOST_SECONDS = 10.0
+_LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by an address that others can reach
 
 
 @contextlib.contextmanager
@@ -40,11 +51,13 @@ def connected(config: RunSettings, *, address: str | None, namespace: str, log_t
                     log_to_driver=log_to_driver,
                     logging_level=logging.WARNING,
                 )
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (AuthenticationError, ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"no Ray cluster at --address {address!r}: {str(error).strip().splitlines()[0]}{_token_hint(error)}"
             ) from error
         try:
+            if not config.topology.allow_open_cluster:
+                _check_authentication(address)
             _check_resources(config, num_cpus=run.num_actors(config))
             yield False
         finally:
@@ -58,35 +71,69 @@ def connected(config: RunSettings, *, address: str | None, namespace: str, log_t
 @contextlib.contextmanager
 def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) -> Iterator[None]:
     num_actors = run.num_actors(config)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing leaves this machine
     # Ray announces its token authentication on every start. It stays on; the hint is not for our users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Only we may enter it; Ray opens its own folder inside to everybody. Short: socket paths have a length limit.
     parent = Path(tempfile.mkdtemp(prefix="coati-"))
     folder = parent / "ray"
-    try:
-        with _own_signal_handlers(), _owner_only_token():
-            ray.init(
-                address="local",
-                namespace=namespace,
-                num_cpus=max(os.cpu_count() or 1, num_actors),
-                include_dashboard=False,
-                log_to_driver=log_to_driver,
-                logging_level=logging.WARNING,
-                _temp_dir=str(folder),
-            )
-        _check_resources(config, num_cpus=num_actors)
+    with _warden(parent):
+        try:
+            with _own_signal_handlers(), _environment_of_actors(config, _new_token(parent)):
+                ray.init(
+                    address="local",
+                    namespace=namespace,
+                    num_cpus=max(os.cpu_count() or 1, num_actors),
+                    include_dashboard=False,
+                    log_to_driver=log_to_driver,
+                    logging_level=logging.WARNING,
+                    _temp_dir=str(folder),
+                    _node_ip_address=_LOOPBACK if sys.platform == "linux" else None,
+                )
+            _check_resources(config, num_cpus=num_actors)
+            yield
+        except (RunStopped, KeyboardInterrupt):
+            raise
+        except BaseException:
+            ray.shutdown()
+            _keep_logs(folder / "session_latest" / "logs", config.output_folder / "ray-logs")
+            raise
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def _warden(folder: Path) -> Iterator[None]:
+    """Have a process that survives this one end what is left of a private Ray, and delete its folder."""
+    command = [sys.executable, "-I", "-S", warden.__file__, str(folder)]
+    # In a session of its own: Ctrl-C in a terminal must not end it.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
         yield
-    except (RunStopped, KeyboardInterrupt):
-        raise
-    except BaseException:
-        ray.shutdown()
-        _keep_logs(folder / "session_latest" / "logs", config.output_folder / "ray-logs")
-        raise
+
+
+def _new_token(folder: Path) -> Path:
+    """Write the token of a private Ray to a file that only this user can read."""
+    path = folder / "token"
+    with open(path, "x", encoding="ascii", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+@contextlib.contextmanager
+def _environment_of_actors(config: RunSettings, token: Path) -> Iterator[None]:
+    """Give this process, inside, the environment that a private Ray and its actors inherit: what is allowed to pass."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(allowed_environment(before, config.topology.environment))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # Ray turns tokens on where nothing is said
+        os.environ.pop(name, None)
+    os.environ |= {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}  # nothing leaves this machine
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    AuthenticationTokenLoader.instance().reset_cache()  # that of an earlier run in this process
+    try:
+        yield
     finally:
-        ray.shutdown()
-        shutil.rmtree(parent, ignore_errors=True)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _keep_logs(logs: Path, place: Path) -> None:
@@ -98,16 +145,6 @@ def _keep_logs(logs: Path, place: Path) -> None:
         logger.warning("the logs of the actors could not be kept in %s: %s", place, error)
     else:
         logger.warning("the logs of all actors are in %s", place)
-
-
-@contextlib.contextmanager
-def _owner_only_token() -> Iterator[None]:
-    """Ray creates its token file readable by all users; make one that appears inside readable by its owner only."""
-    path = Path.home() / ".ray" / "auth_token"
-    existed = path.exists()
-    yield
-    if not existed and path.exists():
-        path.chmod(0o600)
 
 
 @contextlib.contextmanager
@@ -128,13 +165,65 @@ def _own_signal_handlers() -> Iterator[None]:
 def _token_hint(error: BaseException | None) -> str:
     """Return a hint for a cluster that wants a token; Ray mentions it only in a nested error."""
     while error is not None:
-        if "AuthenticationError" in f"{type(error).__name__} {error}":
+        if _is_about_tokens(f"{type(error).__name__} {error}"):
             return (
-                ". It wants a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token "
-                "that its nodes have"
+                ". It wants a token, and there is none or a wrong one here: set RAY_AUTH_MODE=token, and "
+                "RAY_AUTH_TOKEN_PATH to the file with the token that its nodes have."
             )
         error = error.__cause__ or error.__context__
     return ""
+
+
+def _is_about_tokens(text: str) -> bool:
+    return any(name in text for name in ("AuthenticationError", "InvalidAuthToken", "Unauthenticated"))
+
+
+def _check_authentication(address: str) -> None:
+    """Raise ConfigError if the cluster lets in a process without a token."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address"]
+    try:
+        asked = subprocess.run(
+            [*command, ray.get_runtime_context().gcs_address],
+            env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+            capture_output=True,
+            text=True,
+            timeout=_ASK_SECONDS,
+        )
+        is_open, said = asked.returncode == 0, asked.stdout + asked.stderr
+    except subprocess.TimeoutExpired:
+        is_open, said = False, f"no answer within {_ASK_SECONDS:g} s"
+    if is_open or not _is_about_tokens(said):
+        finding = "has no token authentication" if is_open else f"did not tell whether it has tokens ({said.strip()})"
+        raise ConfigError(
+            f"the Ray cluster at --address {address!r} {finding}. Anyone who reaches an open cluster can run code as "
+            "you. Start it with RAY_AUTH_MODE=token and a token (docs/cluster.md), or set "
+            "topology.allow_open_cluster = true on a network that you trust."
+        )
+
+
+class HeadWatch:
+    """Notices that Ray's head (its GCS) is gone; Ray ends this process for it after a minute, without saving."""
+
+    def __init__(self) -> None:
+        self._address = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
+        self._last_look = self._last_seen = time.monotonic()
+
+    def check(self) -> None:
+        """Raise HeadLost if nothing has listened at the head's address for ten seconds."""
+        now = time.monotonic()
+        if not self._address or now - self._last_look < _LOOK_SECONDS:
+            return
+        self._last_look = now
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK_SECONDS).close()
+            self._last_seen = time.monotonic()
+        except OSError as error:
+            if now - self._last_seen >= _LOST_SECONDS:
+                raise HeadLost(
+                    f"Ray's head at {self._address} (the process gcs_server) is gone: {error}. Ray cannot continue "
+                    "without it. Was it killed, or out of memory? Start the run again."
+                ) from None
 
 
 def _check_address(address: str) -> None:

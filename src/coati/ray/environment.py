@@ -1,13 +1,14 @@
 """What an actor sets up in its process: five environment variables from the driver, its log, its share of a GPU.
 
-All other variables come from the Ray node: on a cluster, the environment in which `ray start` ran; a private Ray
-inherits what the driver had when it started Ray.
+All other variables come from the Ray node: on a cluster, the environment in which `ray start` ran; on a private Ray,
+those variables of the driver that `PASSED_ON` or `topology.environment` names.
 """
 
 import gc
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import ray
@@ -20,6 +21,28 @@ from coati.ray import mps
 
 ENV_INFO_KEYS = ("local_rank", "rank", "world_size", "master_addr", "master_port")
 
+PASSED_ON = (
+    *(
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "TERM",
+        "COLUMNS",
+        "NO_COLOR",
+        "LANG",
+        "LC_*",
+        "TZ",
+        "TMPDIR",
+        "XDG_*",
+    ),
+    *("LD_*", "DYLD_*", "PYTHON*", "VIRTUAL_ENV", "CONDA_*", "CC", "CXX", "MALLOC_*", "COVERAGE_*", "COATI_*", "RAY_*"),
+    *("CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "TORCH*", "PYTORCH_*", "TRITON_*", "OMP_*", "MKL_*", "OPENBLAS_*"),
+    *("HF_*", "TRANSFORMERS_*", "TOKENIZERS_*", "VLLM_*", "*_PROXY", "*_proxy", "SSL_CERT_*", "REQUESTS_CA_BUNDLE"),
+)
+"""Environment variables of the driver that actors of a private Ray have. HF_TOKEN is one: they load models."""
+
 
 def apply_env_info(env_info: Mapping[str, str | int] | None) -> None:
     """Set LOCAL_RANK, RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for torch.distributed from `env_info`."""
@@ -31,6 +54,18 @@ def apply_env_info(env_info: Mapping[str, str | int] | None) -> None:
         )
     for key, value in env_info.items():
         os.environ[key.upper()] = str(value)
+
+
+def allowed_environment(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
+    """Return the variables that actors may have, with those that `more` names.
+
+    >>> allowed_environment({"HOME": "/root", "BANK_KEY": "1", "JUDGE_KEY": "2"}, ["JUDGE_KEY"])
+    {'HOME': '/root', 'JUDGE_KEY': '2'}
+    """
+    patterns = (*PASSED_ON, *more)
+    return {
+        name: value for name, value in environment.items() if any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
 def set_up_log(*, debug: bool = False, records: RecordLog[dict[str, Any]] | None = None) -> None:

@@ -30,7 +30,7 @@ from coati.monitor.records import RecordPage
 from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Span
 from coati.peers import PendingCall, wait_all, wait_any, wait_in_slices
-from coati.ray.cluster import connected
+from coati.ray.cluster import HeadWatch, connected
 from coati.ray.maker_pool import MakerPool
 from coati.ray.run_actors import RunActors
 from coati.run import Parts
@@ -88,6 +88,7 @@ class DetachedRun:
         self._show("starting Ray" if self._address is None else "joining the cluster")
         where = connected(self._config, address=self._address, namespace=namespace, log_to_driver=self._log_to_driver)
         with where as is_private:
+            self._head = HeadWatch()
             cores = os.cpu_count() or 0 if self._address is None else 0
             self._control = RunControl(self._folder, makers=self._config.topology.makers, cores=cores)
             self._pool = MakerPool(
@@ -129,6 +130,7 @@ class DetachedRun:
         }
         self._control.report(status="running")
         while fits:
+            self._head.check()
             self._finish_some(fits, timeout=_POLL_SECONDS)
             self.poll_actors(timeout=_POLL_SECONDS)
             if self._should_stop() and not self._is_stopping:
@@ -271,8 +273,10 @@ class DetachedRun:
         """Wait for all calls; the first error is raised at once, because others may wait for the one that failed."""
 
         def have_ended(timeout: float) -> bool:
-            if can_stop and self._should_stop():
-                raise RunStopped("stopped before training began; there was nothing to save.")
+            if can_stop:  # there is nothing to save yet
+                self._head.check()
+                if self._should_stop():
+                    raise RunStopped("stopped before training began; there was nothing to save.")
             self._finish_some(calls, timeout=timeout)
             return not calls
 

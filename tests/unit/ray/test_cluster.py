@@ -1,12 +1,19 @@
 """Connecting to Ray: private folders, logs of failed runs, and errors of addresses and resources."""
 
+import os
+import signal
+import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import AuthenticationError
 
 from coati.config import build_config
-from coati.errors import ConfigError, RunStopped
+from coati.errors import ConfigError, HeadLost, RunStopped
 from coati.ray import cluster
 
 
@@ -24,24 +31,23 @@ def config(tmp_path):
 
 @pytest.fixture
 def fake_ray(tmp_path, monkeypatch):
-    """A Ray that opens its folder to everybody and writes a log; gives the folder's path."""
-    folders = []
+    """A Ray that opens its folder to everybody and writes a log; gives its folders, and the environments it got."""
+    folders, environments = [], []
 
     def init(*, _temp_dir, **_):
         logs = Path(_temp_dir) / "session_latest" / "logs"
         logs.mkdir(parents=True)
         Path(_temp_dir).chmod(0o777)
         (logs / "worker.out").write_text("maker-0: no such file")
-        (tmp_path / ".ray").mkdir(exist_ok=True)
-        (tmp_path / ".ray" / "auth_token").touch(mode=0o644)
         folders.append(Path(_temp_dir))
+        environments.append(dict(os.environ))
 
     monkeypatch.setattr(cluster.ray, "init", init)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
     monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 6.0})
     monkeypatch.setattr(cluster.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
-    return folders
+    return SimpleNamespace(folders=folders, environments=environments)
 
 
 def connect(config, address=None):
@@ -55,10 +61,76 @@ def left_behind(tmp_path):
 def test_only_the_user_may_enter_the_folder_of_a_private_ray_and_it_is_gone_afterwards(fake_ray, config, tmp_path):
     with connect(config) as is_private:
         assert is_private
-        assert stat.S_IMODE(fake_ray[0].parent.stat().st_mode) == 0o700
-        assert stat.S_IMODE((tmp_path / ".ray" / "auth_token").stat().st_mode) == 0o600
+        assert stat.S_IMODE(fake_ray.folders[0].parent.stat().st_mode) == 0o700
     assert left_behind(tmp_path) == []
     assert not (tmp_path / "out" / "ray-logs").exists()
+
+
+def test_every_private_ray_has_a_token_of_its_own_that_only_the_user_can_read(fake_ray, config, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # that is for other clusters
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
+    tokens = set()
+    for _ in range(2):
+        with connect(config):
+            environment = fake_ray.environments[-1]
+            path = Path(environment["RAY_AUTH_TOKEN_PATH"])
+            assert path.parent == fake_ray.folders[-1].parent
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}.isdisjoint(environment)
+            tokens.add(path.read_text())
+    assert len(tokens) == 2
+    assert min(map(len, tokens)) >= 64
+    assert not (tmp_path / ".ray").exists()
+    assert os.environ["RAY_AUTH_TOKEN"] == "of another cluster"
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+
+
+def test_actors_of_a_private_ray_get_the_variables_that_are_allowed(fake_ray, config, monkeypatch):
+    for name in ("BANK_KEY", "JUDGE_KEY", "HF_HOME"):
+        monkeypatch.setenv(name, "1")
+    topology = config.topology.model_copy(update={"environment": ("JUDGE_KEY",)})
+    with connect(config.model_copy(update={"topology": topology})):
+        environment = fake_ray.environments[0]
+        assert "BANK_KEY" not in environment
+        assert {"JUDGE_KEY", "HF_HOME", "PATH"} <= environment.keys()
+        assert os.environ["BANK_KEY"] == "1"
+
+
+def test_a_warden_ends_what_a_killed_driver_left_running_and_deletes_the_folder(tmp_path):
+    """Of three processes, one has a file in the folder open, one has the folder in its environment, one neither."""
+    folder = tmp_path / "coati-x"
+    folder.mkdir()
+    script = """if True:
+        import os, subprocess, sys, time
+        from pathlib import Path
+        from coati.ray.cluster import _warden
+        folder, sleep = Path(sys.argv[1]), [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
+        with _warden(folder):
+            children = [
+                subprocess.Popen(sleep, stdout=(folder / "log").open("w")),
+                subprocess.Popen(sleep, stdout=subprocess.DEVNULL, env={**os.environ, "TOKEN": f"{folder}/token"}),
+                subprocess.Popen(sleep, stdout=subprocess.DEVNULL),
+            ]
+            print(*(child.pid for child in children), flush=True)
+            time.sleep(600)
+    """
+    with subprocess.Popen([sys.executable, "-c", script, folder], stdout=subprocess.PIPE, text=True) as driver:
+        *marked, other = map(int, driver.stdout.readline().split())
+        driver.kill()
+        driver.stdout.read()  # until the warden, which has it too, has ended
+    try:
+        assert not any(map(is_running, marked))
+        assert is_running(other)
+        assert not folder.exists()
+    finally:
+        os.kill(other, signal.SIGKILL)
+
+
+def is_running(process):
+    try:
+        return " Z " not in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
 
 
 def test_a_failed_run_keeps_its_logs_in_its_output_folder_and_nothing_elsewhere(fake_ray, config, tmp_path, caplog):
@@ -94,10 +166,75 @@ def test_an_address_where_nothing_answers_is_reported_at_once(config):
         pass
 
 
-def test_a_cluster_that_wants_a_token_says_what_to_set(config, monkeypatch):
-    def refuse(**_):  # Ray buries the reason in the text of an inner error
-        raise ConnectionError("Failed to connect") from RuntimeError("…\nray.exceptions.AuthenticationError: no token")
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("Failed to connect"),  # Ray buries the reason in the text of an inner error
+        AuthenticationError("RAY_AUTH_TOKEN_PATH is set but file cannot be opened"),
+    ],
+)
+def test_a_cluster_that_wants_a_token_says_what_to_set(config, monkeypatch, error):
+    def refuse(**_):
+        raise error from RuntimeError("…\nUnauthenticated: RPC error: InvalidAuthToken: missing or incorrect")
 
     monkeypatch.setattr(cluster.ray, "init", refuse)
     with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token"), connect(config, "auto"):
         pass
+
+
+@pytest.fixture
+def health_check(monkeypatch):
+    """A cluster that can be joined, and answers a health check without a token with an exit code and a text."""
+    asked = []
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: None)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 6.0})
+    monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="head:6379"))
+
+    def answer(code, text):
+        def run(command, *, env, **_):
+            asked.append((command[-1], env["RAY_AUTH_MODE"]))
+            return subprocess.CompletedProcess(command, code, "", text)
+
+        monkeypatch.setattr(cluster.subprocess, "run", run)
+        return asked
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "said"), [(0, "", "has no token authentication"), (1, "no route to host", "no route to host")]
+)
+def test_a_cluster_that_lets_in_callers_without_a_token_is_refused_unless_allowed(
+    health_check, config, code, text, said
+):
+    asked = health_check(code, text)
+    with pytest.raises(ConfigError, match=rf"{said}(.|\n)*allow_open_cluster"), connect(config, "auto"):
+        pass
+    assert asked == [("head:6379", "disabled")]
+    topology = config.topology.model_copy(update={"allow_open_cluster": True})
+    with connect(config.model_copy(update={"topology": topology}), "auto") as is_private:
+        assert not is_private
+
+
+def test_a_cluster_that_refuses_callers_without_a_token_is_joined(health_check, config):
+    health_check(1, "RPC error: InvalidAuthToken: Authentication token is missing or incorrect.")
+    with connect(config, "auto") as is_private:
+        assert not is_private
+
+
+def test_a_head_that_is_gone_is_an_error_after_ten_seconds(monkeypatch):
+    now = [0.0]
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        monkeypatch.setattr(cluster.ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(cluster.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=address))
+        monkeypatch.setattr(cluster.time, "monotonic", lambda: now[0])
+        watch = cluster.HeadWatch()
+        for now[0] in range(0, 100, 5):
+            watch.check()
+    for now[0] in (100, 104):  # a moment of absence is no end
+        watch.check()
+    now[0] = 106
+    with pytest.raises(HeadLost, match=address):
+        watch.check()
