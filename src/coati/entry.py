@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import re
 import sys
@@ -23,6 +24,8 @@ from coati.run_folder import check_inputs_outside, open_run_folder
 
 if TYPE_CHECKING:
     from coati.trainer.ppo import PPOLearner
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +133,8 @@ def checked(config: RunSettings, *, sync: bool, address: str | None, has_reward:
     if problems := preflight(config, has_reward=has_reward):
         raise ConfigError("\n".join(problems))
     _check_device(config, sync=sync)
+    if config.model.trust_remote_code:
+        logger.warning("model.trust_remote_code is on: code that comes with the models runs with your permissions.")
     if not sync:
         return config
     if address is not None:

@@ -77,11 +77,11 @@ def trainer_models(config: RunSettings, *, for_maker: bool = False) -> tuple[Act
     """
     dtype = torch.float32 if config.train.mixed_precision and not for_maker else _dtype(config)
     torch.manual_seed(config.run.seed)
-    actor = _loaded("model.path", config.model.path, Actor, lora=config.lora, dtype=dtype)
+    actor = _loaded(config, "model.path", config.model.path, Actor, lora=config.lora, dtype=dtype)
     if not config.algorithm.uses_critic:
         return actor, None
     critic_path = config.model.path if config.model.critic == "actor" else config.model.critic
-    critic = _loaded("model.critic", critic_path, Critic, lora=config.lora, dtype=dtype)
+    critic = _loaded(config, "model.critic", critic_path, Critic, lora=config.lora, dtype=dtype)
     return actor, critic
 
 
@@ -93,7 +93,7 @@ def maker_models(
     With `train.compile` the blocks of those that only score are compiled; the actor is left to the rollout engine.
     """
     actor, critic = trainer_models(config, for_maker=True)
-    reference = _loaded("model.reference", config.reference_path, Actor, dtype=_dtype(config))
+    reference = _loaded(config, "model.reference", config.reference_path, Actor, dtype=_dtype(config))
     if config.train.compile:
         for model in (reference, critic):
             if model is not None:
@@ -109,7 +109,7 @@ def make_scorer(
     device = maker_device(config)
 
     def load_reward_model(path: str) -> RewardModel:
-        model: RewardModel = _loaded("reward.model", path, RewardModel)
+        model: RewardModel = _loaded(config, "reward.model", path, RewardModel)
         if not bool(model.value_head.weight.any()):
             logger.warning(
                 "reward.model %r has a head of zeros, so every score is 0. Use a sequence-classification model with "
@@ -133,7 +133,9 @@ def make_scorer(
 def load_tokenizer(config: RunSettings) -> Any:
     """Load the tokenizer, padding on the left."""
     try:
-        return AutoTokenizer.from_pretrained(config.tokenizer_path, padding_side="left", trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            config.tokenizer_path, padding_side="left", trust_remote_code=config.model.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model.tokenizer must be a folder or hub name with a tokenizer, got {config.tokenizer_path!r}: "
@@ -146,10 +148,7 @@ def check_inputs(config: RunSettings) -> None:
     next(iter(make_prompts(config)))
     critic = config.model.path if config.model.critic == "actor" else config.model.critic
     paths = {"model.path": config.model.path, "model.reference": config.reference_path, "model.critic": critic}
-    sizes = {
-        key: _loaded(key, path, AutoConfig, trust_remote_code=False).get_text_config().vocab_size
-        for key, path in paths.items()
-    }
+    sizes = {key: _loaded(config, key, path, AutoConfig).get_text_config().vocab_size for key, path in paths.items()}
     sizes["model.tokenizer"] = load_tokenizer(config).vocab_size
     own, reference, critic_size, tokens = sizes.values()
     if reference != own or critic_size < own or tokens > own:
@@ -165,7 +164,7 @@ def make_prompts(config: RunSettings) -> PromptStream:
     prompts = config.prompts
     table = load_prompts(prompts.path, split=prompts.split, subset=prompts.subset, column=prompts.column)
     holder = torch.nn.Module()
-    holder.config = _loaded("model.path", config.model.path, AutoConfig, trust_remote_code=False)
+    holder.config = _loaded(config, "model.path", config.model.path, AutoConfig)
     return PromptStream(
         table,
         load_tokenizer(config),
@@ -230,9 +229,9 @@ def _dtype(config: RunSettings) -> torch.dtype:
     return dtype
 
 
-def _loaded(setting: str, path: str, model_class: Any, **kwargs: Any) -> Any:
+def _loaded(config: RunSettings, setting: str, path: str, model_class: Any, **kwargs: Any) -> Any:
     try:
-        return model_class.from_pretrained(path, **kwargs)
+        return model_class.from_pretrained(path, trust_remote_code=config.model.trust_remote_code, **kwargs)
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:

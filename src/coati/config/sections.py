@@ -59,6 +59,9 @@ class ModelSettings(Section, section="model"):
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "Where models live; auto = a GPU where an actor was given one."
     )
+    trust_remote_code: bool = setting(
+        False, "Run Python code that comes with models and tokenizers. It can do anything that you can: read it first."
+    )
 
 
 class LoRASettings(Section, section="lora"):

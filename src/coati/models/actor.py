@@ -45,8 +45,9 @@ class Actor(nn.Module):
         cls, config: PreTrainedConfig | str | Path, *, lora: LoRASettings | None = None, **kwargs: Any
     ) -> Self:
         """Fresh random weights from a transformers config, or from the path of one."""
+        own = own_config(config, trust_remote_code=kwargs.get("trust_remote_code", False))
         with torch.device("meta") if are_shapes_enough() else contextlib.nullcontext():
-            return cls(AutoModelForCausalLM.from_config(own_config(config), **kwargs), lora=lora)
+            return cls(AutoModelForCausalLM.from_config(own, **kwargs), lora=lora)
 
     @property
     def config(self) -> PreTrainedConfig:

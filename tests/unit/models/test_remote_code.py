@@ -1,0 +1,56 @@
+"""Code that comes with a model runs only where `model.trust_remote_code` says so."""
+
+import json
+import logging
+
+import pytest
+from tiny import llama
+from transformers import dynamic_module_utils
+
+from coati import entry, run
+from coati.config import build_config
+from coati.errors import ConfigError
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Settings with a model that brings a configuration class of its own, which leaves a trace when it is imported."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    llama().save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"model_type": "own-llama", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.OwnLM"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "own.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"Path({str(tmp_path / 'trace')!r}).touch()\n"
+        "class Own(LlamaConfig):\n    model_type = 'own-llama'\n"
+        "class OwnLM(LlamaForCausalLM):\n    config_class = Own\n"
+    )
+
+    def make(trust):
+        model = {"path": str(folder), "trust_remote_code": trust}
+        return build_config(
+            {"model": model, "prompts": {"path": "p.jsonl"}, "reward": {"model": "r"}, "algorithm": "grpo",
+             "rollout": {"samples_per_prompt": 4}}
+        )  # fmt: skip
+
+    return make
+
+
+def test_a_models_own_code_runs_only_if_it_is_trusted(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        run.trainer_models(config(False))
+    assert not (tmp_path / "trace").exists()
+    actor, _ = run.trainer_models(config(True))
+    assert (tmp_path / "trace").exists()
+    assert type(actor.model).__name__ == "OwnLM"
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_trusting_a_models_code_is_warned_about(config, trust, monkeypatch, caplog):
+    monkeypatch.setattr(entry, "preflight", lambda *_, **__: [])
+    with caplog.at_level(logging.WARNING):
+        entry.checked(config(trust), sync=False, address=None)
+    assert ("trust_remote_code" in caplog.text) == trust
