@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import ray
-from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
 from coati import run
