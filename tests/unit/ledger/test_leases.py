@@ -111,21 +111,3 @@ def test_a_maker_that_is_too_slow_for_the_bound_gets_one_group_at_a_time() -> No
     assert len(ledger.lease("new", ask=1, version=1, wanted=2, now=8.0)) == 2
     ledger.release("slow", "restarted")
     assert len(ledger.lease("slow", ask=3, version=1, wanted=2, now=8.0)) == 2
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1, None])
-def test_every_shape_up_to_eight_by_eight(max_staleness: int | None) -> None:
-    for makers in (1, 2, 3, 5, 8):
-        for trainers in (1, 2, 3, 8):
-            world = World(
-                seed=makers,
-                speeds=[1.0] * makers,
-                slots=[2] * makers,
-                versions=3,
-                num_streams=trainers,
-                groups_per_version=2,
-                max_staleness=max_staleness,
-            )
-            assert world.run(), f"{makers} makers and {trainers} trainers stand still"
-            assert len(world.fates) == 3 * 2 * trainers
-            assert {number % trainers for number in world.fates} == set(range(trainers))

@@ -18,7 +18,6 @@ from coati.experience_maker.base import MakerBatch
 from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.ledger import LedgerRules
 from coati.peers import LocalPeers
-from coati.ray.run_actors import first_updaters, trainer_for_newcomer
 
 SHAPES = list(itertools.product(range(1, 9), range(1, 9)))
 LARGE = [(64, 1), (1, 64), (63, 17), (17, 63), (64, 64)]
@@ -86,7 +85,7 @@ class Run:
         self.trainer_names = [f"trainer-{rank}" for rank in range(num_trainers)]
         self.peers = LocalPeers(**dict(zip(self.trainer_names, self.trainers, strict=True)))
         names = [f"maker-{index}" for index in range(num_makers)]
-        self.updaters = first_updaters(names, num_trainers)
+        self.updaters = {name: index % num_trainers for index, name in enumerate(names)}
         self.makers = {name: Maker(self, name, 0) for name in names}
         self.version, self.ages = 0, []
         self.trained = [[] for _ in self.trainers]
@@ -136,8 +135,6 @@ class Run:
         name = self.dice.choice(list(self.makers))
         for trainer in self.trainers:
             trainer.buffer.release(name, "died")
-        del self.updaters[name]
-        self.updaters[name] = trainer_for_newcomer(self.updaters, len(self.trainers))
         self.makers[name] = Maker(self, name, self.version)
 
     def _any(self, act):
@@ -168,6 +165,7 @@ def test_every_shape_up_to_eight_by_eight(max_staleness):
         check(makers, trainers, max_staleness)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("makers", "trainers"), LARGE)
 def test_large_shapes(makers, trainers):
     check(makers, trainers, max_staleness=1)
