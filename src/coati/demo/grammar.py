@@ -12,57 +12,43 @@ import random
 import re
 from collections.abc import Mapping
 from functools import cache
-from types import MappingProxyType
-from typing import NamedTuple
 
 
-class Rule(NamedTuple):
-    """One way to rewrite a symbol: how often it is taken, and the symbols and words it turns into."""
-
-    weight: float
-    symbols: tuple[str, ...]
-
-
-def _rules(*alternatives: tuple[float, str]) -> tuple[Rule, ...]:
-    return tuple(Rule(weight, tuple(symbols.split())) for weight, symbols in alternatives)
-
-
-def _words(words: str) -> tuple[Rule, ...]:
-    return tuple(Rule(1.0, (word,)) for word in words.split())
+def _words(words: str) -> tuple[tuple[float, str], ...]:
+    return tuple((1.0, word) for word in words.split())
 
 
 _START = "SENTENCE"
 
+# The ways to rewrite a symbol: how often each is taken, and the symbols and words that it turns into.
 # Symbols are upper case and have an entry here; everything else is a word of the language.
 # No degree inside a noun phrase: `the so good film` is not English.
-GRAMMAR: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
-    {
-        _START: _rules((0.46, "CLAUSE ."), (0.30, "CLAUSE and CLAUSE ."), (0.24, "CLAUSE but CLAUSE .")),
-        "CLAUSE": _rules((0.52, "STATEMENT"), (0.22, "PERSON thought STATEMENT"), (0.26, "PERSON VERB OBJECT")),
-        "STATEMENT": _rules(
-            (0.50, "THING was PREDICATE"),
-            (0.16, "THING seemed PREDICATE"),
-            (0.26, "THINGS were PREDICATE"),
-            (0.08, "THINGS seemed PREDICATE"),
-        ),
-        "OBJECT": _rules((0.65, "THING"), (0.35, "THINGS")),
-        "THING": _rules((0.78, "the SINGULAR"), (0.22, "the QUALITY SINGULAR")),
-        "THINGS": _rules((0.78, "the PLURAL"), (0.22, "the QUALITY PLURAL")),
-        "PREDICATE": _rules((0.38, "QUALITY"), (0.48, "DEGREE QUALITY"), (0.14, "not QUALITY")),
-        "QUALITY": _rules((0.42, "PRAISE"), (0.36, "BLAME"), (0.22, "PLAIN")),
-        "PERSON": _words("i we"),
-        "VERB": _words("loved liked enjoyed admired hated disliked watched remembered"),
-        "SINGULAR": _words("film plot story acting ending music script cast"),
-        "PLURAL": _words("actors songs scenes characters"),
-        "DEGREE": _words("very really so quite extremely slightly"),
-        "PRAISE": _words(
-            "great good brilliant wonderful beautiful funny charming "
-            "delightful excellent superb amazing fantastic clever lovely"
-        ),
-        "BLAME": _words("bad terrible boring awful dull poor weak horrible stupid"),
-        "PLAIN": _words("long short slow quiet loud simple old"),
-    }
-)
+GRAMMAR: Mapping[str, tuple[tuple[float, str], ...]] = {
+    _START: ((0.46, "CLAUSE ."), (0.30, "CLAUSE and CLAUSE ."), (0.24, "CLAUSE but CLAUSE .")),
+    "CLAUSE": ((0.52, "STATEMENT"), (0.22, "PERSON thought STATEMENT"), (0.26, "PERSON VERB OBJECT")),
+    "STATEMENT": (
+        (0.50, "THING was PREDICATE"),
+        (0.16, "THING seemed PREDICATE"),
+        (0.26, "THINGS were PREDICATE"),
+        (0.08, "THINGS seemed PREDICATE"),
+    ),
+    "OBJECT": ((0.65, "THING"), (0.35, "THINGS")),
+    "THING": ((0.78, "the SINGULAR"), (0.22, "the QUALITY SINGULAR")),
+    "THINGS": ((0.78, "the PLURAL"), (0.22, "the QUALITY PLURAL")),
+    "PREDICATE": ((0.38, "QUALITY"), (0.48, "DEGREE QUALITY"), (0.14, "not QUALITY")),
+    "QUALITY": ((0.42, "PRAISE"), (0.36, "BLAME"), (0.22, "PLAIN")),
+    "PERSON": _words("i we"),
+    "VERB": _words("loved liked enjoyed admired hated disliked watched remembered"),
+    "SINGULAR": _words("film plot story acting ending music script cast"),
+    "PLURAL": _words("actors songs scenes characters"),
+    "DEGREE": _words("very really so quite extremely slightly"),
+    "PRAISE": _words(
+        "great good brilliant wonderful beautiful funny charming "
+        "delightful excellent superb amazing fantastic clever lovely"
+    ),
+    "BLAME": _words("bad terrible boring awful dull poor weak horrible stupid"),
+    "PLAIN": _words("long short slow quiet loud simple old"),
+}
 
 PROMPTS: tuple[str, ...] = (
     "the film",
@@ -96,13 +82,13 @@ def _expand(symbol: str, rng: random.Random) -> list[str]:
     rules = GRAMMAR.get(symbol)
     if rules is None:
         return [symbol]
-    (rule,) = rng.choices(rules, weights=[rule.weight for rule in rules])
-    return [word for part in rule.symbols for word in _expand(part, rng)]
+    ((_, symbols),) = rng.choices(rules, weights=[weight for weight, _ in rules])
+    return [word for part in symbols.split() for word in _expand(part, rng)]
 
 
 def vocabulary() -> list[str]:
     """List every word of the language, full stop included, in alphabetical order."""
-    parts = {part for rules in GRAMMAR.values() for rule in rules for part in rule.symbols}
+    parts = {part for rules in GRAMMAR.values() for _, symbols in rules for part in symbols.split()}
     return sorted(parts - GRAMMAR.keys())
 
 
@@ -110,7 +96,7 @@ def first_words(symbol: str = _START) -> set[str]:
     """Return the words that a sentence can begin with."""
     if symbol not in GRAMMAR:
         return {symbol}
-    return {word for rule in GRAMMAR[symbol] for word in first_words(rule.symbols[0])}
+    return {word for _, symbols in GRAMMAR[symbol] for word in first_words(symbols.split()[0])}
 
 
 def is_grammatical(text: str) -> bool:
@@ -133,4 +119,4 @@ def _sentence_pattern() -> re.Pattern[str]:
 def _pattern(symbol: str) -> str:
     if symbol not in GRAMMAR:
         return re.escape(symbol)
-    return f"(?:{'|'.join(' '.join(map(_pattern, rule.symbols)) for rule in GRAMMAR[symbol])})"
+    return f"(?:{'|'.join(' '.join(map(_pattern, symbols.split())) for _, symbols in GRAMMAR[symbol])})"

@@ -24,6 +24,7 @@ these arguments on to their attention are called with padding; `packing_problem`
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -310,11 +311,7 @@ def base_of(model: nn.Module) -> Any:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
-_logged: set[str] = set()
-
-
+@functools.cache  # once for each reason
 def log_padding_once(name: str, problem: str) -> None:
-    """Log that a model computes its padding too, once for each reason."""
-    if (line := f"{name} is called with padding: {problem}") not in _logged:
-        _logged.add(line)
-        logger.info(line)
+    """Log that a model computes its padding too."""
+    logger.info("%s is called with padding: %s", name, problem)

@@ -24,7 +24,15 @@ import coati.models.packing
 from coati.models import Actor, Critic, LoRASettings, RewardModel, action_logprobs, packed_attention
 from coati.models.actor import packed_scoring_problem
 from coati.models.packed_attention import PACKED_ATTENTION, _by_length, _Heads, drop_flash_on_old_gpus
-from coati.models.packing import PACKED_MODEL_TYPES, PackedRows, joined_once, packing_problem, row_parts, row_tokens
+from coati.models.packing import (
+    PACKED_MODEL_TYPES,
+    PackedRows,
+    joined_once,
+    log_padding_once,
+    packing_problem,
+    row_parts,
+    row_tokens,
+)
 from coati.models.scoring import Scoring, score_padded
 from coati.models.value_head import packs
 
@@ -245,8 +253,8 @@ def test_a_batch_in_which_nothing_is_scored_still_reaches_every_weight():
         assert torch.equal(parameter.grad, torch.zeros_like(parameter.grad))
 
 
-def test_models_that_we_do_not_know_are_padded_and_it_is_said_once(caplog, monkeypatch):
-    monkeypatch.setattr(coati.models.packing, "_logged", set())
+def test_models_that_we_do_not_know_are_padded_and_it_is_said_once(caplog):
+    log_padding_once.cache_clear()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(StableLmConfig(**SIZES)).double().eval()
     sequences, mask = ragged_batch()

@@ -19,7 +19,6 @@ T = TypeVar("T")
 _METRICS: Final = "metrics.jsonl"
 _SPANS: Final = "spans.jsonl"
 _MICROSECONDS: Final = 1e6
-_COUNTERS: Final = ("reward/mean", "kl/per_sample", "buffer/batches", "trainer/busy_share", "maker/busy_share")
 
 
 class Processors(NamedTuple):
@@ -60,9 +59,9 @@ class RunFolder:
         num_actors = topology.get("makers", 1) + topology.get("trainers", 1)
         return Processors(cores, topology.get("threads_per_actor") or max(1, cores // num_actors))
 
-    def series(self, metric: str, *, over: str = "step") -> list[tuple[float, float]]:
-        """Return the finite values of one metric, with what they are drawn over."""
-        points = ((row[over], row[metric]) for row in self.metrics if metric in row and over in row)
+    def series(self, metric: str) -> list[tuple[float, float]]:
+        """Return the finite values of one metric, with their training steps."""
+        points = ((row["step"], row[metric]) for row in self.metrics if metric in row and "step" in row)
         return [(float(x), float(y)) for x, y in points if math.isfinite(x) and math.isfinite(y)]
 
 
@@ -104,7 +103,7 @@ def _read_spans(path: Path) -> dict[str, list[Span]]:
 
 
 def trace_events(run: RunFolder) -> dict[str, Any]:
-    """Return a trace for ui.perfetto.dev: a process for each actor, a thread for each of its lanes, some metrics.
+    """Return a trace for ui.perfetto.dev: a process for each actor, a thread for each of its lanes.
 
     Times are microseconds since the first span.
     """
@@ -132,10 +131,5 @@ def trace_events(run: RunFolder) -> dict[str, Any]:
     events += [
         {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
         for (kind, process, thread), name in names.items()
-    ]
-    events += [
-        {"name": metric, "ph": "C", "ts": (at - origin) * _MICROSECONDS, "pid": 0, "args": {"value": value}}
-        for metric in _COUNTERS
-        for at, value in run.series(metric, over="time")
     ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
