@@ -20,6 +20,7 @@ from coati.config import RunSettings, build_config, load_config, preflight
 from coati.config.checks import avoid_hub_without_network
 from coati.errors import ConfigError
 from coati.monitor import RunLog, RunSnapshot, TensorBoardTracker, Tracker
+from coati.resume import choose_checkpoint, continue_files, resumed_settings
 from coati.run_folder import check_inputs_outside, open_run_folder
 
 if TYPE_CHECKING:
@@ -68,8 +69,9 @@ class RunResult:
 
 
 def train(
-    config: str | os.PathLike[str] | Mapping[str, Any] | RunSettings,
+    config: str | os.PathLike[str] | Mapping[str, Any] | RunSettings | None = None,
     *,
+    resume: str | os.PathLike[str] | None = None,
     reward: Callable[..., Any] | None = None,
     learner: Callable[..., PPOLearner] | None = None,
     maker: Callable[..., Any] | None = None,
@@ -85,6 +87,7 @@ def train(
 
     Args:
         config: a TOML file, a table of sections, or settings.
+        resume: instead, the output folder of a run, which continues from its last checkpoint.
         reward: a function over prompts, completions and the dataset's columns, which replaces `[reward]`.
         learner: makes the learner: a subclass of `coati.PPOLearner`, for example.
         maker: makes the maker: a subclass of `coati.NaiveExperienceMaker`, for example.
@@ -105,10 +108,13 @@ def train(
                 f"{name} must be a function or a class, got {type(part).__name__}. "
                 "Rewards by name, models and sums of them go into [reward]."
             )
-    settings = checked(_settings(config, overrides, reward), sync=sync, address=address, has_reward=reward is not None)
+    settings = checked(
+        _settings(config, overrides, reward, resume), sync=sync, address=address, has_reward=reward is not None
+    )
     check_inputs_outside(settings)
+    is_resumed = resume is not None
     with contextlib.ExitStack() as stack:
-        begin = stack.enter_context(open_run_folder(settings, overwrite=overwrite))
+        begin = stack.enter_context(open_run_folder(settings, overwrite=overwrite, is_resumed=is_resumed))
         if on_progress is None and sys.stderr.isatty():
             from rich.console import Console
 
@@ -118,6 +124,7 @@ def train(
         return execute(
             settings,
             parts={"reward": reward, "learner": learner, "maker": maker},
+            is_resumed=is_resumed,
             sync=sync,
             address=address,
             trackers=trackers,
@@ -154,6 +161,7 @@ def execute(
     config: RunSettings,
     *,
     parts: Mapping[str, Any] | None = None,
+    is_resumed: bool = False,
     sync: bool,
     address: str | None,
     trackers: Sequence[Tracker] = (),
@@ -165,6 +173,7 @@ def execute(
     """Run to the end (or until stopped) in a folder that is there, and save the model.
 
     `on_begin` is called when everything is loaded and training begins; `parts` are fields of `coati.run.Parts`.
+    A run that `is_resumed` continues from its newest whole checkpoint.
     """
     started = time.monotonic()
     folder = config.output_folder
@@ -174,16 +183,28 @@ def execute(
         total_steps=config.train.optimizer_steps,
         trackers=[*own, *trackers],
         max_spans=config.logging.spans_kept,
-        on_begin=on_begin,
+        on_begin=lambda: begin(),
     )
+
+    def begin() -> None:
+        on_begin()
+        if checkpoint is not None:
+            continue_files(config, log, state)
+
     try:
         log.message = "loading libraries"
         on_progress(log.snapshot())
         from coati.run import Parts, check_inputs
 
+        checkpoint, state = choose_checkpoint(config) if is_resumed else (None, {})
         brought = Parts(**{name: part for name, part in (parts or {}).items() if part is not None})
         check_inputs(config)
-        common: dict[str, Any] = {"parts": brought, "on_progress": on_progress, "should_stop": should_stop}
+        common: dict[str, Any] = {
+            "parts": brought,
+            "checkpoint": checkpoint,
+            "on_progress": on_progress,
+            "should_stop": should_stop,
+        }
         training: SynchronousRun | DetachedRun
         if sync:
             from coati.synchronous import SynchronousRun
@@ -210,13 +231,19 @@ def execute(
 
 
 def _settings(
-    config: str | os.PathLike[str] | Mapping[str, Any] | RunSettings,
+    config: str | os.PathLike[str] | Mapping[str, Any] | RunSettings | None,
     overrides: Sequence[str],
     reward: Callable[..., Any] | None,
+    resume: str | os.PathLike[str] | None,
 ) -> RunSettings:
     """Read and check the settings; a reward function takes the place of whatever `[reward]` names."""
     if reward is not None:
         overrides = [*overrides, f"reward.function={_name_of(reward)}", "reward.model=''", "reward.terms=[]"]
+    if (config is None) == (resume is None):
+        raise ConfigError("a run needs settings, or the folder of a run to resume, and not both.")
+    if resume is not None:
+        return resumed_settings(Path(resume), overrides)
+    assert config is not None
     if isinstance(config, RunSettings):
         config = config.model_dump()
     return build_config(config, overrides) if isinstance(config, Mapping) else load_config(Path(config), overrides)

@@ -61,28 +61,30 @@ def check_inputs_outside(config: RunSettings) -> None:
 
 
 @contextlib.contextmanager
-def open_run_folder(config: RunSettings, *, overwrite: bool) -> Iterator[Callable[[], None]]:
+def open_run_folder(config: RunSettings, *, overwrite: bool, is_resumed: bool = False) -> Iterator[Callable[[], None]]:
     """Make the output folder and hold it for a run inside the `with` block.
 
-    Gives a function to call when training begins: it deletes what an earlier run wrote, and writes the settings.
+    Gives a function to call when training begins: it deletes what an earlier run wrote, unless that one is resumed, and
+    writes the settings.
 
     Raises:
         ConfigError: when the folder is not a run's, is in use, cannot be written, or holds a run that `overwrite` does
             not allow to replace.
     """
     folder = config.output_folder
-    check_run_folder(config, overwrite=overwrite)
+    check_run_folder(config, overwrite=overwrite or is_resumed)
     with contextlib.ExitStack() as stack:
         with _as_config_error(folder):
             stack.enter_context(_held(folder))
             _delete(folder, _CONTROL_FILES)
-        yield lambda: _begin(config)
+        yield lambda: _begin(config, is_resumed=is_resumed)
 
 
-def _begin(config: RunSettings) -> None:
+def _begin(config: RunSettings, *, is_resumed: bool) -> None:
     folder = config.output_folder
     with _as_config_error(folder):
-        _delete(folder, _RESULTS + _RECORDS)
+        if not is_resumed:
+            _delete(folder, _RESULTS + _RECORDS)
         (folder / "config.toml").write_text(dump_config(config.with_absolute_paths()), encoding="utf-8")
 
 

@@ -7,6 +7,7 @@ on-policy. So it is what an asynchronous run is held against, and where a debugg
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 from torch import nn
@@ -26,6 +27,7 @@ from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Timeline
 from coati.peers import LocalPeers
 from coati.run import Parts
+from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
 
@@ -39,6 +41,7 @@ class SynchronousRun(FitSteps):
         log: RunLog,
         *,
         parts: Parts | None = None,
+        checkpoint: Path | None = None,
         on_progress: Callable[[RunSnapshot], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -71,7 +74,20 @@ class SynchronousRun(FitSteps):
         self._buffer = LeasedBuffer(
             self._rules,
             config.train.batch_size,
-            open_journal=functools.partial(Journal, run.journal_path(config), self._rules, run=config.run.name),
+            open_journal=functools.partial(
+                Journal,
+                run.journal_path(config),
+                self._rules,
+                run=config.run.name,
+                is_resumed=checkpoint is not None,
+            ),
+        )
+        self._checkpoints = Checkpoints(
+            config.output_folder / "checkpoints",
+            self._learner,
+            self._buffer,
+            train=config.train,
+            tokenizer=functools.partial(run.load_tokenizer, config),
         )
         self._prompts = LeasedPrompts(
             self._stream,
@@ -81,6 +97,11 @@ class SynchronousRun(FitSteps):
             maker="this process",
             version=lambda: self._version,
         )
+        self._num_done = 0  # fresh batches, of a run that is resumed
+        if checkpoint is not None:
+            counters = self._checkpoints.restore(checkpoint)
+            self._version, self._num_done = counters["version"], counters["fresh"]
+            self._num_batches = counters["batches"]
 
     def run(self, model_path: str) -> None:
         """Train as the config says, and save the actor to `model_path`, a folder that transformers loads."""
@@ -89,7 +110,9 @@ class SynchronousRun(FitSteps):
         log.begin()
         try:
             self._sender.send(self._version, fully_update=True)
-            FitLoop(self, seed=self._config.run.seed).run(train.total_steps, train.update_steps, train.epochs)
+            FitLoop(self, seed=self._config.run.seed).run(
+                train.total_steps, train.update_steps, train.epochs, num_done=self._num_done
+            )
             self._log_spans()
         except Exception as error:
             if self._num_batches > 0:
@@ -181,13 +204,17 @@ class SynchronousRun(FitSteps):
         with self._timeline.span("publish"):
             self._sender.send(self._version)
         self._log.trainer_version = self._version
-        every = self._config.train.save_every
-        if every and self._version % every == 0:
+
+    def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
+        """Save a checkpoint if `train.save_every` says so, or the run is stopped; all steps so far are in the log."""
+        if self._checkpoints.is_due(self._version, was_stopped=was_stopped):
             with self._timeline.span("save"):
-                self.save(str(self._config.output_folder / "checkpoints" / f"version-{self._version}"))
+                self._log.flush()
+                self._checkpoints.save(self._version, {"fresh": num_fresh, "batches": self._num_batches})
 
     def finish(self) -> None:
-        """Raise if training made no progress."""
+        """Wait for the last checkpoint; raise if training made no progress."""
+        self._checkpoints.wait()
         self._learner.check_progress()
 
     def should_stop(self) -> bool:

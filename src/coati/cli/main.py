@@ -56,10 +56,14 @@ def demo(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="The run's settings, a TOML file.")],
+    config: Annotated[Path | None, typer.Argument(help="The run's settings, a TOML file.")] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN_FOLDER", help="Continue the run in this folder from its last checkpoint instead."),
     ] = None,
     address: Annotated[
         str | None, typer.Option(help="Join this Ray cluster (e.g. auto) instead of starting a private one.")
@@ -79,6 +83,7 @@ def train(
 
     run_train(
         config,
+        resume=resume,
         overrides=overrides or [],
         address=address,
         sync=sync,

@@ -14,16 +14,18 @@ from rich.console import Console
 from coati import entry
 from coati.config import RunSettings, load_config, plan_lines
 from coati.entry import RunResult, checked
-from coati.errors import RunStopped
+from coati.errors import ConfigError, RunStopped
 from coati.monitor.live import LiveView
+from coati.resume import choose_checkpoint, resumed_settings
 from coati.run_folder import check_inputs_outside, check_run_folder, open_run_folder
 
 EXIT_STOPPED = 130  # what shells use for "ended by SIGINT"
 
 
 def run_train(
-    path: Path,
+    path: Path | None,
     *,
+    resume: Path | None,
     overrides: list[str],
     address: str | None,
     sync: bool,
@@ -33,16 +35,25 @@ def run_train(
 ) -> None:
     """Check, plan, and (unless it is a dry run) train."""
     console = Console()
-    config = checked(load_config(path, overrides), sync=sync, address=address)
+    if (path is None) == (resume is None):
+        raise ConfigError("coati train takes a settings file, or --resume with the folder of a run, and not both.")
+    is_resumed = resume is not None
+    settings = load_config(path, overrides) if resume is None else resumed_settings(resume, overrides)
+    config = checked(settings, sync=sync, address=address)
     plan = "\n".join([f"Plan of run {config.run.name!r}", *(f"  {line}" for line in plan_lines(config))])
     console.print(plan, highlight=False, markup=False, soft_wrap=True)
     check_inputs_outside(config)
     if dry_run:
-        check_run_folder(config, overwrite=overwrite)
+        check_run_folder(config, overwrite=overwrite or is_resumed)
+        if is_resumed:
+            found, _ = choose_checkpoint(config)
+            console.print(f"It would continue from {found}.", highlight=False)
         console.print("[green]Config OK.[/] Run again without --dry-run to train.")
         return
-    with open_run_folder(config, overwrite=overwrite) as begin:
-        outcome = execute(config, console, sync=sync, address=address, verbose=verbose, on_begin=begin)
+    with open_run_folder(config, overwrite=overwrite, is_resumed=is_resumed) as begin:
+        outcome = execute(
+            config, console, is_resumed=is_resumed, sync=sync, address=address, verbose=verbose, on_begin=begin
+        )
     rewards = outcome.rewards
     console.print(
         f"{'Stopped' if outcome.was_stopped else 'Done'} after {outcome.seconds:.0f} s and "
@@ -71,6 +82,7 @@ def execute(
     config: RunSettings,
     console: Console,
     *,
+    is_resumed: bool = False,
     sync: bool,
     address: str | None,
     verbose: bool,
@@ -94,6 +106,7 @@ def execute(
         try:
             return entry.execute(
                 config,
+                is_resumed=is_resumed,
                 sync=sync,
                 address=address,
                 on_begin=begin,

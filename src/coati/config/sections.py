@@ -267,10 +267,11 @@ class TrainSettings(Section, section="train"):
     )
     save_every: int = setting(
         0,
-        "Save the model every so many weight versions, in checkpoints/version-N of the output folder; 0 = only at the "
-        "end.",
+        "Save a checkpoint every so many weight versions, in checkpoints/version-N of the output folder; 0 = only when "
+        "the run is stopped. `coati train --resume` continues from it.",
         ge=0,
     )
+    checkpoints_kept: int = setting(2, "Checkpoints that are kept; older ones are deleted.", ge=1)
 
     @property
     def optimizer_steps(self) -> int:

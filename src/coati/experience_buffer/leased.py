@@ -2,15 +2,20 @@
 which are trained on next."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from coati.errors import DataError, StorageError
-from coati.experience import BufferItem, Experience, pad_items
+from coati.experience import EXPERIENCE_FIELDS, PER_SAMPLE_FIELDS, BufferItem, Experience, pad_items
 from coati.experience_buffer.buffer import SampleBuffer
 from coati.ledger.journal import Journal
 from coati.ledger.leases import Lease, Ledger, LedgerRules
@@ -60,7 +65,8 @@ class LeasedBuffer(SampleBuffer):
         self._clock = clock
         self._is_behind = False  # whether events wait for room on the disk
         self._delivered: dict[int, list[BufferItem]] = {}  # by the number of their lease
-        self._picked: deque[BufferItem] = deque()
+        self._picked: deque[BufferItem] = deque()  # in no batch
+        self._in_training: dict[int, list[BufferItem]] = {}  # picked and not trained on
 
     @property
     def rules(self) -> LedgerRules:
@@ -107,6 +113,7 @@ class LeasedBuffer(SampleBuffer):
         with self._changing():
             self._ledger.train(version)
             self._ledger.note_version_time(self._clock())
+            self._in_training = {number: self._in_training[number] for number in self._ledger.picked}
 
     def get_length(self) -> int:
         """Whole batches that are there."""
@@ -135,7 +142,8 @@ class LeasedBuffer(SampleBuffer):
                 if number is None:
                     self._ledger.take_back(now=self._clock())
                     return None
-                self._picked += self._delivered.pop(number)
+                self._in_training[number] = self._delivered.pop(number)
+                self._picked += self._in_training[number]
             batch = [self._picked.popleft() for _ in range(self.sample_batch_size)]
             return functools.partial(pad_items, sorted(batch, key=lambda item: item.lease or ()))
 
@@ -165,6 +173,40 @@ class LeasedBuffer(SampleBuffer):
         self._ledger.events.clear()
         self._is_behind = False
 
+    # Saved and restored
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What a checkpoint between two versions holds: the ledger as JSON, and the samples not trained on."""
+        with self._lock:
+            self._write_down()
+            num_events = len(self._ledger.events)
+            if self._journal is not None:
+                num_events += self._journal.num_events
+                with contextlib.suppress(StorageError):  # it says so when it is written next
+                    self._journal.sync()
+            groups = [*self._in_training.values(), *self._delivered.values()]
+            items = [item for group in groups for item in group]
+            return {"ledger": self._ledger.state(), "events": num_events}, _pack(items)
+
+    def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Continue from a `state`, before anything is leased. What makers held then is granted again."""
+        # A maker may have lived on with leases granted after the checkpoint, whose numbers will be granted again.
+        first_epoch = secrets.randbits(40) << 20
+        with self._lock:
+            self._ledger = Ledger.restored(self.rules, state["ledger"], first_epoch=first_epoch)
+            for item in _unpack(tensors):
+                self._delivered.setdefault(Lease(*item.lease or ()).number, []).append(item)
+            self._in_training = {number: self._delivered.pop(number) for number in self._ledger.picked}
+            self._picked.extend(item for group in self._in_training.values() for item in group)
+            self._ledger.events = [
+                {
+                    "resume": self._ledger.version,
+                    "events": state["events"],
+                    "first_epoch": first_epoch,
+                    "rules": dataclasses.asdict(self.rules),
+                }
+            ]
+
     def close(self) -> None:
         """End its thread and its journal."""
         super().close()
@@ -172,3 +214,25 @@ class LeasedBuffer(SampleBuffer):
             with self._lock:
                 self._write_down()  # what a full disk did not take
             self._journal.close()
+
+
+def _pack(items: Sequence[BufferItem]) -> dict[str, Tensor]:
+    """Items as tensors for a file: each field of all of them joined, and its length in each, -1 where it is None."""
+    packed = {"lease": torch.tensor([item.lease for item in items], dtype=torch.long)}
+    for name in EXPERIENCE_FIELDS:
+        fields = [getattr(item, name) for item in items]
+        packed[f"{name}.lengths"] = torch.tensor([-1 if field is None else field.numel() for field in fields])
+        if present := [field.reshape(-1) for field in fields if field is not None]:
+            packed[name] = torch.cat(present)
+    return packed
+
+
+def _unpack(packed: Mapping[str, Tensor]) -> list[BufferItem]:
+    items: list[dict[str, Any]] = [{"lease": tuple(lease)} for lease in packed["lease"].tolist()]
+    for name in EXPERIENCE_FIELDS:
+        lengths = packed[f"{name}.lengths"].tolist()
+        parts = iter(torch.split(packed.get(name, torch.empty(0)), [length for length in lengths if length >= 0]))
+        for item, length in zip(items, lengths, strict=True):
+            part = None if length < 0 else next(parts)
+            item[name] = part if part is None or name not in PER_SAMPLE_FIELDS else part.reshape(())
+    return [BufferItem(**item) for item in items]

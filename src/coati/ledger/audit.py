@@ -66,6 +66,11 @@ class StreamAccount:
     def apply(self, event: Mapping[str, Any]) -> None:
         """Follow an event."""
         kind = next(iter(event))
+        if kind == "resume":
+            self.rules = LedgerRules(**event["rules"])
+            for group in self.groups.values():
+                group.state = "returned" if group.state == "open" else group.state
+            return
         if kind not in _MOVES:
             raise CheckpointError(
                 f"The journal has an event of kind {kind!r}, which this version of coati does not know. Use the "

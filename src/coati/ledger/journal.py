@@ -7,6 +7,10 @@ Each record is one line: a checksum, a space, a JSON list of events. The first r
 
 A process that dies while it writes leaves part of a record at the end. That part is ignored when the file is read, and
 removed when it is opened again. A bad record with good ones after it is an error.
+
+A run that is resumed from a checkpoint appends {"resume": version, "events": n, "first_epoch": e, "rules": {…}}: the
+first n events led to that checkpoint, what comes between them and this one is void, leases that were open are returned,
+and epochs go on from e.
 """
 
 import dataclasses
@@ -36,6 +40,9 @@ class JournalContent(NamedTuple):
     run: str
     rules: LedgerRules
     events: list[Event]
+    """Without those that a resumed run has made again."""
+    num_events: int
+    """Of the file, with those."""
     num_bytes: int
     """Of whole records."""
     num_cut: int
@@ -64,7 +71,13 @@ def read_journal(path: Path) -> JournalContent:
             f"{str(path)!r} is a journal of format {header.get('format')}, and this version of coati reads format "
             f"{_FORMAT}. Use the version that wrote it."
         )
-    return JournalContent(header["run"], LedgerRules(**header["rules"]), events, num_bytes, len(data) - num_bytes)
+    rules, valid = header["rules"], dict[int, Event]()
+    for number, event in enumerate(events):
+        if "resume" in event:
+            rules, valid = event["rules"], {index: valid[index] for index in valid if index < event["events"]}
+        valid[number] = event
+    cut = len(data) - num_bytes
+    return JournalContent(header["run"], LedgerRules(**rules), [*valid.values()], len(events), num_bytes, cut)
 
 
 class Journal:
@@ -75,8 +88,10 @@ class Journal:
         StorageError: when it cannot be written.
     """
 
-    def __init__(self, path: Path, rules: LedgerRules, *, run: str) -> None:
+    def __init__(self, path: Path, rules: LedgerRules, *, run: str, is_resumed: bool = False) -> None:
         self.path = path
+        self.num_events = 0
+        """Events in the file."""
         self._end = 0  # of the last whole record
         header = _record([{"format": _FORMAT, "run": run, "rules": dataclasses.asdict(rules)}])
         try:
@@ -88,7 +103,7 @@ class Journal:
             if header.startswith(path.read_bytes()):  # new, or its writer died before it had recorded anything
                 self._append(header)
             else:
-                self._continue(rules, run)
+                self._continue(None if is_resumed else rules, run)
         except BaseException:
             os.close(self._file)
             raise
@@ -101,6 +116,7 @@ class Journal:
         """
         if events:
             self._append(_record(events))
+            self.num_events += len(events)
 
     def sync(self) -> None:
         """Wait until everything written is on the disk."""
@@ -113,17 +129,17 @@ class Journal:
         """Close the file, without `sync`."""
         os.close(self._file)
 
-    def _continue(self, rules: LedgerRules, run: str) -> None:
+    def _continue(self, rules: LedgerRules | None, run: str) -> None:
         there = read_journal(self.path)
         before = {"run": there.run, **dataclasses.asdict(there.rules)}
-        now = {"run": run, **dataclasses.asdict(rules)}
+        now = {"run": run, **dataclasses.asdict(rules or there.rules)}
         if before != now:
             changes = ", ".join(f"{key} {before[key]!r}, now {now[key]!r}" for key in now if now[key] != before[key])
             raise CheckpointError(
                 f"The journal {str(self.path)!r} cannot be continued, because it was written with other settings: "
                 f"{changes}. Use the same settings, or another run.output."
             )
-        self._end = there.num_bytes
+        self._end, self.num_events = there.num_bytes, there.num_events
         if there.num_cut:
             os.ftruncate(self._file, self._end)
             logger.warning(

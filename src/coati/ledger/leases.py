@@ -157,6 +157,7 @@ class Ledger:
         self.num_refused = 0  # groups that came too late, or twice
         self.events: list[Event] = []
         """What has changed; the owner takes it from here."""
+        self._first_epoch = 0
         self._num_numbers = 0  # granted at least once
         self._num_dropped = 0  # numbers
         self._num_trained = 0  # samples
@@ -254,6 +255,11 @@ class Ledger:
         return numbers
 
     # What the trainer does
+
+    @property
+    def picked(self) -> list[int]:
+        """Numbers of the groups that were picked and are not trained on, in that order."""
+        return list(self._picked)
 
     def pick(self) -> int | None:
         """Choose the next group to train on and return its number; None if it has to come first."""
@@ -375,6 +381,11 @@ class Ledger:
         if kind == "train":
             self._apply_train(event["train"])
             return
+        if kind == "resume":
+            rules, first = LedgerRules(**event["rules"]), event["first_epoch"]
+            resumed = type(self).restored(rules, self.state(), first_epoch=first)
+            self.__dict__.update(resumed.__dict__)
+            return
         for number in event[kind]:
             if kind == "grant":
                 self._apply_grant(number, event["maker"], event["version"])
@@ -385,7 +396,7 @@ class Ledger:
         work = self._works.get(number)
         if work is None:
             self._num_numbers += 1
-            work = self._works[number] = _Work(number)
+            work = self._works[number] = _Work(number, epoch=self._first_epoch - 1)
             heapq.heappush(self._in_order, number)
         else:
             self._returned.remove(number)
@@ -439,9 +450,14 @@ class Ledger:
         }
 
     @classmethod
-    def restored(cls, rules: LedgerRules, state: Mapping[str, Any]) -> Self:
-        """The ledger that `state` describes. Leases that were open are returned: their makers are gone."""
+    def restored(cls, rules: LedgerRules, state: Mapping[str, Any], *, first_epoch: int = 0) -> Self:
+        """The ledger that `state` describes. Leases that were open are returned: their makers are gone.
+
+        How far makers may go ahead, and how many samples the run has, may have changed. Epochs begin at `first_epoch`:
+        above all that were granted after `state`, so that what was made for those is refused.
+        """
         ledger = cls(rules)
+        ledger._first_epoch = first_epoch
         for name in ("version", "num_picked", "_num_numbers", "_num_dropped", "_num_trained"):
             setattr(ledger, name, int(state[name.lstrip("_")]))
         ledger._picked = deque(state["picked"])
@@ -449,7 +465,7 @@ class Ledger:
             work = ledger._works[fields["number"]] = _Work(**fields)
             ledger._in_order.append(work.number)
             if work.state in ("open", "returned"):
-                work.epoch += work.state == "open"
+                work.epoch = max(first_epoch, work.epoch + (work.state == "open"))
                 work.state = "returned"
                 ledger._returned.append(work.number)
             elif work.state == "delivered":

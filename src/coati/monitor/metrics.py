@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -116,12 +116,14 @@ class TensorBoardTracker:
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = str(folder)
+        self.first_step: int | None = None
+        """What the folder holds of this step and later ones, from before a run was resumed, is not shown."""
 
     @cached_property
     def _writer(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds: not before there is something to write
 
-        return SummaryWriter(log_dir=self._folder, flush_secs=10)
+        return SummaryWriter(log_dir=self._folder, flush_secs=10, purge_step=self.first_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one scalar per metric."""
@@ -164,6 +166,17 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
                     f"Delete the line, or restore the file."
                 ) from None
     return records
+
+
+def cut_jsonl(path: Path, keeps: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Leave the records in a file that are to be kept, and return them; a file that is not there has none."""
+    kept = [record for record in read_jsonl(path) if keeps(record)] if path.is_file() else []
+    if path.is_file():
+        new = path.with_name(f".{path.name}.new")
+        new.unlink(missing_ok=True)
+        append_jsonl(new, kept)
+        new.replace(path)
+    return kept
 
 
 def load_metrics(run: str | Path) -> pandas.DataFrame:

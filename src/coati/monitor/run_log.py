@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from coati.monitor.metrics import Metric, Tracker, append_jsonl, merge_metrics, values_of
+from coati.monitor.metrics import (
+    Metric,
+    TensorBoardTracker,
+    Tracker,
+    append_jsonl,
+    cut_jsonl,
+    merge_metrics,
+    values_of,
+)
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.timeline import LEAVE, WORK, Span
 
@@ -68,9 +76,27 @@ class RunLog:
 
     def begin(self) -> None:
         """Training starts now: the pace and samples per second leave out what came before."""
+        self._on_begin()
         self._started = self._clock()
         self._pace = _Pace(self._started, self._step, self.num_samples)
-        self._on_begin()
+
+    def continue_from(self, step: int, version: int) -> None:
+        """Go on with the files of a run that is resumed after this step: what they hold of later ones is cut off."""
+        assert self._folder is not None
+        rows = cut_jsonl(self._folder / "metrics.jsonl", lambda row: row["step"] <= step)
+        cut_jsonl(self._folder / "samples.jsonl", lambda row: row["version"] < version)
+        self._step = int(rows[-1]["step"]) if rows else 0
+        self._maker_version = self.trainer_version = self._next_sampled_version = version
+        for row in rows:
+            if "reward/mean" in row:
+                self.rewards.append((float(row["version"]), row["reward/mean"]))
+                self.kls.append((float(row["version"]), row["kl/per_sample"]))
+            self.num_samples += int(row.get("maker/samples", 0.0))
+            self.num_dropped += int(row.get("maker/dropped", 0.0))
+            self.num_skipped_prompts += int(row.get("maker/skipped_prompts", 0.0))
+        for tracker in self._trackers:
+            if isinstance(tracker, TensorBoardTracker):
+                tracker.first_step = self._step + 1
 
     def maker_records(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take a maker's records: typed metrics, and a few samples."""

@@ -89,6 +89,7 @@ class DetachedTrainer(FitSteps):
         self._watch = MakerWatch((), self.deadlines, peers=self._peers)
         self._num_batches = 0
         self._num_samples = 0
+        self._num_done = 0  # fresh batches that a restored `fit` was trained on
         set_up_log(debug=debug, records=self._records)
 
     # What a subclass defines.
@@ -121,7 +122,8 @@ class DetachedTrainer(FitSteps):
         self._timeline.take()  # the metrics of this fit leave out what came before
         self._watch = MakerWatch(self.maker_names, self.deadlines, peers=self._peers)
         try:
-            FitLoop(self, seed=self._seed).run(total_steps, update_steps, train_epochs)
+            num_done, self._num_done = self._num_done, 0
+            FitLoop(self, seed=self._seed).run(total_steps, update_steps, train_epochs, num_done=num_done)
         except BaseException:
             self._state = "failed"
             raise

@@ -28,11 +28,15 @@ from coati.ray.environment import apply_env_info, processors_for, remote, set_up
 from coati.ray.options import TrainerOptions
 from coati.ray.peers import RayPeers
 from coati.trainer.batches import BatchMover
+from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import Strategy
 from coati.weights import Recipients, WeightSender, shared_memory_of
 
 logger = logging.getLogger(__name__)
+
+# In a checkpoint: the driver may not have written those yet when the run ends.
+_RECORDS_SAVED = 256
 
 
 class PPOTrainer(DetachedTrainer):
@@ -43,7 +47,7 @@ class PPOTrainer(DetachedTrainer):
     is in `options`. An argument that contradicts a setting of `options` is an error.
 
     With `options.topology.max_staleness` of 0 or more, older batches are refused. With `options.train.save_every` all
-    ranks save the actor together, to `options.save_folder`. To change the loss, pass a subclass of `PPOLearner` as
+    ranks save checkpoints together, to `options.save_folder`. To change the loss, pass a subclass of `PPOLearner` as
     `options.learner`, or override `make_learner`.
     """
 
@@ -105,6 +109,15 @@ class PPOTrainer(DetachedTrainer):
         self._move = BatchMover(self.strategy.device, self._processors.stream if self._processors else None)
         # Held while weights change and while they are read for publishing, so that no update is torn at its source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
+        self._checkpoints = Checkpoints(
+            Path(options.save_folder), self._learner, self._leased, train=options.train, tokenizer=options.tokenizer
+        )
+        if options.resume is not None:
+            counters = self._checkpoints.restore(options.resume)
+            self.version, self._num_done = counters["version"], counters["fresh"]
+            self._num_batches, self._num_samples = counters["batches"], counters["samples"]
+            for record in counters["records"]:
+                self._records.append(record)
 
     def make_learner(self, actor: nn.Module, critic: nn.Module | None) -> PPOLearner:
         """Make the learner; override it, or pass `options.learner`, to learn in another way."""
@@ -258,24 +271,28 @@ class PPOTrainer(DetachedTrainer):
         """
         self._refuse_in_group_fit("load", "Load before or after fit.")
         with self._hold_weights():
-            for label, optimizer in self._learner.optimizers.items():
-                rates = [group["lr"] for group in optimizer.param_groups]
-                self.strategy.load_optimizer(optimizer, Path(path) / label)
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate
+            self._learner.load_optimizers(Path(path))
 
     def _prepared(self, batch: Experience) -> Experience:
         return self._move(super()._prepared(batch))
 
     def publish(self) -> None:
-        """Send the makers the next version, and save it if `train.save_every` says so."""
+        """Send the makers the next version."""
         self._version_metrics = trainer_metrics(self._timeline.take())
         super().publish()
-        save_every = self.options.train.save_every
-        if save_every and self.version % save_every == 0:
-            with self._timeline.span("save"):
-                path = Path(self.options.save_folder) / f"version-{self.version}"
-                self._save_actor(str(path), True)
+
+    def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
+        """Save a checkpoint if `train.save_every` says so, or a run is stopped."""
+        if self._checkpoints.is_due(self.version, was_stopped=was_stopped and self._leased is not None):
+            with self._timeline.span("save"), self._hold_weights():
+                records = self._records.since(0).records[-_RECORDS_SAVED:]
+                counters = {
+                    "fresh": num_fresh,
+                    "batches": self._num_batches,
+                    "samples": self._num_samples,
+                    "records": [record for record in records if "warning" not in record],
+                }
+                self._checkpoints.save(self.version, counters)
 
     def _check_published(self) -> None:
         self._sender.check()
@@ -284,6 +301,7 @@ class PPOTrainer(DetachedTrainer):
         """Wait until the makers have the last update; raise what went wrong with it."""
         self._sender.settle()
         self._sender.check()
+        self._checkpoints.wait()
         self._learner.check_progress()
 
     def _save_actor(self, path: str, only_rank0: bool) -> None:
@@ -325,7 +343,9 @@ def _leased_buffer(options: TrainerOptions) -> LeasedBuffer | None:
     if options.rules is None:
         return None
     path, rules = options.journal, options.rules
-    open_journal = None if path is None else functools.partial(Journal, path, rules, run=options.run_name)
+    is_resumed = options.resume is not None
+    journal = functools.partial(Journal, rules=rules, run=options.run_name, is_resumed=is_resumed)
+    open_journal = None if path is None else functools.partial(journal, path)
     return LeasedBuffer(rules, options.train.batch_size, open_journal=open_journal)
 
 

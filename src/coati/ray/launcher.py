@@ -18,6 +18,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from coati import run
@@ -62,6 +63,7 @@ class DetachedRun:
         log: RunLog,
         *,
         parts: Parts | None = None,
+        checkpoint: Path | None = None,
         address: str | None = None,
         on_progress: Callable[[RunSnapshot], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
@@ -77,7 +79,7 @@ class DetachedRun:
         self._deadlines = config.deadlines
         self._folder = self._config.output_folder.resolve()
         self._checkpoints = self._folder / "checkpoints"
-        self._actors = make_actors(self._config, checkpoints=self._checkpoints, parts=parts)
+        self._actors = make_actors(self._config, checkpoints=self._checkpoints, resume=checkpoint, parts=parts)
         self._followed: dict[str, _Followed] = {}
         self._is_stopping = False
         self._is_scaling = False

@@ -38,7 +38,9 @@ class TrainerOptions:
     max_response_tokens: int = 0
     """Longest response, which `algorithm.normalization = "constant"` divides by."""
     save_folder: str | Path = "checkpoints"
-    """Where `train.save_every` saves the actor."""
+    """Where checkpoints go (`train.save_every`)."""
+    resume: Path | None = None
+    """The checkpoint that training continues from; all ranks must see it."""
     tokenizer: Callable[[], Any] | None = None
     """Loads the tokenizer that is saved with the actor; None saves none."""
     rules: LedgerRules | None = None

@@ -44,6 +44,7 @@ class RunActors:
         config: RunSettings,
         *,
         checkpoints: Path,
+        resume: Path | None = None,
         host: RayHost | None = None,
         parts: Parts | None = None,
     ) -> None:
@@ -51,6 +52,7 @@ class RunActors:
         self._config = config
         self._parts = parts or Parts()
         self._checkpoints = checkpoints
+        self._resume = resume
         self._deadlines = config.deadlines
         topology = config.topology
         names = [f"maker-{index}" for index in range(topology.makers)]
@@ -152,6 +154,7 @@ class RunActors:
                 num_threads=run.threads_per_actor(config),
                 max_response_tokens=config.rollout.max_new_tokens,
                 save_folder=self._checkpoints,
+                resume=self._resume,
                 tokenizer=functools.partial(run.load_tokenizer, config),
                 rules=run.ledger_rules(config, stream=rank),
                 journal=run.journal_path(config, stream=rank),

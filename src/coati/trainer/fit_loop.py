@@ -30,6 +30,9 @@ class FitSteps(ABC):
     def publish(self) -> None:
         """Send the weights of a new version to the makers."""
 
+    def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:  # noqa: B027
+        """Save where training stands, if it is due: after so many fresh batches, between two versions."""
+
     def finish(self) -> None:  # noqa: B027
         """Do what remains after the last episode."""
 
@@ -58,10 +61,11 @@ class FitLoop:
         self._num_wanted = 0
         self.num_episodes = 0
 
-    def run(self, total_steps: int, update_steps: int, train_epochs: int = 1) -> int:
+    def run(self, total_steps: int, update_steps: int, train_epochs: int = 1, *, num_done: int = 0) -> int:
         """Train on `total_steps` fresh batches, `update_steps` in an episode, the last with the remainder.
 
-        Returns how many fresh batches were trained on: fewer than asked for if data ran out or a stop came.
+        The first `num_done` of them were trained on before. Returns how many have been trained on at the end: fewer
+        than asked for if data ran out or a stop came.
         """
         for name, value in (
             ("total_steps", total_steps),
@@ -71,16 +75,22 @@ class FitLoop:
             if value < 1:
                 raise ConfigError(f"fit's {name} must be 1 or more, got {value}.")
         self._steps.notify("on_fit_start")
-        num_done = 0
-        self._num_wanted = total_steps
+        self._num_wanted = total_steps - num_done
+        self.num_episodes += num_done // update_steps
+        is_whole = True  # whether the weights are those of a whole episode
         while num_done < total_steps and self._steps.agree(True, self._steps.should_stop()):
             wanted = min(update_steps, total_steps - num_done)
             num_fresh = self._episode(self.num_episodes, wanted, train_epochs)
             num_done += num_fresh
-            if num_fresh < wanted:
+            is_whole = num_fresh in (0, wanted)
+            if num_fresh == wanted:
+                self._steps.checkpoint(num_done)
+            else:
                 reason = "it was stopped" if self._steps.should_stop() else "no more data came"
                 logger.warning("training ends after %d of %d batches: %s", num_done, total_steps, reason)
                 break
+        if is_whole and 0 < num_done < total_steps:
+            self._steps.checkpoint(num_done, was_stopped=True)
         self._steps.finish()
         self._steps.notify("on_fit_end")
         return num_done

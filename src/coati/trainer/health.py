@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -40,6 +40,15 @@ class TrainingHealth:
                 f"models to train must have finite weights, got NaN or infinity in {found}. Use another copy of the "
                 "model."
             )
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Steps, skipped batches, and those skipped in a row: what a checkpoint holds."""
+        return self.num_steps, self.num_skipped, self._num_skipped_in_a_row
+
+    @counts.setter
+    def counts(self, counts: Iterable[int]) -> None:
+        self.num_steps, self.num_skipped, self._num_skipped_in_a_row = counts
 
     def count_step(self) -> None:
         """Count an optimizer step, and end training if it has made a weight NaN or infinite."""

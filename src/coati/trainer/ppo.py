@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -154,6 +156,26 @@ class PPOLearner:
     def check_progress(self) -> None:
         """Raise `TrainingDiverged` if every batch so far was skipped, so that nothing was learned."""
         self._health.check_progress()
+
+    def load_optimizers(self, path: Path) -> None:
+        """Load the optimizers' state from `path/actor` and `path/critic`; rates stay those of the schedules."""
+        for label, optimizer in self.optimizers.items():
+            rates = [group["lr"] for group in optimizer.param_groups]
+            self.strategy.load_optimizer(optimizer, path / label)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides weights and optimizers; schedules are where the steps are."""
+        return {"counts": self._health.counts}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state`, after weights and optimizers were loaded."""
+        self._health.counts = state["counts"]
+        if steps := self._health.num_steps:
+            for schedule in self._schedules:
+                schedule.load_state_dict({**schedule.state_dict(), "last_epoch": steps - 1, "_step_count": steps + 1})
+                schedule.step()
 
     def policy_objective(
         self,

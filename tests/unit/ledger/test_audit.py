@@ -123,6 +123,6 @@ def test_missing_journals_and_unknown_events_are_errors(tmp_path):
     write(tmp_path, dataclasses.replace(RULES, stream=1, num_streams=2), [])
     with pytest.raises(CheckpointError, match="2 trainers, got those of \\[1\\]"):
         audit_run(tmp_path)
-    write(tmp_path, dataclasses.replace(RULES, stream=0, num_streams=2), [{"resume": 3}])
-    with pytest.raises(CheckpointError, match="'resume'"):
+    write(tmp_path, dataclasses.replace(RULES, stream=0, num_streams=2), [{"rewind": 3}])
+    with pytest.raises(CheckpointError, match="'rewind'"):
         audit_run(tmp_path)

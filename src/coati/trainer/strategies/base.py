@@ -6,6 +6,7 @@ loop; the gradient it gets is the gradient of all ranks' batches joined.
 
 from __future__ import annotations
 
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,7 @@ from coati.errors import ConfigError
 from coati.models.memory import shapes_only
 from coati.trainer.strategies.folders import copy_to_other_disks, replace_folder
 from coati.trainer.strategies.model_files import MODEL_MARKERS, copy_into, find_tensors, names_to_save, write_model
-from coati.trainer.strategies.optimizer_files import OPTIMIZER_MARKERS, iter_state, read_optimizer, write_optimizer
+from coati.trainer.strategies.optimizer_files import OPTIMIZER_MARKERS, iter_state, optimizer_writer, read_optimizer
 from coati.trainer.strategies.ranks import Ranks, seed_everything
 from coati.trainer.strategies.state_chunks import iter_state_chunks
 
@@ -216,16 +217,24 @@ class Strategy(Ranks, ABC):
         with all that is in it. `add` may write more into the new folder, a tokenizer for example. With LoRA only the
         adapters are gathered and written. A model with NaN or infinite weights is not saved.
         """
-        module = self.unwrap_model(model)
-        chunks = iter_state_chunks(module, names=names_to_save(module))
-        state = self._gathered(item for chunk in chunks for item in chunk.items())
+        write_weights = self.model_writer(model, copies=False)
 
         def write(folder: Path) -> None:
-            write_model(module, state, folder)
+            write_weights(folder)
             if add is not None:
                 add(folder)
 
         self._save_folder(Path(path), write, MODEL_MARKERS, only_rank0)
+
+    def model_writer(self, model: nn.Module, *, copies: bool = True) -> Callable[[Path], None]:
+        """Copy what `save_model` saves to rank 0's host memory; returns what writes it into a folder, for rank 0.
+
+        It may be called later, and in another thread, unless `copies` is False.
+        """
+        module = self.unwrap_model(model)
+        chunks = iter_state_chunks(module, names=names_to_save(module))
+        state = self._gathered((item for chunk in chunks for item in chunk.items()), copies=copies)
+        return functools.partial(write_model, module, state)
 
     def load_model(self, model: nn.Module, path: _PathLike) -> None:
         """Load what any strategy saved; names and shapes must match on every rank, or nothing is loaded on any."""
@@ -239,10 +248,11 @@ class Strategy(Ranks, ABC):
 
         State is keyed by the parameter's number in the groups, so any strategy with any number of ranks loads it.
         """
-        state = self._gathered(iter_state(optimizer))
-        self._save_folder(
-            Path(path), lambda folder: write_optimizer(optimizer, state, folder), OPTIMIZER_MARKERS, only_rank0
-        )
+        self._save_folder(Path(path), self.optimizer_writer(optimizer, copies=False), OPTIMIZER_MARKERS, only_rank0)
+
+    def optimizer_writer(self, optimizer: Optimizer, *, copies: bool = True) -> Callable[[Path], None]:
+        """As `model_writer`, for what `save_optimizer` saves."""
+        return optimizer_writer(optimizer, self._gathered(iter_state(optimizer), copies=copies))
 
     def load_optimizer(self, optimizer: Optimizer, path: _PathLike) -> None:
         """Load what `save_optimizer` wrote: moments, step counts, and settings such as the learning rate.
@@ -252,12 +262,12 @@ class Strategy(Ranks, ABC):
         state = self.run_on_all(lambda: read_optimizer(optimizer, Path(path)), f"load {path}")
         self.run_on_all(lambda: optimizer.load_state_dict(state), f"load all of {path}")
 
-    def _gathered(self, stream: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    def _gathered(self, stream: Iterable[tuple[str, Any]], *, copies: bool) -> dict[str, Any]:
         """What all ranks gather by iterating `stream`, in rank 0's host memory; nothing on other ranks."""
         kept: dict[str, Any] = {}
         for name, value in stream:
             if self.rank == 0:
-                kept[name] = value.cpu() if isinstance(value, Tensor) else value
+                kept[name] = value.to("cpu", copy=copies) if isinstance(value, Tensor) else value
         return kept
 
     def _save_folder(

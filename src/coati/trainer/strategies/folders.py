@@ -40,8 +40,9 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
         temporary.mkdir(parents=True)
         write(temporary)
         if not (temporary / MANIFEST).exists():  # a copy has the original's
-            digests = {file.name: _digest(file) for file in sorted(temporary.iterdir())}
-            (temporary / MANIFEST).write_text(json.dumps({"xxh3_64": digests}, indent=1))
+            write_manifest(temporary)
+        for place in (*temporary.rglob("*"), temporary):
+            _sync(place)
         if path.exists():
             os.replace(path, replaced)
         try:
@@ -50,6 +51,7 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
             if replaced.exists():
                 os.replace(replaced, path)
             raise
+        _sync(path.parent)
     except CheckpointError:
         raise
     except Exception as error:  # safetensors and tokenizers have classes of their own for a full disk, or none
@@ -61,11 +63,35 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
         shutil.rmtree(replaced, ignore_errors=True)
 
 
+def write_manifest(folder: Path) -> None:
+    """List the digests of all files in a folder and in those below it."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    digests = {file.relative_to(folder).as_posix(): _digest(file) for file in files}
+    (folder / MANIFEST).write_text(_manifest_text({"xxh3_64": digests}))
+
+
+def _manifest_text(content: Any) -> str:
+    return json.dumps(content, indent=1)
+
+
+def _sync(place: Path) -> None:
+    """Wait until a file or a folder's list of files is on the disk."""
+    number = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
 def check_files(path: Path, *, suffix: str = "") -> None:
     """Hold the files of a folder, or those with a suffix, against its manifest. Raises CheckpointError."""
     file = path / MANIFEST
     try:
-        for name, digest in json.loads(file.read_text())["xxh3_64"].items():
+        text = file.read_bytes().decode()
+        content = json.loads(text)
+        if text != _manifest_text(content):  # every byte of it counts
+            raise ValueError("it is not as it was written")
+        for name, digest in content["xxh3_64"].items():
             file = path / name
             if file.suffix == suffix or not suffix:
                 found = _digest(file)

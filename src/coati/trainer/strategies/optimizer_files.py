@@ -6,7 +6,7 @@ Because what is written is whole, a run may continue under another strategy or w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,9 @@ def iter_state(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
             yield f"{index}.{key}", whole_tensor(value) if isinstance(value, Tensor) else value
 
 
-def write_optimizer(optimizer: Optimizer, state: Mapping[str, Any], folder: Path) -> None:
-    """Write settings, and state as `iter_state` yields it, into `folder`."""
+def optimizer_writer(optimizer: Optimizer, state: Mapping[str, Any]) -> Callable[[Path], None]:
+    """Return what writes the settings as they are now, and state as `iter_state` yields it, into a folder."""
     tensors = {name: value.contiguous() for name, value in state.items() if isinstance(value, Tensor)}
-    save_file(tensors, folder / _STATE_FILE)
     settings = {
         "format": _FORMAT,
         "family": _family(optimizer),
@@ -51,7 +50,13 @@ def write_optimizer(optimizer: Optimizer, state: Mapping[str, Any], folder: Path
         "groups": [_plain_group(group) for group in optimizer.param_groups],
         "numbers": {name: value for name, value in state.items() if name not in tensors},
     }
-    (folder / _SETTINGS_FILE).write_text(json.dumps(settings, indent=1))
+    text = json.dumps(settings, indent=1)
+
+    def write(folder: Path) -> None:
+        save_file(tensors, folder / _STATE_FILE)
+        (folder / _SETTINGS_FILE).write_text(text)
+
+    return write
 
 
 def read_optimizer(optimizer: Optimizer, path: Path) -> dict[str, Any]:

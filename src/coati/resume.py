@@ -1,0 +1,83 @@
+"""Continuing a run from its folder: its settings, and which of them may change. Light to import."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coati.config import RunSettings, load_config
+from coati.errors import ConfigError
+
+if TYPE_CHECKING:
+    from coati.monitor import RunLog
+
+logger = logging.getLogger(__name__)
+
+# With others, what was trained so far would not be part of the same run.
+_FIXED_SECTIONS = ("prompts", "lora")
+_FIXED = (
+    "run.name", "run.output", "run.seed", "model.path", "model.tokenizer", "algorithm.name",
+    "rollout.samples_per_prompt", "train.batch_size", "train.update_steps", "topology.trainers",
+    "topology.max_staleness",
+)  # fmt: skip
+
+
+def resumed_settings(folder: Path, overrides: Sequence[str]) -> RunSettings:
+    """Return the settings of the run in a folder, with overrides; a warning says what has changed.
+
+    Raises ConfigError if there is no run, or what has changed cannot change.
+    """
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"--resume takes the output folder of a run, with its config.toml, got {str(folder)!r}.")
+    before = _settings(folder, ())
+    after = _settings(folder, overrides)
+    changes = [
+        (f"{section}.{key}", old, values[key])
+        for section, values in after.model_dump().items()
+        for key, old in getattr(before, section).model_dump().items()
+        if values[key] != old
+    ]
+    said = {key: f"{key} was {old!r}, is {new!r}" for key, old, new in changes}
+    fixed = [said[key] for key in said if key in _FIXED or key.partition(".")[0] in _FIXED_SECTIONS]
+    if fixed:
+        raise ConfigError(
+            f"a run that is resumed cannot change these settings: {'; '.join(fixed)}. Leave them as they were, or "
+            "start a new run."
+        )
+    if said:
+        logger.warning("the run is resumed with other settings: %s", "; ".join(said.values()))
+    return after
+
+
+def _settings(folder: Path, overrides: Sequence[str]) -> RunSettings:
+    config = load_config(folder / "config.toml", overrides)
+    is_given = any(override.partition("=")[0].strip() == "run.output" for override in overrides)
+    if is_given:
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"output": str(folder)})})  # it may have moved
+
+
+def choose_checkpoint(config: RunSettings) -> tuple[Path, dict[str, Any]]:
+    """Return the newest whole checkpoint of a run, and its state. CheckpointError if there is none."""
+    from coati.trainer.checkpoints import find_checkpoint
+
+    path, state = find_checkpoint(config.output_folder.resolve() / "checkpoints")
+    train, fresh = config.train, state["counters"]["fresh"]
+    if fresh % train.update_steps and train.total_steps > fresh:
+        raise ConfigError(
+            f"train.total_steps must be {fresh}, as it was, got {train.total_steps}: the last version of this run "
+            f"took fewer than train.update_steps = {train.update_steps} batches. Train on from its model in a new run."
+        )
+    return path, state
+
+
+def continue_files(config: RunSettings, log: RunLog, state: dict[str, Any]) -> None:
+    """Cut off what the run's files hold of later steps, which are made again."""
+    from coati.trainer.checkpoints import clear_after
+
+    version = state["version"]
+    clear_after(config.output_folder / "checkpoints", version)
+    log.continue_from(state["counters"]["batches"], version)
+    logger.warning("the run continues from version %d, after step %d", version, state["counters"]["batches"])

@@ -1,0 +1,208 @@
+"""Checkpoints: all that a run needs to continue, in a folder that appears whole or not at all.
+
+    version-40/              the actor and its tokenizer, as transformers loads them
+        critic/
+        optimizers/actor/    and optimizers/critic/
+        state.json           version, counters, and the ledger of each rank
+        rank-0.safetensors   of each rank: its random state, and samples that were delivered and not trained on
+        manifest.json        a digest of every file
+
+The training thread copies everything to host memory, and another one writes. A checkpoint that cannot be written costs
+nothing but itself: training goes on, and those before it stay.
+"""
+
+import json
+import logging
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from coati.background import run_in_background
+from coati.config import TrainSettings
+from coati.errors import CheckpointError
+from coati.experience_buffer.leased import LeasedBuffer
+from coati.trainer.ppo import PPOLearner
+from coati.trainer.strategies.folders import check_files, replace_folder, write_manifest
+from coati.trainer.strategies.model_files import MODEL_MARKERS
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+_STATE_FILE = "state.json"
+
+
+class Checkpoints:
+    """Saves the checkpoints of a learner and its buffer, and restores one. All ranks must call alike."""
+
+    def __init__(
+        self,
+        folder: Path,
+        learner: PPOLearner,
+        buffer: LeasedBuffer | None,
+        *,
+        train: TrainSettings,
+        tokenizer: Callable[[], Any] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._learner = learner
+        self._buffer = buffer
+        self._train = train
+        self._tokenizer = tokenizer
+        self._last = 0  # the version saved last
+        self._writing: Future[None] | None = None
+
+    def is_due(self, version: int, *, was_stopped: bool) -> bool:
+        """Whether this version is to be saved: every so many, and the one at which a run is stopped."""
+        every = self._train.save_every
+        return version != self._last and (was_stopped or (every > 0 and version % every == 0))
+
+    def save(self, version: int, counters: Mapping[str, Any]) -> None:
+        """Copy the state and write it in the background, after the checkpoint before it is written."""
+        self.wait()
+        learner, strategy = self._learner, self._learner.strategy
+        writers = {
+            "" if label == "actor" else label: strategy.model_writer(model) for label, model in learner.models.items()
+        }
+        for label, optimizer in learner.optimizers.items():
+            writers[f"optimizers/{label}"] = strategy.optimizer_writer(optimizer)
+        of_rank, tensors = ({}, {}) if self._buffer is None else self._buffer.state()
+        ranks = [(of_rank, safetensors.torch.save({**tensors, **_random_state(learner.device)}))]
+        if strategy.world_size > 1:
+            mine, ranks = ranks[0], [ranks[0]] * strategy.world_size
+            dist.gather_object(mine, ranks if strategy.rank == 0 else None)
+        self._last = version
+        state = {
+            "format": _FORMAT,
+            "version": version,
+            "counters": counters,
+            "learner": learner.state(),
+            "ranks": [of_rank for of_rank, _ in ranks],
+        }
+        text = json.dumps(state, default=str)
+
+        def write(folder: Path) -> None:
+            for name, write_part in writers.items():
+                (folder / name).mkdir(parents=True, exist_ok=True)
+                write_part(folder / name)
+                if name:
+                    write_manifest(folder / name)
+            if self._tokenizer is not None:
+                self._tokenizer().save_pretrained(folder)
+            (folder / _STATE_FILE).write_text(text)
+            for rank, (_, data) in enumerate(ranks):
+                (folder / f"rank-{rank}.safetensors").write_bytes(data)
+
+        if strategy.rank == 0:
+            self._writing = run_in_background(lambda: self._write(version, write), name="checkpoint")
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written, or has failed to be."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def _write(self, version: int, write: Callable[[Path], None]) -> None:
+        started = time.monotonic()
+        try:
+            replace_folder(self._folder / f"version-{version}", write, markers=MODEL_MARKERS)
+            for path in _versions(self._folder)[self._train.checkpoints_kept :]:
+                shutil.rmtree(path)
+        except Exception as error:
+            logger.error("the checkpoint of version %d failed, and training continues without it: %s", version, error)
+        else:
+            logger.info("checkpoint of version %d written in %.1f s", version, time.monotonic() - started)
+
+    def restore(self, path: Path) -> dict[str, Any]:
+        """Load everything from a checkpoint, before training; returns its version and the counters it was saved with.
+
+        Raises CheckpointError if it is not whole, or was made by another number of ranks.
+        """
+        learner, strategy = self._learner, self._learner.strategy
+        state = strategy.run_on_all(lambda: _read_state(path, strategy.world_size), f"read {path}")
+        for label, model in learner.models.items():
+            strategy.load_model(model, path if label == "actor" else path / label)
+        learner.load_optimizers(path / "optimizers")
+        learner.restore(state["learner"])
+        tensors = safetensors.torch.load_file(path / f"rank-{strategy.rank}.safetensors")
+        torch.set_rng_state(tensors.pop("random.cpu"))
+        on_gpu = tensors.pop("random.cuda", None)
+        if on_gpu is not None and learner.device.type == "cuda":
+            torch.cuda.set_rng_state(on_gpu, learner.device)
+        if self._buffer is not None:
+            self._buffer.restore(state["ranks"][strategy.rank], tensors)
+        self._last = state["version"]
+        return {"version": state["version"], **state["counters"]}
+
+
+def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the newest checkpoint in a folder that is whole, and its state; others are named and passed by.
+
+    Raises CheckpointError if there is none.
+    """
+    damaged = []
+    for path in _versions(folder):
+        try:
+            check_files(path)
+            return path, _read_state(path)
+        except CheckpointError as error:
+            damaged.append(path.name)
+            logger.error("%s cannot be used, and the checkpoint before it is tried: %s", path, error)
+    found = f"only damaged ones ({', '.join(damaged)})" if damaged else "none"
+    raise CheckpointError(
+        f"{str(folder)!r} must hold a whole checkpoint (version-N) to resume from, got {found}. They are written with "
+        "train.save_every, and when a run is stopped. To train from the start, leave --resume out."
+    )
+
+
+def clear_after(folder: Path, version: int) -> None:
+    """Set aside what is there of later versions, which are made again, and delete what was never finished."""
+    for path in folder.glob(".version-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in _versions(folder):
+        if _version_of(path) > version:
+            aside = path.with_name(f"{path.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+
+def _versions(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, the newest first."""
+    paths = [path for path in folder.glob("version-*") if re.fullmatch(r"version-\d+", path.name)]
+    return sorted(paths, key=_version_of, reverse=True)
+
+
+def _version_of(path: Path) -> int:
+    return int(path.name.removeprefix("version-"))
+
+
+def _read_state(path: Path, num_ranks: int | None = None) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads((path / _STATE_FILE).read_text())
+        found, saved_by = state["format"], len(state["ranks"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(
+            f"{path / _STATE_FILE} is missing or unreadable: {error!r}. Use another checkpoint."
+        ) from error
+    if found != _FORMAT:
+        raise CheckpointError(f"{path} has format {found!r}, not {_FORMAT}. Use the coati that wrote it.")
+    if num_ranks not in (None, saved_by):
+        raise CheckpointError(
+            f"{path} was made by {saved_by} trainers, each with its own share of the prompts, and cannot be continued "
+            f"by {num_ranks}. Set topology.trainers to {saved_by}."
+        )
+    return state
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    """Generators that training draws from; what makers draw depends on the samples' numbers only."""
+    on_gpu = {"random.cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"random.cpu": torch.get_rng_state(), **on_gpu}

@@ -1,0 +1,166 @@
+"""`coati train --resume`: a run that ended in the middle goes on as if it had not."""
+
+import json
+import logging
+import sys
+
+import pytest
+
+import coati
+from coati.errors import CheckpointError, ConfigError
+from coati.ledger.audit import audit_run
+from coati.monitor import read_jsonl
+
+SETTINGS = ["train.save_every=1", "train.lr_schedule=linear", "train.warmup_steps=2"]
+
+REWARD = """
+from pathlib import Path
+from coati.demo.reward import film_sentiment
+
+calls = []
+
+
+def kind(prompts, completions):
+    calls.append(1)
+    flag = Path(__file__).with_name("fails_at")
+    if flag.exists() and len(calls) >= int(flag.read_text()):
+        raise RuntimeError("the power went out")
+    return film_sentiment(completions, prompts)
+"""
+
+
+@pytest.fixture
+def fails_at(film_run):
+    """Has the reward raise at its n-th call, None for never."""
+    (film_run.parent / "film_rewards.py").write_text(REWARD)
+    flag = film_run.parent / "fails_at"
+
+    def change(number):
+        sys.modules.pop("film_rewards", None)  # it counts its calls from 0 again
+        flag.unlink(missing_ok=True)
+        if number is not None:
+            flag.write_text(str(number))
+
+    change(None)
+    yield change
+    change(None)
+
+
+def weights(folder):
+    (file,) = (folder / "model").glob("*model.safetensors")
+    return file.read_bytes()
+
+
+def rows(folder):
+    """The metrics without those that tell the time."""
+    timed = ("time", "seconds", "per_second", "fraction", "wait", "busy", "memory")
+    return [
+        {name: value for name, value in row.items() if not any(word in name for word in timed)}
+        for row in read_jsonl(folder / "metrics.jsonl")
+    ]
+
+
+def unbroken(film_run, overrides):
+    output = film_run.parent / "unbroken"
+    coati.train(film_run, overrides=[*overrides, f"run.output={output}"], sync=True)
+    return output
+
+
+@pytest.mark.parametrize("more", [[], ["lora.rank=2", "lora.dropout=0.2"]], ids=["full", "adapters with dropout"])
+def test_a_run_that_failed_ends_in_the_same_bits_and_rows(film_run, fails_at, more, tmp_path):
+    settings = [*SETTINGS, *more]
+    whole = unbroken(film_run, settings)
+    fails_at(5)
+    with pytest.raises(Exception, match="the power went out"):
+        coati.train(film_run, overrides=settings, sync=True)
+    out = tmp_path / "out"
+    assert 0 < len(rows(out)) < 10
+    fails_at(None)
+    result = coati.train(resume=out, sync=True)
+    assert weights(out) == weights(whole)
+    for one, other in zip(rows(out), rows(whole), strict=True):
+        assert {n: (one.get(n), other.get(n)) for n in one | other if one.get(n) != other.get(n)} == {}
+    assert [row["step"] for row in rows(out)] == list(range(1, 11))
+    assert read_jsonl(out / "samples.jsonl") == read_jsonl(whole / "samples.jsonl")
+    assert result.rewards == [(row["version"], row["reward/mean"]) for row in rows(out) if "reward/mean" in row]
+    assert result.num_samples == 5 * 24
+    assert audit_run(out).problems == []
+
+
+def test_a_run_that_was_stopped_goes_on_from_there_and_may_train_longer(film_run, fails_at, tmp_path):
+    whole = unbroken(film_run, ["train.total_steps=6"])
+    steps = []
+    stopped = coati.train(
+        film_run,
+        overrides=["train.total_steps=4"],
+        sync=True,
+        on_progress=lambda snapshot: steps.append(snapshot.step),
+        should_stop=lambda: 4 in steps,  # after the first version, of two batches gone over twice
+    )
+    assert stopped.was_stopped
+    out = tmp_path / "out"
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["version-1"]
+    resumed = coati.train(resume=out, overrides=["train.total_steps=6"], sync=True)
+    assert weights(out) == weights(whole)
+    assert rows(out) == rows(whole)
+    assert resumed.config.train.total_steps == 6
+    assert coati.config.load_config(out / "config.toml").train.total_steps == 6
+    again = coati.train(resume=out, sync=True)  # from the only checkpoint there is, once more
+    assert weights(out) == weights(whole)
+    assert rows(out) == rows(whole)
+    assert not again.was_stopped
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(film_run, fails_at, tmp_path, caplog):
+    whole = unbroken(film_run, SETTINGS)
+    coati.train(film_run, overrides=SETTINGS, sync=True)
+    checkpoints = tmp_path / "out" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["version-2", "version-3"]
+    file = checkpoints / "version-3" / "rank-0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    caplog.clear()
+    coati.train(resume=tmp_path / "out", sync=True)
+    assert any(record.levelno == logging.ERROR and "version-3" in record.message for record in caplog.records)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["version-2", "version-3", "version-3.damaged"]
+    assert weights(tmp_path / "out") == weights(whole)
+    assert rows(tmp_path / "out") == rows(whole)
+    assert audit_run(tmp_path / "out").problems == []
+
+
+def test_a_version_that_ended_early_cannot_be_continued_with_more_steps(film_run, fails_at, tmp_path):
+    coati.train(film_run, overrides=SETTINGS, sync=True)
+    with pytest.raises(ConfigError, match=r"train\.total_steps must be 5"):
+        coati.train(resume=tmp_path / "out", overrides=["train.total_steps=6"], sync=True)
+
+
+def test_there_is_never_a_silent_fresh_start(film_run, fails_at, tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.toml"):
+        coati.train(resume=tmp_path / "nothing", sync=True)
+    coati.train(film_run, overrides=["train.total_steps=2"], sync=True)
+    before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match="got none"):
+        coati.train(resume=tmp_path / "out", sync=True)
+    assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(ConfigError, match="not both"):
+        coati.train(film_run, resume=tmp_path / "out", sync=True)
+
+
+def test_a_detached_run_that_failed_ends_in_the_same_bits(film_run, fails_at, coati_command, coati_here, tmp_path):
+    whole = unbroken(film_run, SETTINGS)
+    out = tmp_path / "out"
+    fails_at(5)
+    failed = coati_command("train", film_run, *(part for change in SETTINGS for part in ("--set", change)))
+    assert failed.returncode == 2, failed.stderr
+    assert "the power went out" in failed.stderr
+    fails_at(None)
+    told = coati_here("train", "--resume", out, "--dry-run")
+    assert told.returncode == 0, told.stderr
+    assert "would continue from" in told.stdout
+    resumed = coati_command("train", "--resume", out, "--set", "topology.makers=2")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "topology.makers was 1, is 2" in resumed.stderr
+    assert weights(out) == weights(whole)
+    assert [row["step"] for row in rows(out)] == list(range(1, 11))
+    assert coati_here("audit", out).returncode == 0
+    lines = (out / "ledger" / "stream-0.jsonl").read_text().splitlines()
+    assert sum("resume" in event for line in lines for event in json.loads(line[9:])) == 1

@@ -1,0 +1,55 @@
+"""Which settings of a run may change when it is resumed."""
+
+import pytest
+
+from coati.config import build_config, dump_config
+from coati.errors import ConfigError
+from coati.resume import resumed_settings
+
+
+@pytest.fixture
+def folder(tmp_path):
+    settings = {
+        "run": {"name": "r", "output": "where it was"},
+        "model": {"path": "m"},
+        "prompts": {"path": "p.jsonl"},
+        "reward": {"model": "r"},
+    }
+    (tmp_path / "config.toml").write_text(dump_config(build_config(settings)))
+    return tmp_path
+
+
+def test_settings_are_those_of_the_run_wherever_its_folder_is(folder, caplog):
+    config = resumed_settings(folder, [])
+    assert (config.run.name, config.output_folder) == ("r", folder)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "train.total_steps=300",
+        "topology.makers=3",
+        "train.strategy=zero2",
+        "logging.samples_kept=3",
+        "train.actor_lr=1",
+    ],
+)
+def test_most_may_change_and_it_is_said(folder, caplog, change):
+    config = resumed_settings(folder, [change])
+    section, key = change.partition("=")[0].split(".")
+    assert str(getattr(getattr(config, section), key)) in change.replace("=1", "=1.0")
+    assert f"{section}.{key} was" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "model.path=other", "algorithm.name=grpo", "rollout.samples_per_prompt=4", "train.batch_size=32",
+        "train.update_steps=2", "run.seed=3", "run.output=elsewhere", "run.name=other", "prompts.path=q.jsonl",
+        "prompts.shuffle=false", "topology.trainers=2", "topology.max_staleness=7", "lora.rank=2",
+    ],
+)  # fmt: skip
+def test_some_cannot_change(folder, change):
+    with pytest.raises(ConfigError, match=change.partition("=")[0]):
+        resumed_settings(folder, [change, "train.total_steps=7"])

@@ -1,0 +1,290 @@
+"""Checkpoints: whole or not there, verified, rotating; and training continues from one as if nothing had happened."""
+
+import dataclasses
+import errno
+import itertools
+import logging
+import os
+import random
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from learner_settings import sections
+
+from coati.errors import CheckpointError
+from coati.experience_buffer.leased import LeasedBuffer, LeaseRequest
+from coati.ledger import Ledger, LedgerRules
+from coati.ledger.audit import audit_run
+from coati.ledger.journal import Journal, read_journal
+from coati.trainer import checkpoints as module
+from coati.trainer.checkpoints import Checkpoints, clear_after, find_checkpoint
+from coati.trainer.ppo import PPOLearner
+from coati.trainer.strategies import DDPStrategy, folders
+
+RULES = LedgerRules(samples_per_version=2, total_samples=40, lead=3, max_staleness=3)
+
+
+class Trainer:
+    """A learner and its buffer."""
+
+    def __init__(self, folder, *, seed=0, rules=RULES, journal=None, **settings):
+        settings = {"warmup_steps": 8, "total_steps": 20, "actor_lr": 0.01, "save_every": 1, **settings}
+        train, algorithm = sections(**settings)
+        torch.manual_seed(seed)
+        self.learner = PPOLearner(*tiny.actor_and_critic(seed), DDPStrategy(device="cpu"), train, algorithm)
+        self.buffer = LeasedBuffer(rules, 2, open_journal=journal)
+        self.checkpoints = Checkpoints(folder, self.learner, self.buffer, train=train)
+
+    def weights(self):
+        return {
+            f"{label}.{name}": tensor.clone()
+            for label, model in self.learner.models.items()
+            for name, tensor in model.state_dict().items()
+        }
+
+    def save(self, version, **counters):
+        self.checkpoints.save(version, counters)
+        self.checkpoints.wait()
+
+
+ASKS = itertools.count()
+
+
+def deliver(buffer, version, wanted):
+    """Have a maker lease and deliver samples, whose ids are the numbers of their leases."""
+    leases = buffer.lease(LeaseRequest("maker", next(ASKS), version, wanted))
+    buffer.extend([dataclasses.replace(tiny.item(lease.number), lease=tuple(lease)) for lease in leases])
+    return leases
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A trainer that has saved version 1."""
+    trainer = Trainer(tmp_path)
+    trainer.learner.step(tiny.experience(0, 2))
+    trainer.save(1, fresh=1)
+    return trainer
+
+
+def test_training_continues_from_a_checkpoint_to_the_bit(saved, tmp_path):
+    path, state = find_checkpoint(tmp_path)
+    assert (path.name, state["version"]) == ("version-1", 1)
+    other = Trainer(tmp_path, seed=5)
+    assert other.checkpoints.restore(path) == {"version": 1, "fresh": 1}
+    assert equal(other.weights(), saved.weights())
+    for first in (2, 4, 6):
+        ours, theirs = (one.learner.step(tiny.experience(first, 2)) for one in (saved, other))
+        assert ours == theirs  # the learning rate too, which rises
+    assert equal(other.weights(), saved.weights())
+
+
+def test_random_numbers_continue_where_they_were(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.save(1)
+    expected = torch.rand(4)
+    torch.manual_seed(123)
+    trainer.checkpoints.restore(tmp_path / "version-1")
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_what_is_written_is_what_was_there_when_it_was_saved(saved, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "run_in_background", lambda call, name: calls.append(call) or Future())
+    before = saved.weights()
+    saved.checkpoints.save(2, {})
+    saved.learner.step(tiny.experience(2, 2))  # training goes on
+    calls[0]()
+    other = Trainer(tmp_path)
+    other.checkpoints.restore(tmp_path / "version-2")
+    assert equal(other.weights(), before)
+    assert not equal(saved.weights(), before)
+
+
+def test_samples_that_were_delivered_and_not_trained_on_are_trained_on_after_it(tmp_path):
+    first, second = Trainer(tmp_path), Trainer(tmp_path)
+    deliver(first.buffer, 0, 7)
+    trained = first.buffer.try_sample(0.0)
+    first.buffer.train(1)
+    first.buffer.try_sample(0.0)  # prefetched, say, and not trained on
+    open_lease = first.buffer.lease(LeaseRequest("maker", 10**7, 1, 1))
+    first.save(1)
+    second.checkpoints.restore(tmp_path / "version-1")
+    again = second.buffer.lease(LeaseRequest("another", 0, 1, 1))
+    assert [lease.number for lease in again] == [lease.number for lease in open_lease]
+    assert again[0].epoch > open_lease[0].epoch  # what its first maker delivers is refused
+    second.buffer.extend([dataclasses.replace(tiny.item(again[0].number), lease=tuple(again[0]))])
+    batches = [second.buffer.try_sample(0.0) for _ in range(3)]
+    ids = [batch.sample_ids.tolist() for batch in (trained, *batches)]
+    assert ids == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    expected = LeasedBuffer(RULES, 2)
+    deliver(expected, 0, 4)
+    expected.try_sample(0.0)
+    for (name, tensor), (_, other) in zip(batches[0].tensors(), expected.try_sample(0.0).tensors(), strict=True):
+        assert torch.equal(tensor, other), name
+        assert tensor.dtype == other.dtype
+
+
+def test_what_was_made_for_leases_granted_after_the_checkpoint_is_refused(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.save(1)
+    late = trainer.buffer.lease(LeaseRequest("maker", 0, 0, 2))  # by one that lives on
+    for _ in range(2):
+        trainer = Trainer(tmp_path)
+        trainer.checkpoints.restore(tmp_path / "version-1")
+        again = trainer.buffer.lease(LeaseRequest("another", 0, 0, 2))
+        assert [lease.number for lease in again] == [lease.number for lease in late]
+        trainer.buffer.extend([dataclasses.replace(tiny.item(lease.number), lease=tuple(lease)) for lease in late])
+        assert trainer.buffer.num_items_waiting == 0
+        late = again
+
+
+def test_a_journal_leaves_out_what_a_resumed_run_made_again(tmp_path):
+    journal = tmp_path / "ledger" / "stream-0.jsonl"
+    first = Trainer(tmp_path, journal=lambda: Journal(journal, RULES, run="r"))
+    deliver(first.buffer, 0, 6)
+    first.buffer.try_sample(0.0)
+    first.buffer.train(1)
+    first.save(1)
+    first.buffer.try_sample(0.0)
+    first.buffer.train(2)  # in vain
+    deliver(first.buffer, 1, 2)
+    first.buffer.close()
+    longer = dataclasses.replace(RULES, total_samples=60, lead=2)
+    for _ in range(2):  # and once more from the same checkpoint
+        open_journal = lambda: Journal(journal, longer, run="r", is_resumed=True)  # noqa: E731
+        again = Trainer(tmp_path, rules=longer, journal=open_journal)
+        again.checkpoints.restore(tmp_path / "version-1")
+        again.buffer.lease(LeaseRequest("maker", 0, 1, 2))
+        again.buffer.try_sample(0.0)
+        again.buffer.train(2)
+        again.buffer.close()
+    content = read_journal(journal)
+    assert content.rules == longer
+    assert [event for event in content.events if "train" in event] == [{"train": 1}, {"train": 2}]
+    account = audit_run(tmp_path)
+    assert account.problems == []
+    assert account.table()[0][2] == 4  # trained
+    assert Ledger.replayed(RULES, content.events).state() == again.buffer.state()[0]["ledger"]
+
+
+def test_the_newest_few_are_kept(tmp_path):
+    trainer = Trainer(tmp_path, checkpoints_kept=3)
+    for version in (8, 9, 10, 11):
+        trainer.save(version)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-10", "version-11", "version-9"]
+
+
+def test_which_versions_are_due(tmp_path):
+    every = Trainer(tmp_path, save_every=2).checkpoints
+    assert [every.is_due(version, was_stopped=False) for version in (1, 2, 3, 4)] == [False, True, False, True]
+    assert every.is_due(3, was_stopped=True)
+    never = Trainer(tmp_path, save_every=0)
+    assert not never.checkpoints.is_due(2, was_stopped=False)
+    never.save(2)
+    assert not never.checkpoints.is_due(2, was_stopped=True)  # it is there
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_kill_at_any_write_sync_or_rename_leaves_the_old_or_the_new(saved, tmp_path, monkeypatch):
+    seen = set()
+    saved.learner.step(tiny.experience(2, 2))
+    for moment in range(10_000):
+        left = [moment]
+
+        def passed(call, left=left):
+            def counted(*args, **kwargs):
+                if left[0] == 0:
+                    raise Killed
+                left[0] -= 1
+                return call(*args, **kwargs)
+
+            return counted
+
+        with monkeypatch.context() as patch:
+            for owner, name in ((os, "fsync"), (os, "replace"), (Path, "write_text"), (Path, "write_bytes")):
+                patch.setattr(owner, name, passed(getattr(owner, name)))
+            patch.setattr(folders.shutil, "rmtree", lambda *_, **__: None)  # the dead do not clean up
+            try:
+                saved.save(2)
+            except Killed:
+                pass
+            else:
+                break
+        found, _ = find_checkpoint(tmp_path)
+        seen.add(found.name)
+        Trainer(tmp_path).checkpoints.restore(found)
+        clear_after(tmp_path, 1)
+        saved.checkpoints._writing = None
+        shutil.rmtree(tmp_path / "version-2.damaged", ignore_errors=True)
+        assert {path.name for path in tmp_path.iterdir()} == {"version-1"}
+    assert moment > 20
+    assert seen == {"version-1", "version-2"}
+
+
+def test_every_flipped_byte_and_every_cut_is_found(saved, tmp_path, caplog):
+    saved.save(2)
+    files = sorted(file for file in (tmp_path / "version-2").rglob("*") if file.is_file())
+    assert {"model.safetensors", "state.json", "manifest.json", "rank-0.safetensors", "optimizer.safetensors"} <= {
+        file.name for file in files
+    }
+    draw = random.Random(0)
+    for file in files:
+        data = file.read_bytes()
+        places = [draw.randrange(len(data)) for _ in range(300 if file.name == "manifest.json" else 20)]
+        damaged = [data[:at] + bytes([data[at] ^ draw.randrange(1, 256)]) + data[at + 1 :] for at in places]
+        for content in (*damaged, data[:-1], data[: len(data) // 2], b"", None):
+            file.write_bytes(content) if content is not None else file.unlink()
+            caplog.clear()
+            if file.parent.name == "version-2" or file.name != "manifest.json" or content is None:
+                assert find_checkpoint(tmp_path)[0].name == "version-1", (file, content)
+                assert "version-2 cannot be used" in caplog.text
+        file.write_bytes(data)
+    assert find_checkpoint(tmp_path)[0].name == "version-2"
+
+
+def test_no_whole_checkpoint_is_an_error_and_no_fresh_start(saved, tmp_path):
+    with pytest.raises(CheckpointError, match="got none"):
+        find_checkpoint(tmp_path / "elsewhere")
+    (tmp_path / "version-1" / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="only damaged ones \\(version-1\\)"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(saved, tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        saved.save(2)
+    assert "No space left" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert [path.name for path in tmp_path.iterdir()] == ["version-1"]
+    saved.save(3)
+    assert find_checkpoint(tmp_path)[0].name == "version-3"
+
+
+def test_another_number_of_trainers_is_refused(saved, tmp_path, monkeypatch):
+    file = tmp_path / "version-1" / "state.json"
+    file.write_text(file.read_text().replace('"ranks": [{', '"ranks": [{}, {'))
+    with pytest.raises(CheckpointError, match="2 trainers"):
+        saved.checkpoints.restore(tmp_path / "version-1")
+
+
+def test_later_versions_are_set_aside_and_unfinished_ones_deleted(saved, tmp_path):
+    saved.save(2)
+    (tmp_path / ".version-3.abc.tmp").mkdir()
+    clear_after(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-1", "version-2.damaged"]
+    assert find_checkpoint(tmp_path)[0].name == "version-1"
