@@ -148,7 +148,6 @@ class Workload:
                 "topology": {
                     "makers": makers,
                     "max_staleness": staleness,
-                    "buffer_limit": 4,
                     "threads_per_actor": 0 if on_gpu else 1,
                     "gpus_per_maker": (1 - self.trainer_share) / makers if on_gpu else 0.0,
                     "gpus_per_trainer": self.trainer_share if on_gpu else 0.0,

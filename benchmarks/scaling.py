@@ -75,7 +75,6 @@ def calibrated(full: Measured, half: Measured, two_makers: Measured, *, batch: i
         deliver_per_maker=deliver_per_maker,
         commit=full.medians.get("commit", 0.0),
         max_staleness=1,
-        buffer_limit=4,
     )
 
 
@@ -93,7 +92,6 @@ def for_cluster(model: PipelineModel, makers: int, speedup: float) -> PipelineMo
         versions=40,
         train_base=model.train_base / speedup,
         train_per_sample=model.train_per_sample / speedup,
-        buffer_limit=0,
         cores=None,
     )
 

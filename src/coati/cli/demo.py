@@ -67,7 +67,7 @@ def demo_config(base: Path, *, seed: int, output: Path) -> RunSettings:
             "rollout": {"prompts_per_batch": 64, "max_new_tokens": 16},
             "algorithm": {"kl_coef": 0.05},
             "train": {"total_steps": 80, "batch_size": 64, "actor_lr": 1e-3, "critic_lr": 1e-3, "warmup_steps": 2},
-            "topology": {"makers": 1, "trainers": 1, "max_staleness": 1, "buffer_limit": 4},
+            "topology": {"makers": 1, "trainers": 1, "max_staleness": 1},
         }
     )
 

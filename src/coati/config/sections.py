@@ -307,7 +307,6 @@ class TopologySettings(Section, section="topology"):
         "Where on a cluster they run: auto = Ray places each for itself, pack = on as few nodes as possible, a maker's "
         "and a trainer's shares of a GPU on one card, spread = over the nodes. Both reserve all places first.",
     )
-    buffer_limit: int = setting(0, "Batches that may wait at a trainer; 0 = no limit.", ge=0)
     lead: int = setting(
         1,
         "Versions' worth of samples that makers may be ahead: how fresh data usually is. max_staleness limits it too.",

@@ -71,7 +71,6 @@ class PPOTrainer(DetachedTrainer):
     ) -> None:
         self.options = options = (options or TrainerOptions()).with_arguments(
             train_batch_size=train_batch_size,
-            buffer_limit=buffer_limit,
             eps_clip=eps_clip,
             value_clip=value_clip,
             update_lora_weights=update_lora_weights,
@@ -82,7 +81,7 @@ class PPOTrainer(DetachedTrainer):
         super().__init__(  # before the models, whose warnings it keeps
             experience_maker_holder_name_list,
             train_batch_size=options.train.batch_size,
-            buffer_limit=topology.buffer_limit,
+            buffer_limit=buffer_limit,
             dataloader_pin_memory=dataloader_pin_memory,
             callbacks=callbacks,
             debug=debug,

@@ -55,7 +55,6 @@ class TrainerOptions:
         self,
         *,
         train_batch_size: int,
-        buffer_limit: int,
         eps_clip: float,
         value_clip: float,
         update_lora_weights: bool,
@@ -66,9 +65,7 @@ class TrainerOptions:
             "options.algorithm", eps_clip=("eps_clip", eps_clip, 0.2), value_clip=("value_clip", value_clip, 0.4)
         )
         topology = self.topology.with_arguments(
-            "options.topology",
-            buffer_limit=("buffer_limit", buffer_limit, 0),
-            update_lora_weights=("update_lora_weights", update_lora_weights, False),
+            "options.topology", update_lora_weights=("update_lora_weights", update_lora_weights, False)
         )
         return dataclasses.replace(self, train=train, algorithm=algorithm, topology=topology)
 

@@ -134,7 +134,7 @@ class RunActors:
             logger.debug("could not release the placement group: %s", error)
 
     def _create_trainer(self, rank: int, place: _Place) -> None:
-        config, topology = self._config, self._config.topology
+        config = self._config
         name, options, env_info = place
         self.trainers[name] = self._host.start(
             _TRAINER,
@@ -144,11 +144,10 @@ class RunActors:
             model_fn=functools.partial(run.trainer_models, config),
             env_info=env_info,
             train_batch_size=config.train.batch_size,
-            buffer_limit=topology.buffer_limit,
             options=TrainerOptions(
                 train=config.train,
                 algorithm=config.algorithm,
-                topology=topology,
+                topology=config.topology,
                 deadlines=self._deadlines,
                 seed=config.run.seed,
                 num_threads=run.threads_per_actor(config),

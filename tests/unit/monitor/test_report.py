@@ -120,7 +120,7 @@ def test_times_of_both_actors_by_hand():
 @pytest.mark.parametrize(
     ("maker", "trainer", "says"),
     [
-        ({"generate": 5, "wait_weights": 5}, {"train": 5, "wait_data": 5}, "max_staleness"),
+        ({"generate": 5, "wait_weights": 5}, {"train": 5, "wait_data": 5}, r"topology\.lead would let them overlap"),
         ({"generate": 10}, {"train": 6, "wait_data": 4}, "generation is the limit"),
         ({"generate": 6, "wait_rewards": 4}, {"train": 5, "wait_data": 5}, r"reward functions \(40%\)"),
         ({"generate": 4, "wait_weights": 6}, {"train": 10}, "weights 60%.*training is the limit"),
@@ -143,7 +143,21 @@ def test_no_more_makers_are_advised_where_all_cores_are_busy():
     assert "80%" in busy
     assert "More makers" not in busy
     idle = shares(**{"maker-0": {"generate": 5, "wait_weights": 5}, "trainer-0": {"train": 5, "wait_data": 5}})
-    assert "max_staleness" in idle.verdict(Processors(cores=2, threads_per_actor=1))
+    assert "topology.lead" in idle.verdict(Processors(cores=2, threads_per_actor=1))
+
+
+@pytest.mark.parametrize(
+    ("lead", "max_staleness", "expected"),
+    [
+        (1, 4, "topology.lead"),
+        (3, -1, "topology.lead"),
+        (4, 1, "topology.max_staleness"),
+        (1, 1, "topology.lead and topology.max_staleness"),
+    ],
+)
+def test_what_keeps_makers_from_being_further_ahead_is_named(folder, lead, max_staleness, expected):
+    (folder / "config.toml").write_text(f"[topology]\nlead = {lead}\nmax_staleness = {max_staleness}\n")
+    assert read_run(folder).lead_setting == expected
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,15 @@ class RunFolder:
         num_actors = topology.get("makers", 1) + topology.get("trainers", 1)
         return Processors(cores, topology.get("threads_per_actor") or max(1, cores // num_actors))
 
+    @property
+    def lead_setting(self) -> str:
+        """The settings that keep makers from being further ahead of the trainers: the smaller of the two, or both."""
+        topology = self.settings.get("topology", {})
+        lead, bound = topology.get("lead", 1), topology.get("max_staleness", 1)
+        if bound < 0 or lead < bound:
+            return "topology.lead"
+        return "topology.max_staleness" if bound < lead else "topology.lead and topology.max_staleness"
+
     def series(self, metric: str) -> list[tuple[float, float]]:
         """Return the finite values of one metric, with their training steps."""
         points = ((row["step"], row[metric]) for row in self.metrics if metric in row and "step" in row)

@@ -113,7 +113,7 @@ def _timeline(run: RunFolder, times: RunTimes | None) -> str:
     columns, rows = times.table()
     return "\n".join(
         [
-            f"<p>{escape(times.verdict(run.processors))}</p>",
+            f"<p>{escape(times.verdict(run.processors, lead_setting=run.lead_setting))}</p>",
             f'<p class="legend">{drawing.legend(activities)}</p>',
             f"<p>A close-up of {escape(format_seconds(end - start))} in the middle. Full height is work, low bars are "
             "waits; below each actor, what its other threads did. Point at a bar for its times.</p>",

@@ -95,10 +95,11 @@ class RunTimes:
             rows.append(TimeRow("present", "total", [mean / self.elapsed for mean in means]))
         return list(columns), rows
 
-    def verdict(self, processors: Processors | None = None) -> str:
+    def verdict(self, processors: Processors | None = None, *, lead_setting: str = "topology.lead") -> str:
         """Say in a few sentences what limits the run, and what would help.
 
-        `processors` are those that all actors share, if they do.
+        `processors` are those that all actors share, if they do; `lead_setting` is what keeps makers from being further
+        ahead.
         """
         trainers = [actor for actor in self.actors if "train" in actor.seconds]
         makers = [actor for actor in self.actors if "generate" in actor.seconds]
@@ -106,7 +107,7 @@ class RunTimes:
         if not trainers or not makers or trainers == makers:
             return f"One process did everything in turn, for {worked:.0%} of the time: nothing overlapped."
         return f"{self.busiest.actor} worked {worked:.0%} of the time, more than any other. " + _limit(
-            trainers, makers, self._saturated(processors)
+            trainers, makers, self._saturated(processors), lead_setting
         )
 
     def _saturated(self, processors: Processors | None) -> str | None:
@@ -124,7 +125,7 @@ class RunTimes:
         )
 
 
-def _limit(trainers: Sequence[ActorTime], makers: Sequence[ActorTime], saturated: str | None) -> str:
+def _limit(trainers: Sequence[ActorTime], makers: Sequence[ActorTime], saturated: str | None, lead_setting: str) -> str:
     """Say what limits a run of makers and trainers, and what would help."""
     data, rewards = _mean(trainers, "wait_data"), _mean(makers, "wait_rewards")
     causes = {
@@ -142,7 +143,7 @@ def _limit(trainers: Sequence[ActorTime], makers: Sequence[ActorTime], saturated
     if data >= _NOTABLE_SHARE and weights >= _NOTABLE_SHARE:
         return (
             f"Trainers waited for data ({data:.0%}) and makers for weights ({weights:.0%}) in turn. A greater "
-            "topology.max_staleness would let them overlap."
+            f"{lead_setting} would let them overlap."
         )
     if data >= _NOTABLE_SHARE:
         remedy = saturated or "More makers (coati scale), or shorter responses, would help."
