@@ -4,6 +4,7 @@ The plain objects of a run (buffer with its ledger, leased prompts, pipeline, wo
 loop) work together. What a model writes is the number of its version, so a batch tells which weights really wrote it.
 """
 
+import functools
 import random
 import threading
 from types import SimpleNamespace
@@ -41,17 +42,13 @@ class Model(nn.Module):
 class Writer(ExperienceMaker):
     """Writes the number of the weights it sees as each token's log-prob; drops some samples."""
 
-    def __init__(self, dice, drops):
+    def __init__(self, dice, drops, dies):
         super().__init__(Model(), None, None, None)
-        self._dice, self._drops = dice, drops
-        self.dies = False
-        self.somebody_died = threading.Event()
+        self._dice, self._drops, self.dies = dice, drops, dies
 
     def make_experience(self, input_ids, attention_mask, *, sample_ids, group_ids):
         if self.dies:
-            self.somebody_died.set()
             raise SystemExit("killed")
-        assert self.somebody_died.wait(SECONDS)
         made = []
         for sample_id, group_id in zip(sample_ids.tolist(), group_ids.tolist(), strict=True):
             one = item(sample_id, num_actions=3)
@@ -116,9 +113,8 @@ class Trainer(FitSteps):
 
 
 class Maker:
-    def __init__(self, run, name, rules, dice, drops, in_flight):
-        self.name = name
-        self.writer = Writer(dice, drops)
+    def __init__(self, run, name, rules, dice, drops, in_flight, dies=False):
+        self.writer = Writer(dice, drops, dies)
         self.served = ServedModels(self.writer.trained_models)
         self.stop = threading.Event()
         names = list(run.peers)
@@ -138,9 +134,7 @@ class Maker:
         )
         pipeline = ExperiencePipeline(self.writer, self.served, rules=rules, in_flight=in_flight)
         self.loop = WorkLoop(pipeline, sender, deadlines=DEADLINES, stop=self.stop, settle=self.prompts.settle)
-
-    def start(self):
-        self.work = run_in_background(lambda: self.loop.run(iter(self.prompts)), name=self.name)
+        self.work = run_in_background(lambda: self.loop.run(iter(self.prompts)), name=name)
 
     def offer(self, version):
         tensors = {("actor", "number"): torch.tensor(float(version))}
@@ -176,34 +170,39 @@ class Run:
         self.barrier = threading.Barrier(num_trainers)
         self.trainers = [Trainer(one, self) for one in rules]
         self.peers = {
-            f"t{index}": SimpleNamespace(lease=one.buffer.lease, buffer_extend=one.buffer.extend)
+            f"t{index}": SimpleNamespace(lease=functools.partial(self._lease, one), buffer_extend=one.buffer.extend)
             for index, one in enumerate(self.trainers)
         }
+        self.makers, self._dead, self._lease_lock = [], None, threading.Lock()
+        if dies:  # with the first leases of all
+            self._start_and_die(rules[0])
         self.makers = [
             Maker(self, f"m{index}", rules[0], random.Random(seed + index), drops, in_flight)
             for index in range(num_makers)
         ]
-        self.makers[-1].writer.dies = dies
-        for maker in self.makers:  # none gets ahead of the one that dies
-            maker.writer.somebody_died = self.makers[-1].writer.somebody_died
-        if not dies:
-            self.makers[-1].writer.somebody_died.set()
-        for maker in self.makers:
-            maker.start()
         fits = [
             run_in_background(lambda one=one: FitLoop(one).run(TOTAL_STEPS, UPDATE_STEPS), name="fit")
             for one in self.trainers
         ]
-        if dies:
-            assert isinstance(self.makers[-1].work.exception(SECONDS), SystemExit)
-            for trainer in self.trainers:
-                trainer.buffer.release(self.makers[-1].name, "died")
         for fit in fits:
             fit.result(SECONDS)
         for maker in self.makers:
             maker.stop.set()
-        for maker in self.makers[: -1 if dies else None]:
+        for maker in self.makers:
             maker.work.result(SECONDS)
+
+    def _start_and_die(self, rules):
+        maker = Maker(self, "dead", rules, random.Random(0), 0.0, False, dies=True)
+        assert isinstance(maker.work.exception(SECONDS), SystemExit)
+        maker.stop.set()
+        with self._lease_lock:  # its thread that asks for leases dies too
+            self._dead = "dead"
+            for trainer in self.trainers:
+                assert trainer.buffer.release("dead", "died")
+
+    def _lease(self, trainer, request):
+        with self._lease_lock:
+            return [] if request.maker == self._dead else trainer.buffer.lease(request)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3, None])
@@ -232,6 +231,6 @@ def test_every_sample_is_trained_on_once_and_none_is_too_old(num_makers, num_tra
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_what_a_maker_leaves_behind_when_it_dies_is_made_by_another(max_staleness):
-    run = Run(3, num_makers=2, num_trainers=1, max_staleness=max_staleness, drops=0.0, dies=True)
+    run = Run(3, num_makers=1, num_trainers=1, max_staleness=max_staleness, drops=0.0, dies=True)
     (trainer,) = run.trainers
     assert sorted(trainer.trained) == list(range(BATCH * TOTAL_STEPS))  # the same ids, none in place of another

@@ -177,10 +177,12 @@ class Ledger:
     def lease(self, maker: str, *, ask: int, version: int, wanted: int, now: float) -> list[Lease]:
         """Grant leases for up to `wanted` samples to a maker that serves `version`.
 
-        `ask` numbers its requests: one that is repeated because its answer was lost gets the same answer.
+        `ask` numbers its requests from 1: one that is repeated because its answer was lost gets the same answer.
         """
         if (last := self._answers.get(maker)) is not None and last[0] == ask:
             return last[1]
+        if ask == 1:  # a request of its predecessor may have come after `release`
+            self.release(maker, "its maker was started again")
         pace = self._paces.setdefault(maker, _Pace(since=now))
         numbers: list[int] = []
         self._note_time(now)
