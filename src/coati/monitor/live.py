@@ -1,4 +1,4 @@
-"""Progress on a console: a live panel in a terminal, a plain line every few seconds elsewhere."""
+"""Progress on a console: a line that is kept up to date in a terminal, a new one every few seconds elsewhere."""
 
 import logging
 import sys
@@ -8,8 +8,9 @@ from typing import Self
 
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
-from coati.monitor.progress import RunSnapshot, plain_line, render_progress
+from coati.monitor.progress import RunSnapshot, plain_line, sparkline
 
 _PLAIN_EVERY_SECONDS = 3.0
 
@@ -27,7 +28,7 @@ class LiveView:
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.__enter__()
-            _log_to_stderr()  # which prints above the panel while it is shown
+            _log_to_stderr()  # which prints above the view while it is shown
         return self
 
     def __exit__(
@@ -42,7 +43,8 @@ class LiveView:
     def show(self, snapshot: RunSnapshot) -> None:
         """Draw the snapshot."""
         if self._live is not None:
-            self._live.update(render_progress(snapshot, self._console.width), refresh=True)
+            rewards = sparkline(snapshot.reward_history, self._console.width)
+            self._live.update(Text.assemble(f"{plain_line(snapshot)}\n", (rewards, "green")), refresh=True)
             return
         # After the last step comes its weight update: the last line waits for that.
         is_end = snapshot.step == snapshot.total_steps and not snapshot.message
@@ -58,7 +60,7 @@ class LiveView:
 
 
 def _log_to_stderr() -> None:
-    """Have log messages use what `sys.stderr` is now: the live panel replaces it."""
+    """Have log messages use what `sys.stderr` is now: the live view replaces it."""
     for handler in logging.getLogger().handlers:
         if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)

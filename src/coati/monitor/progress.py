@@ -1,4 +1,4 @@
-"""What a run looks like in the terminal: one live panel, or one plain line every few seconds for a log."""
+"""What a run looks like in the terminal: a line of numbers, and its rewards so far as a line of blocks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from typing import Final
 
 _LEVELS: Final = "▁▂▃▄▅▆▇█"
-_MIN_WIDTH: Final = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +43,6 @@ class RunSnapshot:
     """Mean rewards so far, oldest first."""
 
     @property
-    def fraction(self) -> float:
-        """The part of the plan that is done, 0 to 1."""
-        return min(self.step / self.total_steps, 1.0) if self.total_steps > 0 else 0.0
-
-    @property
     def seconds_left(self) -> float | None:
         """Time to the end at the latest pace; None before the first step, after the last, without a plan."""
         if self.step <= 0 or self.step >= self.total_steps:
@@ -59,83 +50,34 @@ class RunSnapshot:
         pace = self.elapsed / self.step if self.seconds_per_step is None else self.seconds_per_step
         return pace * (self.total_steps - self.step)
 
-    @property
-    def steps_text(self) -> str:
-        """The steps done and planned."""
-        if self.total_steps <= 0:
-            return f"step {self.step}"
-        # Rounded down: 100% is for a run that is done.
-        return f"step {self.step}/{self.total_steps} ({math.floor(self.fraction * 100)}%)"
-
-    @property
-    def facts_text(self) -> str:
-        """The other numbers, as far as they are known."""
-        facts = [f"version {self.version}"]
-        if self.kl is not None:
-            facts.insert(0, f"KL {self.kl:.2f}")
-        if self.buffer_batches is not None:
-            facts.append(f"buffer {self.buffer_batches}")
-        if self.samples_per_second is not None:
-            digits = 0 if self.samples_per_second >= 10 else 1
-            facts.append(f"{self.samples_per_second:,.{digits}f} samples/s")
-        return ", ".join(facts)
-
-    @property
-    def times_text(self) -> str:
-        """The time so far, and the time to the end."""
-        elapsed = f"{_clock(self.startup + self.elapsed)} elapsed"
-        return elapsed if self.seconds_left is None else f"{elapsed}, {_clock(self.seconds_left)} left"
-
 
 def plain_line(snapshot: RunSnapshot) -> str:
-    """Return the snapshot as one line, for a log that is not a terminal.
+    """Return the snapshot as one line, as far as its numbers are known.
 
     >>> plain_line(RunSnapshot(step=30, total_steps=60, version=29, reward=0.5, kl=2.0, elapsed=12.0))
     'step 30/60 (50%), reward 0.500, KL 2.00, version 29, 0:00:12 elapsed, 0:00:12 left'
     >>> plain_line(RunSnapshot(step=0, total_steps=60, version=0, message="loading models", elapsed=12.0))
     'loading models, 0:00:12 elapsed'
     """
-    message = _one_line(snapshot.message)
-    if message and snapshot.step == 0:
-        return f"{message}, {snapshot.times_text}"
-    reward = [] if snapshot.reward is None else [f"reward {snapshot.reward:.3f}"]
-    line = ", ".join([snapshot.steps_text, *reward, snapshot.facts_text, snapshot.times_text])
-    return f"{line} - {message}" if message else line
-
-
-def render_progress(snapshot: RunSnapshot, width: int) -> RenderableType:
-    """Return a panel `width` columns wide that shows the snapshot; give it to `rich.live.Live.update`.
-
-    The panel always has the same number of lines, so that a live display does not jump.
-    """
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.text import Text
-
-    width = max(width, _MIN_WIDTH)
-    inner = width - 4  # the panel's border and padding
-    # A length that does not depend on the step, so that the bar keeps its size as the numbers grow.
-    room = len(f"step {snapshot.total_steps}/{snapshot.total_steps} (100%)") + 2
-    bar = "━" * round(snapshot.fraction * max(inner - room, 1))
-    number = "-" if snapshot.reward is None else f"{snapshot.reward:.3f}"
-    reward = Text.assemble("reward ", (f"{number:>6}", "bold green"), "  ")
-    reward.append(sparkline(snapshot.reward_history, max(inner - len(reward), 1)), style="green")
-    lines = (
-        Text.assemble(f"{snapshot.steps_text:<{room}}", (bar, "magenta")),
-        reward,
-        Text(snapshot.facts_text),
-        Text(_one_line(snapshot.message), style="dim"),
-    )
-    for line in lines:
-        line.truncate(inner, overflow="ellipsis")
-    return Panel(
-        Group(*lines),
-        title="coati",
-        title_align="left",
-        subtitle=snapshot.times_text,
-        subtitle_align="right",
-        width=width,
-    )
+    message, step, total = " ".join(snapshot.message.split()), snapshot.step, snapshot.total_steps
+    times = [f"{_clock(snapshot.startup + snapshot.elapsed)} elapsed"]
+    if snapshot.seconds_left is not None:
+        times.append(f"{_clock(snapshot.seconds_left)} left")
+    if message and step == 0:
+        return ", ".join([message, *times])
+    # Rounded down: 100% is for a run that is done.
+    facts = [f"step {step}/{total} ({min(100 * step // total, 100)}%)" if total > 0 else f"step {step}"]
+    if snapshot.reward is not None:
+        facts.append(f"reward {snapshot.reward:.3f}")
+    if snapshot.kl is not None:
+        facts.append(f"KL {snapshot.kl:.2f}")
+    facts.append(f"version {snapshot.version}")
+    if snapshot.buffer_batches is not None:
+        facts.append(f"buffer {snapshot.buffer_batches}")
+    if snapshot.samples_per_second is not None:
+        digits = 0 if snapshot.samples_per_second >= 10 else 1
+        facts.append(f"{snapshot.samples_per_second:,.{digits}f} samples/s")
+    return ", ".join([*facts, *times]) + (f" - {message}" if message else "")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -160,7 +102,3 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 def _clock(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -1,14 +1,11 @@
 """What a person sees of a run."""
 
-import io
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
-from coati.monitor.progress import RunSnapshot, plain_line, render_progress, sparkline
+from coati.monitor.progress import RunSnapshot, plain_line, sparkline
 
 
 def halfway(**changes) -> RunSnapshot:
@@ -24,58 +21,6 @@ def halfway(**changes) -> RunSnapshot:
         "reward_history": (0.1, 0.2, 0.3, 0.5),
     }
     return RunSnapshot(**(fields | changes))
-
-
-def lines_at(width: int, snapshot: RunSnapshot) -> list[str]:
-    console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(render_progress(snapshot, width))
-    return console.export_text().splitlines()
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_panel_shows_everything(width):
-    lines = lines_at(width, halfway(message="updating 1 maker"))
-    text = "\n".join(lines)
-    for fact in (
-        "step 30/60 (50%)",
-        "━",
-        "0.500",
-        "▁▃▄█",
-        "KL 2.1",
-        "version 29",
-        "buffer 3",
-        "214 samples/s",
-        "0:00:12 elapsed, 0:00:12 left",
-        "updating 1 maker",
-    ):
-        assert fact in text
-    assert {len(line) for line in lines} == {width}
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 120])
-def test_the_panel_never_changes_its_height(width):
-    crowded = halfway(
-        step=1_000,
-        total_steps=100_000,
-        version=1_000,
-        reward=-1234.5,
-        reward_history=tuple(math.sin(i) for i in range(1_000)),
-        message="a [bold]message[/bold]\nof two lines " * 9,
-        elapsed=90_000,
-    )
-    empty = RunSnapshot(step=0, total_steps=60, version=0)
-    assert len(lines_at(width, crowded)) == len(lines_at(width, empty)) == len(lines_at(width, halfway()))
-
-
-def test_markup_in_a_message_is_shown_as_it_is():
-    assert "[red]" in "\n".join(lines_at(80, halfway(message="[red] is not a style here")))
-
-
-def test_the_bar_grows():
-    bars = [lines_at(80, halfway(step=step))[1].count("━") for step in (0, 15, 30, 60)]
-    assert bars[0] == 0
-    assert bars[1] == pytest.approx(bars[3] / 4, abs=1)
-    assert bars[2] == pytest.approx(bars[3] / 2, abs=1)
 
 
 def test_time_left_follows_the_pace_so_far():
