@@ -1,6 +1,5 @@
 """Prompts in, experience out: one version of the weights for each batch, dropped samples, records."""
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -26,14 +25,6 @@ MIN_DROPPED_IN_A_ROW = 64
 MAX_BATCHES_WITHOUT_SIGNAL = 100
 
 
-@dataclasses.dataclass
-class MakerCounts:
-    """Samples that a maker has made and dropped."""
-
-    made: int = 0
-    dropped: int = 0
-
-
 class ExperiencePipeline:
     """A maker, and the models that it serves from.
 
@@ -57,7 +48,8 @@ class ExperiencePipeline:
         self.maker = maker
         self.served = served
         self._rules = rules
-        self.counts = MakerCounts()
+        self.num_made = 0
+        self.num_dropped = 0
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
         self._in_flight = in_flight
@@ -133,8 +125,8 @@ class ExperiencePipeline:
                 f"{type(self.maker).__name__} made {num_made} samples of {len(batch.prompts)} prompts. Return at most "
                 "one for each; several samples of a prompt are several rows of the batch (rollout.samples_per_prompt)."
             )
-        self.counts.made += num_made
-        self.counts.dropped += num_dropped
+        self.num_made += num_made
+        self.num_dropped += num_dropped
         return batch.experience
 
     def record(self, batch: MakerBatch, *, samples_kept: int, num_skipped: int = 0) -> dict[str, Any]:
@@ -146,8 +138,8 @@ class ExperiencePipeline:
         assert experience is not None
         newly_skipped = num_skipped - self._num_skipped_reported
         self._num_skipped_reported = num_skipped
-        num_dropped = self.counts.dropped - self._num_dropped_reported
-        self._num_dropped_reported = self.counts.dropped
+        newly_dropped = self.num_dropped - self._num_dropped_reported
+        self._num_dropped_reported = self.num_dropped
         use = self.timeline.take()
         make_seconds = max(1e-9, use.spent("generate", "score", "wait_rewards"))
         num_samples, scorer = experience.num_samples, self.maker.reward_model
@@ -156,7 +148,7 @@ class ExperiencePipeline:
             "metrics": {
                 **batch_metrics(experience, batch.is_cut),
                 "maker/samples_per_second": Mean(num_samples / make_seconds, float(num_samples)),
-                "maker/dropped": Sum(float(num_dropped)),
+                "maker/dropped": Sum(float(newly_dropped)),
                 "weights/commit_seconds": Max(self.served.last_commit_seconds),
                 "maker/skipped_prompts": Sum(newly_skipped),
                 **maker_metrics(use),
@@ -173,23 +165,21 @@ class _DropLimit:
 
     def __init__(self) -> None:
         self._num_in_a_row = 0
-        self._num_without_signal_in_a_row = 0
+        self._was_by_design = False
         self._largest_batch = 0
 
     def note(self, batch: MakerBatch) -> None:
         """Count a finished batch."""
-        if (error := batch.dropped) is None:
-            self._num_in_a_row = self._num_without_signal_in_a_row = 0
-            return
-        num_samples = len(batch.prompts)
+        error, num_samples = batch.dropped, len(batch.prompts)
         is_by_design = isinstance(error, NoSignal)
-        if is_by_design:  # its rewards were valid, so an earlier fault is over
+        if error is None or is_by_design != self._was_by_design:  # what was wrong before is over
             self._num_in_a_row = 0
-            self._num_without_signal_in_a_row += num_samples
-        else:
-            self._num_in_a_row += num_samples
+        self._was_by_design = is_by_design
+        if error is None:
+            return
+        self._num_in_a_row += num_samples
         self._largest_batch = max(self._largest_batch, num_samples)
-        count = self._num_without_signal_in_a_row if is_by_design else self._num_in_a_row
+        count = self._num_in_a_row
         level = logging.DEBUG if is_by_design else logging.WARNING
         logger.log(level, "a whole batch was dropped (%d samples in a row): %s", count, error)
         max_batches = MAX_BATCHES_WITHOUT_SIGNAL if is_by_design else MAX_EMPTY_BATCHES

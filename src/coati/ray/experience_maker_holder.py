@@ -199,11 +199,10 @@ class MakerHolder:
 
     def progress(self) -> MakerProgress:
         """Return how far this maker has come."""
-        counts = self._pipeline.counts
         return MakerProgress(
             state=self._state,
-            num_made=counts.made,
-            num_dropped=counts.dropped,
+            num_made=self._pipeline.num_made,
+            num_dropped=self._pipeline.num_dropped,
             num_delivered=self._sender.num_delivered,
             version=self._served.version,
             has_weights=self._served.wait_for_full_update(0.0),

@@ -89,7 +89,7 @@ def test_counts_add_up():
     assert make(pipeline, batch_of(4)).num_samples == 4
     assert make(pipeline, batch_of(4)).num_samples == 1
     assert make(pipeline, batch_of(3)) is None
-    assert (pipeline.counts.made, pipeline.counts.dropped) == (5, 6)
+    assert (pipeline.num_made, pipeline.num_dropped) == (5, 6)
 
 
 def test_batch_after_batch_dropped_is_an_error_that_tells_the_last_reason():
