@@ -1,4 +1,4 @@
-"""Progress on a console: a line that is kept up to date in a terminal, a new one every few seconds elsewhere."""
+"""Progress on a console: numbers, a bar and rewards kept up to date in a terminal, a line now and then elsewhere."""
 
 import logging
 import sys
@@ -6,8 +6,9 @@ import time
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.text import Text
 
 from coati.monitor.progress import RunSnapshot, plain_line, sparkline
@@ -43,8 +44,9 @@ class LiveView:
     def show(self, snapshot: RunSnapshot) -> None:
         """Draw the snapshot."""
         if self._live is not None:
-            rewards = sparkline(snapshot.reward_history, self._console.width)
-            self._live.update(Text.assemble(f"{plain_line(snapshot)}\n", (rewards, "green")), refresh=True)
+            bar = ProgressBar(total=snapshot.total_steps or None, completed=snapshot.step)
+            rewards = Text(sparkline(snapshot.reward_history, self._console.width), style="green")
+            self._live.update(Group(Text(plain_line(snapshot)), rewards, bar), refresh=True)
             return
         # After the last step comes its weight update: the last line waits for that.
         is_end = snapshot.step == snapshot.total_steps and not snapshot.message
