@@ -9,6 +9,7 @@ from coati import entry
 from coati.cli.train import execute
 from coati.config import build_config
 from coati.errors import RunStopped
+from coati.monitor.progress import RunSnapshot
 
 
 @pytest.fixture
@@ -17,10 +18,12 @@ def run(monkeypatch):
     config = build_config({"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {"model": "r"}})
 
     def run(training):
-        monkeypatch.setattr(
-            entry, "execute", lambda config, *, on_begin, should_stop, **_: training(on_begin, should_stop)
-        )
-        return execute(config, Console(quiet=True), sync=True, address=None, verbose=True)
+        def fake(config, *, on_begin, should_stop, on_progress, **_):
+            on_progress(RunSnapshot(step=3, total_steps=9, version=3, seconds_per_step=2.5))
+            return training(on_begin, should_stop)
+
+        monkeypatch.setattr(entry, "execute", fake)
+        return execute(config, Console(), sync=True, address=None, verbose=True)
 
     return run
 
@@ -37,7 +40,7 @@ def test_a_signal_while_everything_is_loaded_ends_the_run_at_once(run, number):
     assert signal.getsignal(number) is before
 
 
-def test_the_first_signal_asks_a_run_that_trains_to_stop_and_the_second_ends_it(run):
+def test_the_first_signal_asks_a_run_that_trains_to_stop_and_the_second_ends_it(run, capsys):
     def train(on_begin, should_stop):
         on_begin()
         assert not should_stop()
@@ -50,5 +53,6 @@ def test_the_first_signal_asks_a_run_that_trains_to_stop_and_the_second_ends_it(
         signal.raise_signal(signal.SIGINT)
 
     assert run(train) == "saved"
+    assert "2.5 s" in capsys.readouterr().out
     with pytest.raises(KeyboardInterrupt):
         run(hang)

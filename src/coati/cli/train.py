@@ -16,6 +16,7 @@ from coati.config import RunSettings, load_config, plan_lines
 from coati.entry import RunResult, checked
 from coati.errors import ConfigError, RunStopped
 from coati.monitor.live import LiveView
+from coati.monitor.progress import RunSnapshot
 from coati.resume import choose_checkpoint, resumed_settings
 from coati.run_folder import check_inputs_outside, check_run_folder, open_run_folder
 
@@ -103,6 +104,10 @@ def execute(
             on_begin()
             stop.has_begun = True
 
+        def show(snapshot: RunSnapshot) -> None:
+            stop.seconds_per_step = snapshot.seconds_per_step
+            view.show(snapshot)
+
         try:
             return entry.execute(
                 config,
@@ -110,7 +115,7 @@ def execute(
                 sync=sync,
                 address=address,
                 on_begin=begin,
-                on_progress=view.show,
+                on_progress=show,
                 should_stop=stop,
                 log_to_driver=verbose,
             )
@@ -126,6 +131,7 @@ class StopSignal:
     def __init__(self, console: Console) -> None:
         self.has_begun = False
         """Whether there is something to save."""
+        self.seconds_per_step: float | None = None
         self._console = console
         self._is_set = False
         self._previous: dict[int, Any] = {}
@@ -147,8 +153,9 @@ class StopSignal:
         is_second, self._is_set = self._is_set, True
         if is_second or not self.has_begun:
             raise KeyboardInterrupt
+        pace = "" if self.seconds_per_step is None else f" (a step takes about {self.seconds_per_step:.2g} s)"
         self._console.print(
-            "[yellow]Stopping: finishing the current batch and saving. Press Ctrl-C again to quit now.[/]"
+            f"[yellow]Stopping: finishing the current batch{pace} and saving. Press Ctrl-C again to quit now.[/]"
         )
 
 

@@ -13,7 +13,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _shapes_only: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_only", default=False)
 # Options of `from_pretrained` that mean the same without weights.
-_SHAPE_OPTIONS = {"dtype", "attn_implementation"}
+_SHAPE_OPTIONS = {"dtype", "attn_implementation", "trust_remote_code"}
 
 
 @contextlib.contextmanager

@@ -175,10 +175,11 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
 
 def _read_request(path: Path) -> MakersRequest:
     """Read a request; DataError if it is none, or not from this user."""
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-        raise DataError(f"{path} must be a regular file of the user who started the run.")
-    with path.open("rb") as file:
+    # Neither a link nor a pipe is followed or waited for, and what is checked is what is read.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+            raise DataError(f"{path} must be a regular file of the user who started the run.")
         text = file.read(_MAX_REQUEST_BYTES)
     try:
         fields = json.loads(text)

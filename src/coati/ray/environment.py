@@ -22,26 +22,12 @@ from coati.ray import mps
 ENV_INFO_KEYS = ("local_rank", "rank", "world_size", "master_addr", "master_port")
 
 PASSED_ON = (
-    *(
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "TERM",
-        "COLUMNS",
-        "NO_COLOR",
-        "LANG",
-        "LC_*",
-        "TZ",
-        "TMPDIR",
-        "XDG_*",
-    ),
-    *("LD_*", "DYLD_*", "PYTHON*", "VIRTUAL_ENV", "CONDA_*", "CC", "CXX", "MALLOC_*", "COVERAGE_*", "COATI_*", "RAY_*"),
-    *("CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "TORCH*", "PYTORCH_*", "TRITON_*", "OMP_*", "MKL_*", "OPENBLAS_*"),
-    *("HF_*", "TRANSFORMERS_*", "TOKENIZERS_*", "VLLM_*", "*_PROXY", "*_proxy", "SSL_CERT_*", "REQUESTS_CA_BUNDLE"),
+    "PATH HOME USER LOGNAME SHELL TERM COLUMNS NO_COLOR LANG LC_* TZ TMPDIR XDG_* LD_* DYLD_* PYTHON* VIRTUAL_ENV "
+    "CONDA_* CC CXX MALLOC_* COVERAGE_* COATI_* RAY_* CUDA_* CUBLAS_* NVIDIA_* HIP_* NCCL_* GLOO_* TORCH* PYTORCH_* "
+    "TRITON_* OMP_* MKL_* KMP_* OPENBLAS_* HF_* TRANSFORMERS_* TOKENIZERS_* VLLM_* *_PROXY *_proxy SSL_CERT_* "
+    "REQUESTS_CA_BUNDLE"
 )
-"""Environment variables of the driver that actors of a private Ray have. HF_TOKEN is one: they load models."""
+"""Patterns of variables that actors of a private Ray get from the driver. HF_TOKEN is one: they load models."""
 
 
 def apply_env_info(env_info: Mapping[str, str | int] | None) -> None:
@@ -62,7 +48,7 @@ def allowed_environment(environment: Mapping[str, str], more: Iterable[str] = ()
     >>> allowed_environment({"HOME": "/root", "BANK_KEY": "1", "JUDGE_KEY": "2"}, ["JUDGE_KEY"])
     {'HOME': '/root', 'JUDGE_KEY': '2'}
     """
-    patterns = (*PASSED_ON, *more)
+    patterns = (*PASSED_ON.split(), *more)
     return {
         name: value for name, value in environment.items() if any(fnmatchcase(name, pattern) for pattern in patterns)
     }

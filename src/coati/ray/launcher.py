@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5
 _LAST_POLL_SECONDS = 5.0
 _STOP_SECONDS = 60.0
+_QUICK_STOP_SECONDS = 5.0
 
 
 @dataclasses.dataclass
@@ -140,14 +141,15 @@ class DetachedRun:
             if not self._is_stopping:
                 self._follow_makers()
         self._stop_all()
-        deadline = time.monotonic() + _STOP_SECONDS
+        patience = _QUICK_STOP_SECONDS if self._should_stop() else _STOP_SECONDS
+        deadline = time.monotonic() + patience
         while self._pool.working and time.monotonic() < deadline:
             self._pool.wind_up(_POLL_SECONDS)
         self.poll_actors(timeout=_LAST_POLL_SECONDS)
         self._log.flush()
         self._show("")
         if late := self._pool.working:  # training is complete, and what they would still make is not needed
-            logger.warning("%s did not stop within %g s and will be killed", listed(late), _STOP_SECONDS)
+            logger.warning("%s did not stop within %g s and will be killed", listed(late), patience)
 
     def _follow_makers(self) -> None:
         """Replace makers that died, and have as many as were asked for last; report it."""

@@ -195,6 +195,13 @@ def test_an_unknown_key_suggests_a_known_one(override, suggestion):
     assert suggestion in message
 
 
+@pytest.mark.parametrize("section", [{"logging": {"api_key": "sesame"}}, {"secrets": {"api_key": "sesame"}}])
+def test_there_is_no_setting_for_a_secret_and_an_unknown_one_is_not_repeated(section):
+    with pytest.raises(ConfigError) as caught:
+        build_config({"model": {"path": "m"}, "prompts": {"path": "p"}, "reward": {"model": "r"}, **section})
+    assert "sesame" not in str(caught.value)
+
+
 def test_an_unknown_key_in_a_term_is_found_where_it_is():
     message = error_of('reward.terms=[{ functon = "a:b" }]', without="reward")
     assert "Unknown setting reward.terms[0].functon" in message

@@ -109,6 +109,11 @@ def test_only_a_file_of_the_same_user_is_obeyed(running, tmp_path, caplog, monke
     os.mkfifo(tmp_path / "control.json")  # opening it would wait for ever
     assert running.new_request() is None
     assert ["regular file of the user" in message for message in caplog.messages] == [True, True]
+    (tmp_path / "control.json").unlink()
+    put_request(tmp_path, "linked", 2)
+    (tmp_path / "control.json").rename(tmp_path / "elsewhere.json")
+    (tmp_path / "control.json").symlink_to(tmp_path / "elsewhere.json")
+    assert running.new_request() is None
 
 
 def test_a_refusal_says_why_once(running, tmp_path):
