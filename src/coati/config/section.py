@@ -29,7 +29,7 @@ _FOREIGN_NAMES = {
     "output_dir": "run.output",
 }
 _TRACKERS = "A run writes metrics.jsonl and TensorBoard files. For another service pass trackers to coati.train."
-_ABSENT = {"wandb": _TRACKERS, "report_to": _TRACKERS, "resume": "A run cannot be resumed yet."}
+_ABSENT = {"wandb": _TRACKERS, "report_to": _TRACKERS, "resume": "To continue a run, use coati train --resume."}
 
 
 def setting(default: Any = ..., about: str = "", *, rule: str = "", remedy: str = "", **constraints: Any) -> Any:

@@ -232,7 +232,7 @@ def test_all_problems_come_at_once_and_rules_between_sections_when_those_are_sou
         ("train.per_device_train_batch_size=8", "train.micro_batch_size"),
         ("algorithm.beta=0.1", "algorithm.kl_coef"),
         ("logging.wandb=true", "trackers"),
-        ("run.resume=true", "cannot be resumed"),
+        ("run.resume=true", "--resume"),
     ],
 )
 def test_names_that_others_use_are_known(override, remedy):
