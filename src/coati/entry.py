@@ -42,6 +42,8 @@ class RunResult:
     num_samples: int
     num_dropped: int
     """Samples dropped because their prompt did not fit or their reward was not a finite number."""
+    num_quarantined: int
+    """Samples put aside because the reward failed on one of their group; quarantine.jsonl has those it failed on."""
     num_skipped_prompts: int
     seconds: float
     was_stopped: bool
@@ -224,6 +226,7 @@ def execute(
         kls=log.kls,
         num_samples=log.num_samples,
         num_dropped=log.num_dropped,
+        num_quarantined=log.num_quarantined,
         num_skipped_prompts=log.num_skipped_prompts,
         seconds=time.monotonic() - started,
         was_stopped=was_stopped,

@@ -21,6 +21,10 @@ class RewardError(CoatiError, RuntimeError):
     """A reward raised, ran past its deadline, or returned something that is not one score per sample."""
 
 
+class RewardFailed(RewardError):
+    """A reward raised, hung or ended its process on a batch, which may be the fault of some of its samples."""
+
+
 class GenerateOptionError(CoatiError, TypeError):
     """An unknown or contradictory generate option."""
 

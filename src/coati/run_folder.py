@@ -26,7 +26,10 @@ MARKER = ".coati-run"
 
 # What takes a run to make, and is replaced only if the user says so.
 _RESULTS = ("samples.jsonl", "checkpoints", "model", "model-at-failure")
-_RECORDS = ("config.toml", "metrics.jsonl", "spans.jsonl", "tensorboard", "report.html", "ledger", "ray-logs")
+_RECORDS = (
+    *("config.toml", "metrics.jsonl", "spans.jsonl", "quarantine.jsonl", "tensorboard", "report.html"),
+    *("ledger", "ray-logs"),
+)
 # Of the latest start, even if it failed.
 _CONTROL_FILES = ("state.json", "control.json")
 

@@ -155,7 +155,10 @@ class SynchronousRun(FitSteps):
 
     def _make(self, prompts: PromptBatch) -> None:
         batch = self._pipeline.begin(prompts)
-        experience = self._pipeline.finish(batch)
+        try:
+            experience = self._pipeline.finish(batch)
+        finally:
+            self._log.maker_records({"quarantined": sample} for sample in batch.quarantined)
         if experience is None:
             self._prompts.settle(batch, [])
             return

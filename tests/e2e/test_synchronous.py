@@ -13,12 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from coati.config import build_config
 from coati.config.algorithm import ALGORITHMS
 from coati.errors import DataError, RewardError
+from coati.ledger.audit import audit_run
+from coati.monitor import read_jsonl
 from coati.monitor.run_log import RunLog
 from coati.synchronous import SynchronousRun
 from coati.weights import WeightReceiver
 
 REWARDS = """
 import itertools
+import os
 
 calls, samples = itertools.count(), itertools.count()
 
@@ -39,6 +42,18 @@ def one_nan_in_seven(completions):
 
 def always_nan(completions):
     return [float("nan")] * len(completions)
+
+
+def raises_on_g(completions):
+    if any("g" in text for text in completions):
+        raise KeyError("g")
+    return [text.split().count("c") / 4 for text in completions]
+
+
+def exits_on_g(completions):
+    if any("g" in text for text in completions):
+        os._exit(3)
+    return [text.split().count("c") / 4 for text in completions]
 
 
 def always_raises(completions):
@@ -103,7 +118,9 @@ class FakeTracker:
 class Outcome:
     """A finished run and what it logged."""
 
-    def __init__(self, folder, output, *, reward="likes_c", clock=None, should_stop=None, **sections):
+    def __init__(
+        self, folder, output, *, reward="likes_c", reward_settings=None, clock=None, should_stop=None, **sections
+    ):
         settings = {
             "run": {"seed": 1, "output": str(output)},
             "model": {"path": str(folder / "model"), "device": "cpu"},
@@ -111,6 +128,7 @@ class Outcome:
             "reward": {
                 "function": f"rewards_of_the_synchronous_tests:{reward}",
                 "search_paths": [str(folder)],
+                **(reward_settings or {}),
             },
             "rollout": {"prompts_per_batch": 8, "max_new_tokens": 4},
             "algorithm": {"kl_coef": 0.0},
@@ -249,6 +267,29 @@ def test_nothing_but_nan_ends_with_an_error(run):
 def test_a_reward_that_always_raises_ends_with_a_reward_error(run):
     with pytest.raises(RewardError, match="'always_raises' raised KeyError: 'no such column'"):
         run(reward="always_raises")
+
+
+@pytest.mark.parametrize(
+    ("function", "isolation", "error"),
+    [("raises_on_g", "thread", "KeyError"), ("exits_on_g", "process", "exit code 3")],
+)
+def test_samples_that_a_reward_fails_on_are_put_aside_and_the_run_continues(run, tmp_path, function, isolation, error):
+    folder = tmp_path / "0"
+    outcome = run(reward=function, reward_settings={"isolation": isolation})
+    assert outcome.column("train/samples") == [8.0] * 2
+    records = read_jsonl(folder / "quarantine.jsonl")
+    assert outcome.log.num_quarantined == sum(outcome.column("maker/quarantined")) == len(records) > 0
+    assert all("g" in record["completion"] and error in record["error"] for record in records)
+    account = audit_run(folder)
+    assert not account.problems
+    (row,) = [row for row in account.table() if row[0] == "quarantined"]  # all for the same reason
+    assert row[3] == len(records)
+
+
+def test_a_reward_that_fails_too_often_ends_it_with_the_reason(run, tmp_path):
+    with pytest.raises(RewardError, match=r"reward.max_quarantined \(1\)"):
+        run(reward="raises_on_g", reward_settings={"max_quarantined": 1}, train={"total_steps": 20})
+    assert len(read_jsonl(tmp_path / "0" / "quarantine.jsonl")) >= 2
 
 
 def test_a_stop_ends_it_with_what_was_trained(run):

@@ -66,6 +66,11 @@ def run_train(
             f"[yellow]{outcome.num_dropped:,} samples were dropped[/] because their prompt did not fit or their "
             "reward was not a finite number. Run with --verbose for details."
         )
+    if outcome.num_quarantined:
+        console.print(
+            f"[yellow]{outcome.num_quarantined:,} samples were put into quarantine[/] because the reward failed on one "
+            f"of their group: see {outcome.folder / 'quarantine.jsonl'}."
+        )
     if outcome.num_skipped_prompts:
         console.print(f"[yellow]Prompts were skipped {outcome.num_skipped_prompts:,} times[/]: they do not fit.")
     folder = outcome.folder

@@ -140,6 +140,23 @@ class RewardSettings(Section, section="reward"):
         strict=False,
     )
     timeout_seconds: float = setting(120.0, "Longest that a reward function may take for one batch.", gt=0)
+    retries: int = setting(1, "How often a function that raises or hangs is called again with the same batch.", ge=0)
+    max_quarantined: int = setting(
+        64,
+        "Groups that a maker may put aside because the function fails on one of their samples; more end the run. "
+        "0 = the first failure does.",
+        ge=0,
+    )
+    isolation: Literal["thread", "process"] = setting(
+        "thread", "Where functions run: on a thread of the maker, or in a child process that can be killed."
+    )
+    memory_mib: int = setting(8192, "Address space of a child process, in MiB; 0 = unlimited.", ge=0)
+    cpu_seconds: int = setting(600, "CPU time of a child process for one batch; 0 = unlimited.", ge=0)
+    open_files: int = setting(256, "Files that a child process may have open; 0 = unlimited.", ge=0)
+    network: bool = setting(False, "Whether a child process may use the network.")
+    environment: tuple[str, ...] = setting(
+        (), "Further environment variables that reach a child process, by name.", strict=False
+    )
     search_paths: tuple[str, ...] = setting(
         (),
         "Folders where modules of reward functions are looked for, before the working directory; left out, the folder "

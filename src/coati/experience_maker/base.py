@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -16,6 +17,8 @@ from coati.monitor.timeline import Timeline
 from coati.rewards import PendingScores
 
 __all__ = ["AllSamplesDropped", "Experience", "ExperienceMaker", "MakerBatch", "PromptBatch"]
+
+_RECORDED_CHARACTERS = 10_000  # of each text of a sample in quarantine
 
 
 class AllSamplesDropped(DataError):
@@ -119,6 +122,13 @@ class MakerBatch:
     """Reported with the batch, besides what is read off the experience."""
     dropped: AllSamplesDropped | None = None
     """Why no sample is left."""
+    losses: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Why samples were left out, by their ids; those of their groups that were left out with them are not named."""
+    quarantined: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Samples on which the reward failed, as text, with the error: to be written down."""
+    quarantined_ids: set[int] = dataclasses.field(default_factory=set)
+    """The ids of these samples and of all others of their groups."""
+    num_quarantined_groups: int = 0
 
     @property
     def is_ready(self) -> bool:
@@ -130,10 +140,31 @@ class MakerBatch:
         if self.scores is not None:
             self.scores.wait(seconds)
 
-    def keep(self, rows: Tensor) -> Experience:
-        """Drop the samples where the bool mask is False; returns the others."""
+    def quarantine(self, scores: PendingScores) -> None:
+        """Note the samples on which the reward failed; `keep` the groups without any."""
+        if not scores.failures:
+            return
+        assert self.experience is not None
+        assert self.experience.sample_ids is not None
+        ids, rows, request = self.experience.sample_ids.tolist(), sorted(scores.failures), scores.request
+        groups = ids if self.experience.group_ids is None else self.experience.group_ids.tolist()
+        bad_groups = {groups[row] for row in rows}
+        self.num_quarantined_groups = len(bad_groups)
+        self.quarantined_ids = {one for one, group in zip(ids, groups, strict=True) if group in bad_groups}
+        for row in rows:
+            self.losses[ids[row]] = error = scores.failures[row]
+            texts = {"prompt": request.prompts[row], "completion": request.completions[row], "error": error}
+            columns = {name: values[row] for name, values in request.columns.items()}
+            texts["columns"] = json.dumps(columns, default=str, ensure_ascii=False)
+            cut = {name: text[:_RECORDED_CHARACTERS] for name, text in texts.items()}
+            self.quarantined.append({"sample_id": ids[row], "group_id": groups[row], **cut})
+
+    def keep(self, rows: Tensor, reason: str = "") -> Experience:
+        """Drop the samples where the bool mask is False, and note why; returns the others."""
         assert self.experience is not None
         if not bool(rows.all()):
+            if reason and self.experience.sample_ids is not None:
+                self.losses |= dict.fromkeys(self.experience.sample_ids[~rows].tolist(), reason)
             self.experience = self.experience.select(rows)
             self.is_cut = None if self.is_cut is None else self.is_cut[rows]
         return self.experience

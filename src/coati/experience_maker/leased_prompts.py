@@ -15,6 +15,7 @@ from coati.prompts.stream import PromptStream
 
 # Between two requests, if no new weights come first.
 _POLL_SECONDS = 0.05
+_REASON_CHARACTERS = 200
 
 
 class LeasedPrompts:
@@ -90,10 +91,9 @@ class LeasedPrompts:
         for item in items:
             assert item.sample_ids is not None
             made[int(item.sample_ids) // size].append(item)
-        reason = "dropped by the maker" if batch.dropped is None else str(batch.dropped)
         for number, group in made.items():
             if len(group) < size:
-                self._end(number, reason)
+                self._end(number, *_why_it_ends(batch, range(number * size, (number + 1) * size)))
                 group.clear()
             else:
                 lease = self._take(number)
@@ -106,9 +106,9 @@ class LeasedPrompts:
         assert item.lease is not None
         return self._trainers[item.lease[0] % len(self._trainers)]
 
-    def _end(self, number: int, reason: str) -> None:
+    def _end(self, number: int, reason: str, fate: str = "drop") -> None:
         trainer = self._trainers[number % len(self._trainers)]
-        self._endings[trainer].append(Ending(self._take(number), reason))
+        self._endings[trainer].append(Ending(self._take(number), reason, fate))
 
     def _take(self, number: int) -> Lease:
         """The lease that a batch was made for; batches are finished in the order in which they were begun."""
@@ -163,3 +163,12 @@ class LeasedPrompts:
             except RemoteError as error:
                 error.cause.add_note(f"raised in trainer {name}, which maker {self._maker} asked for leases")
                 raise error.cause from None
+
+
+def _why_it_ends(batch: MakerBatch, sample_ids: Sequence[int]) -> tuple[str, str]:
+    """Why a group came to nothing, with the ids of the samples to blame, and its fate."""
+    fate = "drop" if batch.quarantined_ids.isdisjoint(sample_ids) else "quarantine"
+    if ids := [one for one in sample_ids if one in batch.losses]:
+        reason = batch.losses[ids[0]].partition(". ")[0][:_REASON_CHARACTERS]
+        return f"{reason} (samples {', '.join(map(str, ids))})", fate
+    return "dropped by the maker" if batch.dropped is None else str(batch.dropped), fate

@@ -22,7 +22,7 @@ from coati.experience_maker.scoring import (
     GapWatch,
     NoSignal,
     estimate_advantages,
-    has_good_reward,
+    keep_scored,
     score_with_models,
 )
 from coati.experience_maker.statistics import reward_term_metrics
@@ -44,7 +44,8 @@ class NaiveExperienceMaker(ExperienceMaker):
 
     Samples that cannot be trained on (a prompt that leaves no room in the context, a reward that is not a finite
     number) are dropped with a warning; the experience then has fewer rows than the batch. Where the algorithm compares
-    the samples of a prompt, a group that lost one is dropped whole.
+    the samples of a prompt, a group that lost one is dropped whole. A group with a sample on which the reward fails
+    goes into quarantine, if the scorer's `max_quarantined` allows it.
 
     `algorithm` decides how advantages are made and where the KL penalty goes; `kl_coef`, `gamma` and `lam` are short
     for its settings of the same name. Algorithms without a critic take None for it.
@@ -143,6 +144,9 @@ class NaiveExperienceMaker(ExperienceMaker):
         batch = MakerBatch(prompts)
         prompts, limits = self._with_room(prompts.to(next(self.actor.parameters()).device), options)
         assert prompts.sample_ids is not None
+        assert batch.prompts.sample_ids is not None
+        short = set(batch.prompts.sample_ids.tolist()) - set(prompts.sample_ids.tolist())
+        batch.losses = dict.fromkeys(short, "no room for a response")
         request = RolloutRequest(
             input_ids=prompts.input_ids,
             attention_mask=prompts.attention_mask,
@@ -167,9 +171,9 @@ class NaiveExperienceMaker(ExperienceMaker):
                 batch.wait(math.inf)
         with self.timeline.span("score"):
             self._take_scores(batch, experience)
-            experience = batch.keep(has_good_reward(experience, in_whole_groups=self.algorithm.uses_groups))
+            experience = keep_scored(batch, in_whole_groups=self.algorithm.uses_groups)
             if self.algorithm.dynamic_sampling:
-                experience = batch.keep(self._has_signal(experience))
+                experience = self._keep_signal(batch, experience)
                 batch.metrics["maker/no_signal"] = Sum(self._num_without_signal)
                 self._num_without_signal = 0
             experience.advantages = estimate_advantages(experience, self.algorithm)
@@ -178,21 +182,23 @@ class NaiveExperienceMaker(ExperienceMaker):
         """Write the pending scores, if there are any, into the experience."""
         if (scores := batch.scores) is not None:
             experience.reward = self._checked_scores(scores(), experience.sequences)
+            batch.quarantine(scores)
             batch.metrics |= reward_term_metrics(scores.terms, experience.num_samples)
             batch.scores = None
 
-    def _has_signal(self, experience: Experience) -> Tensor:
-        """Dynamic sampling: False for groups whose samples all score the same, and so have no advantage, [B]."""
+    def _keep_signal(self, batch: MakerBatch, experience: Experience) -> Experience:
+        """Dynamic sampling: drop groups whose samples all score the same, and so have no advantage."""
         assert experience.group_ids is not None
         teaches = has_signal(experience.reward, experience.group_ids)
         self._num_without_signal += int((~teaches).sum())
+        experience = batch.keep(teaches, "all samples scored the same")
         if not bool(teaches.any()):
             raise NoSignal(
                 f"all {len(teaches)} samples of a batch scored the same as the others of their prompt, so dynamic "
                 "sampling dropped them. Use prompts that are neither too easy nor too hard, more samples of each, or "
                 "set algorithm.dynamic_sampling = false."
             )
-        return teaches
+        return experience
 
     def _with_room(self, prompts: PromptBatch, options: GenerateOptions) -> tuple[PromptBatch, Tensor]:
         """Drop prompts that leave no room for a response; returns how many tokens the others may get too, [B]."""

@@ -4,7 +4,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from coati.errors import DataError
+from coati.counting import counted
+from coati.errors import DataError, RewardError
 from coati.experience import Experience
 from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
 from coati.experience_maker.scoring import NoSignal
@@ -50,11 +51,14 @@ class ExperiencePipeline:
         self._rules = rules
         self.num_made = 0
         self.num_dropped = 0
+        self.num_quarantined = 0
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
         self._in_flight = in_flight
         self._drops = _DropLimit()
+        self._num_quarantined_groups = 0
         self._num_dropped_reported = 0
+        self._num_quarantined_reported = 0
         self._num_skipped_reported = 0
 
     @property
@@ -119,7 +123,7 @@ class ExperiencePipeline:
             batch.experience = None
         self._drops.note(batch)
         num_made = 0 if batch.experience is None else batch.experience.num_samples
-        num_dropped = len(batch.prompts) - num_made
+        num_dropped = len(batch.prompts) - num_made - len(batch.quarantined_ids)
         if num_dropped < 0:
             raise DataError(
                 f"{type(self.maker).__name__} made {num_made} samples of {len(batch.prompts)} prompts. Return at most "
@@ -127,7 +131,20 @@ class ExperiencePipeline:
             )
         self.num_made += num_made
         self.num_dropped += num_dropped
+        self.num_quarantined += len(batch.quarantined_ids)
+        self._check_quarantine(batch)
         return batch.experience
+
+    def _check_quarantine(self, batch: MakerBatch) -> None:
+        if not batch.quarantined:
+            return
+        self._num_quarantined_groups += batch.num_quarantined_groups
+        limit, error = self.maker.reward_model.max_quarantined, batch.quarantined[-1]["error"]
+        if self._num_quarantined_groups > limit:
+            raise RewardError(
+                f"the reward failed on {counted(self._num_quarantined_groups, 'group')} of this maker, more than "
+                f"reward.max_quarantined ({limit}). quarantine.jsonl has them. The last: {error}"
+            )
 
     def record(self, batch: MakerBatch, *, samples_kept: int, num_skipped: int = 0) -> dict[str, Any]:
         """What to report of a finished batch: version, typed metrics, and a few samples as text.
@@ -140,6 +157,8 @@ class ExperiencePipeline:
         self._num_skipped_reported = num_skipped
         newly_dropped = self.num_dropped - self._num_dropped_reported
         self._num_dropped_reported = self.num_dropped
+        newly_quarantined = self.num_quarantined - self._num_quarantined_reported
+        self._num_quarantined_reported = self.num_quarantined
         use = self.timeline.take()
         make_seconds = max(1e-9, use.spent("generate", "score", "wait_rewards"))
         num_samples, scorer = experience.num_samples, self.maker.reward_model
@@ -149,6 +168,7 @@ class ExperiencePipeline:
                 **batch_metrics(experience, batch.is_cut),
                 "maker/samples_per_second": Mean(num_samples / make_seconds, float(num_samples)),
                 "maker/dropped": Sum(float(newly_dropped)),
+                "maker/quarantined": Sum(float(newly_quarantined)),
                 "weights/commit_seconds": Max(self.served.last_commit_seconds),
                 "maker/skipped_prompts": Sum(newly_skipped),
                 **maker_metrics(use),
@@ -170,7 +190,8 @@ class _DropLimit:
 
     def note(self, batch: MakerBatch) -> None:
         """Count a finished batch."""
-        error, num_samples = batch.dropped, len(batch.prompts)
+        error = batch.dropped
+        num_samples = len(batch.prompts) - len(batch.quarantined_ids)  # those have a limit of their own
         is_by_design = isinstance(error, NoSignal)
         if error is None or is_by_design != self._was_by_design:  # what was wrong before is over
             self._num_in_a_row = 0

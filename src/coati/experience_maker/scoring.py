@@ -9,7 +9,7 @@ from coati.algos import gae, grpo_advantages, reinforce_returns, rloo_advantages
 from coati.algos.masked import zero_padding
 from coati.config import AlgorithmSettings
 from coati.experience import Experience
-from coati.experience_maker.base import AllSamplesDropped
+from coati.experience_maker.base import AllSamplesDropped, MakerBatch
 from coati.models import action_logprobs, action_values
 from coati.models.actor import packed_scoring_problem
 from coati.models.packing import SCORED_TOKENS, joined_once, row_parts, row_tokens
@@ -93,25 +93,38 @@ class NoSignal(AllSamplesDropped):
     """Dynamic sampling left nothing: in each group of the batch all samples scored the same."""
 
 
-def has_good_reward(experience: Experience, *, in_whole_groups: bool) -> Tensor:
-    """Which samples to keep, [B] bool: one reward that is NaN or infinite would poison a whole training batch.
+def keep_scored(batch: MakerBatch, *, in_whole_groups: bool) -> Experience:
+    """Keep the samples that have a score: one that is NaN or infinite would poison a whole training batch.
 
-    With `in_whole_groups` all samples of a group must be good: an advantage among the rest would be a different one.
+    With `in_whole_groups` all samples of a group must have one: an advantage among the rest would be a different one.
     """
+    experience = batch.experience
+    assert experience is not None
+    assert experience.sample_ids is not None
+    if batch.quarantined:
+        error, size = batch.quarantined[-1]["error"], experience.num_samples
+        is_kept = torch.tensor([one not in batch.quarantined_ids for one in experience.sample_ids.tolist()])
+        message = f"the reward failed on {len(batch.quarantined)} of {size} samples"
+        if not bool(is_kept.any()):
+            raise AllSamplesDropped(f"{message}, and none is left. The last: {error}")
+        logger.warning("%s; their groups are in quarantine. The last: %s", message, error)
+        experience = batch.keep(is_kept.to(experience.reward.device))
     is_good = experience.reward.isfinite()
     is_bad = ~is_good
     if not bool(is_bad.any()):
-        return is_good
+        return experience
     if in_whole_groups and experience.group_ids is not None:
         is_good = ~torch.isin(experience.group_ids, experience.group_ids[is_bad])
-    ids = experience.sample_ids[is_bad].tolist() if experience.sample_ids is not None else []
+    assert experience.sample_ids is not None
+    ids = experience.sample_ids[is_bad].tolist()
+    batch.losses |= dict.fromkeys(ids, "no finite reward")
     message = (
         f"the reward of {int(is_bad.sum())} of {len(is_bad)} samples is not a finite number (sample ids {ids[:8]})"
     )
     if not bool(is_good.any()):
         raise AllSamplesDropped(f"{message}, so none is left. Make the reward return finite numbers for these samples.")
     logger.warning("%s; dropped", message)
-    return is_good
+    return batch.keep(is_good)
 
 
 def estimate_advantages(experience: Experience, algorithm: AlgorithmSettings) -> Tensor:

@@ -141,7 +141,12 @@ class WorkLoop:
         if self._pending is None:
             return
         batch, self._pending = self._pending, None
-        experience = self._pipeline.finish(batch)
+        try:
+            experience = self._pipeline.finish(batch)
+        finally:
+            if self._records is not None:
+                for sample in batch.quarantined:
+                    self._records.append({"quarantined": sample})
         if experience is None:
             self._settle(batch, [])
         else:

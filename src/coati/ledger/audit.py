@@ -48,7 +48,7 @@ class Group:
     def details(self) -> str:
         """Why it was dropped, or where it is."""
         if self.fate != "open":
-            return self.reason
+            return self.reason.partition(" (samples ")[0]  # so that groups with the same reason are counted together
         return f"being made by {self.maker}" if self.state == "open" else self.state
 
 

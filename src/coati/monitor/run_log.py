@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _PACE_SECONDS: Final = 60.0
 _MAX_ROWS_HELD: Final = 64
+_MAX_QUARANTINED: Final = 1000
 _NUMBERS: Final = re.compile(r"(?<![\w-])\d[\d.]*(, \d[\d.]*)*")  # but not that of maker-1
 
 
@@ -36,7 +37,8 @@ class RunLog:
 
     `metrics.jsonl` has one row per training step. Numbers of a weight version (what makers report of the samples it
     wrote, what the update to the next version took) stand in the row of its last step, which is written when makers
-    have moved on to a later version. `samples.jsonl` has samples as text, `spans.jsonl` at most `max_spans` spans.
+    have moved on to a later version. `samples.jsonl` has samples as text, `spans.jsonl` at most `max_spans` spans,
+    `quarantine.jsonl` the first 1,000 samples on which a reward failed.
     Without a folder nothing is written.
     """
 
@@ -66,6 +68,8 @@ class RunLog:
         self.rewards: list[tuple[float, float]] = []  # (version, mean reward)
         self.kls: list[tuple[float, float]] = []  # (version, KL per sample)
         self.num_dropped = 0
+        self.num_quarantined = 0
+        self._num_quarantine_left = _MAX_QUARANTINED
         self.num_skipped_prompts = 0
         self.trainer_version = 0
         self.buffer_batches: int | None = None
@@ -102,6 +106,11 @@ class RunLog:
         """Take a maker's records: typed metrics, and a few samples."""
         for record in records:
             if "warning" in record:
+                continue
+            if "quarantined" in record:
+                if self._num_quarantine_left:
+                    self._num_quarantine_left -= 1
+                    self._append("quarantine", [record["quarantined"]])
                 continue
             version = int(record["version"])
             if version > self._maker_version:
@@ -191,6 +200,7 @@ class RunLog:
         self.rewards.append((float(self._maker_version), values["reward/mean"]))
         self.kls.append((float(self._maker_version), values["kl/per_sample"]))
         self.num_dropped += int(values.get("maker/dropped", 0.0))
+        self.num_quarantined += int(values.get("maker/quarantined", 0.0))
         self.num_skipped_prompts += int(values.get("maker/skipped_prompts", 0.0))
 
     def _write_rows(self, *, is_end: bool = False) -> None:

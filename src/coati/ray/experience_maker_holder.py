@@ -48,6 +48,7 @@ class MakerProgress:
     state: str  # "idle", "working", "finished" or "failed"
     num_made: int
     num_dropped: int
+    num_quarantined: int  # in groups with a sample on which the reward failed
     num_delivered: int
     version: int
     has_weights: bool = True  # whether all its weights came from a trainer
@@ -203,6 +204,7 @@ class MakerHolder:
             state=self._state,
             num_made=self._pipeline.num_made,
             num_dropped=self._pipeline.num_dropped,
+            num_quarantined=self._pipeline.num_quarantined,
             num_delivered=self._sender.num_delivered,
             version=self._served.version,
             has_weights=self._served.wait_for_full_update(0.0),

@@ -40,9 +40,23 @@ class RewardRequest:
         self._prompts, self._completions = prompts, completions
         self.sequences, self.attention_mask, self.action_mask = sequences, attention_mask, action_mask
         self.columns = dict(columns or {})
+        self.timeout_seconds = math.inf
+        """A deadline besides the reward's own."""
 
     def __len__(self) -> int:
         return int(self.sequences.shape[0])
+
+    def row(self, index: int) -> RewardRequest:
+        """One of the samples."""
+        rows = slice(index, index + 1)
+        return RewardRequest(
+            prompts=self.prompts[rows],
+            completions=self.completions[rows],
+            sequences=self.sequences[rows],
+            attention_mask=self.attention_mask[rows],
+            action_mask=self.action_mask[rows],
+            columns={name: values[rows] for name, values in self.columns.items()},
+        )
 
     @cached_property
     def prompts(self) -> list[str]:
@@ -69,7 +83,8 @@ class Reward:
         """Return one score per sample, [B] float32; NaN = no score, so the caller drops the sample.
 
         Raises:
-            RewardError: when the reward as a whole failed.
+            RewardFailed: when it failed on this batch; it is asked again, then for each sample alone.
+            RewardError: when it cannot be used at all.
         """
         raise NotImplementedError
 

@@ -350,3 +350,9 @@ def test_on_begin_is_called_when_training_begins(make_log):
     assert told == []
     log.begin()
     assert told == ["begun"]
+
+
+def test_the_first_samples_in_quarantine_are_written_down(tmp_path):
+    log = RunLog(tmp_path, total_steps=1)
+    log.maker_records({"quarantined": {"sample_id": number}} for number in range(1200))
+    assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == list(range(1000))

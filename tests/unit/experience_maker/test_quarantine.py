@@ -1,0 +1,169 @@
+"""Samples on which a reward fails: their groups are left out, written down, counted, limited and accounted for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from coati.config import AlgorithmSettings
+from coati.errors import RewardError
+from coati.experience import split_experience_batch
+from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_maker import NaiveExperienceMaker
+from coati.experience_maker.leased_prompts import LeasedPrompts
+from coati.experience_maker.pipeline import ExperiencePipeline
+from coati.experience_maker.work_loop import WorkLoop
+from coati.ledger import LedgerRules
+from coati.models import Actor
+from coati.monitor.records import RecordLog
+from coati.peers import LocalPeers
+from coati.rewards import FunctionReward, RewardScorer
+from coati.weights import ServedModels
+
+SIZE = 2  # samples of each prompt
+RULES = LedgerRules(samples_per_version=8, total_samples=64, lead=0, max_staleness=0, group_size=SIZE)
+
+
+class Numbers:
+    """A tokenizer that writes numbers."""
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
+class Prompts:
+    """Four groups at a time; the column `number` has the id of each sample."""
+
+    samples_per_batch = 8
+    skipped = SimpleNamespace(total=lambda: 0)
+
+    def batch(self, numbers, *, group_size):
+        ids = [number * group_size + part for number in numbers for part in range(group_size)]
+        groups = [number for number in numbers for _ in range(group_size)]
+        columns = {"number": ids, "prompt": [f"prompt {group}" for group in groups]}
+        return {"input_ids": torch.full([len(ids), 2], 3), "sample_ids": ids, "group_ids": groups, **columns}, {}
+
+
+class Rig:
+    """A maker with its leases, whose reward raises on some samples and has no score for others."""
+
+    def __init__(self, llama, *, bad=(), nan=(), max_quarantined=64, algorithm="grpo", is_host_work=True, **options):
+        def judge(completions, number):
+            for one in number:
+                if one in bad:
+                    raise KeyError(f"no {one}")
+            return [None if one in nan else float(one % 3) for one in number]
+
+        judge.is_host_work = is_host_work
+        scorer = RewardScorer(FunctionReward(judge), Numbers(), max_quarantined=max_quarantined)
+        self.maker = NaiveExperienceMaker(
+            Actor(llama(seed=1)),
+            None,
+            scorer,
+            llama(seed=2),
+            algorithm=AlgorithmSettings(name=algorithm, **options),
+        )
+        served = ServedModels(self.maker.trained_models)
+        self.pipeline = ExperiencePipeline(self.maker, served, rules=RULES, generate_kwargs={"max_new_tokens": 3})
+        self.buffer = LeasedBuffer(RULES, 8)
+        self.fates = []
+        drop = self.buffer._ledger.drop
+        self.buffer._ledger.drop = lambda lease, reason, fate: (
+            self.fates.append((lease.number, fate, reason)),
+            drop(lease, reason, fate=fate),
+        )
+        self.prompts = LeasedPrompts(
+            Prompts(), ["t"], RULES, peers=LocalPeers(t=self.buffer), maker="m", version=lambda: 0
+        )
+
+    def make(self):
+        """Make one batch, and ask for the next."""
+        batch = self.pipeline.begin(self.prompts.poll())
+        experience = self.pipeline.finish(batch)
+        self.buffer.extend(self.prompts.settle(batch, [] if experience is None else split_experience_batch(experience)))
+        self.again = self.prompts.poll()
+        return batch
+
+
+@pytest.mark.parametrize("is_host_work", [True, False])
+def test_a_group_with_a_bad_sample_is_left_out_as_a_whole_and_its_lease_says_why(llama, is_host_work):
+    rig = Rig(llama, bad=[2, 7], is_host_work=is_host_work)
+    batch = rig.make()
+    assert batch.experience.sample_ids.tolist() == [0, 1, 4, 5]
+    assert batch.experience.reward.tolist() == [0.0, 1.0, 1.0, 2.0]
+    (first, fate, reason), (second, *_) = rig.fates
+    assert (first, second, fate) == (1, 3, "quarantine")
+    assert reason.startswith("Reward function 'judge' raised KeyError: 'no 2' (at ")
+    assert reason.endswith(" (samples 2)")
+    assert rig.again.sample_ids.tolist() == [8, 9, 10, 11]  # others take their place
+    assert (rig.pipeline.num_made, rig.pipeline.num_dropped, rig.pipeline.num_quarantined) == (4, 0, 4)
+    metrics = rig.pipeline.record(batch, samples_kept=0)["metrics"]
+    assert (metrics["maker/quarantined"].value, metrics["maker/dropped"].value) == (4.0, 0.0)
+
+
+def test_what_is_written_down_has_the_input_the_completion_and_the_error(llama):
+    (record,) = Rig(llama, bad=[2]).make().quarantined
+    assert (record["sample_id"], record["group_id"], record["prompt"]) == (2, 1, "prompt 1")
+    assert record["columns"] == '{"number": 2}'
+    assert len(record["completion"].split()) > 0
+    assert "raised KeyError: 'no 2'" in record["error"]
+
+
+def test_long_texts_are_cut(llama):
+    rig = Rig(llama, bad=[2])
+    rig.maker.reward_model.tokenizer = SimpleNamespace(decode=lambda ids, **_: "x" * 50_000 * (len(ids) > 2))
+    (record,) = rig.make().quarantined
+    assert max(len(str(value)) for value in record.values()) == 10_000
+
+
+def test_no_score_and_a_failure_are_told_apart(llama):
+    rig = Rig(llama, bad=[2], nan=[4, 5])
+    rig.make()
+    assert [fate for _, fate, _ in rig.fates] == ["quarantine", "drop"]
+    assert rig.fates[1] == (2, "drop", "no finite reward (samples 4, 5)")
+    assert (rig.pipeline.num_dropped, rig.pipeline.num_quarantined) == (2, 2)
+
+
+def test_samples_without_signal_say_so(llama):
+    rig = Rig(llama, algorithm="grpo", dynamic_sampling=True)
+    rig.maker.reward_model.reward._function = lambda arguments, expected: [1.0] * 2 + [0.0, 1.0] * 3
+    rig.make()
+    assert rig.fates == [(0, "drop", "all samples scored the same (samples 0, 1)")]
+
+
+def test_a_batch_of_nothing_but_failures_is_in_quarantine_and_not_dropped(llama):
+    rig = Rig(llama, bad=range(8))
+    rig.maker.reward_model.has_scored = True  # else the function would be at fault
+    assert rig.make().experience is None
+    assert [fate for _, fate, _ in rig.fates] == ["quarantine"] * 4
+    assert (rig.pipeline.num_dropped, rig.pipeline.num_quarantined) == (0, 8)
+    assert rig.again.sample_ids.tolist() == list(range(8, 16))
+
+
+def test_over_the_budget_the_run_ends_with_the_reason(llama):
+    rig = Rig(llama, bad=[2, 4, 7], max_quarantined=2)
+    batch = rig.pipeline.begin(rig.prompts.poll())
+    with pytest.raises(RewardError, match=r"3 groups .* reward.max_quarantined \(2\).*The last: .*'no 7'"):
+        rig.pipeline.finish(batch)
+    assert len(batch.quarantined) == 3  # to be written down all the same
+
+
+def test_without_a_budget_the_reward_ends_the_run_with_its_own_error(llama):
+    with pytest.raises(RewardError, match=r"^Reward function 'judge' raised KeyError: 'no 2'"):
+        Rig(llama, bad=[2], max_quarantined=0).make()
+
+
+@pytest.mark.parametrize("max_quarantined", [64, 1])
+def test_the_work_loop_records_what_is_in_quarantine_before_it_fails(llama, max_quarantined):
+    rig, log = Rig(llama, bad=[2, 7], max_quarantined=max_quarantined), RecordLog()
+    sender = SimpleNamespace(send=rig.buffer.extend, has_room=lambda: True)
+    loop = WorkLoop(rig.pipeline, sender, records=log, settle=rig.prompts.settle)
+    batches = iter([rig.prompts.poll()])
+    if max_quarantined == 1:
+        with pytest.raises(RewardError, match="2 groups"):
+            loop.run(batches)
+    else:
+        loop.run(batches)
+    records = log.since(0).records
+    assert [record["quarantined"]["sample_id"] for record in records if "quarantined" in record] == [2, 7]
+    assert len(records) == (2 if max_quarantined == 1 else 3)

@@ -1,0 +1,153 @@
+"""A reward that fails is asked again, then for each sample alone; what it fails on is named and never scored."""
+
+import itertools
+import math
+import threading
+
+import pytest
+import torch
+
+from coati.errors import RewardError, RewardFailed
+from coati.rewards import FunctionReward, RewardScorer, WeightedSum
+
+
+class Numbers:
+    """A tokenizer that writes numbers."""
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids))
+
+
+def begin(function, *responses, timeout_seconds=30.0, is_sum=False, scorer=None, **options):
+    """Begin to score samples whose completions are " 1", " 2", …"""
+    reward = FunctionReward(function, name="judge", timeout_seconds=timeout_seconds)
+    reward = WeightedSum([(reward, 2.0)]) if is_sum else reward
+    scorer = scorer or RewardScorer(reward, Numbers(), **{"retries": 1, "max_quarantined": 4, **options})
+    sequences = torch.tensor([[9, number] for number in responses])
+    columns = {"topic": [f"topic {number}" for number in responses]}
+    mask = torch.ones_like(sequences)
+    return scorer.begin(sequences, mask, mask[:, :1].bool(), columns)
+
+
+class Judge:
+    """Raises when it sees a bad completion; remembers how it was called."""
+
+    def __init__(self, *bad):
+        self.bad, self.calls = bad, []
+
+    def __call__(self, completions):
+        numbers = [int(text) for text in completions]
+        self.calls.append(numbers)
+        for number in numbers:
+            if number in self.bad:
+                raise KeyError(f"no {number}")
+        return [number / 2 for number in numbers]
+
+
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_what_it_fails_on_is_found_and_the_rest_is_scored(is_sum):
+    judge = Judge(2, 4)
+    scores = begin(judge, 1, 2, 3, 4, is_sum=is_sum)
+    factor = 2 if is_sum else 1
+    assert scores().tolist() == pytest.approx([0.5 * factor, math.nan, 1.5 * factor, math.nan], nan_ok=True)
+    assert judge.calls == [[1, 2, 3, 4]] * 2 + [[1], [2], [3], [4]]
+    assert sorted(scores.failures) == [1, 3]
+    assert "'judge' raised KeyError: 'no 2'" in scores.failures[1]
+    assert "completion ' 4'" in scores.failures[3]
+
+
+@pytest.mark.parametrize("retries", [0, 1, 3])
+def test_it_is_asked_again_as_often_as_allowed(retries):
+    calls = itertools.count(1)
+
+    def flaky(completions):
+        if next(calls) <= retries:
+            raise ConnectionError("try again")
+        return [1.0] * len(completions)
+
+    scores = begin(flaky, 1, 2, retries=retries)
+    assert scores().tolist() == [1.0, 1.0]
+    assert not scores.failures
+    assert next(calls) == retries + 2
+
+
+def test_what_it_fails_on_together_but_not_alone_is_scored():
+    def small(completions):
+        if len(completions) > 1:
+            raise MemoryError
+        return [1.0]
+
+    scores = begin(small, 1, 2)
+    assert scores().tolist() == [1.0, 1.0]
+    assert not scores.failures
+
+
+def test_a_function_that_never_works_is_an_error_at_once_with_its_own_message():
+    def broken(completions):
+        raise KeyError("no such column")
+
+    with pytest.raises(RewardFailed, match=r"^Reward function 'judge' raised KeyError: 'no such column'"):
+        begin(broken, 1, 2)()
+
+
+def test_one_that_has_worked_may_fail_on_a_whole_batch():
+    scores = begin(Judge(2, 3), 1)
+    assert scores().tolist() == [0.5]
+    later = begin(None, 2, 3, scorer=scores._scorer)
+    assert later().isnan().all()
+    assert sorted(later.failures) == [0, 1]
+
+
+def test_without_quarantine_the_first_failure_is_an_error():
+    judge = Judge(2)
+    with pytest.raises(RewardFailed, match="no 2"):
+        begin(judge, 1, 2, max_quarantined=0)()
+    assert judge.calls == [[1, 2], [1, 2]]
+    scorer = RewardScorer(FunctionReward(judge), Numbers(), max_quarantined=4)
+    with pytest.raises(RewardFailed, match="no 2"):  # nor for who does not look at failures
+        scorer(torch.tensor([[9, 1], [9, 2]]), torch.ones(2, 2), torch.ones(2, 1).bool())
+
+
+@pytest.mark.parametrize("returned", [[1.0], [1.0, "2"], None], ids=repr)
+def test_wrong_scores_are_an_error_at_once(returned):
+    calls = []
+
+    def wrong(completions):
+        calls.append(1)
+        return returned
+
+    with pytest.raises(RewardError, match=r"returned|did not return a list") as caught:
+        begin(wrong, 1, 2)()
+    assert not isinstance(caught.value, RewardFailed)
+    assert calls == [1]
+
+
+def test_one_that_hangs_is_found_within_the_time_of_a_batch_and_the_rest_gets_what_others_leave():
+    is_over, shares = threading.Event(), []
+
+    def hangs(completions):
+        if " 2" in completions:
+            is_over.wait(60)
+        return [1.0] * len(completions)
+
+    class Noted(FunctionReward):
+        def score(self, request):
+            shares.append(request.timeout_seconds)
+            return super().score(request)
+
+    scorer = RewardScorer(Noted(hangs, name="judge", timeout_seconds=2.0), Numbers(), max_quarantined=4)
+    scores = begin(None, 1, 2, 3, scorer=scorer)
+    assert scores().tolist() == pytest.approx([1.0, math.nan, 1.0], nan_ok=True)
+    is_over.set()
+    assert "did not return within" in scores.failures[1]
+    whole, first, second, third = shares
+    assert whole == math.inf
+    assert first <= second  # and what it used is lost
+    assert third == pytest.approx(2 / 3, abs=0.4)
+    assert second + third < 2.0
+
+
+def test_no_score_is_no_failure():
+    scores = begin(lambda completions: [math.nan, None], 1, 2)
+    assert scores().isnan().all()
+    assert not scores.failures

@@ -1,0 +1,222 @@
+"""Reward functions in child processes: what they do to themselves, they do to nobody else, and nothing is left."""
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from coati.config import RewardSettings
+from coati.errors import ConfigError, RewardError, RewardFailed
+from coati.rewards import RewardProcess, RewardRequest, function_reward
+
+HERE = Path(__file__).parent
+SECONDS = 60.0  # far more than anything here takes
+
+
+def request_of(*completions, **columns):
+    size = len(completions)
+    ones = torch.ones(size, 4, dtype=torch.long)
+    return RewardRequest(
+        prompts=[f"prompt {index}" for index in range(size)],
+        completions=list(completions),
+        columns={name: [value] * size for name, value in columns.items()},
+        sequences=ones,
+        attention_mask=ones,
+        action_mask=ones[:, 2:].bool(),
+    )
+
+
+@pytest.fixture(scope="module")
+def isolated():
+    made = {}
+
+    def make(function="told", **settings):
+        key = function, str(settings)
+        if key not in made:  # starting one takes a second
+            settings = {"timeout_seconds": SECONDS, "isolation": "process", "function": "x:y", **settings}
+            name = function if ":" in function else f"hostile_rewards:{function}"
+            made[key] = function_reward(name, RewardSettings(**settings), name="judge", search_paths=[HERE])
+        made[key].timeout_seconds = SECONDS
+        return made[key]
+
+    yield make
+    for reward in made.values():
+        reward._process.kill()
+
+
+def guard_of(reward):
+    return reward._process._process.pid
+
+
+def wait_until(is_true):
+    deadline = time.monotonic() + SECONDS
+    while not is_true():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_scores_are_those_of_a_thread_and_the_process_is_kept(isolated):
+    reward = isolated()
+    assert reward.score(request_of("a", "bb")).tolist() == [1.0, 2.0]
+    guard = guard_of(reward)
+    assert reward.score(request_of("a", "bb", "ccc")).tolist() == [1.0, 2.0, 3.0]
+    assert guard_of(reward) == guard
+    assert isolated("numpy_scores").score(request_of("a", "b")).tolist() == [1.5, 2.5]
+    assert isolated("waits").score(request_of("a")).tolist() == [1.0]
+
+
+def test_large_texts_go_through(isolated):
+    assert isolated().score(request_of("x" * 3_000_000, "y")).tolist() == [3e6, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("raise", "raised KeyError: 'no such word' (at "),
+        ("exit", "ended its process with exit code 3"),
+        ("sys.exit", "raised SystemExit: 3"),
+        ("hang", "did not return within 0.5 s"),
+        ("hang in C", "did not return within 0.5 s"),
+        ("spin", "did not return within 0.5 s"),
+        ("daemonize", "ended its process with exit code 7"),
+        ("abort", "was killed by SIGABRT"),
+        ("kill the guard", "SIGKILL"),
+        ("scribble", "wrote to the pipe of its process"),
+    ],
+)
+def test_what_a_function_does_is_said_by_name_and_the_next_batch_is_scored(isolated, action, message):
+    reward = isolated()
+    reward.score(request_of("a"))
+    guard, reward.timeout_seconds = guard_of(reward), 0.5 if "0.5 s" in message else SECONDS
+    with pytest.raises(RewardFailed, match=r"^Reward function 'judge' ") as caught:
+        reward.score(request_of(action))
+    assert message in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    if "raised" not in message:
+        assert is_gone(guard)
+    reward.timeout_seconds = SECONDS
+    assert reward.score(request_of("a", "bb")).tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("action", ["hang", "exit", "kill the guard", "abort"])
+def test_nothing_that_it_started_is_left(isolated, tmp_path, action):
+    reward = isolated("writes_pids")
+    reward.timeout_seconds = 1.0 if action == "hang" else SECONDS
+    path = tmp_path / "pids"
+    with pytest.raises(RewardFailed):
+        reward.score(request_of(action, path=str(path)))
+    worker, away, near = map(int, path.read_text().split())
+    wait_until(lambda: is_gone(worker))
+    wait_until(lambda: is_gone(near))
+    if action == "kill the guard":  # what leaves the group and kills its guard escapes: see docs/rewards.md
+        os.kill(away, 9)
+    wait_until(lambda: is_gone(away))
+
+
+def test_a_copy_of_the_process_that_comes_back_answers_nothing(isolated):
+    reward = isolated()
+    assert reward.score(request_of("fork")).tolist() == [4.0]
+    assert reward.score(request_of("a", "bb")).tolist() == [1.0, 2.0]
+
+
+def test_what_it_prints_is_no_answer(isolated):
+    assert isolated().score(request_of("print")).tolist() == [5.0]
+
+
+def test_memory_is_limited(isolated):
+    reward = isolated(memory_mib=1024)
+    with pytest.raises(RewardFailed, match=r"raised MemoryError|was killed by"):
+        reward.score(request_of("exhaust"))
+    assert reward.score(request_of("a")).tolist() == [1.0]
+
+
+def test_cpu_time_is_limited_for_each_call(isolated):
+    reward = isolated(cpu_seconds=1)
+    with pytest.raises(RewardFailed, match=r"SIGXCPU.*reward\.cpu_seconds"):
+        reward.score(request_of("spin"))
+    assert reward.score(request_of("a")).tolist() == [1.0]
+
+
+def test_open_files_are_limited(isolated):
+    assert float(isolated("files", open_files=64).score(request_of("a"))) < 64
+
+
+def test_only_named_variables_reach_it(isolated, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "s")
+    monkeypatch.setenv("PASSED_ON", "p")
+    assert isolated("environment", environment=["PASSED_ON"]).score(request_of("a", "b")).tolist() == [0.0, 1.0]
+
+
+def can_leave_the_network():
+    return any(
+        subprocess.run(["unshare", *flags, "true"], capture_output=True).returncode == 0 for flags in (["-n"], ["-Un"])
+    )
+
+
+def test_the_network_is_closed_where_the_kernel_permits_it(isolated, caplog):
+    server = socket.create_server(("127.0.0.1", 0))
+    request = request_of(str(server.getsockname()[1]))
+    is_closed = can_leave_the_network()
+    assert isolated("connects").score(request).tolist() == [0.0 if is_closed else 1.0]
+    assert ("can use the network" in caplog.text) == (not is_closed)
+    assert isolated("connects", network=True).score(request).tolist() == [1.0]
+    server.close()
+
+
+def test_wrong_scores_are_no_failure_that_a_retry_could_mend(isolated):
+    reward = isolated("returns")
+    assert reward.score(request_of("a", "b", value="nan")).isnan().all()
+    for value, message in (("short", "returned 1 score for 2 completions"), ("text", "not a number")):
+        with pytest.raises(RewardError, match=message) as caught:
+            reward.score(request_of("a", "b", value=value))
+        assert not isinstance(caught.value, RewardFailed)
+
+
+def test_a_function_that_cannot_be_loaded_is_a_wrong_setting(isolated):
+    for name in ("hostile_rewards:nothing", "no_such_module:told"):
+        with pytest.raises(ConfigError, match=name.partition(":")[2]):
+            isolated(name)
+    settings = RewardSettings(function="x:y", isolation="process")
+    with pytest.raises(ConfigError, match="can be pickled"):
+        RewardProcess(lambda completions: [], settings)
+
+
+def test_a_function_that_a_program_brings():
+    settings = RewardSettings(function="x:y", isolation="process")
+    reward = function_reward(textwrap.dedent, settings, name="judge")  # any importable function
+    assert reward._parameters == {"text": True}
+    reward._process.kill()
+
+
+def test_it_ends_with_a_maker_that_is_killed(tmp_path):
+    program = f"""
+import os, sys
+path = {str(tmp_path / "pids")!r}
+sys.path.insert(0, {str(HERE)!r})
+from test_isolation import *
+reward = function_reward("hostile_rewards:writes_pids", RewardSettings(function="x:y", isolation="process"),
+                         name="judge", search_paths=[HERE])
+threading.Thread(target=reward.score, args=(request_of("hang", path=path),), daemon=True).start()
+wait_until(lambda: os.path.exists(path) and open(path).read().count(" ") == 2)
+print(guard_of(reward), flush=True)
+os.kill(os.getpid(), 9)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SECONDS)
+    assert found.returncode == -9, found.stderr
+    for pid in (found.stdout, *(tmp_path / "pids").read_text().split()):
+        wait_until(lambda pid=pid: is_gone(int(pid)))
