@@ -9,6 +9,7 @@ import pytest
 import ray
 import torch
 from metric_table import DOCUMENTED
+from ray.util.placement_group import placement_group_table
 from ray_testing import PATIENCE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -141,12 +142,24 @@ def test_groups_of_two_makers_and_two_sharded_trainers_train_their_shares_and_ar
         assert AutoTokenizer.from_pretrained(folder).vocab_size > 0
 
 
-def test_ages_stay_within_the_bound(run, make_config, tmp_path):
-    config = make_config(
-        max_staleness=2,
-        train={"total_steps": 5},
-    )
-    assert run(config)["trainer-0"].num_samples == 10
+def groups_left():
+    return [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
+
+
+def test_two_packed_makers_and_a_trainer_keep_ages_within_the_bound_and_leave_no_group(run, make_config, tmp_path):
+    seen = []
+
+    def look():
+        seen.append([(group["strategy"], len(group["bundles"])) for group in groups_left()])
+        return False
+
+    config = make_config(makers=2, placement="pack", max_staleness=2, train={"total_steps": 5})
+    progress = run(config, should_stop=look)
+    assert progress["trainer-0"].num_samples == 10
+    # One may make everything, and what was taken back from a slow one may come twice.
+    assert sum(progress[f"maker-{index}"].num_delivered for index in range(2)) >= 10
+    assert [("PACK", 3)] in seen
+    assert groups_left() == []
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for row in rows:

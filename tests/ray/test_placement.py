@@ -16,20 +16,6 @@ def groups_left():
     return [group for group in placement_group_table().values() if group["state"] != "REMOVED"]
 
 
-def test_two_packed_makers_and_a_trainer_train_and_leave_no_group(run, make_config):
-    seen = []
-
-    def look():
-        seen.append([(group["strategy"], len(group["bundles"])) for group in groups_left()])
-        return False
-
-    progress = run(make_config(makers=2, trainers=1, placement="pack", max_staleness=0), should_stop=look)
-    assert (progress["trainer-0"].num_batches, progress["trainer-0"].num_samples) == (2, 4)
-    assert sum(progress[f"maker-{index}"].num_delivered for index in range(2)) == 4  # the quicker one may make all
-    assert [("PACK", 3)] in seen
-    assert groups_left() == []
-
-
 def test_a_card_that_no_node_has_is_said_at_once(cluster, make_config):
     config = make_config(placement="pack", gpus_per_maker=0.5, gpus_per_trainer=0.5)
     placement = Placement(config, trainers=["trainer-0"], makers=["maker-0"])
