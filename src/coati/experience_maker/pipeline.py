@@ -185,24 +185,24 @@ class _DropLimit:
 
     def __init__(self) -> None:
         self._num_in_a_row = 0
-        self._was_by_design = False
+        self._num_faults_in_a_row = 0
         self._largest_batch = 0
 
     def note(self, batch: MakerBatch) -> None:
         """Count a finished batch."""
-        error = batch.dropped
-        num_samples = len(batch.prompts) - len(batch.quarantined_ids)  # those have a limit of their own
-        is_by_design = isinstance(error, NoSignal)
-        if error is None or is_by_design != self._was_by_design:  # what was wrong before is over
-            self._num_in_a_row = 0
-        self._was_by_design = is_by_design
-        if error is None:
+        if (error := batch.dropped) is None:
+            self._num_in_a_row = self._num_faults_in_a_row = 0
             return
+        num_samples = len(batch.prompts) - len(batch.quarantined_ids)  # those have a limit of their own
+        is_by_design = isinstance(error, NoSignal)  # then its rewards were valid, so an earlier fault is over
         self._num_in_a_row += num_samples
+        self._num_faults_in_a_row = 0 if is_by_design else self._num_faults_in_a_row + num_samples
         self._largest_batch = max(self._largest_batch, num_samples)
-        count = self._num_in_a_row
         level = logging.DEBUG if is_by_design else logging.WARNING
-        logger.log(level, "a whole batch was dropped (%d samples in a row): %s", count, error)
-        max_batches = MAX_BATCHES_WITHOUT_SIGNAL if is_by_design else MAX_EMPTY_BATCHES
-        if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * self._largest_batch):
-            raise DataError(f"{count} samples in a row had to be dropped. The last: {error}") from error
+        logger.log(level, "a whole batch was dropped (%d samples in a row): %s", self._num_in_a_row, error)
+        for count, max_batches in (
+            (self._num_faults_in_a_row, MAX_EMPTY_BATCHES),
+            (self._num_in_a_row, MAX_BATCHES_WITHOUT_SIGNAL),
+        ):
+            if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * self._largest_batch):
+                raise DataError(f"{count} samples in a row had to be dropped. The last: {error}") from error
