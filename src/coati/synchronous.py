@@ -115,6 +115,7 @@ class SynchronousRun(FitSteps):
             )
             self._log_spans()
         except Exception as error:
+            self._checkpoints.wait()
             if self._num_batches > 0:
                 run.save_after_failure(error, self.save, f"{model_path}-at-failure", self._num_batches)
             raise

@@ -142,7 +142,7 @@ def run(cluster, tmp_path, monkeypatch):
 
     monkeypatch.setattr(launcher, "connected", on_shared_cluster)
 
-    def go(config, *, should_stop=lambda: False, log_class=RunLog, makers=None):
+    def go(config, *, checkpoint=None, should_stop=lambda: False, log_class=RunLog, makers=None):
         log = log_class(
             tmp_path,
             total_steps=1,
@@ -156,7 +156,7 @@ def run(cluster, tmp_path, monkeypatch):
             if snapshot.message == "saving the model":
                 at_the_end.update({n: ray.get(ray.get_actor(n).progress.remote()) for n in names})
 
-        detached = launcher.DetachedRun(config, log, on_progress=look, should_stop=should_stop)
+        detached = launcher.DetachedRun(config, log, on_progress=look, checkpoint=checkpoint, should_stop=should_stop)
         try:
             detached.run(str(tmp_path / "model"))
         finally:

@@ -14,6 +14,7 @@ from ray_testing import PATIENCE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coati.errors import PeerDied
+from coati.ledger.audit import audit_run
 from coati.monitor import read_jsonl
 from coati.monitor.report.folder import read_run
 from coati.monitor.report.time_use import run_times
@@ -140,6 +141,20 @@ def test_groups_of_two_makers_and_two_sharded_trainers_train_their_shares_and_ar
     assert any(not torch.equal(early[name], late[name]) for name in early)
     for folder in (checkpoints / "version-3", tmp_path / "model"):
         assert AutoTokenizer.from_pretrained(folder).vocab_size > 0
+
+
+def test_a_group_goes_on_from_a_checkpoint_under_another_strategy_and_with_other_makers(run, make_config, tmp_path):
+    common = {"trainers": 2, "max_staleness": 2}
+    train = {"batch_size": 2, "save_every": 2}
+    run(make_config(makers=1, **common, train={**train, "total_steps": 5, "strategy": "gemini"}))
+    longer = make_config(makers=2, **common, train={**train, "total_steps": 7, "strategy": "zero2"})
+    progress = run(longer, checkpoint=tmp_path / "out" / "checkpoints" / "version-4")
+    for rank in range(2):
+        assert summary(progress[f"trainer-{rank}"]) == ("finished", 7, 14, 7)
+    account = audit_run(tmp_path / "out")
+    assert account.problems == []
+    trained = sum(groups for fate, _, groups, _ in account.table() if fate == "trained")
+    assert trained == 2 * 14  # each sample once, whatever the first run made after version 4
 
 
 def groups_left():

@@ -304,6 +304,7 @@ class PPOTrainer(DetachedTrainer):
         self._learner.check_progress()
 
     def _save_actor(self, path: str, only_rank0: bool) -> None:
+        self._checkpoints.wait()  # after a failure this is the last call before the end
         load = self.options.tokenizer
         add = None if load is None else (lambda folder: load().save_pretrained(folder))
         with self._hold_weights():
