@@ -99,6 +99,7 @@ def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) ->
             raise
         finally:
             ray.shutdown()
+            AuthenticationTokenLoader.instance().reset_cache()  # another Ray of this process has another token
 
 
 @contextlib.contextmanager
@@ -128,7 +129,7 @@ def _environment_of_actors(config: RunSettings, token: Path) -> Iterator[None]:
         os.environ.pop(name, None)
     os.environ |= {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}  # nothing leaves this machine
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    AuthenticationTokenLoader.instance().reset_cache()  # that of an earlier run in this process
+    AuthenticationTokenLoader.instance().reset_cache()  # that of another Ray in this process
     try:
         yield
     finally:
