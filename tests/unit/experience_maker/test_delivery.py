@@ -225,7 +225,9 @@ def test_a_trainer_that_dies_while_its_connection_is_broken_is_skipped(make_send
     assert sinks["t1"].sample_ids == [0]
 
 
-def test_retries_of_a_trainer_that_stays_unreachable_do_not_put_off_the_deadline(make_sender, peers, sinks, monkeypatch):
+def test_retries_of_a_trainer_that_stays_unreachable_do_not_put_off_the_deadline(
+    make_sender, peers, sinks, monkeypatch
+):
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
     monkeypatch.setattr("coati.experience_maker.delivery.time", clock)
@@ -233,7 +235,7 @@ def test_retries_of_a_trainer_that_stays_unreachable_do_not_put_off_the_deadline
         peers.drop_reply("t0", "buffer_extend", nth=nth)
     sender = make_sender("t0", deadlines=Deadlines(batch_seconds=10), retry_seconds=1.0)
     sender.send(parcels(0, 1))
-    with pytest.raises(DeadlineExceeded, match="10 s .*does not answer"):
+    with pytest.raises(DeadlineExceeded, match=r"10 s .*does not answer"):
         sender.flush()
     assert len(sinks["t0"].calls) == 11
 
