@@ -103,6 +103,10 @@ class Checkpoints:
 
         if strategy.rank == 0:
             self._writing = run_in_background(lambda: self._write(version, write), name="checkpoint")
+            if strategy.shards_parameters:
+                # transformers asks the modules for their state when it saves, which makes FSDP2 shard them again: not
+                # in the middle of a pass.
+                self.wait()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written, or has failed to be."""
