@@ -88,6 +88,7 @@ class SynchronousRun(FitSteps):
             self._buffer,
             train=config.train,
             tokenizer=functools.partial(run.load_tokenizer, config),
+            write_seconds=config.deadlines.update_seconds,
         )
         self._prompts = LeasedPrompts(
             self._stream,

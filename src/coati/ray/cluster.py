@@ -32,6 +32,7 @@ _CONNECT_SECONDS = 10.0
 _ASK_SECONDS = 60.0
 _LOOK_SECONDS = 2.0
 _LOST_SECONDS = 10.0
+_WARDEN_SECONDS = 30.0  # for the warden to end what is left and to delete the folder
 _LOOPBACK = "127.0.0.2"  # Ray replaces 127.0.0.1 by an address that others can reach
 
 
@@ -107,8 +108,14 @@ def _warden(folder: Path) -> Iterator[None]:
     """Have a process that survives this one end what is left of a private Ray, and delete its folder."""
     command = [sys.executable, "-I", "-S", warden.__file__, str(folder)]
     # In a session of its own: Ctrl-C in a terminal must not end it.
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
         yield
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it goes on alone
+            process.wait(_WARDEN_SECONDS)
 
 
 def _new_token(folder: Path) -> Path:

@@ -109,7 +109,12 @@ class PPOTrainer(DetachedTrainer):
         # Held while weights change and while they are read for publishing, so that no update is torn at its source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
         self._checkpoints = Checkpoints(
-            Path(options.save_folder), self._learner, self._leased, train=options.train, tokenizer=options.tokenizer
+            Path(options.save_folder),
+            self._learner,
+            self._leased,
+            train=options.train,
+            tokenizer=options.tokenizer,
+            write_seconds=options.deadlines.update_seconds,
         )
         if options.resume is not None:
             counters = self._checkpoints.restore(options.resume)

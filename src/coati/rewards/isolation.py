@@ -126,7 +126,9 @@ class RewardProcess:
             process.wait(_END_SECONDS)
         with contextlib.suppress(ProcessLookupError):  # the guard has killed all others
             os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold a killed process, on a stuck disk
+            process.wait(_END_SECONDS)
+        return -signal.SIGKILL if process.returncode is None else process.returncode
 
     def _exchange(self, message: Any, most: int) -> dict[str, Any]:
         process, answers = self._process, self._answers

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from coati.background import run_in_background
-from coati.config import TrainSettings
-from coati.errors import CheckpointError
+from coati.config import Deadlines, TrainSettings
+from coati.errors import CheckpointError, DeadlineExceeded
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies.folders import check_files, replace_folder, write_manifest
@@ -51,12 +51,14 @@ class Checkpoints:
         *,
         train: TrainSettings,
         tokenizer: Callable[[], Any] | None = None,
+        write_seconds: float = Deadlines().update_seconds,
     ) -> None:
         self._folder = folder
         self._learner = learner
         self._buffer = buffer
         self._train = train
         self._tokenizer = tokenizer
+        self.write_seconds = write_seconds
         self._last = 0  # the version saved last
         self._writing: Future[None] | None = None
 
@@ -103,16 +105,19 @@ class Checkpoints:
 
         if strategy.rank == 0:
             self._writing = run_in_background(lambda: self._write(version, write), name="checkpoint")
-            if strategy.shards_parameters:
-                # transformers asks the modules for their state when it saves, which makes FSDP2 shard them again: not
-                # in the middle of a pass.
-                self.wait()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written, or has failed to be."""
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None
+        if self._writing is None:
+            return
+        try:
+            self._writing.result(self.write_seconds)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"waited {self.write_seconds:g} s (deadlines.update_seconds) for checkpoint {self._last} to be "
+                f"written in {str(self._folder)!r}. Is the disk stuck, or too slow?"
+            ) from None
+        self._writing = None
 
     def _write(self, version: int, write: Callable[[Path], None]) -> None:
         started = time.monotonic()

@@ -15,7 +15,7 @@ import tiny
 import torch
 from learner_settings import sections
 
-from coati.errors import CheckpointError
+from coati.errors import CheckpointError, DeadlineExceeded
 from coati.experience_buffer.leased import LeasedBuffer, LeaseRequest
 from coati.ledger import Ledger, LedgerRules
 from coati.ledger.audit import audit_run
@@ -106,6 +106,26 @@ def test_what_is_written_is_what_was_there_when_it_was_saved(saved, tmp_path, mo
     other.checkpoints.restore(tmp_path / "version-2")
     assert equal(other.weights(), before)
     assert not equal(saved.weights(), before)
+
+
+def test_models_in_training_are_not_asked_for_their_state_by_what_writes_it(saved, tmp_path, monkeypatch):
+    # With FSDP2 that would shard them in the middle of a pass.
+    calls, asked = [], []
+    monkeypatch.setattr(module, "run_in_background", lambda call, name: calls.append(call) or Future())
+    saved.checkpoints.save(2, {})
+    with monkeypatch.context() as spied:
+        spied.setattr(torch.nn.Module, "state_dict", lambda self, **_: asked.append(self) or {})
+        calls[0]()
+    assert asked == []
+    assert find_checkpoint(tmp_path)[0].name == "version-2"
+
+
+def test_a_write_that_does_not_end_is_waited_for_until_its_deadline(saved, monkeypatch):
+    monkeypatch.setattr(module, "run_in_background", lambda call, name: Future())
+    saved.checkpoints.save(2, {})
+    saved.checkpoints.write_seconds = 0.01
+    with pytest.raises(DeadlineExceeded, match="update_seconds"):
+        saved.checkpoints.wait()
 
 
 def test_samples_that_were_delivered_and_not_trained_on_are_trained_on_after_it(tmp_path):

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from coati.errors import ConfigError
-from coati.models.memory import shapes_only
+from coati.models.memory import shapes_only, tied_names
 from coati.trainer.strategies.folders import copy_to_other_disks, replace_folder
 from coati.trainer.strategies.model_files import MODEL_MARKERS, copy_into, find_tensors, names_to_save, write_model
 from coati.trainer.strategies.optimizer_files import OPTIMIZER_MARKERS, iter_state, optimizer_writer, read_optimizer
@@ -234,7 +234,7 @@ class Strategy(Ranks, ABC):
         module = self.unwrap_model(model)
         chunks = iter_state_chunks(module, names=names_to_save(module))
         state = self._gathered((item for chunk in chunks for item in chunk.items()), copies=copies)
-        return functools.partial(write_model, module, state)
+        return functools.partial(write_model, module, state, tied_names(module))
 
     def load_model(self, model: nn.Module, path: _PathLike) -> None:
         """Load what any strategy saved; names and shapes must match on every rank, or nothing is loaded on any."""

@@ -38,8 +38,12 @@ def names_to_save(module: nn.Module) -> set[str] | None:
     return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def write_model(module: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a model folder: by the module's `save_pretrained`, if it has one, or as one safetensors file."""
+def write_model(module: nn.Module, state: Mapping[str, Tensor], tied: Mapping[str, str], folder: Path) -> None:
+    """Write a model folder: by the module's `save_pretrained`, if it has one, or as one safetensors file.
+
+    `tied` are the module's `tied_names`. They come from outside because this may run beside training: asking a sharded
+    module for its state makes FSDP2 shard it again, in the middle of a pass.
+    """
     for name, tensor in state.items():
         if tensor.is_floating_point() and tensor.numel() and not tensor.norm(math.inf).isfinite():  # in one pass
             raise CheckpointError(
@@ -51,8 +55,8 @@ def write_model(module: nn.Module, state: Mapping[str, Tensor], folder: Path) ->
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / _WEIGHTS_FILE)
         return
     # Tied names too, where the weight they share is there: with adapters the frozen base is not.
-    tied = {name: state[first] for name, first in tied_names(module).items() if first in state}
-    save_pretrained(folder, state_dict={**state, **tied})
+    also = {name: state[first] for name, first in tied.items() if first in state}
+    save_pretrained(folder, state_dict={**state, **also})
 
 
 def _body_of(module: nn.Module) -> str:
