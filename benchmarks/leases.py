@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 from checked import one_or_more
 
-from coati.ledger.leases import Lease, Ledger, LedgerRules
+from coati.ledger.leases import Ledger
+from coati.ledger.rules import Lease, LedgerRules
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 

@@ -7,7 +7,8 @@ import random
 from collections import Counter
 from typing import Any
 
-from coati.ledger.leases import Lease, Ledger, LedgerRules
+from coati.ledger.leases import Ledger
+from coati.ledger.rules import Lease, LedgerRules
 
 
 @dataclasses.dataclass(eq=False)

@@ -18,7 +18,8 @@ from coati.errors import DataError, StorageError
 from coati.experience import EXPERIENCE_FIELDS, PER_SAMPLE_FIELDS, BufferItem, Experience, pad_items
 from coati.experience_buffer.buffer import SampleBuffer
 from coati.ledger.journal import Journal
-from coati.ledger.leases import Lease, Ledger, LedgerRules
+from coati.ledger.leases import Ledger
+from coati.ledger.rules import Lease, LedgerRules
 
 logger = logging.getLogger(__name__)
 

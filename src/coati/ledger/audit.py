@@ -12,7 +12,7 @@ from typing import Any
 
 from coati.errors import CheckpointError
 from coati.ledger.journal import read_journal
-from coati.ledger.leases import LedgerRules
+from coati.ledger.rules import LedgerRules
 
 FATES = ("trained", "dropped", "quarantined", "open")
 """How a lease can end, and that it has not ended."""

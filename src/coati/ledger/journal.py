@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from coati.counting import counted
 from coati.errors import CheckpointError, StorageError
-from coati.ledger.leases import Event, LedgerRules
+from coati.ledger.rules import Event, LedgerRules
 
 logger = logging.getLogger(__name__)
 

@@ -23,75 +23,12 @@ import dataclasses
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from coati.errors import ConfigError
+from coati.ledger.pace import Paces
+from coati.ledger.rules import Event, Lease, LedgerRules
 
-Event = dict[str, Any]
-
-# A lease is taken back from a maker that another one outpaces by this factor.
-_MUCH_QUICKER = 2.0
-# How much a maker's earlier groups count in its speed, each time it delivers one.
-_MEMORY = 0.98
 _NEVER = 2**62  # the deadline of leases in a run without a bound
-
-
-class Lease(NamedTuple):
-    """The right to make one prompt group, as a maker gets it."""
-
-    number: int
-    """Of the run; it decides the prompt and the ids of the samples, whoever makes them."""
-    epoch: int
-    """How often the number was granted before: what was made for an earlier grant is refused."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LedgerRules:
-    """What one trainer consumes, and how far makers may go ahead of it.
-
-    Trainer `stream` of `num_streams` has every `num_streams`-th lease of the run.
-    """
-
-    samples_per_version: int
-    total_samples: int
-    lead: int = 1
-    max_staleness: int | None = None
-    """η; None for no bound."""
-    group_size: int = 1
-    """Samples of a lease: those that are compared with each other, or 1."""
-    stream: int = 0
-    num_streams: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("samples_per_version", "total_samples", "group_size", "num_streams"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be 1 or more, got {getattr(self, name)}.")
-        if self.lead < 0 or (self.max_staleness is not None and self.max_staleness < 0):
-            raise ConfigError(
-                f"lead and max_staleness must be 0 or more, got {self.lead} and {self.max_staleness}. Use 0 for both "
-                "for on-policy training."
-            )
-        if self.samples_per_version % self.group_size or self.total_samples % self.group_size:
-            raise ConfigError(
-                f"a version and the whole run must hold whole groups of {self.group_size} samples for each trainer, "
-                f"got {self.samples_per_version} and {self.total_samples} samples. Make train.batch_size × "
-                "train.update_steps and train.batch_size × train.total_steps multiples of rollout.samples_per_prompt."
-            )
-
-    @property
-    def is_on_policy(self) -> bool:
-        """Whether every sample is trained on at the version that wrote it."""
-        return self.max_staleness == 0
-
-    @property
-    def limit(self) -> int:
-        """Samples that may be granted and not trained on. More than the bound allows would only wait."""
-        return (self.usual_age + 1) * self.samples_per_version
-
-    @property
-    def usual_age(self) -> int:
-        """The age of samples when all makers are equally quick."""
-        return self.lead if self.max_staleness is None else min(self.lead, self.max_staleness)
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,33 +42,6 @@ class _Work:
     version: int = 0
     deadline: int = _NEVER
     slow_maker: str = ""  # which it was taken back from
-
-
-@dataclasses.dataclass(slots=True)
-class _Pace:
-    """How quickly a maker ends its leases; earlier ones count less and less."""
-
-    since: float = 0.0  # when `held` last changed
-    held: int = 0  # samples of its open leases
-    room: int = 0  # samples that it asked for, if it got none: it has nothing else to do
-    samples: float = 0.0  # delivered
-    seconds: float = 0.0  # for which it has held samples, added up over these
-
-    def hold(self, samples: int, now: float) -> None:
-        self.seconds = self._seconds(now)
-        self.held, self.since = self.held + samples, now
-
-    def note_delivery(self, groups: int, size: int, now: float) -> None:
-        self.hold(-groups * size, now)
-        forget = _MEMORY**groups
-        self.samples, self.seconds = self.samples * forget + groups * size, self.seconds * forget
-
-    def speed(self, now: float, *, more: int = 0) -> float:
-        """One over the seconds that it holds a sample on average; as if it had delivered so many `more`."""
-        return (self.samples + more) / max(1e-9, self._seconds(now))
-
-    def _seconds(self, now: float) -> float:
-        return self.seconds + self.held * (now - self.since)
 
 
 class Ledger:
@@ -168,9 +78,7 @@ class Ledger:
         self._in_order: list[int] = []  # a heap of numbers that may not have been picked
         self._due: Counter[int] = Counter()  # samples open or delivered, by deadline
         self._answers: dict[str, tuple[int, list[Lease]]] = {}
-        self._paces: dict[str, _Pace] = {}
-        self._version_began: float | None = None
-        self._seconds_per_version = 0.0
+        self._paces = Paces(rules.group_size)
 
     # What makers do
 
@@ -183,12 +91,11 @@ class Ledger:
             return last[1]
         if ask == 1:  # a request of its predecessor may have come after `release`
             self.release(maker, "its maker was started again")
-        pace = self._paces.setdefault(maker, _Pace(since=now))
+        pace = self._paces.asking(maker, now)
         numbers: list[int] = []
-        self._note_time(now)
         for _ in range(wanted // self.rules.group_size):
             number = self._next_for(maker, now)
-            if not self._may_grant(number, version) or not self._can_finish(pace, now):
+            if not self._may_grant(number, version) or not self._can_finish(maker, now):
                 break
             self._change({"grant": [number], "maker": maker, "version": version})
             pace.hold(self.rules.group_size, now)
@@ -244,7 +151,7 @@ class Ledger:
         It goes by the maker's speed, not by how long a group takes: long responses are not starved.
         """
         size, numbers = self.rules.group_size, []
-        quicker = {maker: self._quicker_than(maker, now) for maker in self._paces}
+        quicker = {maker: self._paces.quicker_than(maker, now) for maker in self._paces}
         works = [work for work in self._works.values() if work.state == "open" and not work.slow_maker]
         for work in sorted(works, key=lambda work: (work.deadline, work.number)):
             paces = (self._paces[name] for name in quicker.get(work.maker, ()))
@@ -295,17 +202,10 @@ class Ledger:
     def _next_for(self, maker: str, now: float) -> int:
         """The number that this maker would be granted: one that was returned, if it can make it, or a new one."""
         for number in sorted(self._returned):
-            slow = self._works[number].slow_maker
-            quicker = self._quicker_than(slow, now) if slow in self._paces else []
+            quicker = self._paces.quicker_than(self._works[number].slow_maker, now)
             if not quicker or maker in quicker:
                 return number
         return self._num_numbers * self.rules.num_streams + self.rules.stream
-
-    def _quicker_than(self, maker: str, now: float) -> list[str]:
-        """Makers that are much quicker than this one, the quickest first."""
-        limit = _MUCH_QUICKER * self._paces[maker].speed(now, more=self.rules.group_size)
-        speeds = {other: pace.speed(now) for other, pace in self._paces.items()}
-        return sorted((other for other in speeds if speeds[other] > limit), key=lambda other: -speeds[other])
 
     def _may_grant(self, number: int, version: int) -> bool:
         rules, size = self.rules, self.rules.group_size
@@ -326,13 +226,10 @@ class Ledger:
                     return False
         return True
 
-    def _can_finish(self, pace: _Pace, now: float) -> bool:
-        """Whether a maker usually finishes a group in time. A slow one gets one at a time, to be measured again."""
-        rules = self.rules
-        if not rules.max_staleness or not self._seconds_per_version:
-            return True
-        seconds = self._seconds_per_version * (rules.max_staleness + 1)
-        return pace.held == 0 or pace.speed(now, more=rules.group_size) * seconds >= 1.0
+    def _can_finish(self, maker: str, now: float) -> bool:
+        """Whether a maker usually finishes a group before its deadline; where there is none, it need not."""
+        bound = self.rules.max_staleness
+        return not bound or self._paces.can_finish(maker, bound + 1, now)
 
     def _room_until(self, deadline: int) -> int:
         """Samples that can still be picked up to and with version `deadline`."""
@@ -361,15 +258,9 @@ class Ledger:
     def _is_past(self, number: int) -> bool:
         return number not in self._works or self._works[number].state == "picked"
 
-    def _note_time(self, now: float) -> None:
-        if self._version_began is None:
-            self._version_began = now
-
     def note_version_time(self, now: float) -> None:
         """A version has ended: how long versions take decides how much a slow maker gets."""
-        if self._version_began is not None:
-            self._seconds_per_version = now - self._version_began
-        self._version_began = now
+        self._paces.note_version(now)
 
     # Events
 

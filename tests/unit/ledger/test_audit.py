@@ -10,7 +10,7 @@ from coati.cli.audit import run_audit
 from coati.errors import CheckpointError
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal
-from coati.ledger.leases import LedgerRules
+from coati.ledger.rules import LedgerRules
 
 RULES = LedgerRules(samples_per_version=4, total_samples=16, group_size=2, max_staleness=1)
 

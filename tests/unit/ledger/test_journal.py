@@ -11,7 +11,8 @@ from lease_world import World
 
 from coati.errors import CheckpointError, StorageError
 from coati.ledger.journal import Journal, read_journal
-from coati.ledger.leases import Ledger, LedgerRules
+from coati.ledger.leases import Ledger
+from coati.ledger.rules import LedgerRules
 
 RULES = LedgerRules(samples_per_version=2, total_samples=8, max_staleness=1)
 BATCHES = [

@@ -3,7 +3,8 @@ import random
 import pytest
 from lease_world import World
 
-from coati.ledger.leases import Ledger, LedgerRules
+from coati.ledger.leases import Ledger
+from coati.ledger.rules import LedgerRules
 
 
 def random_world(seed: int) -> World:
