@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from coati import faults
 from coati.counting import counted
 from coati.errors import DataError, RewardError
 from coati.experience import Experience
@@ -93,13 +94,15 @@ class ExperiencePipeline:
             self._next_sample_id += len(prompts)
 
         def between_tokens() -> int:
+            faults.reach("maker.generating")
             if meanwhile is not None:
                 meanwhile()
             return self.served.commit_point() if self._in_flight else version
 
         with self.served.use() as version:
             self.maker.policy_version = version
-            self.maker.between_tokens = between_tokens if meanwhile is not None or self._in_flight else None
+            is_needed = meanwhile is not None or self._in_flight or faults.are_enabled()
+            self.maker.between_tokens = between_tokens if is_needed else None
             try:
                 batch = self.maker.begin(prompts, **self._generate_kwargs)
             except AllSamplesDropped as error:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
+from coati import faults
 from coati.background import BackgroundThread
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded
@@ -162,6 +163,7 @@ class WorkLoop:
         if self._records is not None:
             record = self._pipeline.record(batch, samples_kept=self._samples_kept, num_skipped=self._skipped())
             self._records.append(record)
+        faults.reach("maker.before_deliver")
         self._notify("on_send_start")
         with self._timeline.span("send"):
             self._sender.send(self._settle(batch, split_experience_batch(experience)))

@@ -25,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from coati import faults
 from coati.counting import counted
 from coati.errors import CheckpointError, StorageError
 from coati.ledger.rules import Event, LedgerRules
@@ -115,6 +116,7 @@ class Journal:
         them is recorded, the file is as it was before, and they can be written again.
         """
         if events:
+            faults.reach("journal.before_write")
             self._append(_record(events))
             self.num_events += len(events)
 

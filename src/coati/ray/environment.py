@@ -14,6 +14,7 @@ from typing import Any
 import ray
 import torch
 
+from coati import faults
 from coati.errors import ConfigError
 from coati.gpu import ProcessorShare
 from coati.monitor.records import RecordLog, WarningRecorder
@@ -64,6 +65,7 @@ def set_up_log(*, debug: bool = False, records: RecordLog[dict[str, Any]] | None
         logger.setLevel(logging.DEBUG)
     if not is_actor():
         return
+    faults.set_actor(actor_name())
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
@@ -108,6 +110,14 @@ def leave_out_of_collections() -> None:
 def is_actor() -> bool:
     """Whether this process is a Ray actor."""
     return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+
+
+def actor_name() -> str:
+    """Return the name of this actor, or the beginning of its id; "" outside an actor."""
+    if not is_actor():
+        return ""
+    context = ray.get_runtime_context()
+    return str(context.get_actor_name() or context.get_actor_id()[:8])
 
 
 def has_part_of_a_gpu() -> bool:

@@ -31,7 +31,7 @@ from coati.peers import wait_in_slices
 from coati.prompts.source import loader_batches
 from coati.prompts.stream import PromptStream
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, connect, dispatch, num_parameters
-from coati.ray.environment import apply_env_info, is_actor, leave_out_of_collections, remote, set_up_gpu, set_up_log
+from coati.ray.environment import actor_name, apply_env_info, leave_out_of_collections, remote, set_up_gpu, set_up_log
 from coati.ray.options import MakerOptions
 from coati.ray.peers import RayPeers
 from coati.rollout import GenerateOptions
@@ -93,7 +93,7 @@ class MakerHolder:
         self._buffer_cpu_offload = buffer_cpu_offload
         self._samples_kept = options.logging.samples_kept
         self._callbacks = list(callbacks)
-        self._name = _own_name()
+        self._name = actor_name() or f"maker-{os.getpid()}"
         self._stop = threading.Event()
         self._state = "idle"
         self._timeline = Timeline()
@@ -285,13 +285,6 @@ def _place_models(strategy: Strategy, model_fn: Callable[[], Sequence[Any]]) -> 
 def _evaluator_of(maker: ExperienceMaker) -> ExperienceMakerPerformanceEvaluator:
     models = (maker.actor, maker.critic, maker.initial_model, maker.reward_model)
     return ExperienceMakerPerformanceEvaluator(*map(num_parameters, models))
-
-
-def _own_name() -> str:
-    if not is_actor():
-        return f"maker-{os.getpid()}"
-    context = ray.get_runtime_context()
-    return context.get_actor_name() or f"maker-{context.get_actor_id()[:8]}"
 
 
 def _first_sample_id(name: str) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import get_scheduler
 
+from coati import faults
 from coati.algos import clipped_value_loss, entropy_bonus, masked_moments, masked_whiten
 from coati.config import AlgorithmSettings, TrainSettings
 from coati.errors import ConfigError
@@ -146,7 +147,9 @@ class PPOLearner:
             logprobs = self._passes(batches, advantages, counts, numbers)
             if is_new and self._is_prepared_by_its_pass:
                 prepare(experience, self.algorithm, proximal_log_probs=logprobs, values=experience.values)
+            faults.reach("trainer.after_backward")
             norms = self._apply_gradients(experience, int(counts.tokens))
+            faults.reach("trainer.after_step")
         finally:
             # Also when a pass raises: the next batch must not inherit half of this one's gradient.
             for model in self.models.values():
@@ -260,6 +263,7 @@ class PPOLearner:
             with_entropy=True,
         )
         assert entropy is not None
+        faults.reach("trainer.after_forward")
         if algorithm.correction == "decoupled" and part.proximal_log_probs is None:
             part = dataclasses.replace(part, proximal_log_probs=logprobs.detach().masked_fill(~mask, 0.0))
         policy = self.policy_objective(logprobs, part, advantages, counts)

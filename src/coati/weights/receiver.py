@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coati import faults
 from coati.errors import WeightUpdateError
 from coati.models.lora import LayerLoRA, LoRAConstructor, as_layer_lora, has_adapters
 from coati.models.memory import state_tensors, tied_names
@@ -93,6 +94,7 @@ class WeightReceiver:
         stage.last_seen = self._clock()
         try:
             for chunk in message.chunks:
+                faults.reach("receiver.before_chunk", chunk.index)
                 self._add(stage, chunk)
             if message.manifest is None:
                 return

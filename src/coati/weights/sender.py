@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from coati import faults
 from coati.background import BackgroundThread
 from coati.config import TopologySettings
 from coati.errors import DeadlineExceeded
@@ -165,6 +166,7 @@ class WeightSender:
                 if memory is not None:
                     memory.returned_by(attempt.ended)
                 self.recipients.note(attempt, is_full=is_full)
+            faults.reach("trainer.after_ack")
             on_arrival(time.perf_counter() - started, sum(info.nbytes for info in infos))
 
         self._under_way = self._worker.run(deliver)
@@ -178,6 +180,7 @@ class WeightSender:
         infos: list[ChunkInfo] = []
         lent: list[Chunk] = []
         for chunk in chunks:
+            faults.reach("weights.before_chunk", chunk.index)
             infos.append(chunk.info)
             if chunk.handle is None:
                 attempt.send(chunks=(chunk,), share=self.recipients.peers.share)

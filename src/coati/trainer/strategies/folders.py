@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from coati import faults
 from coati.errors import CheckpointError
 from coati.trainer.strategies.ranks import Ranks
 
@@ -43,6 +44,7 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
             write_manifest(temporary)
         for place in (*temporary.rglob("*"), temporary):
             _sync(place)
+        faults.reach("checkpoint.before_rename")
         if path.exists():
             os.replace(path, replaced)
         try:

@@ -1,0 +1,121 @@
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coati import faults
+from coati.background import run_in_background
+from coati.faults import POINTS, Fault, InjectedFault, Schedule, reach, seeded
+
+SOURCE = Path(faults.__file__).parent
+
+
+def passes(count, point="maker.generating", index=None):
+    """Reach a point so often; gives the numbers of the passes, from 1, that raised."""
+    raised = []
+    for number in range(1, count + 1):
+        try:
+            reach(point, index)
+        except InjectedFault:
+            raised.append(number)
+    return raised
+
+
+def test_without_a_schedule_points_do_nothing():
+    assert not faults.are_enabled()
+    assert passes(3) == []
+
+
+def test_a_fault_happens_at_its_pass_once_in_its_actor(tmp_path):
+    fault = Fault("maker.generating", "raise", actor="maker-1", nth=3)
+    with Schedule(tmp_path, [fault]).enabled():
+        faults.set_actor("maker-0")
+        assert passes(9) == []
+        faults.set_actor("maker-1")
+        assert passes(9, "maker.before_deliver") == []
+        assert passes(9) == [3]
+    with Schedule(tmp_path).enabled():  # as in the process that is started next
+        faults.set_actor("maker-1")
+        assert passes(9) == []
+    assert passes(9) == []
+
+
+def test_passes_are_counted_by_index_from_a_time_on_or_all_of_them_count(tmp_path):
+    with Schedule(tmp_path / "index", [Fault("weights.before_chunk", "raise", index=2, nth=2)]).enabled():
+        assert passes(5, "weights.before_chunk", index=1) == []
+        assert passes(5, "weights.before_chunk", index=2) == [2]
+    with Schedule(tmp_path / "late", [Fault("maker.generating", "raise", after=3600.0)]).enabled():
+        assert passes(5) == []
+    with Schedule(tmp_path / "always", [Fault("maker.generating", "raise", nth=0)]).enabled():
+        assert passes(3) == [1, 2, 3]
+
+
+@pytest.mark.timeout(60)
+def test_a_process_with_the_variable_kills_itself_once(tmp_path):
+    Schedule(tmp_path, [Fault("journal.before_write", "kill", nth=2)])
+    code = "from coati.faults import reach\nfor _ in range(5): reach('journal.before_write')"
+    command, environment = [sys.executable, "-c", code], {**os.environ, faults.VARIABLE: str(tmp_path)}
+    codes = [subprocess.run(command, env=environment, timeout=50).returncode for _ in range(2)]
+    assert codes == [-signal.SIGKILL, 0]
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_is_stopped_continues(tmp_path):
+    Schedule(tmp_path, [Fault("maker.generating", "stop", seconds=0.05)])
+    code = "from coati.faults import reach; reach('maker.generating')"
+    environment = {**os.environ, faults.VARIABLE: str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    _, status = os.waitpid(process.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    _, status = os.waitpid(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    process.returncode = 0
+
+
+@pytest.mark.timeout(60)
+def test_a_blocked_point_waits_to_be_released(tmp_path):
+    schedule = Schedule(tmp_path, [Fault("trainer.after_step", "block")])
+    with schedule.enabled():
+        blocked = run_in_background(lambda: reach("trainer.after_step"), name="blocked")
+        while not schedule.has_happened():
+            os.sched_yield()
+        assert not blocked.done()
+        schedule.release()
+        blocked.result(50)
+
+
+def test_the_clock_is_set_and_time_is_slept(tmp_path, monkeypatch):
+    slept = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "time", lambda: 5.0)
+    clock, sleep = Fault("trainer.after_ack", "clock", seconds=-3600.0), Fault("trainer.after_ack", "sleep", seconds=7)
+    with Schedule(tmp_path, [clock, sleep]).enabled():
+        reach("trainer.after_ack")
+    assert (time.time(), slept) == (-3595.0, [7])
+
+
+def test_a_seed_draws_the_same_schedule_again(tmp_path):
+    choices = [Fault("maker.generating", "kill", actor=f"maker-{n}") for n in range(3)]
+    drawn = seeded(7, choices, seconds=600, every=(10, 20))
+    assert drawn == seeded(7, choices, seconds=600, every=(10, 20)) != seeded(8, choices, seconds=600, every=(10, 20))
+    times = [0.0, *(fault.after for fault in drawn)]
+    assert 30 <= len(drawn) <= 60
+    assert all(9.9 <= later - earlier <= 20.1 for earlier, later in itertools.pairwise(times))
+    assert str(Schedule(tmp_path, drawn)) == str(Schedule(tmp_path))
+    assert len(str(Schedule(tmp_path)).splitlines()) == len(drawn)
+
+
+def test_every_point_is_in_the_code_and_no_other(tmp_path):
+    files = (path.read_text() for path in SOURCE.rglob("*.py"))
+    found = {name for text in files for name in re.findall(r'faults\.reach\("([\w.]+)"', text)}
+    assert found == set(POINTS)
+    with pytest.raises(ValueError, match="point"):
+        Fault("maker.sleeping", "kill")
+    with pytest.raises(ValueError, match="action"):
+        Fault("maker.generating", "explode")
