@@ -5,9 +5,6 @@ and its answer to the request. Both are replaced as a whole, so a reader never s
 that the run's own user owns are followed; no port is opened.
 """
 
-import contextlib
-import dataclasses
-import json
 import logging
 import os
 import socket
@@ -16,7 +13,9 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coati.counting import counted
 from coati.errors import ConfigError, DataError, DeadlineExceeded, ScalingRefused
@@ -30,36 +29,36 @@ _POLL_SECONDS = 0.2
 _MAX_REQUEST_BYTES = 4096
 
 
-class MakersRequest(NamedTuple):
+class MakersRequest(BaseModel):
     """A request for a number of makers."""
 
+    model_config = ConfigDict(strict=True, frozen=True)
+
     request_id: str
-    makers: int
+    makers: int = Field(ge=1, le=MAX_MAKERS)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunState:
+class RunState(BaseModel):
     """What a run reports about itself."""
 
-    status: Literal["starting", "running", "ended"]
-    pid: int
-    host: str
+    status: Literal["starting", "running", "ended"] = "starting"
+    pid: int = Field(default_factory=os.getpid)
+    host: str = Field(default_factory=socket.gethostname)
     makers: int
-    cores: int = 0  # that the actors share; 0 on a cluster
     message: str = ""
-    request_id: str = ""  # the newest request that the run has begun
-    answer: Literal["", "working", "done", "refused"] = ""  # to that request
+    request_id: str = ""
+    """The newest request that the run has begun."""
+    answer: Literal["", "working", "done", "refused"] = ""
+    """To that request."""
 
 
 class RunControl:
     """The run's side: reads requests and writes the state. A disk that fails must not end a run, so it only warns."""
 
-    def __init__(self, folder: Path, *, makers: int, cores: int = 0) -> None:
+    def __init__(self, folder: Path, *, makers: int) -> None:
         self._folder = folder
         self._has_warned = False
-        self._state = RunState(
-            status="starting", pid=os.getpid(), host=socket.gethostname(), makers=makers, cores=cores
-        )
+        self._state = RunState(makers=makers)
         self._last_seen = _signature(folder / _CONTROL)  # what is there already was not meant for this run
         self.report()
 
@@ -82,10 +81,10 @@ class RunControl:
 
     def report(self, **changes: Any) -> None:
         """Write the state with these fields changed."""
-        self._state = dataclasses.replace(self._state, **changes)
+        self._state = self._state.model_copy(update=changes)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            _replace(self._folder / _STATE, dataclasses.asdict(self._state))
+            _replace(self._folder / _STATE, self._state)
         except OSError as error:
             if not self._has_warned:
                 logger.warning("%s cannot be written, so coati scale will not work: %s", _STATE, error)
@@ -111,8 +110,8 @@ def ask_for_makers(
     state = _state_of_living_run(folder)
     if state.answer == "working":
         raise ScalingRefused(f"the run is working on another request ({state.message}). Try again when it is done.")
-    request = MakersRequest(uuid.uuid4().hex, makers)
-    _replace(folder / _CONTROL, request._asdict())
+    request = MakersRequest(request_id=uuid.uuid4().hex, makers=makers)
+    _replace(folder / _CONTROL, request)
     on_progress(f"the run has {counted(state.makers, 'maker')} and is {state.status}; waiting for it to begin")
     started = clock()
     while True:
@@ -133,19 +132,13 @@ def ask_for_makers(
 
 
 def _state_of_living_run(folder: Path) -> RunState:
+    path = folder / _STATE
     try:
-        state = RunState(**json.loads((folder / _STATE).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        rule = f"RUN_FOLDER must be the output folder of a run that is training, got {str(folder)!r}"
-        if not folder.exists():
-            raise ConfigError(f"{rule}, which does not exist. It is the run's run.output; check the path.") from None
+        state = RunState.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
         raise ConfigError(
-            f"{rule}, which has no {_STATE}. A run writes it a few seconds after its start: if it is still starting, "
-            "try again. Runs with --sync have no makers to add or remove."
-        ) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{str(folder / _STATE)!r} cannot be read: {error}. Was it written by this version of coati?"
+            f"RUN_FOLDER must be the output folder (run.output) of a run that is training, got {str(folder)!r}, whose "
+            f"{_STATE} cannot be read: {error}. A run writes it a few seconds after its start, and not with --sync."
         ) from None
     if state.status == "ended":
         raise ConfigError(f"the run in {str(folder)!r} has ended{': ' + state.message if state.message else ''}.")
@@ -182,24 +175,18 @@ def _read_request(path: Path) -> MakersRequest:
             raise DataError(f"{path} must be a regular file of the user who started the run.")
         text = file.read(_MAX_REQUEST_BYTES)
     try:
-        fields = json.loads(text)
-        request = MakersRequest(str(fields["request_id"]), fields["makers"])
-        if type(request.makers) is not int or not 1 <= request.makers <= MAX_MAKERS:
-            raise ValueError(f"makers must be a whole number from 1 to {MAX_MAKERS}")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return MakersRequest.model_validate_json(text)
+    except ValidationError as error:
+        problems = "; ".join(problem["msg"] for problem in error.errors(include_input=False))
         raise DataError(
-            f"{path} must hold a request_id and a number of makers as JSON ({type(error).__name__}: {error}). "
-            "Write it with coati scale."
+            f"{path} must hold a request_id and a number of makers as JSON ({problems}). Write it with coati scale."
         ) from None
-    return request
 
 
-def _replace(path: Path, fields: dict[str, Any]) -> None:
+def _replace(path: Path, content: BaseModel) -> None:
     whole = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        whole.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        whole.write_text(content.model_dump_json(indent=2) + "\n", encoding="utf-8")
         whole.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            whole.unlink()
-        raise
+    finally:
+        whole.unlink(missing_ok=True)

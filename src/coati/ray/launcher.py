@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import logging
 import math
-import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -92,8 +91,7 @@ class DetachedRun:
         where = connected(self._config, address=self._address, namespace=namespace, log_to_driver=self._log_to_driver)
         with where as is_private:
             self._head = HeadWatch()
-            cores = os.cpu_count() or 0 if self._address is None else 0
-            self._control = RunControl(self._folder, makers=self._config.topology.makers, cores=cores)
+            self._control = RunControl(self._folder, makers=self._config.topology.makers)
             self._pool = MakerPool(
                 self._actors,
                 functools.partial(run.make_prompts, self._config),

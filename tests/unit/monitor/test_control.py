@@ -1,6 +1,5 @@
 """A run and somebody who asks it for makers, through two files."""
 
-import dataclasses
 import json
 import os
 import socket
@@ -96,7 +95,7 @@ def test_what_is_not_a_request_is_refused_once_and_the_next_one_is_followed(runn
     assert "refused" in warning
     assert len(warning) < 1000
     put_request(tmp_path, "new", 2)
-    assert running.new_request() == MakersRequest("new", 2)
+    assert running.new_request() == MakersRequest(request_id="new", makers=2)
 
 
 def test_only_a_file_of_the_same_user_is_obeyed(running, tmp_path, caplog, monkeypatch):
@@ -134,7 +133,7 @@ def put_request(folder, request_id, makers):
 
 
 def test_a_request_is_refused_while_the_run_works_on_another(running, tmp_path):
-    running.begin(MakersRequest("first", 3))
+    running.begin(MakersRequest(request_id="first", makers=3))
     running.report(message="waiting for maker-1")
     with pytest.raises(ScalingRefused, match="waiting for maker-1"):
         ask(tmp_path, 1, lambda: None)
@@ -157,9 +156,9 @@ def test_numbers_that_no_run_can_have_are_refused_at_once(running, tmp_path, mak
 
 
 def test_a_folder_without_a_run_that_lives(tmp_path):
-    with pytest.raises(ConfigError, match=r"RUN_FOLDER must be .* which has no state.json.* still starting, try again"):
+    with pytest.raises(ConfigError, match=r"RUN_FOLDER must be .* state.json cannot be read: .*No such file"):
         ask(tmp_path, 2, lambda: None)
-    with pytest.raises(ConfigError, match=r"RUN_FOLDER must be .*nowhere', which does not exist"):
+    with pytest.raises(ConfigError, match=r"RUN_FOLDER must be .*nowhere'"):
         ask(tmp_path / "nowhere", 2, lambda: None)
     control = RunControl(tmp_path, makers=1)
     with pytest.raises(ConfigError, match="has ended: completed"):
@@ -170,7 +169,7 @@ def test_a_folder_without_a_run_that_lives(tmp_path):
     with pytest.raises(ConfigError, match=f"its process {ended.pid} is gone"):
         ask(tmp_path, 2, lambda: None)
     (tmp_path / "state.json").write_text('{"status": "running"}')
-    with pytest.raises(ConfigError, match=r"cannot be read: .*missing"):
+    with pytest.raises(ConfigError, match=r"(?s)cannot be read: .*required"):
         ask(tmp_path, 2, lambda: None)
 
 
@@ -207,7 +206,7 @@ def test_a_disk_that_fails_does_not_end_the_run(tmp_path, caplog):
 
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path, monkeypatch, capsys):
     for arguments, expected in (
-        ([str(tmp_path), "--makers", "2"], "has no state.json"),
+        ([str(tmp_path), "--makers", "2"], "state.json cannot be read"),
         ([str(tmp_path), "--makers", "0"], "--makers must be a whole number from 1 to 64, got 0"),
     ):
         monkeypatch.setattr(sys, "argv", ["coati", "scale", *arguments])
@@ -219,7 +218,7 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path, monkeypatch, capsy
 
 def test_the_command_says_how_many_there_are(running, tmp_path, monkeypatch, capsys):
     def answer(folder, makers, **_):
-        return dataclasses.replace(running._state, makers=makers)
+        return running._state.model_copy(update={"makers": makers})
 
     monkeypatch.setattr("coati.monitor.control.ask_for_makers", answer)
     monkeypatch.setattr(sys, "argv", ["coati", "scale", str(tmp_path), "--makers", "1"])
