@@ -28,7 +28,7 @@ def run_report(folder: Path, *, html: Path | None, trace: Path | None) -> None:
         console.print("The run wrote no spans, so there is no timeline.")
     else:
         console.print(time_table(times))
-        console.print(times.verdict(run.processors, lead_setting=run.lead_setting), highlight=False, markup=False)
+        console.print(times.verdict(), highlight=False, markup=False)
     page = html if html is not None else folder / "report.html"
     _write(page, render_page(run, times))
     console.print(f"Page:  {page}", highlight=False, soft_wrap=True)

@@ -27,38 +27,20 @@ WEIGHTS: Final = "weights"
 BUFFER: Final = "buffer"
 
 
-class Activity(NamedTuple):
-    """How reports show something that an actor does, or waits for."""
-
-    label: str
-    colour: str
-
-
-ACTIVITIES: Final[Mapping[str, Activity]] = {
-    "generate": Activity("generate", "#2f7fc1"),
-    "score": Activity("score", "#35a7a0"),
-    "send": Activity("send", "#6cb35b"),
-    "train": Activity("train", "#e07a35"),
-    "publish": Activity("publish weights", "#8a5fc7"),
-    "deliver": Activity("deliver weights", "#c9b3ea"),
-    "commit": Activity("commit weights", "#c4478d"),
-    "save": Activity("save", "#8a7361"),
-    "receive": Activity("receive weights", "#b69ae0"),
-    "take_in": Activity("receive samples", "#a5d199"),
-    "wait_data": Activity("wait for data", "#e9c46a"),
-    "wait_weights": Activity("wait for weights", "#e5989b"),
-    "wait_room": Activity("wait for room", "#b8a1cf"),
-    "wait_prompts": Activity("wait for prompts", "#b9c77a"),
-    "wait_rewards": Activity("wait for rewards", "#d6a77a"),
-    "wait_ranks": Activity("wait for other ranks", "#9fb7d4"),
-    "wait_delivery": Activity("wait for delivery", "#d9c2f0"),
-}
-"""Every activity that actors of this project report, in the order in which reports list them."""
+ACTIVITIES: Final = (
+    *("generate", "score", "send", "train", "publish", "deliver", "commit", "save", "receive", "take_in"),
+    *("wait_data", "wait_weights", "wait_room", "wait_prompts", "wait_rewards", "wait_ranks", "wait_delivery"),
+)
+"""Every activity that actors of this project report, in the order in which reports list them; see docs/report.md."""
 
 
-def activity(what: str) -> Activity:
-    """Return how to show an activity; one that is not known is grey, under its own name."""
-    return ACTIVITIES.get(what, Activity(what, "#b0b0b0"))
+def label_of(what: str) -> str:
+    """Return what reports call an activity.
+
+    >>> label_of("wait_data")
+    'wait for data'
+    """
+    return what.replace("wait_", "wait for ").replace("_", " ")
 
 
 def is_idle(what: str) -> bool:

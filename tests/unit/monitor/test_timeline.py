@@ -13,6 +13,7 @@ from coati.monitor.timeline import (
     Timeline,
     TimeUse,
     is_idle,
+    label_of,
     maker_metrics,
     trainer_metrics,
 )
@@ -176,4 +177,4 @@ def test_metrics_of_a_trainer():
 def test_every_metric_is_in_the_table_and_every_wait_is_idle():
     use = TimeUse(1.0, {})
     assert {*maker_metrics(use), *trainer_metrics(use)} <= DOCUMENTED
-    assert all(activity.label.startswith("wait for") == is_idle(what) for what, activity in ACTIVITIES.items())
+    assert all(label_of(what).startswith("wait for") == is_idle(what) for what in ACTIVITIES)

@@ -8,24 +8,17 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from coati.errors import ConfigError, DataError
 from coati.monitor.metrics import read_jsonl
-from coati.monitor.timeline import WORK, Span, activity, is_idle
+from coati.monitor.timeline import WORK, Span, is_idle, label_of
 
 T = TypeVar("T")
 
 _METRICS: Final = "metrics.jsonl"
 _SPANS: Final = "spans.jsonl"
 _MICROSECONDS: Final = 1e6
-
-
-class Processors(NamedTuple):
-    """Cores that all actors share, and how many of them each uses when it works."""
-
-    cores: int
-    threads_per_actor: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,24 +42,6 @@ class RunFolder:
     def name(self) -> str:
         """The name of the run, or of its folder."""
         return str(self.settings.get("run", {}).get("name") or self.path.resolve().name)
-
-    @property
-    def processors(self) -> Processors | None:
-        """The processors of a run without GPUs on one machine; None of any other run."""
-        topology, cores = self.settings.get("topology", {}), int(self.state.get("cores", 0))
-        if not cores or topology.get("gpus_per_maker") or topology.get("gpus_per_trainer"):
-            return None
-        num_actors = topology.get("makers", 1) + topology.get("trainers", 1)
-        return Processors(cores, topology.get("threads_per_actor") or max(1, cores // num_actors))
-
-    @property
-    def lead_setting(self) -> str:
-        """The settings that keep makers from being further ahead of the trainers: the smaller of the two, or both."""
-        topology = self.settings.get("topology", {})
-        lead, bound = topology.get("lead", 1), topology.get("max_staleness", 1)
-        if bound < 0 or lead < bound:
-            return "topology.lead"
-        return "topology.max_staleness" if bound < lead else "topology.lead and topology.max_staleness"
 
     def series(self, metric: str) -> list[tuple[float, float]]:
         """Return the finite values of one metric, with their training steps."""
@@ -127,7 +102,7 @@ def trace_events(run: RunFolder) -> dict[str, Any]:
         names["process_name", process, 0], names["thread_name", process, thread] = actor, span.lane
         events.append(
             {
-                "name": activity(span.what).label,
+                "name": label_of(span.what),
                 "cat": "idle" if is_idle(span.what) else "work",
                 "ph": "X",
                 "ts": (span.start - origin) * _MICROSECONDS,

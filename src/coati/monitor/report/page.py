@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
+import numpy as np
+
 from coati import __version__
 from coati.counting import format_seconds
-from coati.monitor.report import drawing
 from coati.monitor.report.folder import RunFolder
 from coati.monitor.report.time_use import RunTimes
 
 NUM_SAMPLES: Final = 4
 _ENDS: Final = 10  # versions at either end over which the mean reward is taken
 _TERM: Final = "reward/term_"
+_MAX_POINTS: Final = 100
 
 _CURVES: Final = (
     ("reward/mean", "mean reward"),
@@ -45,8 +47,6 @@ tr.total td { font-weight: 600; } td.text, th.text { text-align: left; overflow-
 .facts b { display: block; font-size: 1.25rem; }
 .curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(290px, 1fr)); gap: 1rem; }
 figure { margin: 0; } figcaption { font-size: .85rem; font-weight: 600; margin-left: 2.6rem; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; font-size: .85rem; }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em; border-radius: 2px; }
 pre { columns: 20rem; font-size: .8rem; overflow-wrap: anywhere; white-space: pre-wrap; }
 .wide { overflow-x: auto; } footer { margin-top: 3rem; font-size: .8rem; opacity: .7; }
 """
@@ -60,7 +60,7 @@ def render_page(run: RunFolder, times: RunTimes | None) -> str:
         *(f"<li><b>{escape(value)}</b>{escape(name)}</li>" for name, value in headline(run, times)),
         "</ul>",
         "<h2>Where the time went</h2>",
-        _timeline(run, times),
+        _times(times),
         "<h2>Learning</h2>",
         "<p>Over training steps.</p>",
         f'<div class="curves">{_curves(run) or "No metric has two points yet."}</div>',
@@ -104,21 +104,13 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
     return facts
 
 
-def _timeline(run: RunFolder, times: RunTimes | None) -> str:
+def _times(times: RunTimes | None) -> str:
     if times is None:
         return "<p>The run wrote no spans (logging.spans_kept = 0, or an older version).</p>"
-    start, end = drawing.typical_window(times)
-    activities = {span.what for actor in times.actors for spans in actor.lanes.values() for span in spans}
-    hidden = len(times.actors) - drawing.MAX_ACTORS
     columns, rows = times.table()
     return "\n".join(
         [
-            f"<p>{escape(times.verdict(run.processors, lead_setting=run.lead_setting))}</p>",
-            f'<p class="legend">{drawing.legend(activities)}</p>',
-            f"<p>A close-up of {escape(format_seconds(end - start))} in the middle. Full height is work, low bars are "
-            "waits; below each actor, what its other threads did. Point at a bar for its times.</p>",
-            drawing.close_up(times, start, end),
-            f"<p>{hidden} more actors are in the table only.</p>" if hidden > 0 else "",
+            f"<p>{escape(times.verdict())}</p>",
             '<div class="wide"><table>',
             _row(["", *columns], cell="th"),
             *(_row([row.label, *row.cells], kind=row.kind) for row in rows),
@@ -135,9 +127,28 @@ def _curves(run: RunFolder) -> str:
     terms = sorted({name for row in run.metrics for name in row if name.startswith(_TERM)})
     titles = dict(_CURVES[:1]) | {name: f"reward term: {name.removeprefix(_TERM)}" for name in terms} | dict(_CURVES)
     return "".join(
-        f"<figure><figcaption>{escape(title)}</figcaption>{drawing.curve(points)}</figure>"
+        f"<figure><figcaption>{escape(title)}</figcaption>{curve(points)}</figure>"
         for name, title in titles.items()
         if len(points := run.series(name)) > 1
+    )
+
+
+def curve(points: Sequence[tuple[float, float]]) -> str:
+    """Draw one metric over the training steps as SVG; many points are averaged in groups."""
+    groups = min(len(points), _MAX_POINTS)
+    xs, ys = ([float(part.mean()) for part in np.array_split(column, groups)] for column in np.array(points).T)
+    low, high = min(ys), max(ys)
+    left, right, top, bottom = 60, 330, 12, 130
+    across, up = (right - left) / ((xs[-1] - xs[0]) or 1.0), (bottom - top) / ((high - low) or 1.0)
+    line = " ".join(
+        f"{left + (x - xs[0]) * across:.1f},{bottom - (y - low) * up:.1f}" for x, y in zip(xs, ys, strict=True)
+    )
+    labels = ((left - 5, top + 4, high), (left - 5, bottom + 4, low), (left + 10, 148, xs[0]), (right, 148, xs[-1]))
+    return (
+        '<svg viewBox="0 0 340 152" text-anchor="end">'
+        + "".join(f'<text x="{x}" y="{y}">{value:,.4g}</text>' for x, y, value in labels)
+        + f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="currentColor" opacity="0.2"/>'
+        + f'<polyline points="{line}" fill="none" stroke="#2f7fc1" stroke-width="1.5"/></svg>'
     )
 
 

@@ -8,14 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from coati.monitor.report.folder import Processors
-from coati.monitor.timeline import ACTIVITIES, LEAVE, WORK, Span, TimeUse, activity, is_idle
+from coati.monitor.timeline import ACTIVITIES, LEAVE, WORK, Span, TimeUse, is_idle, label_of
 
 # A run begins when some actor does one of these for the first time; before that it starts up.
 _FIRST_WORK: Final = frozenset({"generate", "train", "wait_data"})
 _TOTALS: Final = ("worked", "waited", "had finished", "other")
+_MAKER_WAITS: Final = {
+    "wait_rewards": "waited for reward functions",
+    "wait_weights": "waited for weights",
+    "wait_room": "waited for room in the buffer",
+    "had finished": "had finished",
+}
 _NOTABLE_SHARE: Final = 0.15
-_SATURATED_SHARE: Final = 0.75
 _SHOWN_SHARE: Final = 0.005
 _MAX_COLUMNS: Final = 6
 # An actor that was present for less of the run joined late or left early; the rest is start-up.
@@ -89,70 +93,32 @@ class RunTimes:
             if what in _TOTALS:
                 rows.append(TimeRow(what, "total", shares))
             elif max(shares) >= _SHOWN_SHARE:
-                rows.append(TimeRow(activity(what).label, "idle" if is_idle(what) else "work", shares))
+                rows.append(TimeRow(label_of(what), "idle" if is_idle(what) else "work", shares))
         if any(actor.elapsed < _PRESENT_SHARE * self.elapsed for actor in self.actors):
             means = [sum(actor.elapsed for actor in actors) / len(actors) for actors in columns.values()]
             rows.append(TimeRow("present", "total", [mean / self.elapsed for mean in means]))
         return list(columns), rows
 
-    def verdict(self, processors: Processors | None = None, *, lead_setting: str = "topology.lead") -> str:
-        """Say in a few sentences what limits the run, and what would help.
-
-        `processors` are those that all actors share, if they do; `lead_setting` is what keeps makers from being further
-        ahead.
-        """
+    def verdict(self) -> str:
+        """Say in a sentence or two what limits the run; docs/fast.md says what helps."""
         trainers = [actor for actor in self.actors if "train" in actor.seconds]
         makers = [actor for actor in self.actors if "generate" in actor.seconds]
-        worked = self.worked_share(self.busiest)
+        busiest = f"{self.busiest.actor} worked {self.worked_share(self.busiest):.0%} of the time, more than any other."
         if not trainers or not makers or trainers == makers:
-            return f"One process did everything in turn, for {worked:.0%} of the time: nothing overlapped."
-        return f"{self.busiest.actor} worked {worked:.0%} of the time, more than any other. " + _limit(
-            trainers, makers, self._saturated(processors), lead_setting
-        )
-
-    def _saturated(self, processors: Processors | None) -> str | None:
-        """Say that the processors are the limit; None if they are not."""
-        if processors is None or not self.elapsed:
-            return None
-        busy_actors = sum(map(self.worked_share, self.actors))
-        share = min(1.0, busy_actors * processors.threads_per_actor / processors.cores)
-        if share < _SATURATED_SHARE:
-            return None
-        cores = "the only core" if processors.cores == 1 else f"the {processors.cores} cores"
-        return (
-            f"The actors keep {cores} of the machine busy ({share:.0%}), so more of them would not help: more cores, a "
-            "GPU, shorter responses or a smaller model would."
-        )
-
-
-def _limit(trainers: Sequence[ActorTime], makers: Sequence[ActorTime], saturated: str | None, lead_setting: str) -> str:
-    """Say what limits a run of makers and trainers, and what would help."""
-    data, rewards = _mean(trainers, "wait_data"), _mean(makers, "wait_rewards")
-    causes = {
-        "wait_weights": "waited for weights",
-        "wait_room": "waited for room in the buffer",
-        "had finished": "had finished",
-    }
-    waits = {cause: _mean(makers, cause) for cause in causes}
-    weights, longest = waits["wait_weights"], max(waits, key=waits.__getitem__)
-    if data >= _NOTABLE_SHARE and rewards >= max(weights, _NOTABLE_SHARE):
-        return (
-            f"Trainers waited for data ({data:.0%}) and makers for reward functions ({rewards:.0%}): reward functions "
-            "are the limit. Make them faster, or use more makers (coati scale)."
-        )
-    if data >= _NOTABLE_SHARE and weights >= _NOTABLE_SHARE:
-        return (
-            f"Trainers waited for data ({data:.0%}) and makers for weights ({weights:.0%}) in turn. A greater "
-            f"{lead_setting} would let them overlap."
-        )
-    if data >= _NOTABLE_SHARE:
-        remedy = saturated or "More makers (coati scale), or shorter responses, would help."
-        return f"Trainers waited for data {data:.0%} of the time: generation is the limit. {remedy}"
-    if waits[longest] >= _NOTABLE_SHARE:
-        fewer = "Fewer makers would do; more trainers" if len(makers) > 1 else "More trainers"
-        remedy = saturated or f"{fewer}, or a faster training step, would help."
-        return f"Makers {causes[longest]} {waits[longest]:.0%} of the time: training is the limit. {remedy}"
-    return f"No actor waited long: makers and trainers are in balance. {saturated or ''}".rstrip()
+            return "One process did everything in turn: nothing overlapped."
+        data = _mean(trainers, "wait_data")
+        waits = {what: _mean(makers, cause) for cause, what in _MAKER_WAITS.items()}
+        longest = max(waits, key=waits.__getitem__)
+        maker_waits = f"makers {longest} ({waits[longest]:.0%})"
+        if max(data, waits[longest]) < _NOTABLE_SHARE:
+            limit = "No actor waited long: makers and trainers are in balance."
+        elif data < _NOTABLE_SHARE:
+            limit = f"Training is the limit: {maker_waits}."
+        elif waits[longest] < _NOTABLE_SHARE:
+            limit = f"Generation is the limit: trainers waited for data ({data:.0%})."
+        else:
+            limit = f"They took turns: trainers waited for data ({data:.0%}), and {maker_waits}."
+        return f"{busiest} {limit}"
 
 
 def _mean(actors: Sequence[ActorTime], what: str) -> float:
