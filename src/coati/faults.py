@@ -27,6 +27,7 @@ POINTS = (
     "trainer.after_backward",
     "trainer.after_step",
     "trainer.after_ack",  # makers have acknowledged an update
+    "trainer.after_delivery",  # a maker's samples are taken in, and it does not know yet
     "weights.before_chunk",  # in the sender; the index is the chunk's
     "receiver.before_chunk",
     "maker.generating",  # after each token

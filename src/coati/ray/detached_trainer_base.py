@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 
+from coati import faults
 from coati.config import Deadlines
 from coati.errors import ConfigError
 from coati.experience import BufferItem, Experience, check_items, split_experience_batch
@@ -207,6 +208,7 @@ class DetachedTrainer(FitSteps):
         with self._timeline.span("take_in", BUFFER):
             if isinstance(self._buffer, LeasedBuffer):
                 self._buffer.extend(items)
+                faults.reach("trainer.after_delivery")
                 return
             with self._delivery_lock:
                 fresh = [item for item in items if item.delivery_id not in self._deliveries]
