@@ -72,7 +72,11 @@ class TrainingDiverged(CoatiError, RuntimeError):
 
 
 class OutOfMemory(CoatiError, MemoryError):
-    """A training pass did not fit into memory."""
+    """A pass, a model or an optimizer's state did not fit into memory."""
+
+
+class AcceleratorFailed(CoatiError, RuntimeError):
+    """A GPU failed for another reason than memory; only a new process can use it again."""
 
 
 class CheckpointError(CoatiError, RuntimeError):

@@ -49,7 +49,7 @@ def _size_lines(config: RunSettings) -> list[str]:
         f"Makers: {counted(topology.makers, 'maker')}; {staleness}.",
         f"Algorithm: {algorithm.name}{groups}; {penalty}.",
         f"Optimizer step: {counted(topology.trainers, 'trainer')} {_TIMES} {counted(train.batch_size, 'sample')} = "
-        f"{counted(per_step, 'sample')}.",
+        f"{counted(per_step, 'sample')}, {_pass_size(train.micro_batch_tokens)}.",
         f"Per weight version: {counted(train.update_steps, 'fresh batch', 'fresh batches')} {_TIMES} "
         f"{counted(train.epochs, 'epoch')} = {counted(train.update_steps * train.epochs, 'optimizer step')} on "
         f"{counted(per_version, 'fresh sample')}.",
@@ -57,6 +57,12 @@ def _size_lines(config: RunSettings) -> list[str]:
         f"{counted(train.total_steps * per_step, 'sample')}, "
         f"{counted(-(-train.total_steps // train.update_steps), 'weight version')}.",
     ]
+
+
+def _pass_size(tokens: int | str) -> str:
+    if tokens == "auto":
+        return "in passes of at most 16,384 tokens, on a GPU up to 32,768 if they fit"
+    return f"in passes of at most {counted(int(tokens), 'token')}" if tokens else "each trainer's in one pass"
 
 
 def _engine(config: RunSettings) -> str:

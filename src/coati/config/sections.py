@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, JsonValue
+from pydantic import AfterValidator, JsonValue, PlainValidator
 
 from coati.config.generate import GenerateOptions, SamplingSettings
 from coati.config.section import Section, setting
@@ -234,6 +234,15 @@ def _check_share(share: float) -> float:
 GPUShare = Annotated[float, AfterValidator(_check_share)]
 
 
+def _check_tokens(tokens: Any) -> Any:
+    if tokens != "auto" and (type(tokens) is not int or tokens < 0):
+        raise ValueError
+    return tokens
+
+
+PassTokens = Annotated[int | Literal["auto"], PlainValidator(_check_tokens)]
+
+
 class TrainSettings(Section, section="train"):
     """`[train]`: how trainers learn. A step is one batch of fresh samples on every trainer."""
 
@@ -244,11 +253,11 @@ class TrainSettings(Section, section="train"):
     micro_batch_size: int = setting(
         0, "Samples per forward and backward pass; 0 = the whole batch. Smaller needs less memory, same result.", ge=0
     )
-    micro_batch_tokens: int = setting(
-        16384,
+    micro_batch_tokens: PassTokens = setting(
+        "auto",
         "Tokens per forward and backward pass, padding not counted where the model takes rows without it; 0 = no "
-        "limit. Smaller needs less memory, same result.",
-        ge=0,
+        "limit. Smaller needs less memory, same result. auto: on a GPU as many as fit, up to 32768, else 16384.",
+        rule='"auto" or a whole number, 0 or more',
     )
     actor_lr: float = setting(1e-6, "Learning rate of the policy.", gt=0)
     critic_lr: float = setting(1e-5, "Learning rate of the critic.", gt=0)

@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from coati.background import run_in_background
 from coati.config import Deadlines, TrainSettings
@@ -33,6 +31,7 @@ from coati.experience_buffer.leased import LeasedBuffer
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies.folders import check_files, replace_folder, write_manifest
 from coati.trainer.strategies.model_files import MODEL_MARKERS
+from coati.trainer.strategies.ranks import random_state, restore_random_state
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Checkpoints:
         for label, optimizer in learner.optimizers.items():
             writers[f"optimizers/{label}"] = strategy.optimizer_writer(optimizer)
         of_rank, tensors = ({}, {}) if self._buffer is None else self._buffer.state()
-        ranks = [(of_rank, safetensors.torch.save({**tensors, **_random_state(learner.device)}))]
+        ranks = [(of_rank, safetensors.torch.save({**tensors, **random_state(learner.device)}))]
         if strategy.world_size > 1:
             mine, ranks = ranks[0], [ranks[0]] * strategy.world_size
             dist.gather_object(mine, ranks if strategy.rank == 0 else None)
@@ -142,10 +141,7 @@ class Checkpoints:
         learner.load_optimizers(path / "optimizers")
         learner.restore(state["learner"])
         tensors = safetensors.torch.load_file(path / f"rank-{strategy.rank}.safetensors")
-        torch.set_rng_state(tensors.pop("random.cpu"))
-        on_gpu = tensors.pop("random.cuda", None)
-        if on_gpu is not None and learner.device.type == "cuda":
-            torch.cuda.set_rng_state(on_gpu, learner.device)
+        restore_random_state(tensors, learner.device)
         if self._buffer is not None:
             self._buffer.restore(state["ranks"][strategy.rank], tensors)
         self._last = state["version"]
@@ -209,9 +205,3 @@ def _read_state(path: Path, num_ranks: int | None = None) -> dict[str, Any]:
             f"by {num_ranks}. Set topology.trainers to {saved_by}."
         )
     return state
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    """Generators that training draws from; what makers draw depends on the samples' numbers only."""
-    on_gpu = {"random.cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    return {"random.cpu": torch.get_rng_state(), **on_gpu}

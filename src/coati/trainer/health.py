@@ -1,16 +1,13 @@
-"""Guards of a training run: memory that runs out, weights that are not finite, batches that are skipped."""
+"""Guards of a training run: weights that are not finite, batches that are skipped."""
 
-import contextlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from coati.config import TrainSettings
-from coati.errors import CheckpointError, OutOfMemory, TrainingDiverged
+from coati.errors import CheckpointError, TrainingDiverged
 from coati.experience import Experience
 from coati.trainer.strategies import Strategy
 from coati.trainer.strategies.state_chunks import local_part
@@ -103,29 +100,3 @@ def _names_not_finite(model: nn.Module) -> list[str]:
     """Names of the weights, frozen ones too, of which this rank holds a part that is NaN or infinite."""
     parameters = ((name, local_part(weight.detach())) for name, weight in model.named_parameters())
     return [name for name, weight in parameters if not bool(weight.isfinite().all())]
-
-
-@contextlib.contextmanager
-def pass_memory_explained(label: str, part: Experience, train: TrainSettings) -> Iterator[None]:
-    """Turn running out of memory in a pass into an error with the size of the pass and the settings to change."""
-    limits = f"train.micro_batch_tokens is {train.micro_batch_tokens}"
-    if train.micro_batch_size:
-        limits += f", train.micro_batch_size {train.micro_batch_size}"
-    more = "" if train.activation_checkpointing else ", or set train.activation_checkpointing"
-    with memory_explained(
-        f"the {label}'s pass over {part.num_samples} samples, {part.sequences.numel()} tokens with padding,",
-        f"Lower the limit of a pass ({limits}){more}.",
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def memory_explained(what: str, remedy: str) -> Iterator[None]:
-    """Turn torch's out-of-memory error into one that says which work needed the memory and what to change."""
-    try:
-        yield
-    except RuntimeError as error:
-        # A CPU's allocator raises a plain RuntimeError.
-        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
-            raise
-        raise OutOfMemory(f"{what} ran out of memory. {remedy} torch said: {str(error).strip()}") from error

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,10 +18,11 @@ from coati.algos import clipped_value_loss, entropy_bonus, masked_moments, maske
 from coati.config import AlgorithmSettings, TrainSettings
 from coati.errors import ConfigError
 from coati.experience import Experience
+from coati.gpu import device_errors_explained
 from coati.models import action_logprobs, action_values
 from coati.models.packing import joined_once
-from coati.trainer.batches import MicroBatches
-from coati.trainer.health import TrainingHealth, memory_explained, pass_memory_explained
+from coati.trainer.batches import MicroBatch, MicroBatches, PassSize, PassTooLarge, free_memory
+from coati.trainer.health import TrainingHealth
 from coati.trainer.modes import (
     check_compiler,
     checkpoint_activations,
@@ -39,6 +41,7 @@ from coati.trainer.objective import (
 )
 from coati.trainer.step_numbers import StepNumbers, explained_variance
 from coati.trainer.strategies import Strategy
+from coati.trainer.strategies.ranks import random_state, restore_random_state
 
 
 class PPOLearner:
@@ -92,6 +95,7 @@ class PPOLearner:
                 compile_blocks(model)
             set_learning_mode(model)
         self._health = TrainingHealth(self.models, self.optimizers, strategy)
+        self._pass_size = PassSize(train, strategy)
         # The log-probs of a step's own pass are those of the weights it starts from, so no extra pass is needed; unless
         # V-trace wants advantages before the pass, or dropout makes every pass another policy.
         self._is_prepared_by_its_pass = algorithm.estimator == "gae" and not is_random(self.models["actor"])
@@ -133,13 +137,25 @@ class PPOLearner:
         """
         experience.validate()
         experience.to_device(self.device)
-        batches = MicroBatches(experience, self.actor, self.critic, self.strategy, self.train_settings)
+        before, random = dataclasses.replace(experience), random_state(self.device)
+        while True:
+            try:
+                return self._try_step(experience)
+            except PassTooLarge:
+                vars(experience).update(vars(before))  # what was prepared, by passes that no step is made of
+                restore_random_state(dict(random), self.device)
+            free_memory()
+
+    def _try_step(self, experience: Experience) -> dict[str, float]:
+        """Make the passes of a step and the step; raises `PassTooLarge`, with all as it was, if it must start over."""
+        batches = MicroBatches(experience, self.actor, self.critic, self.strategy, self.train_settings, self._pass_size)
         needs_proximal = self.algorithm.correction == "decoupled" or self.algorithm.estimator == "vtrace"
         is_new = needs_proximal and experience.proximal_log_probs is None
         numbers = StepNumbers()
         rates = {
             f"optim/{label}_lr": float(optimizer.param_groups[0]["lr"]) for label, optimizer in self.optimizers.items()
         }
+        has_state = self._health.num_steps > 0  # the optimizers make theirs in the first step
         try:
             if is_new and not self._is_prepared_by_its_pass:
                 self._prepare(experience, batches)
@@ -154,6 +170,8 @@ class PPOLearner:
             # Also when a pass raises: the next batch must not inherit half of this one's gradient.
             for model in self.models.values():
                 self.strategy.discard_gradients(model)
+        if has_state:
+            self._pass_size.note_fitting(batches.largest)
         return {**self._metrics(experience, counts, numbers, norms), **rates}
 
     def check_progress(self) -> None:
@@ -170,11 +188,12 @@ class PPOLearner:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides weights and optimizers; schedules are where the steps are."""
-        return {"counts": self._health.counts}
+        return {"counts": self._health.counts, "pass_tokens": self._pass_size.tokens}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`, after weights and optimizers were loaded."""
         self._health.counts = state["counts"]
+        self._pass_size.restore(state["pass_tokens"])
         if steps := self._health.num_steps:
             for schedule in self._schedules:
                 schedule.load_state_dict({**schedule.state_dict(), "last_epoch": steps - 1, "_step_count": steps + 1})
@@ -214,17 +233,19 @@ class PPOLearner:
         for model in self.models.values():
             model.eval()  # LoRA's dropout too: the proximal policy is one policy, not a random one
         try:
-            for part, _, is_real, _ in batches.passes(experience.advantages):
-                forward = (part.sequences, part.attention_mask, part.num_actions)
-                with pass_memory_explained("actor", part, self.train_settings):
-                    proximal, _ = action_logprobs(self.actor, *forward, temperatures=part.temperatures)
-                value = part.values
-                if self.algorithm.estimator == "vtrace":
-                    with pass_memory_explained("critic", part, self.train_settings):
-                        value = action_values(self.models["critic"], *forward)
-                if is_real:
-                    logprobs.append(proximal)
-                    values.append(value)
+            with self._pass_size.agreed(batches):
+                for one in batches.passes(experience.advantages):
+                    part = one.part
+                    forward = (part.sequences, part.attention_mask, part.num_actions)
+                    with self._pass_size.explained("actor", one):
+                        proximal, _ = action_logprobs(self.actor, *forward, temperatures=part.temperatures)
+                    value = part.values
+                    if self.algorithm.estimator == "vtrace":
+                        with self._pass_size.explained("critic", one):
+                            value = action_values(self.models["critic"], *forward)
+                    if one.is_real:
+                        logprobs.append(proximal)
+                        values.append(value)
         finally:
             for model in self.models.values():
                 set_learning_mode(model)
@@ -238,16 +259,23 @@ class PPOLearner:
     def _passes(self, batches: MicroBatches, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> Tensor:
         """Add up the gradients of all passes; returns the log-probs of the batch, [B, A]."""
         logprobs: list[Tensor] = []
-        for part, of_part, is_real, is_last in batches.passes(advantages):
-            with self._gradients_stay_local(is_last=is_last), joined_once():
-                with pass_memory_explained("actor", part, self.train_settings):
-                    of_pass = self._actor_pass(part, of_part, counts, numbers)
-                if self.critic is not None:
-                    with pass_memory_explained("critic", part, self.train_settings):
-                        self._critic_pass(self.critic, part, counts, numbers)
-            if is_real:
-                logprobs.append(of_pass)
+        passes = batches.passes(advantages)
+        with self._pass_size.agreed(batches):
+            for one in itertools.islice(passes, batches.num_own):
+                logprobs += self._pass(one, counts, numbers)
+        for one in passes:
+            logprobs += self._pass(one, counts, numbers)
         return batches.joined(logprobs)
+
+    def _pass(self, one: MicroBatch, counts: StepCounts, numbers: StepNumbers) -> list[Tensor]:
+        """Add the gradients of a pass; returns its log-probs, [B, A], if it is a real one."""
+        with self._gradients_stay_local(is_last=one.is_last), joined_once():
+            with self._pass_size.explained("actor", one):
+                logprobs = self._actor_pass(one.part, one.advantages, counts, numbers)
+            if self.critic is not None:
+                with self._pass_size.explained("critic", one):
+                    self._critic_pass(self.critic, one.part, counts, numbers)
+        return [logprobs] if one.is_real else []
 
     def _actor_pass(self, part: Experience, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> Tensor:
         """Add a part's gradient; its log-probs, [B, A]."""
@@ -302,7 +330,7 @@ class PPOLearner:
             self._health.count_skipped(experience, num_tokens, norms)
             return norms
         for label, optimizer in self.optimizers.items():
-            with memory_explained(
+            with device_errors_explained(
                 f"the optimizer step of the {label}",
                 'Set train.strategy to "zero2" or "gemini", or keep optimizer state in host memory '
                 "(train.cpu_offload, train.placement_policy).",
@@ -344,6 +372,7 @@ class PPOLearner:
             **off_policy_metrics(numbers),
             "optim/skipped_batches": float(self.num_skipped),
             "train/tokens": float(counts.tokens),
+            "train/micro_batch_tokens": float(self._pass_size.tokens),
         }
         if self.critic is not None:
             metrics |= {

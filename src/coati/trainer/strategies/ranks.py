@@ -180,6 +180,20 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of the generators that training draws from."""
+    on_gpu = {"random.cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"random.cpu": torch.get_rng_state(), **on_gpu}
+
+
+def restore_random_state(tensors: dict[str, Tensor], device: torch.device) -> None:
+    """Take a `random_state` out of the tensors, and set the generators to it."""
+    torch.set_rng_state(tensors.pop("random.cpu"))
+    on_gpu = tensors.pop("random.cuda", None)
+    if on_gpu is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(on_gpu, device)
+
+
 def _join_process_group(info: RankInfo, device: torch.device, *, backend: str | None, timeout_seconds: float) -> bool:
     """Join torch's default process group; returns whether this call made it.
 

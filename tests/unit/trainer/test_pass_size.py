@@ -1,0 +1,218 @@
+"""Passes that run out of memory: the step is made again with half of the tokens, as if they had never been more."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from learner_settings import sections
+from tiny import actor_and_critic, items, llama_config
+
+from coati.config import TrainSettings
+from coati.errors import AcceleratorFailed, OutOfMemory
+from coati.experience import make_experience_batch
+from coati.gpu import device_errors_explained
+from coati.models import Actor, Critic, LoRASettings
+from coati.trainer import batches as batches_module
+from coati.trainer.batches import FIXED_PASS, LARGEST_PASS, PassSize
+from coati.trainer.ppo import PPOLearner
+from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+NUM_SAMPLES, SAMPLE_TOKENS = 8, 5
+STRATEGIES = {"ddp": DDPStrategy, "zero1": lambda **o: LowLevelZeroStrategy(stage=1, **o), "gemini": GeminiStrategy}
+
+
+@pytest.fixture(autouse=True)
+def first_size(monkeypatch):
+    """A batch of these tests, 40 tokens, is one pass at first."""
+    monkeypatch.setattr(batches_module, "FIXED_PASS", 64)
+
+
+def make_batch(first=0):
+    return make_experience_batch(items(first, NUM_SAMPLES))
+
+
+def make_learner(tokens="auto", models=None, strategy="ddp", **settings):
+    strategy = STRATEGIES[strategy](device="cpu")
+    train, algorithm = sections(micro_batch_tokens=tokens, actor_lr=1e-2, critic_lr=1e-2, **settings)
+    models = models or actor_and_critic(num_hidden_layers=2)
+    return PPOLearner(*models, strategy, train, algorithm, optimizer_class=strategy.optimizer_class)
+
+
+@contextlib.contextmanager
+def memory_for(num_tokens, learner, label="actor", *, backward=False, error=None):
+    """A device whose memory ends where a model's pass has more tokens; yields the tokens of all its passes."""
+    seen = []
+    error = error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def raise_error(*_):
+        raise error
+
+    def allocate(_module, _args, kwargs, output):
+        seen.append(kwargs["input_ids"].numel())
+        if seen[-1] > num_tokens and not backward:
+            raise_error()
+        elif seen[-1] > num_tokens and output[0].requires_grad:
+            output[0].register_hook(raise_error)
+
+    body = learner.models[label]
+    body = body.model.model if label == "actor" else body.body
+    handle = body.register_forward_hook(allocate, with_kwargs=True)
+    yield seen
+    handle.remove()
+
+
+def published(learner):
+    return {
+        f"{label}.{name}": tensor.clone()
+        for label, model in learner.models.items()
+        for chunk in learner.strategy.get_model_state_dict_shard(model)
+        for name, tensor in chunk.items()
+    }
+
+
+def assert_same_steps(learner, twin, num_steps=2):
+    """Steps of both give the same bits and metrics; the first one of `learner` may start over."""
+    for step in range(num_steps):
+        ours, theirs = (make_batch(100 * step) for _ in range(2))
+        assert learner.step(ours) == twin.step(theirs)
+        for (name, tensor), (_, other) in zip(ours.tensors(), theirs.tensors(), strict=True):
+            assert torch.equal(tensor, other), name  # what the step prepared for later epochs too
+    weights = published(twin)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in published(learner).items())
+    for label, optimizer in twin.optimizers.items():
+        mine = learner.optimizers[label].state_dict()["state"]
+        for key, state in optimizer.state_dict()["state"].items():
+            assert all(torch.equal(mine[key][name], value) for name, value in state.items()), label
+
+
+@pytest.mark.parametrize("algorithm", ["none", "decoupled", "vtrace"])
+@pytest.mark.parametrize(("label", "backward"), [("actor", False), ("actor", True), ("critic", False)])
+def test_a_step_that_starts_over_is_that_of_the_smaller_size(label, backward, algorithm):
+    settings = (
+        {"correction": "decoupled", "estimator": "vtrace"} if algorithm == "vtrace" else {"correction": algorithm}
+    )
+    learner, twin = make_learner(**settings), make_learner(16, **settings)
+    with memory_for(20, learner, label, backward=backward) as seen:
+        assert_same_steps(learner, twin)
+    # 40 tokens fail, and so do the 30 that fit into half of 64; the second step begins with what fits.
+    # V-trace looks at a batch first, which needs no backward pass, and looks again when it starts over.
+    looks = 2 if backward and algorithm == "vtrace" else 1
+    assert [tokens for tokens in seen if tokens > 20] == [40] * looks + [30] * looks
+    assert learner.step(make_batch())["train/micro_batch_tokens"] == 16
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "gemini"])
+def test_a_sharded_model_of_one_rank_starts_over_too(strategy):
+    learner, twin = make_learner(strategy=strategy), make_learner(16, strategy=strategy)
+    with memory_for(20, learner, "critic"):
+        assert_same_steps(learner, twin)
+    learner.strategy.close()
+
+
+def test_dropout_is_drawn_as_if_the_step_had_not_started_over():
+    def models():
+        torch.manual_seed(0)
+        lora = LoRASettings(rank=2, dropout=0.5)
+        return Actor.from_config(llama_config(), lora=lora), Critic.from_config(llama_config(), lora=lora)
+
+    learner, twin = make_learner(models=models()), make_learner(16, models=models())
+    torch.manual_seed(1)
+    twin.step(make_batch())
+    torch.manual_seed(1)
+    calls = iter([True])
+    with pytest.MonkeyPatch.context() as patch:
+        original = learner._critic_pass
+
+        def fail_once(*args):
+            if next(calls, False):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return original(*args)
+
+        patch.setattr(learner, "_critic_pass", fail_once)
+        learner._pass_size.tokens = 32  # 40 tokens are two passes; the first, of 30, fails once
+        learner.step(make_batch())
+    assert learner._pass_size.tokens == 16
+    weights = published(twin)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in published(learner).items())
+
+
+def test_a_single_sample_that_does_not_fit_is_an_error_and_leaves_nothing_behind():
+    learner, twin = make_learner(), make_learner(8)
+    with memory_for(4, learner), pytest.raises(OutOfMemory, match=r"1 samples, 5 tokens.*rollout\.max_new_tokens"):
+        learner.step(make_batch())
+    assert_same_steps(learner, twin)  # at the size that it had come to
+
+
+@pytest.mark.parametrize("tokens", [64, 0])
+def test_a_number_is_not_changed(tokens):
+    learner = make_learner(tokens)
+    before = published(learner)
+    with memory_for(20, learner) as seen, pytest.raises(OutOfMemory, match=r"train\.micro_batch_tokens.*to 20"):
+        learner.step(make_batch())
+    assert seen == [40]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in published(learner).items())
+
+
+def test_the_hosts_memory_is_not_a_matter_of_passes():
+    learner = make_learner()
+    error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    with memory_for(20, learner, error=error) as seen, pytest.raises(OutOfMemory, match="DefaultCPUAllocator"):
+        learner.step(make_batch())
+    assert seen == [40]
+
+
+def test_a_checkpoint_holds_the_size_unless_it_is_set():
+    learner = make_learner()
+    with memory_for(20, learner):
+        learner.step(make_batch())
+    resumed, fixed = make_learner(), make_learner(32)
+    for each in (resumed, fixed):
+        each.restore(learner.state())
+    metrics = [each.step(make_batch()) for each in (resumed, fixed)]
+    assert [each["train/micro_batch_tokens"] for each in metrics] == [16, 32]
+
+
+@pytest.mark.parametrize(
+    ("device", "world_size", "shards", "expected"),
+    [
+        ("cpu", 1, False, FIXED_PASS),
+        ("cpu", 2, False, FIXED_PASS),
+        ("cuda", 1, False, LARGEST_PASS),
+        ("cuda", 1, True, LARGEST_PASS),
+        ("cuda", 2, False, LARGEST_PASS),
+        ("cuda", 2, True, FIXED_PASS),  # a rank cannot leave a pass that gathers shards
+    ],
+)
+def test_auto_begins_with(monkeypatch, device, world_size, shards, expected):
+    monkeypatch.setattr(batches_module, "FIXED_PASS", FIXED_PASS)
+    strategy = SimpleNamespace(device=torch.device(device), world_size=world_size, shards_parameters=shards)
+    assert PassSize(TrainSettings(), strategy).tokens == expected
+    assert PassSize(TrainSettings(micro_batch_tokens=7), strategy).tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), OutOfMemory),
+        (torch.AcceleratorError("CUDA error: out of memory"), OutOfMemory),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), OutOfMemory),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), OutOfMemory),
+        (MemoryError("no memory"), OutOfMemory),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), AcceleratorFailed),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), AcceleratorFailed),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError),
+        (OutOfMemory("the inner work ran out of memory. Use less."), OutOfMemory),
+    ],
+)
+def test_errors_of_devices_become_ours(error, expected):
+    with pytest.raises(expected) as caught, device_errors_explained("the work on 8 tokens", "Lower the setting."):
+        raise error
+    is_translated = caught.type is not type(error)
+    assert is_translated == (str(caught.value) != str(error))
+    if is_translated:
+        assert "the work on 8 tokens" in str(caught.value)
+        assert str(error) in str(caught.value)
+        assert ("Lower the setting." in str(caught.value)) == (expected is OutOfMemory)
