@@ -20,8 +20,8 @@ itself. Medians over the others.
 
 With `--device cuda` the model has the 290 tensors of Qwen2-0.5B in bfloat16, makers and sender share the card, a plain
 copy is one `Tensor.copy_` of the same bytes on the device, and a step of generation ends with a synchronize.
-`path` says which way the weights went: "device" (they stayed on the GPU), "shared" (in memory that sender and makers
-share) or "store" (Ray's object store; `--host` forces that).
+`path` says which way the weights went: "device" (they stayed on the GPU) or "store" (Ray's object store; `--host` forces
+that).
 """
 
 import argparse
@@ -42,11 +42,11 @@ from coati.config import Deadlines, TopologySettings
 from coati.monitor.timeline import Timeline
 from coati.ray.peers import RayPeers
 from coati.trainer.strategies import DDPStrategy
-from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender, shared_memory_of
+from coati.weights import CardMemory, Recipients, ServedModels, WeightReceiver, WeightSender
 
 LAYER_MB = 4
 STEPS_PER_BATCH = 16
-PATHS = {"NoneType": "store", "HostMemory": "shared", "CardMemory": "device"}
+PATHS = {"NoneType": "store", "CardMemory": "device"}
 DEADLINE_SECONDS = 120.0
 
 
@@ -167,7 +167,7 @@ def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace
         Recipients(RayPeers(), names, Deadlines(start_seconds=DEADLINE_SECONDS, update_seconds=DEADLINE_SECONDS)),
         TopologySettings(verify_updates=arguments.verify, chunk_mib=arguments.chunk_mib),
         timeline=Timeline(),
-        shared=None if arguments.host else shared_memory_of(strategy.device),
+        shared=CardMemory(strategy.device) if is_cuda and not arguments.host else None,
     )
     copies, updates, pauses, commits = [], [], [], []
     for version in range(arguments.warmups + arguments.repeats):

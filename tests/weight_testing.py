@@ -98,9 +98,9 @@ def header_of(version=1, source="trainer 0", **options):
 
 
 def hashed(chunk):
-    """A chunk by value with the checksum of its arrays."""
+    """A chunk by value with the checksum of its bytes."""
     info = dataclasses.replace(chunk.info, checksum=None)
-    return MadeChunk(dataclasses.replace(chunk, info=info), chunk.arrays).with_checksum()
+    return MadeChunk(dataclasses.replace(chunk, info=info), torch.from_numpy(chunk.data.copy())).with_checksum()
 
 
 def value_chunk(module, tensors, index=0):

@@ -72,12 +72,12 @@ def test_weights_move_on_the_card_and_arrive_to_the_bit(cluster, verify_updates)
         return [p.data_ptr() for module in self._served.modules.values() for p in module.parameters()]
 
     def forbid_the_host_path(self):
-        import coati.weights.transports as transports
+        import coati.weights.sender as sender
 
         def refuse(*_):
             raise AssertionError("a weight went through host memory")
 
-        transports.encode = refuse
+        sender.value_chunk = refuse
 
     before = ray.get(maker.__ray_call__.remote(addresses), timeout=240)
     ray.get(trainer.__ray_call__.remote(forbid_the_host_path), timeout=240)

@@ -2,7 +2,6 @@
 
 import os
 import select
-from pathlib import Path
 
 import pytest
 import ray
@@ -138,17 +137,6 @@ def leave(self):
     self.held.__exit__(None, None, None)
 
 
-def mapped(self):
-    """Inside a maker: inodes of the buffers of trainers that it has mapped."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {int(line.split()[4]) for line in lines if "memfd:coati-weights" in line}
-
-
-def lent(self):
-    """Inside a trainer: inodes of its buffers."""
-    return {handle.inode for one in self._sender._shared._sets for _, handle in one.slots}
-
-
 def test_a_killed_trainers_whole_update_is_committed_and_half_of_one_is_not(shared_maker, make_trainer, unique):
     name, maker = shared_maker
     version = version_of(maker) + 1
@@ -170,19 +158,13 @@ def test_a_killed_trainers_whole_update_is_committed_and_half_of_one_is_not(shar
     ask(maker, enter)
     try:
         ray.get(doomed.sync_models_to_remote_makers.remote(), timeout=PATIENCE)
-        buffers = ask(doomed, lent)
-        assert buffers
-        assert buffers <= ask(maker, mapped)
         ask(doomed, send_half)
         ray.kill(doomed)
+        assert select.select([process], [], [], PATIENCE)[0], "the killed trainer did not end"
     finally:
         ask(maker, leave)
     assert version_of(maker) == version
     assert serves(weights_of(maker), 31)
-    assert select.select([process], [], [], PATIENCE)[0], "the killed trainer did not end"
     os.close(process)
-    successor = make_trainer(seed=32)
-    for _ in range(2):  # buffers stay mapped for the update after the next
-        successor.sync_models_to_remote_makers()
+    make_trainer(seed=32).sync_models_to_remote_makers()
     assert serves(weights_of(maker), 32)
-    assert ask(maker, mapped) == lent(successor)

@@ -31,7 +31,7 @@ from coati.trainer.batches import BatchMover
 from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import Strategy
-from coati.weights import Recipients, WeightSender, shared_memory_of
+from coati.weights import CardMemory, Recipients, WeightSender
 
 logger = logging.getLogger(__name__)
 
@@ -137,13 +137,14 @@ class PPOTrainer(DetachedTrainer):
         )
 
     def _make_sender(self) -> WeightSender:
+        device = self._learner.device
         return WeightSender(
             self._learner.models,
             self.strategy,
             Recipients(RayPeers(), self.maker_names, self.deadlines),
             self.options.topology,
             timeline=self._timeline,
-            shared=shared_memory_of(self._learner.device),
+            shared=CardMemory(device) if device.type == "cuda" else None,
         )
 
     @ray.method(concurrency_group="compute")

@@ -6,10 +6,12 @@ sender ── WeightMessage: header, chunks, manifest ──► receiver ── 
 from coati.weights.message import Chunk, UpdateHeader, WeightManifest, WeightMessage
 from coati.weights.receiver import WeightReceiver
 from coati.weights.recipients import Recipients
-from coati.weights.sender import WeightSender, shared_memory_of
+from coati.weights.sender import WeightSender
 from coati.weights.served import ServedModels, VerifiedUpdate
+from coati.weights.transports import CardMemory
 
 __all__ = [
+    "CardMemory",
     "Chunk",
     "Recipients",
     "ServedModels",
@@ -19,5 +21,4 @@ __all__ = [
     "WeightMessage",
     "WeightReceiver",
     "WeightSender",
-    "shared_memory_of",
 ]

@@ -44,8 +44,6 @@ class UpdateHeader:
     """The version that this sender sent before this one; None for its first update."""
     is_sync: bool = False
     """Whether all weights are sent because a sync was asked for; only then may the version be any."""
-    lender: str | None = None
-    """The sender's memory that this update overwrites. A receiver answers the header when it reads it no more."""
 
     def __str__(self) -> str:
         return f"weight update {self.update_id} (version {self.version}) from {self.source}"
@@ -72,9 +70,10 @@ class Chunk:
 
     index: int
     info: ChunkInfo
-    arrays: tuple[np.ndarray, ...] = ()
+    data: np.ndarray | None = None
+    """[n] uint8: the tensors, where `layout` says; None with a handle."""
     handle: Any = None
-    """A `MemoryHandle` or `CardHandle`; None: the bytes are in `arrays`."""
+    """What opens the same bytes in the sender's memory, a `CardHandle`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -143,14 +143,12 @@ class WeightReceiver:
         self._served.offer(dataclasses.replace(update, is_full=update.is_full or fully_update))
 
     def _begin(self, header: UpdateHeader) -> None:
-        """Open a stage. When this returns, nothing here reads the memory of `header.lender` any more."""
+        """Open a stage."""
         self._check_version(header)
         now = self._clock()
         for source, old in list(self._open.items()):
             if source == header.source or now - old.last_seen > MAX_IDLE_SECONDS:
                 logger.warning("%s was never finished; discarded", self._open.pop(source).header)
-        if header.lender is not None:
-            self._served.release(header.lender)
         self._open[header.source] = _Stage(header, last_seen=now)
 
     def _check_version(self, header: UpdateHeader) -> None:
@@ -189,8 +187,7 @@ class WeightReceiver:
             module.update(chunk)
         self._reader.end_update()
         update = self._verified(header.source, tensors, manifest.lora, is_full=manifest.is_full)
-        lenders = {} if header.lender is None else dict.fromkeys(update.tensors, header.lender)
-        return dataclasses.replace(update, version=header.version, canary=manifest.canary, lenders=lenders)
+        return dataclasses.replace(update, version=header.version, canary=manifest.canary)
 
     def _verified(
         self,

@@ -26,11 +26,9 @@ from coati.errors import DeadlineExceeded
 from coati.models.lora import LoRAConstructor
 from coati.monitor.timeline import WEIGHTS, Timeline
 from coati.weights.canary import make_canary
-from coati.weights.card_memory import CardMemory
-from coati.weights.host_memory import HostMemory
 from coati.weights.message import Chunk, ChunkInfo, UpdateHeader, WeightManifest
 from coati.weights.recipients import Attempt, Recipients
-from coati.weights.transports import MadeChunk, SharedMemory, value_chunk
+from coati.weights.transports import CardMemory, MadeChunk, value_chunk
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -58,7 +56,7 @@ class WeightSender:
         settings: TopologySettings,
         *,
         timeline: Timeline,
-        shared: SharedMemory | None = None,
+        shared: CardMemory | None = None,
     ) -> None:
         """`models` are sent under their labels, as the `Strategy` holds them.
 
@@ -70,7 +68,7 @@ class WeightSender:
         self._settings = settings
         self._timeline = timeline
         self._shared = shared
-        self.memory: SharedMemory | None = None  # what updates are lent in; None: they travel by value
+        self.memory: CardMemory | None = None  # what updates are lent in; None: they travel by value
         self._must_probe = True  # the makers have not been asked yet
         self._source = f"trainer {os.environ.get('RANK', '0')} ({socket.gethostname()}, {uuid.uuid4().hex[:8]})"
         self._last_version: int | None = None
@@ -140,14 +138,13 @@ class WeightSender:
             source=self._source,
             follows=self._last_version,
             is_sync=fully_update,
-            lender=None if memory is None else memory.begin(),
         )
         self._last_version = version
         attempt = self.recipients.attempt(header, only_behind=only_behind)
         attempt.send(is_start=True)
-        if header.lender is not None:
-            attempt.wait()  # until no maker reads what the first chunk overwrites
         if memory is not None:
+            if memory.begin():
+                attempt.wait()  # until no maker copies what the first chunk overwrites
             memory.lend_to(attempt.healthy)
         infos, rest = self._send_chunks(attempt, self._chunks(memory, is_full, shard_size))
         models = {label: self._strategy.unwrap_model(model) for label, model in self._models.items()}
@@ -192,7 +189,7 @@ class WeightSender:
             attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(attempt.peers))
         return infos, lent
 
-    def _chunks(self, memory: SharedMemory | None, is_full: bool, max_mib: float | None) -> Iterator[Chunk]:
+    def _chunks(self, memory: CardMemory | None, is_full: bool, max_mib: float | None) -> Iterator[Chunk]:
         """The weights of all models, with checksums.
 
         A chunk is hashed in the worker thread while the next is made: both take about as long, and neither holds the
@@ -221,13 +218,13 @@ class WeightSender:
             for tensors in self._strategy.get_model_state_dict_shard(model, **options):
                 yield label, tensors
 
-    def _choose_memory(self) -> SharedMemory | None:
+    def _choose_memory(self) -> CardMemory | None:
         """Ask makers whether they can open the shared memory, if there are any that have not been asked."""
         if self._must_probe or self.recipients.need_all:  # newcomers may sit elsewhere
             self._must_probe = False
             try:
                 can_share = self._shared is not None and self.recipients.all_can_open(self._shared.probe())
-            except OSError as error:
+            except RuntimeError as error:
                 logger.warning("sending weights by value: %s", error)
                 can_share = False
             self.memory = self._shared if can_share else None
@@ -248,8 +245,3 @@ class WeightSender:
         except FutureTimeout:
             raise DeadlineExceeded(f"waited {seconds:g} s for {what}.") from None
         return future
-
-
-def shared_memory_of(device: torch.device) -> SharedMemory:
-    """The memory in which a trainer on this device can share its weights."""
-    return CardMemory(device) if device.type == "cuda" else HostMemory()

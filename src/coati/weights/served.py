@@ -33,8 +33,6 @@ class VerifiedUpdate:
     is_full: bool  # every weight of every module of the receiver
     adopt: Callable[[], None] = lambda: None  # called on acceptance: its base weights are W₀ of later adapters
     canary: Canary | None = None  # what the actor must compute afterwards
-    lenders: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
-    """Which sender's memory a tensor is in; the others are in the receiver's own."""
 
 
 class ServedModels:
@@ -107,31 +105,10 @@ class ServedModels:
                 return False
             update.adopt()
             if old is not None:  # the newer wins weight by weight, and what only the older touched is kept
-                kept = {key: owner for key, owner in old.lenders.items() if key not in update.tensors}
-                update = dataclasses.replace(
-                    update,
-                    tensors={**old.tensors, **update.tensors},
-                    lenders={**kept, **update.lenders},
-                    is_full=old.is_full or update.is_full,
-                )
+                tensors = {**old.tensors, **update.tensors}
+                update = dataclasses.replace(update, tensors=tensors, is_full=old.is_full or update.is_full)
             self._pending, self.newest_version = update, version
             return self._commit_if_free()
-
-    def release(self, lender: str) -> None:
-        """Stop reading the memory of this name: its owner overwrites it when this returns.
-
-        Weights that still wait there are copied, without holding up other work.
-        """
-        while True:
-            with self._changed:  # a commit that reads from there has ended when the lock is ours
-                waiting = self._pending
-            if waiting is None or lender not in waiting.lenders.values():
-                return
-            copies = {key: waiting.tensors[key].clone() for key, owner in waiting.lenders.items() if owner == lender}
-            kept = {key: owner for key, owner in waiting.lenders.items() if key not in copies}
-            with self._changed:
-                if self._pending is waiting:
-                    self._pending = dataclasses.replace(waiting, tensors={**waiting.tensors, **copies}, lenders=kept)
 
     def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
         """Wait until this version (or a newer one) serves; False after the deadline.

@@ -3,31 +3,36 @@
 | way | bytes | used where |
 |---|---|---|
 | by value | travel with the chunk (over Ray: put into the object store once) | anywhere |
-| `HostMemory` | stay in memory of the sender that receivers map | sender on the CPU, all receivers on its host |
 | `CardMemory` | stay on the card, from where receivers copy them | all receivers on the sender's card |
 
-The sender makes chunks with `value_chunk` or a `SharedMemory`; receivers read all of them with a `ChunkReader`.
+Either way a chunk is one flat buffer (`layout`). The sender makes it with `value_chunk` or `CardMemory.make_chunk`, and
+receivers read both with a `ChunkReader`.
+
+    sender                                            receiver
+    parameters ─ copy ─► snapshot ─ IPC handle ─────► clone ─ check ─► stage ─ commit: copies on the card
+
+On a card the sender keeps a buffer for each chunk and uses it again for the next update, so a handle is made once. A
+receiver clones a chunk before it answers. It costs the card room for two more copies of the weights: the snapshot, and
+the stage until its commit. On CPU tensors in one process the code is the same, but for the handles and the checksum.
 """
 
 import contextlib
 import dataclasses
-import logging
 import os
-import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from coati.weights.message import Chunk, ChunkInfo, layout, specs_of, views
-from coati.wire import WireTensor, decode, encode
+from coati.wire import tensor_of
 
-logger = logging.getLogger(__name__)
-
+# Position of the device among what `reduce_tensor` gives for `rebuild_cuda_tensor`.
+_DEVICE_ARGUMENT = 6
 # Checksums on a card look at 64-bit words in rows of so many.
 _ROW_WORDS = 4096
 
@@ -36,7 +41,7 @@ class MadeChunk(NamedTuple):
     """A chunk at its sender, without its checksum, and the memory that its bytes are in."""
 
     chunk: Chunk
-    memory: tuple[np.ndarray | Tensor, ...]
+    memory: Tensor
 
     def with_checksum(self) -> Chunk:
         """The chunk with the checksum of what is in its memory now."""
@@ -45,139 +50,146 @@ class MadeChunk(NamedTuple):
 
 
 def value_chunk(index: int, module: str, tensors: Mapping[str, Tensor]) -> MadeChunk:
-    """Make a chunk that travels with its bytes, in arrays that share memory with contiguous CPU tensors."""
-    arrays = tuple(encode(tensor).array for tensor in tensors.values())
+    """Copy tensors into a chunk that travels with its bytes."""
     info = ChunkInfo(module=module, tensors=specs_of(tensors))
-    return MadeChunk(Chunk(index=index, info=info, arrays=arrays), arrays)
+    memory = torch.zeros(layout(info.tensors)[1], dtype=torch.uint8)
+    copy_all(list(views(memory, info.tensors).values()), list(tensors.values()))
+    return MadeChunk(Chunk(index=index, info=info, data=memory.numpy()), memory)
 
 
-@dataclasses.dataclass
-class _Set:
-    """The memory of one update: a slot for each chunk, with its handle."""
+@dataclasses.dataclass(frozen=True)
+class CardHandle:
+    """What another process needs to open a buffer on the card; of a CPU buffer, the buffer itself."""
 
-    allocate: Callable[[int], tuple[Tensor, Any]]
-    receivers: frozenset[str] = frozenset()  # those that may read it
-    slots: list[tuple[Tensor, Any]] = dataclasses.field(default_factory=list)
-    num_used: int = 0
+    card: str
+    key: Hashable  # what tells two buffers apart
+    rebuild: Callable[..., Tensor] = dataclasses.field(compare=False)
+    arguments: tuple[Any, ...] = dataclasses.field(compare=False)
 
-    def fill(self, index: int, module: str, tensors: Mapping[str, Tensor]) -> MadeChunk:
-        specs = specs_of(tensors)
-        _, size = layout(specs)
-        at = self.num_used
-        if at == len(self.slots) or self.slots[at][0].numel() < size:
-            self.slots[at : at + 1] = [self.allocate(size)]
-        slot, handle = self.slots[at]
-        self.num_used += 1
-        copy_all(list(views(slot, specs).values()), list(tensors.values()))
-        return MadeChunk(
-            Chunk(index=index, info=ChunkInfo(module=module, tensors=specs), handle=handle), (slot[:size],)
-        )
+    @classmethod
+    def of(cls, buffer: Tensor) -> "CardHandle":
+        """Share a buffer."""
+        card = card_of(buffer.device)
+        if not buffer.is_cuda:
+            return cls(card, id(buffer), _itself, (buffer,))
+        rebuild, arguments = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
+        key = arguments[_DEVICE_ARGUMENT + 1 : _DEVICE_ARGUMENT + 6]  # memory handle, size, offset, counter
+        return cls(card, key, rebuild, arguments)
+
+    def open(self, device: torch.device) -> Tensor:
+        """Open the buffer; fails without IPC: with MIG, in other containers, with an old driver."""
+        if (here := card_of(device)) != self.card:
+            raise OSError(f"it is on {self.card}, and this maker computes on {here}")
+        arguments = self.arguments
+        if device.type == "cuda":  # the card may have another number in this process
+            index = torch.cuda.current_device() if device.index is None else device.index
+            arguments = (*arguments[:_DEVICE_ARGUMENT], index, *arguments[_DEVICE_ARGUMENT + 1 :])
+        return self.rebuild(*arguments)
 
 
-class SharedMemory(ABC):
-    """Memory of the sender that receivers open, in sets that are filled in turn.
+@dataclasses.dataclass(eq=False)
+class _Snapshot:
+    """The memory of one update: a buffer for each chunk, with its handle."""
 
-    An update calls `begin`, `lend_to`, `make_chunk` for each chunk, and `returned_by`. A set is overwritten only after
-    every receiver that was lent it has returned it, or has answered the header of the update that does so. If one does
-    not answer, another set takes its place.
+    readers: frozenset[str] = frozenset()  # receivers that may still copy from it
+    buffers: list[tuple[Tensor, CardHandle]] = dataclasses.field(default_factory=list)
+
+
+class CardMemory:
+    """Memory on the sender's card that receivers copy from.
+
+    An update calls `begin`, `lend_to`, `make_chunk` for each chunk, and `returned_by`. The snapshot is overwritten only
+    after every receiver that was lent it has answered the whole update, or the header of the next. If one does not
+    answer, another snapshot takes its place.
     """
 
-    least_chunk_mib = 0.0
-    """Smaller chunks only take longer."""
-    is_copied = False
-    """Receivers copy a chunk before they answer it, so there is one set; else they read it until their commit, and
-    there are two."""
+    # Both sides wait for the card several times for each chunk. On a card that others use too, each wait takes
+    # milliseconds, in which a GiB could be copied a few times over.
+    least_chunk_mib = 1024.0
 
-    def __init__(self) -> None:
-        self._name = uuid.uuid4().hex
-        self._sets = [_Set(self._allocator()) for _ in range(1 if self.is_copied else 2)]
-        self._turn = 0
-        self._replaced: list[_Set] = []  # may still be copied by a receiver, so it must not be freed
-        self._probed: _Set | None = None  # lives until the next probe
-        self._has_warned = False
-
-    @abstractmethod
-    def _allocator(self) -> Callable[[int], tuple[Tensor, Any]]:
-        """What takes memory for one set: bytes to a flat tensor and the handle that receivers open it with.
-
-        Raises OSError if this system has no such memory, or none left. A handle says by `==` which buffer it means.
-        Its `open(device)` opens the buffer; `read(buffer, size)` gives the bytes of the chunk in it.
-        """
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._snapshot = _Snapshot()
+        self._num_used = 0
+        self._replaced: list[_Snapshot] = []  # may still be copied by a receiver, so it must not be freed
+        self._probed: MadeChunk | None = None  # lives until the next probe
 
     def probe(self) -> Chunk:
-        """A chunk for receivers to try. Raises OSError if this system shares no such memory."""
-        self._probed = _Set(self._allocator())
+        """A chunk for receivers to try. Raises RuntimeError if this system shares no such memory."""
         random = torch.frombuffer(bytearray(os.urandom(256)), dtype=torch.uint8)
-        return self._probed.fill(0, "probe", {"random": random}).with_checksum()
+        self._probed = self._filled(_Snapshot(), 0, 0, "probe", {"random": random})
+        return self._probed.with_checksum()
 
-    def begin(self) -> str | None:
-        """Begin an update; returns the name of the memory that it will overwrite, if receivers may still read it."""
-        self._turn = (self._turn + 1) % len(self._sets)
-        self._sets[self._turn].num_used = 0
-        return f"{self._name}-{self._turn}" if self._sets[self._turn].receivers or not self.is_copied else None
+    def begin(self) -> bool:
+        """Begin an update; returns whether receivers must answer its header before anything is overwritten."""
+        self._num_used = 0
+        return bool(self._snapshot.readers)
 
     def lend_to(self, receivers: Collection[str]) -> None:
-        """Note who gets this update. All of them have released the memory that `begin` named."""
-        lent = self._sets[self._turn]
-        if not lent.receivers <= set(receivers):
-            if self.is_copied:
-                self._replaced.append(lent)
-            lent = self._sets[self._turn] = _Set(self._allocator())
-        lent.receivers = frozenset(receivers)
+        """Note who gets this update. All of them have answered its header, if `begin` asked for that."""
+        if not self._snapshot.readers <= set(receivers):
+            self._replaced.append(self._snapshot)
+            self._snapshot = _Snapshot()
+        self._snapshot.readers = frozenset(receivers)
 
     def returned_by(self, receivers: Collection[str]) -> None:
         """Note who has answered the whole update, or has died."""
-        if self.is_copied:
-            for lent in (*self._sets, *self._replaced):
-                lent.receivers -= frozenset(receivers)
-            self._replaced = [lent for lent in self._replaced if lent.receivers]
+        for snapshot in (self._snapshot, *self._replaced):
+            snapshot.readers -= frozenset(receivers)
+        self._replaced = [snapshot for snapshot in self._replaced if snapshot.readers]
 
     def make_chunk(self, index: int, module: str, tensors: Mapping[str, Tensor]) -> MadeChunk:
-        """Copy the tensors into shared memory; without memory for them, make a chunk that travels by value."""
-        try:
-            return self._sets[self._turn].fill(index, module, tensors)
-        except OSError as error:
-            if not self._has_warned:
-                logger.warning("no shared memory left for weights (%s): sending them by value", error)
-            self._has_warned = True
-            return value_chunk(index, module, tensors)
+        """Copy the tensors into the snapshot."""
+        made = self._filled(self._snapshot, self._num_used, index, module, tensors)
+        self._num_used += 1
+        return made
+
+    def _filled(
+        self, snapshot: _Snapshot, at: int, index: int, module: str, tensors: Mapping[str, Tensor]
+    ) -> MadeChunk:
+        info = ChunkInfo(module=module, tensors=specs_of(tensors))
+        size, buffers = layout(info.tensors)[1], snapshot.buffers
+        if at == len(buffers) or buffers[at][0].numel() < size:
+            buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
+            buffers[at : at + 1] = [(buffer, CardHandle.of(buffer))]
+        buffer, handle = buffers[at]
+        copy_all(list(views(buffer, info.tensors).values()), list(tensors.values()))
+        return MadeChunk(Chunk(index=index, info=info, handle=handle), buffer[:size])
 
 
 class ChunkReader:
-    """The receiver's side. What an update opened stays open for the next two, because senders fill two sets in turn."""
+    """The receiver's side. Buffers that an update opened stay open for the next."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._open: dict[Any, Tensor] = {}
-        self._used: set[Any] = set()
-        self._used_before: set[Any] = set()
+        self._open: dict[CardHandle, Tensor] = {}
+        self._used: set[CardHandle] = set()
         self._stream: torch.cuda.Stream | None = None
 
     def read(self, chunk: Chunk) -> dict[str, Tensor]:
-        """The chunk's tensors, in the memory that it came in. Raises an error if they are not what was sent."""
+        """The chunk's tensors, in memory that stays as it is. Raises an error if they are not what was sent."""
         info = chunk.info
         with self._side_stream():
-            memory: tuple[np.ndarray | Tensor, ...]
             if chunk.handle is None:
-                memory, tensors = chunk.arrays, _decoded(chunk)
+                data = tensor_of(np.asarray(chunk.data))
             else:
-                data = self._data(chunk.handle, layout(info.tensors)[1])
-                memory, tensors = (data,), views(data, info.tensors)
-            if info.checksum is not None and (found := checksum_of(info, memory)) != info.checksum:
+                data = self._copied(chunk.handle, layout(info.tensors)[1])
+            if info.checksum is not None and (found := checksum_of(info, data)) != info.checksum:
                 raise ValueError(f"its checksum is {found:#x}, but was {info.checksum:#x} when it was sent")
-        return tensors
+        return views(data, info.tensors)
 
     def end_update(self) -> None:
-        """Close what neither this update nor the one before used, such as memory of a sender that is gone."""
-        kept = self._used | self._used_before
-        self._open = {handle: buffer for handle, buffer in self._open.items() if handle in kept}
-        self._used, self._used_before = set(), self._used
+        """Close what this update did not use, such as memory of a sender that is gone."""
+        self._open = {handle: buffer for handle, buffer in self._open.items() if handle in self._used}
+        self._used = set()
 
-    def _data(self, handle: Any, size: int) -> Tensor:
+    def _copied(self, handle: CardHandle, size: int) -> Tensor:
         if handle not in self._open:
             self._open[handle] = handle.open(self.device)
         self._used.add(handle)
-        data: Tensor = handle.read(self._open[handle], size)
+        data = self._open[handle][:size].clone()
+        if data.is_cuda:
+            torch.cuda.current_stream(data.device).synchronize()
         return data
 
     def _side_stream(self) -> contextlib.AbstractContextManager[Any]:
@@ -189,26 +201,22 @@ class ChunkReader:
         return torch.cuda.stream(self._stream)
 
 
-def _decoded(chunk: Chunk) -> dict[str, Tensor]:
-    tensors = {}
-    for spec, array in zip(chunk.info.tensors, chunk.arrays, strict=True):
-        if array.shape != spec.shape:
-            raise ValueError(f"weight {spec.name!r} should have shape {spec.shape}, got {array.shape}")
-        tensors[spec.name] = decode(WireTensor(array, spec.dtype))
-    return tensors
+def card_of(device: torch.device) -> str:
+    """A name for the physical card behind a device, the same in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
 
 
-def checksum_of(info: ChunkInfo, memory: Iterable[np.ndarray | Tensor]) -> int:
+def _itself(buffer: Tensor) -> Tensor:
+    return buffer
+
+
+def checksum_of(info: ChunkInfo, memory: Tensor) -> int:
     """XXH3 over a chunk's description and its bytes (on a card, their `device_checksum`): any flipped bit changes it.
 
     It runs at the speed of memory. It is no protection against a sender with bad intentions.
     """
     digest = xxhash.xxh3_64(f"{info.module} {info.tensors}".encode())
-    for data in memory:
-        if isinstance(data, Tensor) and data.is_cuda:
-            digest.update(device_checksum(data).to_bytes(8, "little"))
-        else:
-            digest.update(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+    digest.update(device_checksum(memory).to_bytes(8, "little") if memory.is_cuda else memory.numpy().data)
     return digest.intdigest()
 
 
@@ -237,10 +245,10 @@ def device_checksum(data: Tensor) -> int:
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors into tensors in as few launches as possible, and return when it is done.
 
-    On a GPU one launch for each tensor would take longer than the bytes do. Work on the targets that was queued on any
+    On a GPU one launch for each tensor would take longer than the bytes do. Work on the tensors that was queued on any
     stream ends first.
     """
-    devices = {tensor.device for tensor in targets if tensor.is_cuda}
+    devices = {tensor.device for tensor in (*targets, *sources) if tensor.is_cuda}
     for device in devices:
         torch.cuda.synchronize(device)
     groups: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}

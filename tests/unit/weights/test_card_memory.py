@@ -12,8 +12,7 @@ from weight_testing import deliver, header_of, messages_of
 
 from coati.errors import WeightUpdateError
 from coati.weights import transports
-from coati.weights.card_memory import CardHandle, CardMemory
-from coati.weights.transports import copy_all, device_checksum
+from coati.weights.transports import CardHandle, CardMemory, copy_all, device_checksum
 
 CPU = torch.device("cpu")
 
@@ -62,7 +61,7 @@ def test_the_checksum_wraps_around():
 def test_weights_arrive_to_the_bit(has_checksums, make_models, memory, maker, fingerprint):
     sent = messages_of(make_models(7), memory=memory, has_checksums=has_checksums)
     assert len(sent.chunks) > 2
-    assert all(isinstance(chunk.handle, CardHandle) and not chunk.arrays for chunk in sent.chunks)
+    assert all(isinstance(chunk.handle, CardHandle) and chunk.data is None for chunk in sent.chunks)
     assert sent.nbytes == 40 + 80 + 8 + 2 + 20
     deliver(sent, maker)
     assert fingerprint(maker.models) == fingerprint(make_models(7))
@@ -84,18 +83,18 @@ def test_the_next_update_uses_the_same_buffers_and_leaves_what_is_staged_alone(m
 
 def lend(memory, *receivers):
     """Begin an update as a sender does, with receivers that have released what it overwrites."""
-    name = memory.begin()
+    must_wait = memory.begin()
     memory.lend_to(receivers)
-    return name
+    return must_wait
 
 
 def test_a_snapshot_that_a_maker_did_not_answer_is_not_written_until_it_answers(
     make_models, memory, maker, fingerprint
 ):
-    assert lend(memory, "slow", "quick") is None
+    assert not lend(memory, "slow", "quick")
     first = messages_of(make_models(7), memory=memory)
     memory.returned_by(["quick"])
-    assert lend(memory, "quick") is not None  # makers must answer its header first, and the slow one does not
+    assert lend(memory, "quick")  # makers must answer its header first, and the slow one does not
     messages_of(make_models(8), memory=memory)
     deliver(first, maker)  # the slow maker reads at last
     assert fingerprint(maker.models) == fingerprint(make_models(7))
@@ -106,7 +105,7 @@ def test_replaced_snapshots_are_freed_when_their_readers_have_answered_another_u
     for slow in ("a", "b", "c"):
         lend(memory, slow, "quick")
         messages_of(make_models(1), memory=memory)
-        weakref.finalize(memory._sets[0], freed.append, slow)
+        weakref.finalize(memory._snapshot, freed.append, slow)
         memory.returned_by(["quick"])
         lend(memory, "quick")
         memory.returned_by(["quick"])
@@ -200,3 +199,10 @@ def test_a_commit_copies_mixed_dtypes_and_rounds_to_the_target():
     targets = [torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(0), torch.tensor(0)]
     copy_all(targets, [torch.ones(2), torch.full((2,), 1.00390625), torch.zeros(0), torch.tensor(5)])
     assert [target.tolist() for target in targets] == [[1.0, 1.0], [1.0, 1.0], [], 5]
+
+
+def test_a_reader_closes_what_an_update_did_not_use(make_models, memory, maker):
+    for version, of_a_sender in enumerate((memory, CardMemory(CPU)), start=1):
+        sent = messages_of(make_models(version), memory=of_a_sender, header=header_of(version))
+        deliver(sent, maker)
+        assert set(maker.receiver._reader._open) == {chunk.handle for chunk in sent.chunks}

@@ -172,23 +172,22 @@ def _damaged(sent, dice, damage):
 
 def flip_a_bit(sent, other, dice):
     def flip(chunk):
-        arrays = [array.copy() for array in chunk.arrays]
-        raw = dice.choice(arrays).reshape(-1).view("uint8")
-        raw[dice.randrange(raw.size)] ^= 1 << dice.randrange(8)
-        return dataclasses.replace(chunk, arrays=tuple(arrays))
+        data = chunk.data.copy()
+        data[dice.randrange(data.size)] ^= 1 << dice.randrange(8)
+        return dataclasses.replace(chunk, data=data)
 
     return _damaged(sent, dice, flip)
 
 
 def cut_a_tensor(sent, other, dice):
     def cut(chunk):
-        return dataclasses.replace(chunk, arrays=(*chunk.arrays[:-1], chunk.arrays[-1][:-1]))
+        return dataclasses.replace(chunk, data=chunk.data[:-1])
 
     return _damaged(sent, dice, cut)
 
 
 def lose_a_tensor(sent, other, dice):
-    return _damaged(sent, dice, lambda chunk: dataclasses.replace(chunk, arrays=chunk.arrays[1:]))
+    return _damaged(sent, dice, lambda chunk: dataclasses.replace(chunk, data=chunk.data[256:]))
 
 
 def take_a_chunk_of_another_trainer(sent, other, dice):

@@ -13,6 +13,7 @@ from weight_testing import Maker, deliver, header_of, messages_of, value_chunk
 
 from coati.errors import WeightUpdateError
 from coati.models import Actor, Critic
+from coati.weights.message import views
 from coati.weights.receiver import MAX_IDLE_SECONDS
 
 
@@ -22,10 +23,9 @@ def with_info(chunk, **changes):
 
 def flipped(chunk, bit):
     """The same chunk with one bit of its payload changed and the checksum it was sent with."""
-    arrays = [array.copy() for array in chunk.arrays]
-    raw = next(array for array in arrays if array.nbytes).reshape(-1).view(np.uint8)
-    raw[(bit // 8) % raw.size] ^= 1 << (bit % 8)
-    return dataclasses.replace(chunk, arrays=tuple(arrays))
+    data = chunk.data.copy()
+    data[(bit // 8) % data.size] ^= 1 << (bit % 8)
+    return dataclasses.replace(chunk, data=data)
 
 
 def replaced(sent, index, chunk):
@@ -116,17 +116,16 @@ def lose_the_last_chunk(sent):
 
 def lose_a_tensor(sent):
     chunk = sent.chunks[0]
-    return replaced(sent, 0, with_info(dataclasses.replace(chunk, arrays=chunk.arrays[:-1])))
+    return replaced(sent, 0, dataclasses.replace(chunk, data=chunk.data[:-256]))
 
 
 def lose_a_tensor_and_its_name(sent):
-    chunk = dataclasses.replace(sent.chunks[-1], arrays=sent.chunks[-1].arrays[:-1])
+    chunk = dataclasses.replace(sent.chunks[-1], data=sent.chunks[-1].data[:-256])
     return replaced(sent, -1, with_info(chunk, tensors=chunk.info.tensors[:-1]))
 
 
-def shorten_an_array(sent):
-    chunk = sent.chunks[-1]
-    return replaced(sent, -1, dataclasses.replace(chunk, arrays=(chunk.arrays[0][..., :-1], *chunk.arrays[1:])))
+def lose_the_bytes(sent):
+    return replaced(sent, -1, dataclasses.replace(sent.chunks[-1], data=None))
 
 
 def flip_a_bit(sent):
@@ -173,7 +172,7 @@ def with_tensor(sent, name, tensor, *, index=0):
     """An honest update (checksums and manifest fit) in which chunk `index` also holds this tensor."""
     chunk = sent.chunks[index]
     extra = value_chunk(chunk.info.module, {name: tensor})
-    joined = dataclasses.replace(chunk, arrays=chunk.arrays + extra.arrays)
+    joined = dataclasses.replace(chunk, data=np.concatenate([chunk.data, extra.data]))
     joined = with_info(joined, tensors=chunk.info.tensors + extra.info.tensors)
     return sent.listing(*[joined if one is chunk else one for one in sent.chunks])
 
@@ -181,9 +180,9 @@ def with_tensor(sent, name, tensor, *, index=0):
 def without_tensor(sent, name):
     kept = []
     for chunk in sent.chunks:
-        pairs = [(s, a) for s, a in zip(chunk.info.tensors, chunk.arrays, strict=True) if s.name != name]
-        chunk = dataclasses.replace(chunk, arrays=tuple(array for _, array in pairs))
-        kept.append(with_info(chunk, tensors=tuple(spec for spec, _ in pairs)))
+        tensors = views(torch.from_numpy(chunk.data.copy()), chunk.info.tensors)
+        tensors.pop(name, None)
+        kept.append(value_chunk(chunk.info.module, tensors))
     return sent.listing(*kept)
 
 
@@ -240,7 +239,7 @@ DAMAGES = [
     (lose_the_last_chunk, "missing 1 of"),
     (lose_a_tensor, "unreadable"),
     (lose_a_tensor_and_its_name, "its checksum is"),
-    (shorten_an_array, "unreadable"),
+    (lose_the_bytes, "unreadable"),
     (flip_a_bit, "its checksum is"),
     (relabel_a_dtype, "unreadable"),
     (unknown_dtype, "unreadable"),
