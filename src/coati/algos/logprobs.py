@@ -15,7 +15,6 @@ size of the chunks, and sums over tokens (the head's gradient) are kept in float
 temperature per sample. Results are float32, or float64 for float64 inputs. Differentiable once.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,14 +26,17 @@ from torch.nn import functional as F
 from coati.algos.head_operations import TorchHead, add_product, head_operations, wide_format
 from coati.errors import ConfigError, DataError
 
+# Tokens of given logits that are widened at once.
+_CHUNK_TOKENS = 4096
+
 
 def logprobs_and_entropy(
     logits: Tensor,  # [..., T, V]
     tokens: Tensor,  # [..., T] token ids
     *,
     temperature: float | Tensor = 1.0,
-    chunk_tokens: int = 4096,
     with_entropy: bool = True,
+    chunk_tokens: int = _CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each token under softmax(logits / temperature), and the entropy of that, `[..., T]` each.
 
@@ -50,58 +52,16 @@ def logprobs_and_entropy(
             f"logits must be [..., tokens, vocabulary] and tokens have that shape without the vocabulary, got "
             f"{tuple(logits.shape)} and {tuple(tokens.shape)}. Pass logits[:, :-1] with tokens[:, 1:]."
         )
-    if chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens must be 1 or more, got {chunk_tokens}. Use 4096, or less to save memory.")
     scale = temperature_per_token(temperature, shape, like=logits)
     # Chunks are cut as views along the last two dimensions, because flattening a slice of the logits, such as
     # logits[:, prompt:-1], would copy all of it.
     flat_logits = logits.unsqueeze(0) if logits.dim() == 2 else logits.flatten(0, -3)  # [N, T, V]
     rows = flat_logits.shape[:2]
+    scale = None if scale is None else scale.reshape(*rows, 1)
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        flat_logits,
-        tokens.long().reshape(rows),
-        None if scale is None else scale.reshape(*rows, 1),
-        chunk_tokens,
-        with_entropy,
+        flat_logits, None, None, tokens.long().reshape(rows), scale, logits.dtype, chunk_tokens, with_entropy
     )
     return logprobs.reshape(shape), entropy.reshape(shape) if with_entropy else None
-
-
-class _ChunkedLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,  # [N, T, V]
-        tokens: Tensor,  # [N, T]
-        scale: Tensor | None,  # [N, T, 1] temperature
-        chunk_tokens: int,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        # An entropy that only feeds a metric has no gradient; None instead of zeros saves its part of the backward.
-        ctx.set_materialize_grads(False)
-        ctx.chunk_tokens = chunk_tokens
-        logprobs = torch.empty(tokens.shape, dtype=wide_format(logits.dtype), device=logits.device)
-        entropy = torch.empty_like(logprobs) if with_entropy else None
-        operations = TorchHead(logits.device)
-        for at in _blocks(tokens.shape, chunk_tokens):
-            reading = operations.read_off(logits[at], tokens[at], _part(scale, at), with_entropy=with_entropy)
-            logprobs[at] = reading.logprobs
-            if entropy is not None:
-                assert reading.entropy is not None
-                entropy[at] = reading.entropy
-        ctx.save_for_backward(logits, tokens, scale, entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits, tokens, scale, entropy = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)  # [N, T, V], the only tensor of full size made here
-        operations = TorchHead(logits.device)
-        for at in _blocks(tokens.shape, ctx.chunk_tokens):
-            parts = (_part(scale, at), None, _part(grad_logprobs, at), _part(grad_entropy, at), _part(entropy, at))
-            grad_logits[at] = operations.gradient(logits[at], tokens[at], *parts)
-        return grad_logits, *[None] * 4
 
 
 def head_logprobs_and_entropy(
@@ -125,9 +85,13 @@ def head_logprobs_and_entropy(
     >>> [round(value, 4) for value in logprobs.tolist()]  # two tokens, equally likely: -log 2
     [-0.6931, -0.6931, -0.6931]
     """
-    _check_head(hidden, weight, tokens, bias)
-    if chunk_tokens < 0:
-        raise ConfigError(f"chunk_tokens must be 0 (chosen by vocabulary) or more, got {chunk_tokens}.")
+    biases = weight.shape[:1] if bias is None else bias.shape
+    if hidden.shape[1:] != weight.shape[1:] or tokens.shape != hidden.shape[:1] or biases != weight.shape[:1]:
+        raise DataError(
+            f"hidden states must be [tokens, hidden], the head's weight [vocabulary, hidden], its bias [vocabulary] and "
+            f"tokens [tokens], got {tuple(hidden.shape)}, {tuple(weight.shape)}, {tuple(biases)} and "
+            f"{tuple(tokens.shape)}. Flatten the batch first."
+        )
     scale = temperature_per_token(temperature, tokens.shape, like=hidden)
     if scale is not None and bool((scale == 1).all()):
         scale = None
@@ -136,21 +100,21 @@ def head_logprobs_and_entropy(
     dtype = torch.get_autocast_dtype(device_type) if is_autocast else hidden.dtype
     if chunk_tokens == 0:
         chunk_tokens = head_operations(hidden.device, dtype).chunk_tokens(len(tokens), weight.shape[0])
-    logprobs, entropy = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
+    logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, tokens.long().contiguous(), scale, dtype, chunk_tokens, with_entropy
     )
     return logprobs, entropy
 
 
-class _HeadLogprobs(torch.autograd.Function):
+class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,  # [N, d]
-        weight: Tensor,  # [V, d]
+        inputs: Tensor,  # hidden states [N, d], or [N, T, V] logits
+        weight: Tensor | None,  # [V, d] of the head; None: the inputs are logits
         bias: Tensor | None,  # [V]
-        tokens: Tensor,  # [N]
-        scale: Tensor | None,  # [N, 1] temperature
+        tokens: Tensor,  # [N], or [N, T]
+        scale: Tensor | None,  # [*tokens, 1] temperature
         dtype: torch.dtype,
         chunk_tokens: int,
         with_entropy: bool,
@@ -158,13 +122,13 @@ class _HeadLogprobs(torch.autograd.Function):
         # An entropy that only feeds a metric has no gradient; None instead of zeros saves its part of the backward.
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.chunk_tokens = dtype, chunk_tokens
-        narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        operations = head_operations(hidden.device, dtype)
-        logprobs = torch.empty(tokens.shape, dtype=wide_format(dtype), device=hidden.device)
+        operations = TorchHead(inputs.device) if weight is None else head_operations(inputs.device, dtype)
+        narrow = _narrow(weight, dtype), _narrow(bias, dtype)
+        logprobs = torch.empty(tokens.shape, dtype=wide_format(dtype), device=inputs.device)
         entropy = torch.empty_like(logprobs) if with_entropy else None
         sums: list[Tensor] = []
-        for at in _spans(len(tokens), chunk_tokens):
-            logits = F.linear(hidden[at].to(dtype), narrow_weight, narrow_bias)
+        for at in _chunks(tokens.shape, chunk_tokens):
+            logits = _logits(inputs[at], *narrow)
             reading = operations.read_off(logits, tokens[at], _part(scale, at), with_entropy=with_entropy)
             del logits  # before the next chunk's are there
             logprobs[at] = reading.logprobs
@@ -173,24 +137,24 @@ class _HeadLogprobs(torch.autograd.Function):
                 entropy[at] = reading.entropy
             if reading.sums is not None:
                 sums.append(reading.sums)
-        ctx.save_for_backward(hidden, weight, bias, tokens, scale, entropy, torch.cat(sums, 1) if sums else None)
+        ctx.save_for_backward(inputs, weight, bias, tokens, scale, entropy, torch.cat(sums, 1) if sums else None)
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, tokens, scale, entropy, sums = ctx.saved_tensors
-        dtype, wide = ctx.dtype, wide_format(ctx.dtype)
-        narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        operations = head_operations(hidden.device, dtype)
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        inputs, weight, bias, tokens, scale, entropy, sums = ctx.saved_tensors
+        if grad_logprobs is None and grad_entropy is None:
+            return (None,) * 8
+        wide = wide_format(ctx.dtype)
+        operations = TorchHead(inputs.device) if weight is None else head_operations(inputs.device, ctx.dtype)
+        narrow = _narrow(weight, ctx.dtype), _narrow(bias, ctx.dtype)
+        wants_inputs, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_inputs = torch.empty_like(inputs) if wants_inputs else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
-        has_gradient = grad_logprobs is not None or grad_entropy is not None
-        for at in _spans(len(tokens), ctx.chunk_tokens) if has_gradient else ():
-            narrow_hidden = hidden[at].to(dtype)
-            logits = F.linear(narrow_hidden, narrow_weight, narrow_bias)
+        for at in _chunks(tokens.shape, ctx.chunk_tokens):
+            logits = _logits(inputs[at], *narrow)
             grad = operations.gradient(
                 logits,
                 tokens[at],
@@ -202,72 +166,59 @@ class _HeadLogprobs(torch.autograd.Function):
             )
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=wide)
-            if grad_hidden is not None:
-                grad_hidden[at] = (grad @ narrow_weight).to(hidden.dtype)
+            if grad_inputs is not None:
+                grad_inputs[at] = grad if narrow[0] is None else grad @ narrow[0]
             if grad_weight is not None:
-                add_product(grad_weight, grad.T, narrow_hidden)
+                add_product(grad_weight, grad.T, inputs[at].to(ctx.dtype))
             del logits, grad
         return (
-            grad_hidden,
+            grad_inputs,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
             *[None] * 5,
         )
 
 
+def _logits(inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return inputs if weight is None else F.linear(inputs.to(weight.dtype), weight, bias)
+
+
+def _narrow(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
+
+
 def _part(tensor: Tensor | None, at: Any) -> Tensor | None:
     return None if tensor is None else tensor[at]
 
 
-def _spans(num_tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    for start in range(0, num_tokens, chunk_tokens):
-        yield slice(start, min(start + chunk_tokens, num_tokens))
-
-
-def _blocks(shape: torch.Size, chunk_tokens: int) -> Iterator[tuple[slice, slice]]:
-    """Index pairs that cover two dimensions, each at most `chunk_tokens` positions."""
-    num_rows, row_length = shape
-    for rows in _spans(num_rows, max(1, chunk_tokens // max(1, row_length))):
-        for columns in _spans(row_length, chunk_tokens):
-            yield rows, columns
-
-
-def _check_head(hidden: Tensor, weight: Tensor, tokens: Tensor, bias: Tensor | None) -> None:
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise DataError(
-            f"hidden states must be [tokens, hidden] and the head's weight [vocabulary, hidden], got "
-            f"{tuple(hidden.shape)} and {tuple(weight.shape)}. Flatten the batch first."
-        )
-    if tokens.shape != hidden.shape[:1]:
-        raise DataError(f"tokens must be [{hidden.shape[0]}], one for each hidden state, got {tuple(tokens.shape)}.")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise DataError(f"the head's bias must be [{weight.shape[0]}], got {tuple(bias.shape)}.")
+def _chunks(shape: torch.Size, chunk_tokens: int) -> Iterator[slice | tuple[slice, slice]]:
+    """Indices that cover one or two dimensions, each at most `chunk_tokens` positions."""
+    columns = [slice(start, start + chunk_tokens) for start in range(0, shape[-1], chunk_tokens)]
+    if len(shape) == 1:
+        yield from columns
+        return
+    num_rows = max(1, chunk_tokens // max(1, shape[1]))
+    for first in range(0, shape[0], num_rows):
+        yield from ((slice(first, first + num_rows), part) for part in columns)
 
 
 def temperature_per_token(temperature: float | Tensor, shape: torch.Size, *, like: Tensor) -> Tensor | None:
     """The temperature as `[*shape, 1]`, or None when it is the number 1 and nothing needs dividing."""
     if not isinstance(temperature, Tensor):
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise ConfigError(_temperature_rule(temperature))
         if temperature == 1:
             return None
         temperature = torch.tensor(temperature, dtype=torch.float64)
-    elif not bool((temperature.isfinite() & (temperature > 0)).all()):
-        raise ConfigError(_temperature_rule(temperature.tolist()))
+    if not bool((temperature.isfinite() & (temperature > 0)).all()):
+        raise ConfigError(
+            f"temperature must be positive and finite, got {temperature.tolist()}. Use the temperature that the tokens "
+            "were sampled with, or 1.0 for greedy decoding."
+        )
     if temperature.shape != shape[: temperature.dim()]:
         raise DataError(
             f"a temperature tensor must have a shape that leads {tuple(shape)}, the shape of the tokens, got "
             f"{tuple(temperature.shape)}. Pass one temperature per sample."
         )
     # float64 does not exist on every accelerator; what is computed in decides.
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    column = temperature.detach().to(device=like.device, dtype=dtype)
+    column = temperature.detach().to(device=like.device, dtype=wide_format(like.dtype))
     column = column.reshape(column.shape + (1,) * (len(shape) - column.dim()))
     return column.expand(shape).unsqueeze(-1)  # [*shape, 1]
-
-
-def _temperature_rule(value: object) -> str:
-    return (
-        f"temperature must be positive and finite, got {value}. Use the temperature that the tokens were "
-        "sampled with, or 1.0 for greedy decoding."
-    )

@@ -145,5 +145,3 @@ def test_wrong_shapes_are_refused():
         logprobs_and_entropy(logits, tokens[:, 1:])
     with pytest.raises(DataError, match=r"leads \(2, 5\).*got \(5,\)"):
         logprobs_and_entropy(logits, tokens, temperature=torch.ones(5))
-    with pytest.raises(ConfigError, match="chunk_tokens"):
-        logprobs_and_entropy(logits, tokens, chunk_tokens=0)
