@@ -12,7 +12,7 @@ variance that this costs is why w is cut:
 | kind       | weight                      | known as |
 |------------|-----------------------------|----------|
 | "truncate" | min(w, cap)                 | TIS      |
-| "mask"     | w if floor ≤ w ≤ cap else 0 | MIS      |
+| "mask"     | w if w ≤ cap else 0         | MIS      |
 | "none"     | 1                           |          |
 
 Weights are data or numbers to watch, and never differentiated. On-policy data has log-ratio 0, weight exactly 1
@@ -20,7 +20,7 @@ whatever the kind and level, and effective sample size 1.
 """
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,13 +96,12 @@ def importance_weights(
     level: ImportanceLevel,
     kind: ImportanceKind,
     cap: float,
-    floor: float = 0.0,
 ) -> Tensor:
     """Weight of each response token, `[B, T]`, detached, zeros on padding.
 
-    At level "sequence" all tokens of a response carry the weight of the whole response. `cap` must be 1 or
-    more (`math.inf` for none) and `floor`, which only "mask" reads, between 0 and 1, so that on-policy data
-    is never cut. A weight too large for its dtype becomes the largest power of e that is not.
+    At level "sequence" all tokens of a response carry the weight of the whole response. `cap` must be 1 or more
+    (`math.inf` for none), so that on-policy data is never cut. A weight too large for its dtype becomes the largest
+    power of e that is not.
 
     >>> logprobs, behavior = torch.tensor([[4.0, 0.5]]).log(), torch.zeros(1, 2)
     >>> mask = torch.ones(1, 2, dtype=torch.bool)
@@ -111,12 +110,9 @@ def importance_weights(
     >>> importance_weights(logprobs, behavior, mask, level="sequence", kind="mask", cap=1.5).tolist()
     [[0.0, 0.0]]
     """
-    _check_choice("kind", kind, get_args(ImportanceKind))
-    _check_choice("level", level, get_args(ImportanceLevel))
-    if not (cap >= 1 and 0 <= floor <= 1):
+    if not cap >= 1:
         raise ConfigError(
-            f"the cap of importance weights must be 1 or more and their floor between 0 and 1, got cap {cap} "
-            f"and floor {floor}. On-policy data has weight 1, which a cap below or a floor above would cut."
+            f"the cap of importance weights must be 1 or more, got {cap}. On-policy data has weight 1."
         )
     current = zero_padding(logprobs.detach(), mask, name="logprobs")
     behavior = zero_padding(behavior_logprobs.detach(), mask, name="behavior_logprobs")
@@ -128,7 +124,7 @@ def importance_weights(
     weights = finite_ratio(log_ratio)
     if kind == "truncate":
         return zero_padding(weights.clamp(max=cap), mask)
-    return zero_padding(weights, mask & (floor <= weights) & (weights <= cap))
+    return zero_padding(weights, mask & (weights <= cap))
 
 
 def weight_sums(
@@ -185,17 +181,8 @@ def finite_ratio(log_ratio: Tensor) -> Tensor:
 
 def _samples(log_ratios: Tensor, mask: Tensor, level: ImportanceLevel) -> tuple[Tensor, Tensor]:
     """Log-weights, 0 where there is no sample, and where there is: `[B, T]` tokens or `[B]` responses."""
-    _check_choice("level", level, get_args(ImportanceLevel))
     clean = zero_padding(log_ratios.detach(), mask, name="log_ratios")
     return (clean, mask) if level == "token" else (clean.sum(-1), mask.any(-1))
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(
-            f"the {name} of importance weights must be one of {', '.join(choices)}, got {value!r}. "
-            f"Use {choices[0]!r} unless you compare."
-        )
 
 
 def vtrace(
@@ -222,18 +209,8 @@ def vtrace(
     fast.
 
     The advantage is IMPALA's r_t + γ target_{t+1} - V_t at λ = 1; at smaller λ the bootstrap is the mixture
-    (1 - λ) V_{t+1} + λ target_{t+1}. That makes A the GAE of the same λ when all ratios are 1, where IMPALA's
-    own would be short of one λ. Its leading ρ_t is left out: the importance weight of the token
-    itself belongs to the loss (times the advantage, or in the ratio of `clipped_policy_loss`), and would count
-    twice.
-
-    >>> mask = torch.tensor([[True, True]])
-    >>> rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]])
-    >>> out = vtrace(
-    ...     rewards, values, torch.zeros(1, 2), mask, gamma=1.0, lam=1.0, rho_bar=1.0, c_bar=1.0
-    ... )
-    >>> out.targets.tolist(), out.advantages.tolist()
-    ([[1.0, 1.0]], [[0.5, 0.5]])
+    (1 - λ) V_{t+1} + λ target_{t+1}, which makes A the GAE of the same λ when all ratios are 1. Its leading ρ_t is left
+    out: the importance weight of the token itself belongs to the loss, and would count twice.
     """
     if not rho_bar >= c_bar >= 0:
         raise ConfigError(

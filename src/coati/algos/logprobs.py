@@ -88,7 +88,7 @@ def head_logprobs_and_entropy(
     biases = weight.shape[:1] if bias is None else bias.shape
     if hidden.shape[1:] != weight.shape[1:] or tokens.shape != hidden.shape[:1] or biases != weight.shape[:1]:
         raise DataError(
-            f"hidden states must be [tokens, hidden], the head's weight [vocabulary, hidden], its bias [vocabulary] and "
+            "hidden states must be [tokens, hidden], the head's weight [vocabulary, hidden], its bias [vocabulary] and "
             f"tokens [tokens], got {tuple(hidden.shape)}, {tuple(weight.shape)}, {tuple(biases)} and "
             f"{tuple(tokens.shape)}. Flatten the batch first."
         )

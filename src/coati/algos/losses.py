@@ -8,14 +8,13 @@ split over micro-batches.
 Only the first argument of each loss is differentiated. Everything else is data, and is detached here.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from coati.algos.kl import k3
 from coati.algos.masked import divide_by_count, masked_sum, spread, zero_padding
-from coati.errors import ConfigError
 
 LossNormalization = Literal["token", "sequence", "constant"]
 
@@ -73,11 +72,7 @@ def clipped_policy_loss(
     >>> round(out.loss.item(), 4), out.clip_fraction.item()  # -(1.2 - 0.8) / 2
     (-0.2, 1.0)
     """
-    current = zero_padding(logprobs, mask, name="logprobs")
-    behavior = zero_padding(behavior_logprobs.detach(), mask, name="behavior_logprobs")
-    center = behavior
-    if proximal_logprobs is not None:
-        center = zero_padding(proximal_logprobs.detach(), mask, name="proximal_logprobs")
+    current, behavior, center = _clean_logprobs(logprobs, behavior_logprobs, proximal_logprobs, mask)
     gains = zero_padding(advantages.detach(), mask, name="advantages")
     log_ratio = current - center  # [B, T], 0 on padding
     surrogate, is_clipped = clipped_surrogate(log_ratio, gains, clip_low=clip_low, clip_high=clip_high)
@@ -91,6 +86,17 @@ def clipped_policy_loss(
         approx_kl=divide_by_count(k3(behavior, current.detach()).sum(), num_tokens),
         ratio_max=largest(zero_padding(log_ratio.detach().exp(), mask)),
     )
+
+
+def _clean_logprobs(
+    logprobs: Tensor, behavior: Tensor, proximal: Tensor | None, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the current policy, of the behavior policy, and of the one that ratios are taken to; 0 on padding."""
+    current = zero_padding(logprobs, mask, name="logprobs")
+    behavior = zero_padding(behavior.detach(), mask, name="behavior_logprobs")
+    if proximal is None:
+        return current, behavior, behavior
+    return current, behavior, zero_padding(proximal.detach(), mask, name="proximal_logprobs")
 
 
 def clipped_surrogate(
@@ -169,9 +175,9 @@ def loss_weights(
     mask: Tensor,  # [B, T] bool, True on response tokens
     *,
     mode: LossNormalization,
-    num_tokens: Tensor | float | None = None,  # scalar: response tokens in the whole step, over all ranks
-    num_sequences: Tensor | float | None = None,  # scalar: responses in the whole step, over all ranks
-    max_length: int | None = None,  # most tokens that a response may have
+    num_tokens: Tensor | float = 0,  # scalar: response tokens in the whole step, over all ranks
+    num_sequences: Tensor | float = 0,  # scalar: responses in the whole step, over all ranks
+    max_length: int = 0,  # most tokens that a response may have
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Weights `[B, T]`, zeros on padding, so that Σ weight · loss is a step's loss.
@@ -190,18 +196,13 @@ def loss_weights(
     >>> loss_weights(mask, mode="constant", num_sequences=2, max_length=4).tolist()
     [[0.125, 0.125], [0.125, 0.0]]
     """
-    if mode not in get_args(LossNormalization):
-        raise ConfigError(
-            f"the normalisation of a loss must be one of {', '.join(get_args(LossNormalization))}, got "
-            f"{mode!r}. Use token unless responses should count the same whatever their length."
-        )
     ones = zero_padding(torch.ones(mask.shape, dtype=dtype, device=mask.device), mask)
     if mode == "token":
-        return divide_by_count(ones, _needed("num_tokens", num_tokens, mode))
-    per_sequence = divide_by_count(ones, _needed("num_sequences", num_sequences, mode))
+        return divide_by_count(ones, num_tokens)
+    per_sequence = divide_by_count(ones, num_sequences)
     if mode == "sequence":
         return divide_by_count(per_sequence, mask.sum(-1, keepdim=True))
-    return divide_by_count(per_sequence, _needed("max_length", max_length, mode))
+    return divide_by_count(per_sequence, max_length)
 
 
 def sequence_policy_loss(
@@ -217,32 +218,16 @@ def sequence_policy_loss(
 ) -> PolicyLossOutput:
     """GSPO: PPO's clipped surrogate with one ratio per response, s = exp(mean over its tokens of log ratio).
 
-    With advantages `[B]` the loss is -Σ min(s · A, clip(s) · A) / num_sequences, and its gradient goes
-    through s: each of the n tokens of a response gets s · A / n. With advantages `[B, T]` it is the paper's
-    GSPO-token: the mean over a response of min(s · A_t, clip(s) · A_t), where the gradient s · A_t / n of a
-    token comes from its own advantage. Where the advantages of a response are equal the two are the same.
+    With advantages `[B]` the loss is -Σ min(s · A, clip(s) · A) / num_sequences, and each of the n tokens of a response
+    gets the gradient s · A / n. With advantages `[B, T]` it is the paper's GSPO-token, where a token's A is its own.
 
-    In the output `clip_fraction` and `approx_kl` are means over responses of means over their tokens, and
-    `ratio_max` is of s. A clip range for s must be much narrower than one for tokens: 3e-4 and 4e-4 in the
-    paper.
-
-    >>> logprobs, behavior = torch.tensor([[4.0, 0.25], [2.25, 9.0]]).log(), torch.zeros(2, 2)
-    >>> mask = torch.tensor([[True, True], [True, False]])
-    >>> out = sequence_policy_loss(
-    ...     logprobs, behavior, torch.tensor([3.0, 2.0]), mask, clip_low=0.5, clip_high=0.5, num_sequences=2
-    ... )
-    >>> out.loss.item(), out.clip_fraction.item()  # -(1 · 3 + 1.5 · 2) / 2
-    (-3.0, 0.5)
+    `clip_fraction` and `approx_kl` are means over responses of means over their tokens, and `ratio_max` is of s. A clip
+    range for s must be much narrower than one for tokens: 3e-4 and 4e-4 in the paper.
     """
-    current = zero_padding(logprobs, mask, name="logprobs")
-    behavior = zero_padding(behavior_logprobs.detach(), mask, name="behavior_logprobs")
+    current, behavior, center = _clean_logprobs(logprobs, behavior_logprobs, proximal_logprobs, mask)
     gains = spread(advantages, mask) if advantages.dim() == 1 else advantages
     gains = zero_padding(gains.detach(), mask, name="advantages")
-    lengths = mask.sum(-1, keepdim=True)  # [B, 1]
-    center = behavior
-    if proximal_logprobs is not None:
-        center = zero_padding(proximal_logprobs.detach(), mask, name="proximal_logprobs")
-    log_s = divide_by_count((current.detach() - center).sum(-1, keepdim=True), lengths)  # [B, 1]
+    log_s = divide_by_count((current.detach() - center).sum(-1, keepdim=True), mask.sum(-1, keepdim=True))  # [B, 1]
     # The value of log s at every token, and the gradient of the token's own log-prob. The weight 1 / n of the
     # token below then makes it the gradient through the mean.
     log_ratio = log_s + (current - current.detach())  # [B, T]
@@ -254,9 +239,3 @@ def sequence_policy_loss(
         approx_kl=(weights * k3(behavior, current.detach())).sum(),
         ratio_max=largest(zero_padding(log_ratio.detach().exp(), mask)),
     )
-
-
-def _needed(name: str, value: Tensor | float | None, mode: str) -> Tensor | float:
-    if value is None:
-        raise ConfigError(f"the normalisation {mode!r} divides by {name}, got none. Pass {name} of the whole step.")
-    return value

@@ -55,33 +55,17 @@ def divide_by_count(total: Tensor, count: Tensor | float) -> Tensor:
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the entries of `values` where `mask` is True, a scalar.
-
-    >>> masked_sum(torch.tensor([1.0, 2.0, float("inf")]), torch.tensor([True, True, False])).item()
-    3.0
-    """
+    """Sum of the entries of `values` where `mask` is True, a scalar."""
     return zero_padding(values, mask).sum()
 
 
-def masked_mean(values: Tensor, mask: Tensor, *, count: Tensor | None = None) -> Tensor:
-    """Sum of the masked entries over `count`, a scalar; an empty mask gives 0.
-
-    Without `count` it is the mean of this tensor. With the number of entries of a whole step as `count`, the
-    results of its micro-batches add up to the mean over the step.
-
-    >>> masked_mean(torch.tensor([1.0, 2.0, 9.0]), torch.tensor([True, True, False])).item()
-    1.5
-    """
-    return divide_by_count(masked_sum(values, mask), mask.sum() if count is None else count)
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the masked entries, a scalar; an empty mask gives 0."""
+    return divide_by_count(masked_sum(values, mask), mask.sum())
 
 
 def masked_moments(values: Tensor, mask: Tensor) -> MaskedMoments:
-    """Mean, population variance (divided by n, not n - 1) and count of the masked entries.
-
-    >>> moments = masked_moments(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
-    >>> [moment.item() for moment in moments]
-    [2.0, 1.0, 2]
-    """
+    """Mean, population variance (divided by n, not n - 1) and count of the masked entries."""
     count = mask.sum()
     clean = zero_padding(values, mask)
     rough_mean = divide_by_count(clean.sum(), count)
@@ -96,16 +80,14 @@ def masked_whiten(
     values: Tensor,
     mask: Tensor,
     *,
-    shift_mean: bool = True,
     eps: float = 1e-8,
     moments: MaskedMoments | None = None,  # of a larger batch that `values` are a part of
 ) -> Tensor:
-    """`values` scaled to unit variance over the masked entries, and 0 on padding; same shape.
+    """`values` shifted to mean 0 and scaled to variance 1 over the masked entries, and 0 on padding; same shape.
 
-    With `shift_mean` the mean becomes zero as well; without, it stays what it was. `eps` is added to the
-    variance, so equal entries become zeros instead of `nan`. Fewer than two entries have no spread: they are
-    shifted (or left alone) and not scaled. With `moments` of a whole step, over all its micro-batches and ranks,
-    each part of it is whitened as the whole would be.
+    `eps` is added to the variance, so equal entries become zeros instead of `nan`. Fewer than two entries have no
+    spread: they are not scaled. With `moments` of a whole step, over all its micro-batches and ranks, each part of it
+    is whitened as the whole would be.
 
     >>> masked_whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()
     [-1.0, 1.0, 0.0]
@@ -113,10 +95,7 @@ def masked_whiten(
     mean, variance, count = masked_moments(values, mask) if moments is None else moments
     # Chosen before rsqrt: with eps = 0 its gradient at 0 is infinite, selected or not.
     divisor_squared = torch.where(count >= 2, variance + eps, torch.ones_like(variance))
-    whitened = (zero_padding(values, mask) - mean) * divisor_squared.rsqrt()
-    if not shift_mean:
-        whitened = whitened + mean
-    return zero_padding(whitened, mask)
+    return zero_padding((zero_padding(values, mask) - mean) * divisor_squared.rsqrt(), mask)
 
 
 def spread(

@@ -16,8 +16,6 @@ def test_sum_mean_and_moments_by_hand():
     mask = torch.tensor([[True, True, False], [True, False, False]])
     assert masked_sum(values, mask).item() == 9.0
     assert masked_mean(values, mask).item() == 3.0
-    # a whole step of 9 entries: 9 / 9
-    assert masked_mean(values, mask, count=torch.tensor(9)).item() == 1.0
     moments = masked_moments(values, mask)
     assert moments.mean.item() == pytest.approx(3.0)
     assert moments.variance.item() == pytest.approx(14 / 3)
@@ -30,8 +28,6 @@ def test_whiten_by_hand():
     mask = torch.tensor([[True, True, False], [True, True, False]])
     expected = torch.tensor([[-3.0, -1.0, 0.0], [1.0, 3.0, 0.0]], dtype=torch.float64) / 5**0.5
     torch.testing.assert_close(masked_whiten(values, mask, eps=0.0), expected)
-    kept_mean = masked_whiten(values, mask, shift_mean=False, eps=0.0)
-    torch.testing.assert_close(kept_mean, torch.where(mask, expected + 4.0, 0.0))
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
@@ -50,10 +46,9 @@ def test_one_entry_is_shifted_and_not_scaled():
     values = torch.tensor([[5.0, NAN]], requires_grad=True)
     mask = torch.tensor([[True, False]])
     for eps in (1e-8, 0.0):
-        assert masked_whiten(values, mask, eps=eps).tolist() == [[0.0, 0.0]]
-        kept_mean = masked_whiten(values, mask, shift_mean=False, eps=eps)
-        assert kept_mean.tolist() == [[5.0, 0.0]]
-        assert torch.autograd.grad(kept_mean.sum(), values)[0].tolist() == [[1.0, 0.0]]
+        whitened = masked_whiten(values, mask, eps=eps)
+        assert whitened.tolist() == [[0.0, 0.0]]
+        assert torch.autograd.grad(whitened.sum(), values)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("constant", [0.1, 1000.1, -77777.7])
@@ -108,7 +103,6 @@ def test_half_precision_is_computed_in_float32_and_float64_stays():
     # 256 + 1 is not a bfloat16; in bfloat16 the sum would be 256 or 258
     assert masked_sum(torch.tensor([256.0, 1.0, 0.0], dtype=torch.bfloat16), mask).item() == 257.0
     assert masked_sum(torch.ones(3, dtype=torch.float64), mask).dtype == torch.float64
-    assert masked_mean(torch.ones(3), mask, count=torch.tensor(3.0, dtype=torch.float64)).dtype == torch.float32
 
 
 def test_divide_by_count_takes_numbers_and_tensors():
