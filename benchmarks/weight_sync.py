@@ -20,8 +20,8 @@ itself. Medians over the others.
 
 With `--device cuda` the model has the 290 tensors of Qwen2-0.5B in bfloat16, makers and sender share the card, a plain
 copy is one `Tensor.copy_` of the same bytes on the device, and a step of generation ends with a synchronize.
-`path` says which way the weights went: "device" (they stayed on the GPU) or "store" (Ray's object store; `--host` forces
-that).
+`path` says which way the weights went: "device" (they stayed on the GPU) or "store" (Ray's object store; `--host`
+forces that).
 """
 
 import argparse
