@@ -111,9 +111,7 @@ def importance_weights(
     [[0.0, 0.0]]
     """
     if not cap >= 1:
-        raise ConfigError(
-            f"the cap of importance weights must be 1 or more, got {cap}. On-policy data has weight 1."
-        )
+        raise ConfigError(f"the cap of importance weights must be 1 or more, got {cap}. On-policy data has weight 1.")
     current = zero_padding(logprobs.detach(), mask, name="logprobs")
     behavior = zero_padding(behavior_logprobs.detach(), mask, name="behavior_logprobs")
     log_ratio = current - behavior  # [B, T], 0 on padding
