@@ -87,7 +87,8 @@ class _Dropped(Exception):
     pass
 
 
-def _drop(peer):
+def lose(peer):
+    """Lose a call, or its result: an action for `ThreadPeer.at`."""
     raise _Dropped
 
 
@@ -221,10 +222,10 @@ class ThreadPeers(Peers):
         self._peers[name].at(method, point, ThreadPeer.kill, nth)
 
     def drop_reply(self, name, method, *, nth=1):
-        self._peers[name].at(method, "after", _drop, nth)
+        self._peers[name].at(method, "after", lose, nth)
 
     def drop_call(self, name, method, *, nth=1):
-        self._peers[name].at(method, "before", _drop, nth)
+        self._peers[name].at(method, "before", lose, nth)
 
 
 class LocalQueue:

@@ -5,12 +5,14 @@ loop) work together. What a model writes is the number of its version, so a batc
 """
 
 import functools
+import itertools
 import random
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from thread_peers import ThreadPeers, lose
 from tiny import item
 from torch import nn
 
@@ -24,6 +26,8 @@ from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.ledger import LedgerRules, ages_of
+from coati.ledger.audit import audit_run
+from coati.ledger.journal import Journal
 from coati.peers import LocalPeers
 from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.weights import ServedModels, VerifiedUpdate
@@ -83,8 +87,9 @@ class Prompts:
 
 
 class Trainer(FitSteps):
-    def __init__(self, rules, run):
-        self.buffer = LeasedBuffer(rules, BATCH)
+    def __init__(self, rules, run, folder):
+        path = folder and folder / "ledger" / f"stream-{rules.stream}.jsonl"
+        self.buffer = LeasedBuffer(rules, BATCH, open_journal=path and (lambda: Journal(path, rules, run="")))
         self._run = run
         self.version, self.ages, self.trained = 0, [], []
 
@@ -118,11 +123,12 @@ class Maker:
         self.served = ServedModels(self.writer.trained_models)
         self.stop = threading.Event()
         names = list(run.peers)
+        peers = run.network(run.peers)
         self.prompts = LeasedPrompts(
             Prompts(rules.group_size),
             names,
             rules,
-            peers=LocalPeers(**run.peers),
+            peers=peers,
             maker=name,
             version=lambda: self.served.version,
             deadlines=DEADLINES,
@@ -130,7 +136,12 @@ class Maker:
             should_stop=self.stop.is_set,
         )
         sender = ItemSender(
-            names, peers=LocalPeers(**run.peers), sender=name, deadlines=DEADLINES, trainer_of=self.prompts.trainer_of
+            names,
+            peers=peers,
+            sender=name,
+            deadlines=DEADLINES,
+            trainer_of=self.prompts.trainer_of,
+            retry_seconds=0.0,
         )
         pipeline = ExperiencePipeline(self.writer, self.served, rules=rules, in_flight=in_flight)
         self.loop = WorkLoop(pipeline, sender, deadlines=DEADLINES, stop=self.stop, settle=self.prompts.settle)
@@ -154,7 +165,10 @@ class Run:
         drops=0.1,
         in_flight=False,
         dies=False,
+        network=lambda targets: LocalPeers(**targets),
+        folder=None,
     ):
+        self.network = network
         rules = [
             LedgerRules(
                 samples_per_version=BATCH * UPDATE_STEPS,
@@ -168,7 +182,7 @@ class Run:
             for stream in range(num_trainers)
         ]
         self.barrier = threading.Barrier(num_trainers)
-        self.trainers = [Trainer(one, self) for one in rules]
+        self.trainers = [Trainer(one, self, folder) for one in rules]
         self.peers = {
             f"t{index}": SimpleNamespace(lease=functools.partial(self._lease, one), buffer_extend=one.buffer.extend)
             for index, one in enumerate(self.trainers)
@@ -234,3 +248,27 @@ def test_what_a_maker_leaves_behind_when_it_dies_is_made_by_another(max_stalenes
     run = Run(3, num_makers=1, num_trainers=1, max_staleness=max_staleness, drops=0.0, dies=True)
     (trainer,) = run.trainers
     assert sorted(trainer.trained) == list(range(BATCH * TOTAL_STEPS))  # the same ids, none in place of another
+
+
+def test_lost_calls_and_lost_answers_lose_and_double_nothing(tmp_path):
+    dice, lost = random.Random(5), []
+
+    def maybe_lose(peer):
+        if dice.random() < 0.3:
+            lost.append(peer.name)
+            lose(peer)
+
+    def network(targets):
+        peers = ThreadPeers(**targets)
+        for name in targets:
+            for method, point in itertools.product(("lease", "buffer_extend"), ("before", "after")):
+                peers[name].at(method, point, maybe_lose, None)
+        return peers
+
+    run = Run(1, num_makers=3, num_trainers=2, max_staleness=2, group_size=2, network=network, folder=tmp_path)
+    assert len(lost) > 10
+    trained = [number for trainer in run.trainers for number in trainer.trained]
+    assert len(set(trained)) == len(trained) == BATCH * TOTAL_STEPS * 2
+    account = audit_run(tmp_path)
+    assert account.problems == []
+    assert account.oldest <= 2

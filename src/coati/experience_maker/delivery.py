@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from coati.config import Deadlines
@@ -18,7 +17,7 @@ logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.5
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _InFlight:
     call: PendingCall
     trainer: str
@@ -58,7 +57,7 @@ class ItemSender:
         self._alive = list(trainer_names)
         self.trainer_of = trainer_of
         self._turn = 0
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: list[_InFlight] = []  # the oldest first
         self.num_delivered = 0
         self._stopped_at: float | None = None
 
@@ -70,7 +69,7 @@ class ItemSender:
             by_trainer.setdefault(trainer, []).append(item)
         for trainer, part in by_trainer.items():
             while sum(flight.trainer == trainer for flight in self._in_flight) >= self._max_in_flight:
-                self._await_oldest()
+                self._settle(self._in_flight[0])
             delivery_id = uuid.uuid4().hex
             for item in part:
                 item.delivery_id = delivery_id
@@ -80,10 +79,15 @@ class ItemSender:
         """Return whether `send` would not wait: all that was sent has been answered."""
         return all(flight.call.done() for flight in self._in_flight)
 
+    def collect(self) -> None:
+        """Note answers that have come, and send again what was lost: trainers may wait for it. Waits for no answer."""
+        for flight in [flight for flight in self._in_flight if flight.call.done()]:
+            self._settle(flight)
+
     def flush(self) -> None:
         """Wait until everything sent is acknowledged."""
         while self._in_flight:
-            self._await_oldest()
+            self._settle(self._in_flight[0])
 
     def _next_trainer(self) -> str:
         if not self._alive:
@@ -97,9 +101,9 @@ class ItemSender:
         peer = self._peers.find(trainer, role="trainer", timeout=self._deadlines.start_seconds)
         self._in_flight.append(_InFlight(peer.call("buffer_extend", ItemBundle(items)), trainer, items, first_sent))
 
-    def _await_oldest(self) -> None:
-        """Wait for the oldest acknowledgement; retry, redirect or give up if it does not come."""
-        flight = self._in_flight.popleft()
+    def _settle(self, flight: _InFlight) -> None:
+        """Wait for an acknowledgement; retry, redirect or give up if it does not come."""
+        self._in_flight.remove(flight)
         trainer, items = flight.trainer, flight.items
         try:
             with self._timeline.span("wait_room"):

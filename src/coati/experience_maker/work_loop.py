@@ -117,6 +117,7 @@ class WorkLoop:
                 if self._stop.is_set():
                     return _END
                 wait([prompts], timeout=_POLL_SECONDS if self._pending else _SLICE_SECONDS)
+                self._sender.collect()  # there may be no leases before what was sent has come
                 if self._pending:
                     self._finish_if_ready()
                     since = time.monotonic()

@@ -156,7 +156,7 @@ def test_without_a_budget_the_reward_ends_the_run_with_its_own_error(llama):
 @pytest.mark.parametrize("max_quarantined", [64, 1])
 def test_the_work_loop_records_what_is_in_quarantine_before_it_fails(llama, max_quarantined):
     rig, log = Rig(llama, bad=[2, 7], max_quarantined=max_quarantined), RecordLog()
-    sender = SimpleNamespace(send=rig.buffer.extend, has_room=lambda: True)
+    sender = SimpleNamespace(send=rig.buffer.extend, has_room=lambda: True, collect=lambda: None)
     loop = WorkLoop(rig.pipeline, sender, records=log, settle=rig.prompts.settle)
     batches = iter([rig.prompts.poll()])
     if max_quarantined == 1:

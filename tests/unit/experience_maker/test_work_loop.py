@@ -88,7 +88,7 @@ class Rig:
         self.pipeline = ExperiencePipeline(
             maker, self.served, rules=rules, generate_kwargs={"max_new_tokens": 2, "eos_token_id": []}
         )
-        sender = SimpleNamespace(send=self._send, has_room=lambda: self.has_room)
+        sender = SimpleNamespace(send=self._send, has_room=lambda: self.has_room, collect=lambda: None)
         self.loop = WorkLoop(
             self.pipeline,
             sender,
