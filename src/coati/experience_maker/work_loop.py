@@ -9,9 +9,11 @@ pending one is finished and delivered between two tokens of the next, as soon as
 room. On a GPU, batches without slow rewards are delivered there too: the host is idle between tokens. At most one batch
 is pending while another is generated, and batches are delivered in the order of their prompts. While the loop waits for
 prompts (in a run: for leases, which may need new weights), it still finishes the pending batch, because that wait may
-depend on it. Prompts are drawn in the background, always on the same thread, one batch ahead.
+depend on it. Prompts are drawn in the background, always on the same thread: from a data loader one batch ahead. Leases
+are asked for when the maker can begin them. One that it held meanwhile could not go to a quicker maker, and would count
+as made ahead of the trainer without being there.
 
-On-policy nothing is ever pending, and nothing is drawn ahead: see `ExperiencePipeline.may_defer`.
+On-policy nothing is ever pending: see `ExperiencePipeline.may_defer`.
 """
 
 import threading
@@ -83,16 +85,16 @@ class WorkLoop:
         def draw() -> "Future[Any]":
             return prompts_thread.run(lambda: next(batches, _END))
 
-        may_defer = self._pipeline.may_defer
+        draws_ahead = not self._pipeline.is_leased
         coming = draw()
         try:
             while (batch := self._await_prompts(coming)) is not _END and not self._stop.is_set():
-                if may_defer:
+                if draws_ahead:
                     coming = draw()
                 self._hook("on_batch_start")
                 self._make(batch if isinstance(batch, PromptBatch) else PromptBatch.parse(batch))
                 self._hook("on_batch_end")
-                if not may_defer:
+                if not draws_ahead:
                     coming = draw()
             self._finish_pending()
         finally:
@@ -119,7 +121,8 @@ class WorkLoop:
                 wait([prompts], timeout=_POLL_SECONDS if self._pending else _SLICE_SECONDS)
                 self._sender.collect()  # there may be no leases before what was sent has come
                 if self._pending:
-                    self._finish_if_ready()
+                    if not prompts.done():  # else the models work first
+                        self._finish_if_ready()
                     since = time.monotonic()
                 elif time.monotonic() - since >= self._deadlines.batch_seconds and not prompts.done():
                     raise DeadlineExceeded(
