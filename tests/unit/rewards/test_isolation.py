@@ -145,6 +145,17 @@ def test_memory_is_limited(isolated):
     assert reward.score(request_of("a")).tolist() == [1.0]
 
 
+def test_cpu_time_is_limited_for_each_call(isolated):
+    reward = isolated(cpu_seconds=1)
+    with pytest.raises(RewardFailed, match=r"SIGXCPU.*reward\.cpu_seconds"):
+        reward.score(request_of("spin"))
+    assert reward.score(request_of("a")).tolist() == [1.0]
+
+
+def test_open_files_are_limited(isolated):
+    assert float(isolated("files", open_files=64).score(request_of("a"))) < 64
+
+
 def test_only_named_variables_reach_it(isolated, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "s")
     monkeypatch.setenv("PASSED_ON", "p")
@@ -188,8 +199,7 @@ def test_a_function_that_cannot_be_loaded_is_a_wrong_setting(isolated):
 def test_a_function_that_a_program_brings():
     settings = RewardSettings(function="x:y", isolation="process")
     reward = function_reward(textwrap.dedent, settings, name="judge")  # any importable function
-    with pytest.raises(RewardError, match=r"the parameter 'text', but .* prompts, completions"):
-        reward.score(request_of("a"))
+    assert reward._parameters == {"text": True}
     reward._process.kill()
 
 
