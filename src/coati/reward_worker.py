@@ -2,7 +2,7 @@
 
 The child is two processes. The guard runs only what is here. It forks the worker, which imports the function and calls
 it, and waits until the worker has ended, or the maker is gone or says so (SIGTERM). Then it kills everything that the
-worker has started, ends as the worker ended, and nothing is left:
+worker has started, and nothing is left:
 
     maker ── requests (pickle) ──► worker ◄── forks, kills ── guard
           ◄── answers (JSON) ─────
@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import ctypes
 import inspect
-import io
 import itertools
 import json
 import math
@@ -31,10 +30,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from coati.config.checks import keyword_parameters, load_reward_function
 from coati.counting import counted
+from coati.errors import ConfigError
 
 _EXCERPT_LENGTH = 80
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -43,15 +45,21 @@ _KILL_SECONDS = 4.0
 
 
 class WrongScores(Exception):
-    """A function did not return one number for each sample: what it did, and the remedy."""
+    """A function cannot be called, or did not return one number for each sample: what it did, and the remedy."""
 
 
-def call_function(function: Callable[..., Any], arguments: Mapping[str, Any], expected: int) -> list[float]:
-    """Call a reward function, and return its scores; NaN where it has none.
+def call_function(function: Callable[..., Any], offered: Mapping[str, Any], expected: int) -> list[float]:
+    """Call a reward function with those of the offered arguments that it takes; return its scores, NaN for none.
 
-    Raises WrongScores unless it returns `expected` numbers, and what the function raises.
+    Raises WrongScores if it takes others, or does not return `expected` numbers; and what the function raises.
     """
-    returned = function(**arguments)
+    parameters = keyword_parameters(function)
+    if missing := [name for name, is_required in (parameters or {}).items() if is_required and name not in offered]:
+        raise WrongScores(
+            f"has the parameter {missing[0]!r}, but it can only be called with {', '.join(offered)}",
+            "Rename the parameter, give it a default, or add the column to the prompts",
+        )
+    returned = function(**{name: offered[name] for name in offered if parameters is None or name in parameters})
     if inspect.isawaitable(returned):
         returned = asyncio.run(_awaited(returned))
     scores = _listed(returned, expected)  # a generator does its work while it is read
@@ -115,18 +123,11 @@ class WorkerOrder(NamedTuple):
     search_paths: tuple[Path, ...]
     memory_bytes: int
     """Address space; 0 = unlimited."""
-    cpu_seconds: int
-    """For each call; 0 = unlimited."""
-    open_files: int
     network: bool
 
 
-def main() -> None:
-    """Read the order from stdin, fork the worker, and guard it."""
-    requests, answers = os.dup(0), os.dup(1)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)  # what a function prints goes to the maker's log
+def main(fd: int) -> None:
+    """Fork the worker, which reads its order from the socket `fd`, and guard it."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the worker become children of the guard
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
@@ -136,27 +137,22 @@ def main() -> None:
         if worker == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             try:
-                _serve(requests, answers, libc)
+                _serve(Connection(fd), libc)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
-        os.close(answers)
         poll = select.poll()
         poll.register(os.pidfd_open(worker), select.POLLIN)
-        poll.register(requests, 0)  # tells only that the maker has closed it, or is gone
+        poll.register(fd, 0)  # tells only that the maker has closed it, or is gone
         poll.poll()
         if (ended := os.waitpid(worker, os.WNOHANG))[0]:
             status = ended[1]
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _kill_descendants()
-        if os.WIFSIGNALED(status):
-            with contextlib.suppress(OSError):  # of SIGKILL, which needs no handler
-                signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            os.kill(os.getpid(), os.WTERMSIG(status))
-        os._exit(max(0, os.waitstatus_to_exitcode(status)))
+        code = os.waitstatus_to_exitcode(status)
+        os._exit(code if code >= 0 else 128 - code)  # as shells tell of a signal
 
 
 def _kill_descendants() -> None:
@@ -183,46 +179,39 @@ def _descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def _serve(requests: int, answers: int, libc: ctypes.CDLL) -> None:
-    """Load the function, say what it takes, and answer requests; ends with the maker's end of the pipe."""
+def _serve(maker: Connection[Any, Any], libc: ctypes.CDLL) -> None:
+    """Load the function, and answer requests; ends with the maker's end of the socket."""
     own_pid = os.getpid()
 
     def answer(**fields: Any) -> None:
         if os.getpid() != own_pid:  # a function forked, and its copy came back here too
             os._exit(0)
-        rest = memoryview(json.dumps(fields).encode() + b"\n")
-        while rest:
-            rest = rest[os.write(answers, rest) :]
+        maker.send_bytes(json.dumps(fields).encode())
 
-    source = io.BufferedReader(io.FileIO(requests))
-    order = WorkerOrder(*pickle.load(source))
+    order = WorkerOrder(*pickle.loads(maker.recv_bytes()))
     has_network = order.network or not _leave_network(libc)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # if the guard is killed
-    _limit(resource.RLIMIT_AS, order.memory_bytes)
-    _limit(resource.RLIMIT_NOFILE, order.open_files)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if order.memory_bytes and (hard == resource.RLIM_INFINITY or order.memory_bytes < hard):
+        resource.setrlimit(resource.RLIMIT_AS, (order.memory_bytes, order.memory_bytes))
     try:
-        from coati.config.checks import keyword_parameters, load_reward_function
-
         if isinstance(order.function, str):
             function = load_reward_function(order.function, order.search_paths)
         else:
             function = pickle.loads(order.function)
     except BaseException as error:
-        answer(error=f"{error}" if type(error).__name__ == "ConfigError" else raised(error))
+        answer(error=str(error) if isinstance(error, ConfigError) else raised(error))
         return
-    is_host_work = bool(getattr(function, "is_host_work", True))
-    answer(parameters=keyword_parameters(function), is_host_work=is_host_work, has_network=has_network)
+    answer(has_network=has_network)
     with contextlib.suppress(EOFError):
         while True:
-            number, arguments, expected = pickle.load(source)
-            if order.cpu_seconds:
-                used = math.ceil(time.process_time())
-                resource.setrlimit(resource.RLIMIT_CPU, (used + order.cpu_seconds, resource.RLIM_INFINITY))
+            number, arguments, expected = pickle.loads(maker.recv_bytes())
             try:
                 answer(number=number, scores=call_function(function, arguments, expected))
             except WrongScores as fault:
-                answer(number=number, wrong=list(fault.args))
+                what, remedy = fault.args
+                answer(number=number, error=what, remedy=remedy)
             except BaseException as error:  # SystemExit too
                 traceback.clear_frames(error.__traceback__)  # they may hold all the memory there is
                 answer(number=number, error=raised(error))
@@ -240,10 +229,3 @@ def _leave_network(libc: ctypes.CDLL) -> bool:
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     return True
-
-
-def _limit(kind: int, most: int) -> None:
-    if most:
-        _, hard = resource.getrlimit(kind)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(kind, (most, most))

@@ -5,67 +5,20 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from coati.errors import ConfigError
 
-# What TRL and verl call what has another name here, of what people set most; docs/from-trl.md has the others.
-_FOREIGN_NAMES = {
-    "lr": "train.actor_lr",
-    "learning_rate": "train.actor_lr",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "max_steps": "train.total_steps",
-    "num_train_epochs": "train.total_steps",
-    "algorithm": "algorithm.name",
-    "beta": "algorithm.kl_coef",
-    "epsilon": "algorithm.eps_clip",
-    "num_generations": "rollout.samples_per_prompt",
-    "max_completion_length": "rollout.max_new_tokens",
-    "model_name_or_path": "model.path",
-    "reward_funcs": "reward.function",
-    "output_dir": "run.output",
-}
-_TRACKERS = "A run writes metrics.jsonl and TensorBoard files. For another service pass trackers to coati.train."
-_ABSENT = {"wandb": _TRACKERS, "report_to": _TRACKERS, "resume": "To continue a run, use coati train --resume."}
-
 
 def setting(default: Any = ..., about: str = "", *, rule: str = "", remedy: str = "", **constraints: Any) -> Any:
     """Declare a field; `...` as the default makes it required.
 
-    `rule` says what a value must be where type and constraints do not say it all, `remedy` how to correct a wrong one.
+    `rule` says what a value must be where pydantic would not say it well, `remedy` how to correct a wrong one.
     """
     return Field(default, description=about, json_schema_extra={"rule": rule, "remedy": remedy}, **constraints)
-
-
-def rule_of(field: FieldInfo) -> str:
-    """Say in words what a setting must be: its own rule, or what its type and bounds say.
-
-    >>> rule_of(FieldInfo.from_annotated_attribute(int, setting(1, ge=1)))
-    'a whole number, 1 or more'
-    """
-    if rule := _extra(field, "rule"):
-        return rule
-    kind = field.annotation
-    names = ("ge", "gt", "le", "lt", "min_length")
-    bounds = {name: getattr(bound, name) for bound in field.metadata for name in names if hasattr(bound, name)}
-    if get_origin(kind) is Literal:
-        *first, last = (f'"{name}"' for name in get_args(kind))
-        return f"{', '.join(first)} or {last}"
-    if kind is bool:
-        return "true or false"
-    if kind is str:
-        return "a text in quotes" + (", not empty" if "min_length" in bounds else "")
-    if get_origin(kind) is tuple:
-        return "a list of texts in quotes"
-    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
-    words = {"ge": f", {low} or more", "gt": f" above {low}", "le": f" and at most {high}", "lt": f" and below {high}"}
-    if "ge" in bounds and high is not None:
-        words = {"ge": f" from {low}", "le": f" to {high}", "lt": f" to below {high}"}
-    noun = "a whole number" if kind in (int, int | None) else "a number"
-    return noun + "".join(word for key, word in words.items() if key in bounds)
 
 
 class Section(BaseModel):
@@ -159,12 +112,13 @@ def _lines(model: type[Section], detail: Any) -> list[str]:
         return [_unknown(location, owner)]
     if is_table and kind in ("model_type", "model_attributes_type"):
         return [must_be(key, "a table of settings", value, f"Write its keys under [{key}].")]
-    remedy = _extra(field, "remedy")
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    # pydantic says "Input should be …", or "String should have at least …".
+    rule = extra.get("rule") or detail["msg"].replace("should have", "should be a text of").partition(" should be ")[2]
+    remedy = str(extra.get("remedy", ""))
     if not remedy and not field.is_required():
         remedy = f"Leave it out for the default, {_short(field.get_default(call_default_factory=True))}."
-    if kind == "missing":
-        return [f"{key} is required: {rule_of(field)}. {remedy}"]
-    return [must_be(key, rule_of(field), value, remedy)]
+    return [f"{key} is required. {remedy}" if kind == "missing" else must_be(key, str(rule), value, remedy)]
 
 
 def must_be(key: str, rule: str, got: Any, remedy: str) -> str:
@@ -175,23 +129,15 @@ def must_be(key: str, rule: str, got: Any, remedy: str) -> str:
 def _unknown(location: Sequence[int | str], owner: type[BaseModel]) -> str:
     key, name, known = _dotted(location), str(location[-1]), list(owner.model_fields)
     elsewhere = [f"{section}.{name}" for section, other in _SECTIONS.items() if name in other.model_fields]
-    if name in _ABSENT:
-        remedy = _ABSENT[name]
-    elif name in _FOREIGN_NAMES:
-        section, _, ours = _FOREIGN_NAMES[name].partition(".")
-        about = str(_SECTIONS[section].model_fields[ours].description)
-        remedy = f"Use {section}.{ours}: {about[:1].lower()}{about[1:]}"
-    elif close := difflib.get_close_matches(name, known, n=1):
+    if close := difflib.get_close_matches(name, known, n=1):
         remedy = f"Did you mean {_dotted((*location[:-1], close[0]))}?"
     elif elsewhere:
         remedy = f"Did you mean {' or '.join(elsewhere)}?"
+    elif len(location) == 1:
+        remedy = f"The sections are {', '.join(known)}."
     else:
-        remedy = f"{'The sections are' if len(location) == 1 else f'[{location[0]}] has'} {', '.join(known)}."
+        remedy = f"[{location[0]}] has {', '.join(known)}; docs/from-trl.md has the names that TRL uses."
     return f"Unknown {'section' if len(location) == 1 else 'setting'} {key}. {remedy}"
-
-
-def _extra(field: FieldInfo, name: str) -> str:
-    return str(field.json_schema_extra[name]) if isinstance(field.json_schema_extra, dict) else ""
 
 
 def _inner_model(field: FieldInfo) -> type[BaseModel] | None:

@@ -151,8 +151,6 @@ class RewardSettings(Section, section="reward"):
         "thread", "Where functions run: on a thread of the maker, or in a child process that can be killed."
     )
     memory_mib: int = setting(8192, "Address space of a child process, in MiB; 0 = unlimited.", ge=0)
-    cpu_seconds: int = setting(600, "CPU time of a child process for one batch; 0 = unlimited.", ge=0)
-    open_files: int = setting(256, "Files that a child process may have open; 0 = unlimited.", ge=0)
     network: bool = setting(False, "Whether a child process may use the network.")
     environment: tuple[str, ...] = setting(
         (), "Further environment variables that reach a child process, by name.", strict=False

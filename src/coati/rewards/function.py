@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from coati.background import run_in_background
-from coati.config.checks import keyword_parameters
 from coati.errors import RewardError, RewardFailed
 from coati.reward_worker import WrongScores, call_function, excerpt, raised
 from coati.rewards.base import Reward, RewardRequest
@@ -45,11 +44,11 @@ class FunctionReward(Reward):
         self.timeout_seconds = timeout_seconds
         # A function that asks a model on the GPU sets this to False: it would get in the way of the other models.
         self.is_host_work = bool(getattr(function, "is_host_work", True))
-        self._process = function if isinstance(function, RewardProcess) else None
+        self._process: RewardProcess | None = None
         if isinstance(function, RewardProcess):
-            self._parameters, self._function = function.parameters, function.call
+            self._process, self._function = function, function.call
         else:
-            self._parameters, self._function = keyword_parameters(function), partial(call_function, function)
+            self._function = partial(call_function, function)
 
     def score(self, request: RewardRequest) -> Tensor:
         """Return one score per sample, [B] float32 on the CPU.
@@ -58,25 +57,13 @@ class FunctionReward(Reward):
             RewardFailed: when the function raises, hangs, or ends its process.
             RewardError: when it does not return one number per sample.
         """
-        scores = self._call(self._arguments(request), request)
+        offered = {**request.columns, "prompts": request.prompts, "completions": request.completions}
+        scores = self._call(offered, request)
         # Judge finiteness as float32: 1e300 is finite in Python and infinite in the tensor.
         tensor = torch.tensor(scores, dtype=torch.float64).to(torch.float32)  # [B]
         return torch.where(tensor.isfinite(), tensor, torch.full_like(tensor, math.nan))
 
-    def _arguments(self, request: RewardRequest) -> dict[str, Any]:
-        offered = {**request.columns, "prompts": request.prompts, "completions": request.completions}
-        if self._parameters is None:
-            return offered
-        missing = [name for name, is_required in self._parameters.items() if is_required and name not in offered]
-        if missing:
-            raise self._error(
-                f"has the parameter {missing[0]!r}, but it can only be called with {', '.join(offered)}",
-                "Rename the parameter, give it a default, or add the column to the prompts",
-                request,
-            )
-        return {name: value for name, value in offered.items() if name in self._parameters}
-
-    def _call(self, arguments: Mapping[str, Any], request: RewardRequest) -> list[float]:
+    def _call(self, offered: Mapping[str, Any], request: RewardRequest) -> list[float]:
         """Call the function on a daemon thread and wait for it, at most until the deadline."""
         seconds = min(self.timeout_seconds, request.timeout_seconds)
         try:
@@ -84,7 +71,7 @@ class FunctionReward(Reward):
                 self._process.start()
         except FunctionFailed as error:
             raise self._error(f"could not be started again: {error}", "See the maker's log", request) from error
-        call = run_in_background(lambda: self._function(arguments, len(request)), name=f"reward-{self.name}")
+        call = run_in_background(lambda: self._function(offered, len(request)), name=f"reward-{self.name}")
         try:
             return call.result(seconds)
         except BaseException as error:  # SystemExit too, which a function may raise
