@@ -119,14 +119,7 @@ class MakerHolder:
         )
         self._rules = options.rules
         self._trainer_names = tuple(detached_trainer_name_list)
-        self._sender = ItemSender(
-            self._trainer_names,
-            peers=RayPeers(),
-            sender=self._name,
-            deadlines=self._deadlines,
-            should_stop=self._stop.is_set,
-            timeline=self._timeline,
-        )
+        self._sender = self._make_sender()
         if eval_performance:
             self._callbacks.append(_evaluator_of(maker))
         connect(self._callbacks, self._timeline)
@@ -221,6 +214,16 @@ class MakerHolder:
         return self._timeline.since(cursor)
 
     # Inside.
+
+    def _make_sender(self) -> ItemSender:
+        return ItemSender(
+            self._trainer_names,
+            peers=RayPeers(),
+            sender=self._name,
+            deadlines=self._deadlines,
+            should_stop=self._stop.is_set,
+            timeline=self._timeline,
+        )
 
     def _make_loop(
         self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int, num_steps: int
