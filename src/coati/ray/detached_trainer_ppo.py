@@ -190,7 +190,6 @@ class PPOTrainer(DetachedTrainer):
             lambda seconds: self._sync_whole_version(seconds, **kwargs),
             deadline_seconds=self.deadlines.batch_seconds,
             what=lambda: "the end of fit's episode, to sync whole versions to the makers",
-            message_every=self.deadlines.message_seconds,
         )
         if self._sync is not None:
             self._sender.result(self._sync)
