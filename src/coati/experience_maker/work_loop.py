@@ -16,16 +16,17 @@ as made ahead of the trainer without being there.
 On-policy nothing is ever pending: see `ExperiencePipeline.may_defer`.
 """
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from coati import faults
 from coati.background import BackgroundThread
 from coati.config import Deadlines
-from coati.errors import DeadlineExceeded
+from coati.errors import DataError, DeadlineExceeded
 from coati.experience import BufferItem, Experience, split_experience_batch
 from coati.experience_maker.base import MakerBatch, PromptBatch
 from coati.experience_maker.delivery import ItemSender
@@ -178,3 +179,28 @@ class WorkLoop:
             self._notify(name)
         else:
             self._late_hooks.append(name)
+
+
+def loader_batches(
+    loader_fn: Callable[[], Iterable[Any]], num_epochs: int = 1, num_steps: int = 0, *, name: str = "this maker"
+) -> Iterator[Any]:
+    """Yield `num_steps` batches of as many passes as it takes, or else `num_epochs` passes over `loader_fn()`.
+
+    >>> list(loader_batches(lambda: [1, 2], num_steps=3))
+    [1, 2, 1]
+    """
+    passes = itertools.count() if num_steps > 0 else range(num_epochs)
+    batches = (batch for _ in passes for batch in _one_pass(loader_fn, name))
+    return itertools.islice(batches, num_steps) if num_steps > 0 else batches
+
+
+def _one_pass(loader_fn: Callable[[], Iterable[Any]], name: str) -> Iterator[Any]:
+    is_empty = True
+    for batch in loader_fn():
+        is_empty = False
+        yield batch
+    if is_empty:
+        raise DataError(
+            f"dataloader_fn() of maker {name} gave no batch. Is the dataset empty, or smaller than one batch with "
+            "drop_last=True?"
+        )

@@ -24,11 +24,10 @@ from coati.experience_maker.base import ExperienceMaker, build_maker
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
-from coati.experience_maker.work_loop import WorkLoop
+from coati.experience_maker.work_loop import WorkLoop, loader_batches
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import WEIGHTS, Span, Timeline
 from coati.peers import wait_in_slices
-from coati.prompts.source import loader_batches
 from coati.prompts.stream import PromptStream
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, connect, dispatch, num_parameters
 from coati.ray.environment import actor_name, apply_env_info, leave_out_of_collections, remote, set_up_gpu, set_up_log
@@ -271,7 +270,6 @@ class MakerHolder:
                 what=lambda: (
                     f"a full weight update of maker {self._name} (call sync_models_to_remote_makers on its trainer)"
                 ),
-                message_every=self._deadlines.message_seconds,
             )
 
 
