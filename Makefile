@@ -6,6 +6,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+unexport PYTHONDONTWRITEBYTECODE  # or pytest compiles every test file again in every worker
+
 .PHONY: demo test test-long test-all unit coverage check format install clean
 
 install: $(STAMP)

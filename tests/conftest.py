@@ -1,12 +1,15 @@
-"""For all tests: which run first, how many examples they try, and a garbage collector that skips what imports left."""
+"""For all tests: which run first, how many examples they try, and what makes each of thousands cheap."""
 
 import contextlib
 import gc
+import logging
+
+import pytest
 
 with contextlib.suppress(ImportError):  # tests/gpu runs without it
     from hypothesis import settings
 
-    settings.register_profile("quick", max_examples=20, deadline=None)
+    settings.register_profile("quick", max_examples=10, deadline=None)
     settings.register_profile("long", max_examples=300, deadline=None)  # make test-long
     settings.load_profile("quick")
 
@@ -23,4 +26,17 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # what imports left is not looked at again
+    # Around every test pytest adds its handlers to each logger that does not propagate; torch has some sixty of them.
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch"):
+            logging.getLogger(name).propagate = True
+
+
+@pytest.fixture(scope="session")
+def forked_workers():
+    """Workers of Rays that this process starts are forked from one that has imported everything."""
+    from forked_workers import forked_workers
+
+    with forked_workers():
+        yield

@@ -12,8 +12,9 @@ from coati.demo.grammar import PROMPTS
 
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory):
+    """The demo's model, hardly trained."""
     folder = tmp_path_factory.mktemp("base")
-    pretrain(folder)
+    pretrain(folder, steps=20, batch_size=8)
     return folder
 
 
@@ -36,11 +37,15 @@ def coati_command():
 
 @pytest.fixture
 def coati_here(monkeypatch, capsys):
-    """Runs the `coati` command in this process, which saves its imports; gives exit code, stdout and stderr."""
+    """Runs the `coati` command in this process, which saves its imports; gives exit code, stdout and stderr.
 
-    def run(*arguments, cwd=None):
+    For one that starts a Ray, add the fixture `forked_workers`, which saves those of the actors.
+    """
+
+    def run(*arguments, cwd=None, **variables):
         monkeypatch.setattr(sys, "argv", ["coati", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
+        for name, value in {"COLUMNS": "200", **variables}.items():
+            monkeypatch.setenv(name, value)
         if cwd is not None:
             monkeypatch.chdir(cwd)
         capsys.readouterr()

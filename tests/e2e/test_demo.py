@@ -13,7 +13,7 @@ SEEDS = (0, 1, 2)
 
 
 @pytest.fixture(scope="module")
-def demo(coati_command, tmp_path_factory, base_model):
+def demo(coati_command, tmp_path_factory):
     """The folder and the text of a demo that a person runs."""
     output = tmp_path_factory.mktemp("demo") / "out"
     finished = coati_command("demo", "--seed", SEEDS[0], "--output", output)

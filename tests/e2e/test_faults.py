@@ -15,18 +15,18 @@ def changed(*settings):
 
 
 @pytest.fixture
-def faulty_run(film_run, coati_command, tmp_path):
+def faulty_run(film_run, coati_here, forked_workers, tmp_path):
     """Train with faults; all of them happen, the run completes, its account closes, and leases that were returned are
     trained on.
 
     Returns why leases were returned.
     """
 
-    def go(faults, *settings, steps=STEPS, timeout=240, **variables):
+    def go(faults, *settings, steps=STEPS, **variables):
         schedule = Schedule(tmp_path / "faults", faults)
         changes = (f"train.total_steps={steps}", *SHORT, *settings)
         variables[VARIABLE] = str(tmp_path / "faults")
-        finished = coati_command("train", film_run, *changed(*changes), timeout=timeout, **variables)
+        finished = coati_here("train", film_run, *changed(*changes), **variables)
         told = finished.stdout + finished.stderr
         assert finished.returncode == 0, told
         assert [str(fault) for n, fault in enumerate(faults) if not schedule.has_happened(n)] == []

@@ -37,7 +37,7 @@ def test_the_snippets_of_the_page_run(tmp_path, base_model, monkeypatch):
     assert names["bounded"].config.reward.function == "__main__:brief"
 
 
-def test_a_file_and_a_function_on_ray(film_run, tmp_path):
+def test_a_file_and_a_function_on_ray(film_run, forked_workers):
     wanted = "good"
 
     def good(prompts, completions):  # a closure, which no module could name

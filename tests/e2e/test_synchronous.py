@@ -190,7 +190,7 @@ def test_it_learns_to_write_a_word(run):
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "ppo"])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_every_algorithm_learns_to_write_a_word(run, name, seed):
     outcome = run(
         run={"seed": seed},

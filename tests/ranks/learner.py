@@ -32,7 +32,7 @@ from coati.trainer.strategies import (
 from coati.trainer.strategies.sharded import ShardedStrategy
 
 VOCAB = 23
-NUM_STEPS = 5
+NUM_STEPS = 3
 NUM_MIXED_STEPS = 2
 STRATEGIES = {
     "ddp": lambda **options: DDPStrategy(device="cpu", timeout_seconds=180, **options),

@@ -29,7 +29,7 @@ def pytest_collection_finish(session):
 
 
 @pytest.fixture(scope="session")
-def cluster():
+def cluster(forked_workers):
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Secret before ray.init: what the driver has now is what a private local Ray inherits.
     os.environ["COATI_TEST_BEFORE_INIT"] = "inherited"

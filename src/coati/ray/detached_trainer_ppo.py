@@ -96,8 +96,9 @@ class PPOTrainer(DetachedTrainer):
             actor, critic = model_fn()
         critic = None if critic is None else as_critic(critic)
         if eval_performance:
-            self.callbacks.append(TrainerPerformanceEvaluator(num_parameters(actor), num_parameters(critic)))
-            connect(self.callbacks, self._timeline)
+            evaluator = TrainerPerformanceEvaluator(num_parameters(actor), num_parameters(critic))
+            connect([evaluator], self._timeline)
+            self.callbacks.append(evaluator)
         self._learner = self.make_learner(actor, critic)
         self._max_staleness = None if topology.max_staleness < 0 else topology.max_staleness
         self._version_metrics: dict[str, float] = {}  # of the version made last
@@ -107,9 +108,20 @@ class PPOTrainer(DetachedTrainer):
         self._move = BatchMover(self.strategy.device, self._processors.stream if self._processors else None)
         # Held while weights change and while they are read for publishing, so that no update is torn at its source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
-        self._checkpoints = self._make_checkpoints()
+        self._checkpoints = Checkpoints(
+            Path(options.save_folder),
+            self._learner,
+            self._leased,
+            train=options.train,
+            tokenizer=options.tokenizer,
+            write_seconds=options.deadlines.update_seconds,
+        )
         if options.resume is not None:
-            self._restore(options.resume)
+            counters = self._checkpoints.restore(options.resume)
+            self.version, self._num_done = counters["version"], counters["fresh"]
+            self._num_batches, self._num_samples = counters["batches"], counters["samples"]
+            for record in counters["records"]:
+                self._records.append(record)
 
     def make_learner(self, actor: nn.Module, critic: nn.Module | None) -> PPOLearner:
         """Make the learner; override it, or pass `options.learner`, to learn in another way."""
@@ -123,23 +135,6 @@ class PPOTrainer(DetachedTrainer):
             max_response_tokens=self.options.max_response_tokens,
             optimizer_class=self.strategy.optimizer_class,
         )
-
-    def _make_checkpoints(self) -> Checkpoints:
-        return Checkpoints(
-            Path(self.options.save_folder),
-            self._learner,
-            self._leased,
-            train=self.options.train,
-            tokenizer=self.options.tokenizer,
-            write_seconds=self.deadlines.update_seconds,
-        )
-
-    def _restore(self, checkpoint: Path) -> None:
-        counters = self._checkpoints.restore(checkpoint)
-        self.version, self._num_done = counters["version"], counters["fresh"]
-        self._num_batches, self._num_samples = counters["batches"], counters["samples"]
-        for record in counters["records"]:
-            self._records.append(record)
 
     def _make_sender(self) -> WeightSender:
         device = self._learner.device
@@ -190,6 +185,7 @@ class PPOTrainer(DetachedTrainer):
             lambda seconds: self._sync_whole_version(seconds, **kwargs),
             deadline_seconds=self.deadlines.batch_seconds,
             what=lambda: "the end of fit's episode, to sync whole versions to the makers",
+            message_every=self.deadlines.message_seconds,
         )
         if self._sync is not None:
             self._sender.result(self._sync)
