@@ -15,41 +15,23 @@ from coati.monitor.report.folder import read_run
 from coati.monitor.report.time_use import within
 from coati.monitor.timeline import WORK, Span
 
-# Programs that say when they are ready, wait for a line, and then say how many rounds they did in so many seconds.
-_COUNT = """
+# A program that says when it is ready, waits for a line, and then says how many rounds it did in so many seconds.
+_SPIN = """
+import sys, time
 print("ready", flush=True)
 input()
 end, count = time.monotonic() + float(sys.argv[1]), 0
 while time.monotonic() < end:
-    work()
     count += 1
 print(count)
 """
-SPIN = f"import sys, time\nwork = time.monotonic\n{_COUNT}"
-"""Keeps a core busy, and nothing else."""
-TRAIN = f"""
-import sys, time, torch
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
-from coati.cpu import set_up_cpu
-set_up_cpu(1)
-disable_progress_bar()
-model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
-tokens = torch.ones(64, 24, dtype=torch.long)
-def work():
-    model(tokens, labels=tokens).loss.backward()
-work()
-{_COUNT}"""
-"""What a pipeline does to cores, caches and memory: passes of a model, forward and backward."""
 
 
-def machine_gain(
-    processes: int, *, program: str = SPIN, arguments: tuple[str, ...] = (), seconds: float = 1.0, repeats: int = 3
-) -> float:
+def machine_gain(processes: int, *, seconds: float = 1.0, repeats: int = 3) -> float:
     """How much more so many busy processes get done than one, now: as many as there are free cores, at most."""
 
     def rounds(count: int) -> int:
-        command = [sys.executable, "-c", program, str(seconds), *arguments]
+        command = [sys.executable, "-c", _SPIN, str(seconds)]
         started = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)
         ]
@@ -165,11 +147,8 @@ class Measured:
     seconds: float
     steps: int
     samples: int
-    makers: int
     spent: dict[str, dict[str, float]]
     """Seconds of each activity in that part, by actor."""
-    medians: dict[str, float]
-    """Median seconds of one span of each activity, over all actors."""
 
     @property
     def seconds_per_step(self) -> float:
@@ -178,15 +157,6 @@ class Measured:
     @property
     def samples_per_second(self) -> float:
         return self.samples / self.seconds
-
-    @property
-    def cost(self) -> float:
-        """Seconds of actors for a thousand samples."""
-        return (self.makers + 1) * self.seconds / self.samples * 1000
-
-    def per_step(self, actor: str, *activities: str) -> float:
-        """Seconds of these activities for each step."""
-        return sum(self.spent[actor].get(what, 0.0) for what in activities) / self.steps
 
     def work_per_step(self, actor: str) -> float:
         """Seconds in which an actor did something, for each step."""
@@ -216,20 +186,9 @@ def measure(by_actor: dict[str, list[Span]], *, batch: int, warmup: int) -> Meas
     steps = sorted(span.end for span in by_actor["trainer-0"] if span.what == "train")
     start, end = steps[warmup - 1], steps[-1]
     spent: dict[str, dict[str, float]] = {}
-    lengths: dict[str, list[float]] = {}
     for actor, spans in by_actor.items():
         spent[actor] = {}
         for span in within((span for span in spans if span.lane == WORK), start, end):
             spent[actor][span.what] = spent[actor].get(span.what, 0.0) + span.end - span.start
-        for span in spans:
-            if span.start >= start and span.end <= end:
-                lengths.setdefault(span.what, []).append(span.end - span.start)
     num_steps = len(steps) - warmup
-    return Measured(
-        seconds=end - start,
-        steps=num_steps,
-        samples=num_steps * batch,
-        makers=sum(actor.startswith("maker") for actor in by_actor),
-        spent=spent,
-        medians={what: statistics.median(values) for what, values in lengths.items()},
-    )
+    return Measured(seconds=end - start, steps=num_steps, samples=num_steps * batch, spent=spent)

@@ -74,7 +74,7 @@ def test_overlap_is_the_longer_half_over_the_wall_time():
     from overlap import row_of
 
     def measured(seconds, spent):
-        return Measured(seconds=seconds, steps=10, samples=640, makers=1, spent=spent, medians={})
+        return Measured(seconds=seconds, steps=10, samples=640, spent=spent)
 
     turns = measured(
         11.0, {"maker-0": {"generate": 3.0, "send": 1.0, "wait_weights": 7.0}, "trainer-0": {"train": 6.0}}
