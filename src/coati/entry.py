@@ -45,6 +45,8 @@ class RunResult:
     num_quarantined: int
     """Samples put aside because the reward failed on one of their group; quarantine.jsonl has those it failed on."""
     num_skipped_prompts: int
+    num_restarts: Mapping[str, int]
+    """How often makers and trainers that died were started again."""
     seconds: float
     was_stopped: bool
     """Whether it ended before all steps were trained, because it was told to."""
@@ -190,20 +192,20 @@ def execute(
 
     def begin() -> None:
         on_begin()
-        if checkpoint is not None:
-            continue_files(config, log, state)
+        if start is not None:
+            continue_files(config, log, start)
 
     try:
         log.message = "loading libraries"
         on_progress(log.snapshot())
         from coati.run import Parts, check_inputs
 
-        checkpoint, state = choose_checkpoint(config) if is_resumed else (None, {})
+        start = choose_checkpoint(config) if is_resumed else None
         brought = Parts(**{name: part for name, part in (parts or {}).items() if part is not None})
         check_inputs(config)
         common: dict[str, Any] = {
             "parts": brought,
-            "checkpoint": checkpoint,
+            "checkpoint": None if start is None else start.checkpoint,
             "on_progress": on_progress,
             "should_stop": should_stop,
         }
@@ -228,6 +230,7 @@ def execute(
         num_dropped=log.num_dropped,
         num_quarantined=log.num_quarantined,
         num_skipped_prompts=log.num_skipped_prompts,
+        num_restarts=dict(log.restarts),
         seconds=time.monotonic() - started,
         was_stopped=was_stopped,
     )

@@ -53,6 +53,10 @@ class PeerDied(CoatiError, RuntimeError):
     """An actor that this one depends on is gone."""
 
 
+class StartFailed(PeerDied):
+    """The constructor of an actor raised, and would raise again."""
+
+
 class HeadLost(CoatiError, ConnectionError):
     """The head of the Ray cluster is gone, and the run cannot continue."""
 

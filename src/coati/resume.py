@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from coati.config import RunSettings, load_config
-from coati.errors import ConfigError
+from coati.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from coati.monitor import RunLog
@@ -59,8 +59,17 @@ def _settings(folder: Path, overrides: Sequence[str]) -> RunSettings:
     return config.model_copy(update={"run": config.run.model_copy(update={"output": str(folder)})})  # it may have moved
 
 
-def choose_checkpoint(config: RunSettings) -> tuple[Path, dict[str, Any]]:
-    """Return the newest whole checkpoint of a run, and its state. CheckpointError if there is none."""
+class StartingPoint(NamedTuple):
+    """Where a run continues."""
+
+    checkpoint: Path | None = None
+    """None: at its beginning."""
+    version: int = 0
+    step: int = 0
+
+
+def choose_checkpoint(config: RunSettings) -> StartingPoint:
+    """Return the newest whole checkpoint of a run. CheckpointError if there is none."""
     from coati.trainer.checkpoints import find_checkpoint
 
     path, state = find_checkpoint(config.output_folder.resolve() / "checkpoints")
@@ -70,14 +79,25 @@ def choose_checkpoint(config: RunSettings) -> tuple[Path, dict[str, Any]]:
             f"train.total_steps must be {fresh}, as it was, got {train.total_steps}: the last version of this run "
             f"took fewer than train.update_steps = {train.update_steps} batches. Train on from its model in a new run."
         )
-    return path, state
+    return StartingPoint(path, state["version"], state["counters"]["batches"])
 
 
-def continue_files(config: RunSettings, log: RunLog, state: dict[str, Any]) -> None:
-    """Cut off what the run's files hold of later steps, which are made again."""
+def choose_restart(config: RunSettings) -> StartingPoint:
+    """Return where trainers that died in a run continue: at its newest whole checkpoint, or its beginning."""
+    try:
+        return choose_checkpoint(config)
+    except CheckpointError:
+        logger.error(
+            "there is no whole checkpoint, so the run starts again from its beginning: version 0, with its initial "
+            "weights. All steps so far are lost. Set train.save_every."
+        )
+        return StartingPoint()
+
+
+def continue_files(config: RunSettings, log: RunLog, start: StartingPoint, *, is_restart: bool = False) -> None:
+    """Cut off what the run's files, and its log, hold of later steps, which are made again."""
     from coati.trainer.checkpoints import clear_after
 
-    version = state["version"]
-    clear_after(config.output_folder / "checkpoints", version)
-    log.continue_from(state["counters"]["batches"], version)
-    logger.warning("the run continues from version %d, after step %d", version, state["counters"]["batches"])
+    clear_after(config.output_folder / "checkpoints", start.version)
+    log.continue_from(start.step, start.version, is_restart=is_restart)
+    logger.warning("the run continues from version %d, after step %d", start.version, start.step)

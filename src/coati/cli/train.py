@@ -13,6 +13,7 @@ from rich.console import Console
 
 from coati import entry
 from coati.config import RunSettings, load_config, plan_lines
+from coati.counting import counted
 from coati.entry import RunResult, checked
 from coati.errors import ConfigError, RunStopped
 from coati.monitor.live import LiveView
@@ -47,7 +48,7 @@ def run_train(
     if dry_run:
         check_run_folder(config, overwrite=overwrite or is_resumed)
         if is_resumed:
-            found, _ = choose_checkpoint(config)
+            found = choose_checkpoint(config).checkpoint
             console.print(f"It would continue from {found}.", highlight=False)
         console.print("[green]Config OK.[/] Run again without --dry-run to train.")
         return
@@ -61,6 +62,9 @@ def run_train(
         f"{outcome.num_samples:,} samples."
         + (f" Mean reward {rewards[0][1]:.3f} → {rewards[-1][1]:.3f}." if rewards else "")
     )
+    if sum(outcome.num_restarts.values()):
+        counts = " and ".join(counted(number, kind[:-1]) for kind, number in outcome.num_restarts.items() if number)
+        console.print(f"[yellow]Actors died and were started again[/]: {counts}.")
     if outcome.num_dropped:
         console.print(
             f"[yellow]{outcome.num_dropped:,} samples were dropped[/] because their prompt did not fit or their "

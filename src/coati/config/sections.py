@@ -343,7 +343,9 @@ class TopologySettings(Section, section="topology"):
         ge=-1,
     )
     max_restarts: int = setting(
-        10, "How often in a run makers that died are started again, before it ends with an error.", ge=0
+        10,
+        "How often in a run makers or trainers that died are started again, before it ends with an error.",
+        ge=0,
     )
     threads_per_actor: int = setting(
         0, "torch threads in each actor; 0 = the machine's cores divided among the actors.", ge=0

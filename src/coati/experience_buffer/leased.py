@@ -43,6 +43,10 @@ class LeaseRequest(NamedTuple):
     """Samples that it can take."""
     endings: tuple[Ending, ...] = ()
     """Leases that came to nothing since the last request."""
+    incarnation: int = 0
+    """Of the maker: one that is started again has a greater one."""
+    weights_of: int = 0
+    """The incarnation of the trainers whose weights the maker serves."""
 
 
 class LeasedBuffer(SampleBuffer):
@@ -55,12 +59,14 @@ class LeasedBuffer(SampleBuffer):
         sample_batch_size: int,
         *,
         open_journal: Callable[[], Journal] | None = None,
+        incarnation: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`open_journal` is called before the first change is written: a run's folder is ready only after its
-        actors."""
+        actors. `incarnation` counts how often the trainer was started again."""
         super().__init__(sample_batch_size)
         self._ledger = Ledger(rules)
+        self._incarnation = incarnation
         self._open_journal = open_journal
         self._journal: Journal | None = None
         self._clock = clock
@@ -75,13 +81,16 @@ class LeasedBuffer(SampleBuffer):
         return self._ledger.rules
 
     def lease(self, request: LeaseRequest) -> list[Lease]:
-        """Grant what may be made now."""
+        """Grant what may be made now: nothing to a maker whose weights come from before this trainer's start."""
+        if request.weights_of != self._incarnation:
+            return []
         with self._changing():
             for ending in request.endings:
                 self._ledger.drop(ending.lease, ending.reason, fate=ending.fate)
             return self._ledger.lease(
                 request.maker,
                 ask=request.number,
+                incarnation=request.incarnation,
                 version=request.version,
                 wanted=request.wanted,
                 now=self._clock(),
@@ -207,6 +216,10 @@ class LeasedBuffer(SampleBuffer):
                     "rules": dataclasses.asdict(self.rules),
                 }
             ]
+
+    def start_over(self) -> None:
+        """Begin the run again: what the journal holds is void, and what makers hold is refused."""
+        self.restore({"ledger": Ledger(self.rules).state(), "events": 0}, _pack([]))
 
     def close(self) -> None:
         """End its thread and its journal."""

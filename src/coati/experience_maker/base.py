@@ -118,6 +118,8 @@ class MakerBatch:
     """[B] bool: responses that ran into the length limit; None if the maker does not know."""
     version: int = 0
     """Version of the weights that wrote the last token."""
+    incarnation: int = 0
+    """Of the trainers whose weights wrote the first token."""
     metrics: dict[str, Metric] = dataclasses.field(default_factory=dict)
     """Reported with the batch, besides what is read off the experience."""
     dropped: AllSamplesDropped | None = None

@@ -22,7 +22,8 @@ class LeasedPrompts:
     """Batches of prompts for which this maker holds leases.
 
     Trainer t of T has every T-th lease of the run, and each request asks all of them for equal parts. `wait(seconds)`
-    returns when new weights serve, or after so many seconds.
+    returns when new weights serve, or after so many seconds. `version()` serves, and came from trainers of incarnation
+    `weights_of()`; `incarnation` is the maker's own.
     """
 
     def __init__(
@@ -34,6 +35,8 @@ class LeasedPrompts:
         peers: Peers,
         maker: str,
         version: Callable[[], int],
+        weights_of: Callable[[], int] = lambda: 0,
+        incarnation: int = 0,
         deadlines: Deadlines | None = None,
         wait: Callable[[float], object] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
@@ -44,6 +47,8 @@ class LeasedPrompts:
         self._peers = peers
         self._maker = maker
         self._version = version
+        self._weights_of = weights_of
+        self._incarnation = incarnation
         self._deadlines = deadlines or Deadlines()
         self._wait = wait
         self._should_stop = should_stop
@@ -121,6 +126,7 @@ class LeasedPrompts:
 
     def _request(self) -> list[int]:
         """Ask all trainers at once; returns the numbers of the leases that were granted."""
+        weights_of = self._weights_of()  # before the version, which must not be from before them
         size, version = self._rules.group_size, self._version()
         wanted = max(size, self._stream.samples_per_batch // len(self._trainers) // size * size)
         self._num_requests += 1
@@ -128,7 +134,8 @@ class LeasedPrompts:
         for name in self._trainers:
             if (peer := self._peers.find_now(name)) is not None:
                 endings = tuple(self._endings[name])
-                request = LeaseRequest(self._maker, self._num_requests, version, wanted, endings)
+                number = self._num_requests
+                request = LeaseRequest(self._maker, number, version, wanted, endings, self._incarnation, weights_of)
                 calls[name] = request, peer.call("lease", request)
         granted: list[int] = []
         for name, (request, call) in calls.items():

@@ -100,6 +100,7 @@ class ExperiencePipeline:
             return self.served.commit_point() if self._in_flight else version
 
         with self.served.use() as version:
+            incarnation = self.served.incarnation
             self.maker.policy_version = version
             is_needed = meanwhile is not None or self._in_flight or faults.are_enabled()
             self.maker.between_tokens = between_tokens if is_needed else None
@@ -109,7 +110,7 @@ class ExperiencePipeline:
                 batch = MakerBatch(prompts, dropped=error)
             finally:
                 self.maker.between_tokens = None
-        batch.version = self.maker.policy_version
+        batch.version, batch.incarnation = self.maker.policy_version, incarnation
         return batch
 
     def finish(self, batch: MakerBatch) -> Experience | None:
@@ -167,6 +168,7 @@ class ExperiencePipeline:
         num_samples, scorer = experience.num_samples, self.maker.reward_model
         return {
             "version": batch.version,
+            "incarnation": batch.incarnation,
             "metrics": {
                 **batch_metrics(experience, batch.is_cut),
                 "maker/samples_per_second": Mean(num_samples / make_seconds, float(num_samples)),

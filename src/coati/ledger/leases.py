@@ -77,18 +77,24 @@ class Ledger:
         self._delivered: list[tuple[int, int]] = []  # a heap of (deadline, number)
         self._in_order: list[int] = []  # a heap of numbers that may not have been picked
         self._due: Counter[int] = Counter()  # samples open or delivered, by deadline
-        self._answers: dict[str, tuple[int, list[Lease]]] = {}
+        self._answers: dict[str, tuple[tuple[int, int], list[Lease] | None]] = {}  # to the last request, by maker
         self._paces = Paces(rules.group_size)
 
     # What makers do
 
-    def lease(self, maker: str, *, ask: int, version: int, wanted: int, now: float) -> list[Lease]:
+    def lease(
+        self, maker: str, *, ask: int, version: int, wanted: int, now: float, incarnation: int = 0
+    ) -> list[Lease]:
         """Grant leases for up to `wanted` samples to a maker that serves `version`.
 
-        `ask` numbers its requests from 1: one that is repeated because its answer was lost gets the same answer.
+        `ask` numbers its requests from 1: one that is repeated because its answer was lost gets the same answer, and
+        one that was overtaken by a later one, or comes from a predecessor (a lower `incarnation`), gets nothing.
         """
-        if (last := self._answers.get(maker)) is not None and last[0] == ask:
-            return last[1]
+        (last_incarnation, last_ask), answer = self._answers.get(maker, ((-1, 0), None))
+        if (incarnation, ask) == (last_incarnation, last_ask) and answer is not None:
+            return answer
+        if incarnation < last_incarnation or (incarnation == last_incarnation and 1 < ask <= last_ask):
+            return []
         if ask == 1:  # a request of its predecessor may have come after `release`
             self.release(maker, "its maker was started again")
         pace = self._paces.asking(maker, now)
@@ -102,7 +108,7 @@ class Ledger:
             numbers.append(number)
         pace.room = 0 if numbers else wanted
         leases = [Lease(number, self._works[number].epoch) for number in numbers]
-        self._answers[maker] = ask, leases
+        self._answers[maker] = (incarnation, ask), leases
         return leases
 
     def deliver(self, leases: Iterable[Lease], *, now: float) -> list[Lease]:
@@ -139,7 +145,8 @@ class Ledger:
     def release(self, maker: str, reason: str) -> list[int]:
         """A maker is gone: its open leases are granted again, to others or to its successor."""
         self._paces.pop(maker, None)
-        self._answers.pop(maker, None)
+        if maker in self._answers:  # what it asked before is not granted any more
+            self._answers[maker] = self._answers[maker][0], None
         numbers = sorted(work.number for work in self._works.values() if work.state == "open" and work.maker == maker)
         if numbers:
             self._change({"return": numbers, "reason": reason})

@@ -116,14 +116,19 @@ class TensorBoardTracker:
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = str(folder)
-        self.first_step: int | None = None
-        """What the folder holds of this step and later ones, from before a run was resumed, is not shown."""
+        self._first_step: int | None = None
+
+    def continue_from(self, step: int) -> None:
+        """Have TensorBoard not show what was written of this step and later ones before."""
+        self.close()
+        vars(self).pop("_writer", None)
+        self._first_step = step
 
     @cached_property
     def _writer(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds: not before there is something to write
 
-        return SummaryWriter(log_dir=self._folder, flush_secs=10, purge_step=self.first_step)
+        return SummaryWriter(log_dir=self._folder, flush_secs=10, purge_step=self._first_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one scalar per metric."""

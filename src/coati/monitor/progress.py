@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from coati.counting import counted
+
 _LEVELS: Final = "▁▂▃▄▅▆▇█"
 
 
@@ -39,6 +41,8 @@ class RunSnapshot:
     """Seconds before that."""
     message: str = ""
     """What the run is doing, if the numbers do not show it."""
+    restarts: int = 0
+    """How often makers and trainers that died were started again."""
     reward_history: tuple[float, ...] = ()
     """Mean rewards so far, oldest first."""
 
@@ -77,6 +81,8 @@ def plain_line(snapshot: RunSnapshot) -> str:
     if snapshot.samples_per_second is not None:
         digits = 0 if snapshot.samples_per_second >= 10 else 1
         facts.append(f"{snapshot.samples_per_second:,.{digits}f} samples/s")
+    if snapshot.restarts:
+        facts.append(counted(snapshot.restarts, "restart"))
     return ", ".join([*facts, *times]) + (f" - {message}" if message else "")
 
 

@@ -71,6 +71,9 @@ class RunLog:
         self.num_quarantined = 0
         self._num_quarantine_left = _MAX_QUARANTINED
         self.num_skipped_prompts = 0
+        self.restarts: Mapping[str, int] = {}
+        """How often makers and trainers that died were started again; the owner keeps it up to date."""
+        self._restarted_at: list[int] = []  # versions from which trainers continued
         self.trainer_version = 0
         self.buffer_batches: int | None = None
         self.message = ""
@@ -84,23 +87,31 @@ class RunLog:
         self._started = self._clock()
         self._pace = _Pace(self._started, self._step, self.num_samples)
 
-    def continue_from(self, step: int, version: int) -> None:
-        """Go on with the files of a run that is resumed after this step: what they hold of later ones is cut off."""
+    def continue_from(self, step: int, version: int, *, is_restart: bool = False) -> None:
+        """Go on after a step: what is known of later ones, here and in the files of the run, is cut off.
+
+        `is_restart`: makers have lived on, and what they made of later versions before is left out when it comes.
+        """
         assert self._folder is not None
+        if is_restart:
+            self._restarted_at.append(version)
         rows = cut_jsonl(self._folder / "metrics.jsonl", lambda row: row["step"] <= step)
         cut_jsonl(self._folder / "samples.jsonl", lambda row: row["version"] < version)
-        self._step = int(rows[-1]["step"]) if rows else 0
+        self._rows = deque(row for row in self._rows if row["step"] <= step)
+        self._made = {made_by: made for made_by, made in self._made.items() if made_by < version}
+        self._step = int([{"step": 0}, *rows, *self._rows][-1]["step"])
         self._maker_version = self.trainer_version = self._next_sampled_version = version
-        for row in rows:
-            if "reward/mean" in row:
-                self.rewards.append((float(row["version"]), row["reward/mean"]))
-                self.kls.append((float(row["version"]), row["kl/per_sample"]))
-            self.num_samples += int(row.get("maker/samples", 0.0))
-            self.num_dropped += int(row.get("maker/dropped", 0.0))
-            self.num_skipped_prompts += int(row.get("maker/skipped_prompts", 0.0))
+        self.num_samples = self.num_dropped = self.num_quarantined = self.num_skipped_prompts = 0
+        written = {float(row["version"]): row for row in rows if "reward/mean" in row}
+        for series, name in ((self.rewards, "reward/mean"), (self.kls, "kl/per_sample")):
+            known = {number: value for number, value in series if number < version}
+            series[:] = sorted(({number: row[name] for number, row in written.items()} | known).items())
+        for numbers in (*rows, *map(values_of, self._made.values())):
+            self.num_samples += int(numbers.get("maker/samples", 0.0))
+            self._count_losses(numbers)
         for tracker in self._trackers:
             if isinstance(tracker, TensorBoardTracker):
-                tracker.first_step = self._step + 1
+                tracker.continue_from(self._step + 1)
 
     def maker_records(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take a maker's records: typed metrics, and a few samples."""
@@ -113,11 +124,14 @@ class RunLog:
                     self._append("quarantine", [record["quarantined"]])
                 continue
             version = int(record["version"])
+            if any(start <= version for start in self._restarted_at[record.get("incarnation", 0) :]):
+                continue  # trainers continued from before it, and it is made again
             if version > self._maker_version:
                 self._complete_version()
                 self._maker_version = version
-            # A late record of an older version counts with the current one.
-            merge_metrics(self._made.setdefault(self._maker_version, {}), record["metrics"])
+            # A late record of an older version counts with the current one, if the row of its own is written.
+            made_by = version if version in self._made else self._maker_version
+            merge_metrics(self._made.setdefault(made_by, {}), record["metrics"])
             self.num_samples += int(record["metrics"]["maker/samples"].value)
             self._keep_samples(version, record["samples"])
         self._write_rows()
@@ -133,6 +147,7 @@ class RunLog:
             if step > self._step:
                 if self.buffer_batches is not None:
                     metrics["buffer/batches"] = float(self.buffer_batches)
+                metrics |= {f"restarts/{kind}": float(number) for kind, number in self.restarts.items()}
                 self._rows.append({"step": step, "version": version, "time": time.time(), **metrics})
                 self._step = step
             elif self._rows:  # of an update; one that took so long that its row is written goes to the next
@@ -188,6 +203,7 @@ class RunLog:
             elapsed=now - self._started,
             startup=self._started - self._opened,
             message=self.message,
+            restarts=sum(self.restarts.values()),
             reward_history=tuple(reward for _, reward in self.rewards),
         )
 
@@ -199,9 +215,12 @@ class RunLog:
         values = values_of(made)
         self.rewards.append((float(self._maker_version), values["reward/mean"]))
         self.kls.append((float(self._maker_version), values["kl/per_sample"]))
-        self.num_dropped += int(values.get("maker/dropped", 0.0))
-        self.num_quarantined += int(values.get("maker/quarantined", 0.0))
-        self.num_skipped_prompts += int(values.get("maker/skipped_prompts", 0.0))
+        self._count_losses(values)
+
+    def _count_losses(self, numbers: Mapping[str, float]) -> None:
+        self.num_dropped += int(numbers.get("maker/dropped", 0.0))
+        self.num_quarantined += int(numbers.get("maker/quarantined", 0.0))
+        self.num_skipped_prompts += int(numbers.get("maker/skipped_prompts", 0.0))
 
     def _write_rows(self, *, is_end: bool = False) -> None:
         """Write the rows that are complete, in order."""

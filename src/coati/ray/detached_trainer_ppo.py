@@ -122,6 +122,8 @@ class PPOTrainer(DetachedTrainer):
             self._num_batches, self._num_samples = counters["batches"], counters["samples"]
             for record in counters["records"]:
                 self._records.append(record)
+        elif options.incarnation and self._leased is not None:
+            self._leased.start_over()
 
     def make_learner(self, actor: nn.Module, critic: nn.Module | None) -> PPOLearner:
         """Make the learner; override it, or pass `options.learner`, to learn in another way."""
@@ -145,6 +147,7 @@ class PPOTrainer(DetachedTrainer):
             self.options.topology,
             timeline=self._timeline,
             shared=CardMemory(device) if device.type == "cuda" else None,
+            incarnation=self.options.incarnation,
         )
 
     @ray.method(concurrency_group="compute")
@@ -349,10 +352,10 @@ def _leased_buffer(options: TrainerOptions) -> LeasedBuffer | None:
     if options.rules is None:
         return None
     path, rules = options.journal, options.rules
-    is_resumed = options.resume is not None
+    is_resumed = options.resume is not None or options.incarnation > 0
     journal = functools.partial(Journal, rules=rules, run=options.run_name, is_resumed=is_resumed)
     open_journal = None if path is None else functools.partial(journal, path)
-    return LeasedBuffer(rules, options.train.batch_size, open_journal=open_journal)
+    return LeasedBuffer(rules, options.train.batch_size, open_journal=open_journal, incarnation=options.incarnation)
 
 
 DetachedPPOTrainer = remote(

@@ -118,10 +118,13 @@ class MakerHolder:
             timeline=self._timeline,
         )
         self._rules = options.rules
+        self._incarnation = options.incarnation
         self._trainer_names = tuple(detached_trainer_name_list)
+        # One for both: who has leases from a trainer that replaced another delivers to that one.
+        self._peers = RayPeers()
         self._sender = ItemSender(
             self._trainer_names,
-            peers=RayPeers(),
+            peers=self._peers,
             sender=self._name,
             deadlines=self._deadlines,
             should_stop=self._stop.is_set,
@@ -249,9 +252,11 @@ class MakerHolder:
             stream,
             self._trainer_names,
             self._rules,
-            peers=RayPeers(),
+            peers=self._peers,
             maker=self._name,
             version=lambda: served.version,
+            weights_of=lambda: served.incarnation,
+            incarnation=self._incarnation,
             deadlines=self._deadlines,
             wait=lambda seconds: served.wait_for_version(served.version + 1, deadline_seconds=seconds),
             should_stop=self._stop.is_set,

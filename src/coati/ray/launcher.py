@@ -6,8 +6,9 @@
         driver ── records_since, progress (every half second) ──► run log, live view
 
 The driver waits for the trainers' `fit`. Makers that die are started again (`coati.ray.maker_pool`), and makers may
-join and leave (`coati scale`); any other failure ends the run with its error. A stop signal ends it with everything
-trained so far saved.
+join and leave (`coati scale`). If a trainer dies, all trainers are started again from the newest checkpoint while the
+makers wait for them; that is a resume without leaving the driver. What an actor raises ends the run. A stop signal ends
+it with everything trained so far saved.
 """
 
 import dataclasses
@@ -16,23 +17,33 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coati import run
 from coati.config import RunSettings
 from coati.counting import listed
-from coati.errors import PeerDied, PeerUnavailable, RemoteError, RunStopped, ScalingRefused
+from coati.errors import (
+    CoatiError,
+    PeerDied,
+    PeerUnavailable,
+    RemoteError,
+    RunStopped,
+    ScalingRefused,
+    StartFailed,
+)
 from coati.monitor.control import RunControl
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.records import RecordPage
 from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Span
-from coati.peers import PendingCall, wait_all, wait_any, wait_in_slices
+from coati.peers import Peer, PendingCall, wait_all, wait_any, wait_in_slices
 from coati.ray.cluster import HeadWatch, connected
 from coati.ray.maker_pool import MakerPool
+from coati.ray.restarts import Restarts
 from coati.ray.run_actors import RunActors
+from coati.resume import choose_restart, continue_files
 from coati.run import Parts
 
 logger = logging.getLogger(__name__)
@@ -41,6 +52,8 @@ _POLL_SECONDS = 0.5
 _LAST_POLL_SECONDS = 5.0
 _STOP_SECONDS = 60.0
 _QUICK_STOP_SECONDS = 5.0
+# After a rank of a group raised: until Ray says that another one died, which breaks what they compute together.
+_DEATH_SECONDS = 20.0
 
 
 @dataclasses.dataclass
@@ -52,6 +65,15 @@ class _Followed:
     calls: list[PendingCall] = dataclasses.field(default_factory=list)
     asked_at: float = 0.0
     is_stalled: bool = False
+
+
+class _TrainerDied(PeerDied):
+    """A trainer is gone, and not by its own fault."""
+
+    def __init__(self, name: str, reason: Exception) -> None:
+        super().__init__(f"{name} died: {reason}")
+        self.name = name
+        self.reason = reason
 
 
 class DetachedRun:
@@ -79,7 +101,13 @@ class DetachedRun:
         self._deadlines = config.deadlines
         self._folder = self._config.output_folder.resolve()
         self._checkpoints = self._folder / "checkpoints"
-        self._actors = make_actors(self._config, checkpoints=self._checkpoints, resume=checkpoint, parts=parts)
+        self._checkpoint = checkpoint
+        self._actors = make_actors(self._config, checkpoints=self._checkpoints, parts=parts)
+        self._restarts = Restarts(
+            config.topology.max_restarts,
+            remedy=f"To continue from the newest checkpoint, if there is one: coati train --resume {self._folder}",
+        )
+        log.restarts = self._restarts.counts
         self._followed: dict[str, _Followed] = {}
         self._is_stopping = False
         self._is_scaling = False
@@ -95,19 +123,15 @@ class DetachedRun:
             self._pool = MakerPool(
                 self._actors,
                 functools.partial(run.make_prompts, self._config),
-                max_restarts=self._config.topology.max_restarts,
+                restarts=self._restarts,
                 before_end=self._take_leave,
                 after_death=self._forget,
             )
             ending = "failed"
             try:
-                self._actors.create(should_stop=self._should_stop, is_private=is_private)
+                self._actors.create(self._checkpoint, should_stop=self._should_stop, is_private=is_private)
                 self._show("loading models")
-                start = self._deadlines.start_seconds
-                waiting = {actor.call("progress"): name for name, actor in self._actors.running.items()}
-                self._await_all(waiting, "all actors to start and load their models", seconds=start, can_stop=True)
-                # Makers start from the trainers' weights, whatever each of them loaded.
-                self._call_trainers("sync_models_to_remote_makers", what="the first weights", seconds=start)
+                self._load(self._actors.running, self._check_start)
                 self._show("")
                 self._log.begin()
                 self._train()
@@ -121,23 +145,33 @@ class DetachedRun:
                 self._actors.kill_all()
                 self._control.report(status="ended", message=ending)
 
+    def _load(self, actors: Mapping[str, Peer], on_turn: Callable[[], None]) -> None:
+        """Wait until actors have loaded their models. Makers begin with the trainers' weights, whatever they loaded."""
+        seconds = self._deadlines.start_seconds
+        calls = {actor.call("progress"): name for name, actor in actors.items()}
+        self._await_all(calls, "all actors to start and load their models", seconds=seconds, on_turn=on_turn)
+        self._actors.tell_trainers()  # makers may have left or joined meanwhile
+        sync = "sync_models_to_remote_makers"
+        self._call_trainers(sync, what="the first weights", seconds=seconds, on_turn=on_turn)
+
+    def _check_start(self) -> None:
+        self._head.check()
+        if self._should_stop():
+            raise RunStopped("stopped before training began; there was nothing to save.")
+
     def _train(self) -> None:
-        train, trainers = self._config.train, self._actors.trainers
         for name in self._actors.makers:
             self._pool.start(name)
-        fits = {
-            trainer.call("fit", train.total_steps, train.update_steps, train.epochs): name
-            for name, trainer in trainers.items()
-        }
         self._control.report(status="running")
-        while fits:
-            self._head.check()
-            self._finish_some(fits, timeout=_POLL_SECONDS)
-            self.poll_actors(timeout=_POLL_SECONDS)
-            if self._should_stop() and not self._is_stopping:
-                self._stop_all()
-            if not self._is_stopping:
-                self._follow_makers()
+        death: _TrainerDied | None = None
+        while True:
+            try:
+                if death is not None:
+                    self._restart_trainers(death)
+                self._fit()
+                break
+            except _TrainerDied as error:
+                death = error
         self._stop_all()
         patience = _QUICK_STOP_SECONDS if self._should_stop() else _STOP_SECONDS
         deadline = time.monotonic() + patience
@@ -148,6 +182,56 @@ class DetachedRun:
         self._show("")
         if late := self._pool.working:  # training is complete, and what they would still make is not needed
             logger.warning("%s did not stop within %g s and will be killed", listed(late), patience)
+
+    def _fit(self) -> None:
+        """Have all trainers train to the end, or to a stop."""
+        train = self._config.train
+        fits = {
+            trainer.call("fit", train.total_steps, train.update_steps, train.epochs): name
+            for name, trainer in self._actors.trainers.items()
+        }
+        while fits:
+            self._finish_some(fits, timeout=_POLL_SECONDS)
+            self._tend()
+
+    def _tend(self) -> None:
+        """Do what is due at each turn of the driver's loop."""
+        self._head.check()
+        self.poll_actors(timeout=_POLL_SECONDS)
+        if self._should_stop() and not self._is_stopping:
+            self._stop_all()
+        if not self._is_stopping:
+            self._follow_makers()
+
+    def _restart_trainers(self, death: _TrainerDied) -> None:
+        """Start all trainers again from the newest checkpoint, while makers keep what they have and wait."""
+        if self._is_stopping:
+            raise PeerDied(f"{death} It was stopping; to continue it: coati train --resume {self._folder}")
+        seconds = self._restarts.take("trainers", death.name, death.reason)
+        logger.error("%s All trainers are started again in %g s.", death, seconds)
+        self._show("a trainer died; starting the trainers again")
+        for name in self._actors.trainers:
+            self._forget(name)
+        self._actors.dismiss_trainers()
+        due = time.monotonic() + seconds
+        while (left := due - time.monotonic()) > 0:
+            self._tend_restart()
+            time.sleep(min(left, _POLL_SECONDS))
+        # Not before: what the old trainers still wrote, they have written.
+        start = choose_restart(self._config)
+        continue_files(self._config, self._log, start, is_restart=True)
+        number = self._restarts.counts["trainers"]
+        self._actors.create_trainers(start.checkpoint, makers=self._actors.makers, incarnation=number)
+        self._load(self._actors.trainers, self._tend_restart)
+        self._show("")
+
+    def _tend_restart(self) -> None:
+        self._tend()
+        if self._is_stopping:
+            raise RunStopped(
+                "stopped while the trainers were started again, so there was nothing to save. To continue from the "
+                f"newest checkpoint, if there is one: coati train --resume {self._folder}"
+            )
 
     def _follow_makers(self) -> None:
         """Replace makers that died, and have as many as were asked for last; report it."""
@@ -181,10 +265,13 @@ class DetachedRun:
             try:
                 call.result(0)
             except RemoteError as error:
+                if isinstance(error.cause, RuntimeError) and not isinstance(error.cause, CoatiError):
+                    self._finish_some(waiting, timeout=_DEATH_SECONDS)  # raises if it is the death of another one
                 error.cause.add_note(f"raised in {name}")
                 raise error.cause from None
             except (PeerDied, PeerUnavailable) as error:
-                raise PeerDied(f"{name} died: {error}") from None
+                is_fault = name not in self._actors.trainers or isinstance(error, StartFailed)
+                raise (PeerDied(f"{name} died: {error}") if is_fault else _TrainerDied(name, error)) from None
 
     def poll_actors(self, *, timeout: float) -> None:
         """Fetch what the actors have recorded and show it. All are asked at once; a busy one is read later."""
@@ -234,7 +321,7 @@ class DetachedRun:
             self._log.buffer_batches = buffer_batches
 
     def _is_first_trainer(self, name: str) -> bool:
-        return name == next(iter(self._actors.trainers))
+        return name == next(iter(self._actors.trainers), None)
 
     def _take_leave(self, names: Sequence[str]) -> None:
         """Fetch what makers that have finished recorded, and note when they left."""
@@ -256,7 +343,7 @@ class DetachedRun:
         version = self._log.trainer_version
         if version and len(self._actors.trainers) == 1:
             run.save_after_failure(error, lambda place: self._save(place, seconds=_STOP_SECONDS), path, version)
-        elif version:
+        elif version and self._actors.trainers:
             saved = "what train.save_every saved is there" if self._config.train.save_every else "nothing is saved"
             error.add_note(f"a group of trainers cannot save alone, so {saved}. Set train.save_every for the next run.")
 
@@ -266,19 +353,26 @@ class DetachedRun:
             for actor in self._actors.running.values():
                 actor.call("stop")
 
-    def _call_trainers(self, method: str, *args: Any, what: str, seconds: float, **kwargs: Any) -> None:
+    def _call_trainers(
+        self,
+        method: str,
+        *args: Any,
+        what: str,
+        seconds: float,
+        on_turn: Callable[[], None] = lambda: None,
+        **kwargs: Any,
+    ) -> None:
         """Call a method of all trainers at once, because groups work together, and wait for all of them."""
         calls = {trainer.call(method, *args, **kwargs): name for name, trainer in self._actors.trainers.items()}
-        self._await_all(calls, what, seconds=seconds)
+        self._await_all(calls, what, seconds=seconds, on_turn=on_turn)
 
-    def _await_all(self, calls: dict[PendingCall, str], what: str, *, seconds: float, can_stop: bool = False) -> None:
+    def _await_all(
+        self, calls: dict[PendingCall, str], what: str, *, seconds: float, on_turn: Callable[[], None]
+    ) -> None:
         """Wait for all calls; the first error is raised at once, because others may wait for the one that failed."""
 
         def have_ended(timeout: float) -> bool:
-            if can_stop:  # there is nothing to save yet
-                self._head.check()
-                if self._should_stop():
-                    raise RunStopped("stopped before training began; there was nothing to save.")
+            on_turn()
             self._finish_some(calls, timeout=timeout)
             return not calls
 

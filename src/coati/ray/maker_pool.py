@@ -11,16 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from coati.counting import counted, listed
+from coati.counting import listed
 from coati.errors import PeerDied, PeerUnavailable, RemoteError, ScalingRefused
 from coati.monitor.control import MAX_MAKERS
 from coati.peers import PendingCall, wait_any
+from coati.ray.restarts import Restarts
 from coati.ray.run_actors import RunActors
 
 logger = logging.getLogger(__name__)
-
-_FIRST_BACKOFF_SECONDS = 0.5
-_MAX_BACKOFF_SECONDS = 30.0
 
 
 class MakerPool:
@@ -35,14 +33,14 @@ class MakerPool:
         actors: RunActors,
         prompts: Callable[[], Any],
         *,
-        max_restarts: int,
+        restarts: Restarts,
         before_end: Callable[[Sequence[str]], None],
         after_death: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._actors = actors
         self._prompts = prompts
-        self._max_restarts = max_restarts
+        self._restarts = restarts
         self._before_end = before_end
         self._after_death = after_death
         self._clock = clock
@@ -50,7 +48,6 @@ class MakerPool:
         self._joining: dict[str, PendingCall] = {}  # makers without weights yet, and what they were asked
         self._leaving: set[str] = set()
         self._replacements: dict[str, float] = {}  # makers to start again, and when
-        self.num_restarts = 0
 
     @property
     def size(self) -> int:
@@ -157,13 +154,7 @@ class MakerPool:
         self._dismiss(name, f"died: {error}")  # trainers hear of it now, so that its successor is a new maker to them
         if is_leaving:
             return
-        self.num_restarts += 1
-        if self.num_restarts > self._max_restarts:
-            raise PeerDied(
-                f"{name} died: {error} Makers were started again {counted(self._max_restarts, 'time')} "
-                "(topology.max_restarts) before."
-            )
-        seconds = min(_MAX_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2 ** (self.num_restarts - 1))
+        seconds = self._restarts.take("makers", name, error)
         logger.warning("%s died and is started again in %g s: %s", name, seconds, error)
         self._replacements[name] = self._clock() + seconds
 

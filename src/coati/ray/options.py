@@ -48,6 +48,8 @@ class TrainerOptions:
     journal: Path | None = None
     """Where the account of all leases is written."""
     run_name: str = ""
+    incarnation: int = 0
+    """How often the trainers of the run were started again; makers refuse those that others have replaced."""
     learner: Callable[..., PPOLearner] = PPOLearner
     """What makes the learner: a subclass with another loss, for example."""
 
@@ -82,6 +84,8 @@ class MakerOptions:
     seed: int = 0
     num_threads: int = 0
     """CPU threads of torch; 0 leaves them alone."""
+    incarnation: int = 0
+    """Greater than those of all makers that had its name before."""
     rules: LedgerRules | None = None
     """What trainers lease work by; they bound how old training data gets. None makes all that comes."""
     maker: Callable[..., ExperienceMaker] = NaiveExperienceMaker

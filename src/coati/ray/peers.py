@@ -17,7 +17,7 @@ from ray.exceptions import (
 )
 from ray.util import list_named_actors
 
-from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable
+from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, StartFailed
 from coati.peers import Peer, Peers, PendingCall, remote_error
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class RayCall(PendingCall):
         except ActorUnavailableError as error:
             raise PeerUnavailable(death_reason(error)) from None
         except RayActorError as error:
-            raise PeerDied(death_reason(error)) from None
+            raise (StartFailed if error.actor_init_failed else PeerDied)(death_reason(error)) from None
         except RayError as error:  # a lost object, a full disk: the actor may have done what was asked
             raise PeerUnavailable(f"{self._name}: {type(error).__name__}: {death_reason(error)}") from None
 

@@ -44,7 +44,6 @@ class RunActors:
         config: RunSettings,
         *,
         checkpoints: Path,
-        resume: Path | None = None,
         host: RayHost | None = None,
         parts: Parts | None = None,
     ) -> None:
@@ -52,11 +51,11 @@ class RunActors:
         self._config = config
         self._parts = parts or Parts()
         self._checkpoints = checkpoints
-        self._resume = resume
         self._deadlines = config.deadlines
         topology = config.topology
         names = [f"maker-{index}" for index in range(topology.makers)]
         self._next_maker = topology.makers
+        self._num_created = 0  # makers
         self._maker_names = names
         self._trainer_names = [f"trainer-{rank}" for rank in range(topology.trainers)]
         self._placement = Placement(config, trainers=self._trainer_names, makers=names)
@@ -69,17 +68,28 @@ class RunActors:
         """All makers and trainers."""
         return {**self.makers, **self.trainers}
 
-    def create(self, *, should_stop: Callable[[], bool], is_private: bool = False) -> None:
-        """Reserve resources and create all actors; they load their models after this.
+    def create(self, resume: Path | None = None, *, should_stop: Callable[[], bool], is_private: bool = False) -> None:
+        """Reserve resources and create all actors; they load their models after this, or a checkpoint.
 
         A private Ray was started with one CPU for each actor of the run, so makers that join later get none.
         """
         self._is_private = is_private
         self._placement.reserve(deadline_seconds=self._deadlines.start_seconds, should_stop=should_stop)
-        for rank, place in enumerate(self._places(self._trainer_names, self._config.topology.gpus_per_trainer)):
-            self._create_trainer(rank, place)
+        self.create_trainers(resume, makers=self._maker_names)
         for name in self._maker_names:
             self.makers[name] = self._create_maker(self._maker_options(name))
+
+    def create_trainers(self, resume: Path | None, *, makers: Iterable[str], incarnation: int = 0) -> None:
+        """Create the trainers, to continue from a checkpoint. `incarnation` counts how often they were before."""
+        places = self._places(self._trainer_names, self._config.topology.gpus_per_trainer)
+        for rank, place in enumerate(places):
+            self._create_trainer(rank, place, self._updated_by(rank, makers), resume, incarnation)
+
+    def dismiss_trainers(self) -> None:
+        """Kill all trainers."""
+        for trainer in self.trainers.values():
+            self._host.kill(trainer)
+        self.trainers = {}
 
     def name_newcomers(self, count: int) -> list[str]:
         """Return names for makers that are to join. Raises ScalingRefused if the cluster has no room for them."""
@@ -133,13 +143,15 @@ class RunActors:
         except RayError as error:
             logger.debug("could not release the placement group: %s", error)
 
-    def _create_trainer(self, rank: int, place: _Place) -> None:
+    def _create_trainer(
+        self, rank: int, place: _Place, makers: list[str], resume: Path | None, incarnation: int
+    ) -> None:
         config = self._config
         name, options, env_info = place
         self.trainers[name] = self._host.start(
             _TRAINER,
             options,
-            experience_maker_holder_name_list=self._updated_by(rank, self._maker_names),
+            experience_maker_holder_name_list=makers,
             strategy_fn=functools.partial(run.make_strategy, config, "trainer"),
             model_fn=functools.partial(run.trainer_models, config),
             env_info=env_info,
@@ -153,7 +165,8 @@ class RunActors:
                 num_threads=run.threads_per_actor(config),
                 max_response_tokens=config.rollout.max_new_tokens,
                 save_folder=self._checkpoints,
-                resume=self._resume,
+                resume=resume,
+                incarnation=incarnation,
                 tokenizer=functools.partial(run.load_tokenizer, config),
                 rules=run.ledger_rules(config, stream=rank),
                 journal=run.journal_path(config, stream=rank),
@@ -164,6 +177,7 @@ class RunActors:
 
     def _create_maker(self, options: dict[str, Any]) -> Peer:
         config = self._config
+        self._num_created += 1
         maker: Peer = self._host.start(
             _MAKER,
             options,
@@ -179,6 +193,7 @@ class RunActors:
                 logging=config.logging,
                 seed=config.run.seed,
                 num_threads=run.threads_per_actor(config),
+                incarnation=self._num_created,
                 rules=run.ledger_rules(config),
                 maker=self._parts.maker,
             ),

@@ -40,6 +40,8 @@ class UpdateHeader:
     update_id: str
     version: int
     source: str
+    incarnation: int = 0
+    """How often the trainers of the run were started again: versions of a later start come after all before it."""
     follows: int | None = None
     """The version that this sender sent before this one; None for its first update."""
     is_sync: bool = False

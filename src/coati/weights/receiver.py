@@ -3,7 +3,9 @@
 Chunks are staged beside the models while the old weights serve. When the manifest comes, names, shapes, dtypes, count
 and checksums must fit; anything wrong rejects the whole update. Each sender has a stage of its own, for one update, so
 two cannot interleave into one. A sender that begins again replaces its unfinished update. One that dies in the middle
-locks nothing: its stage is evicted at the next update of any sender after ten minutes without a call.
+locks nothing: its stage is discarded when the trainers that replace it begin theirs, or at the next update of any
+sender after ten minutes without a call. Trainers that were replaced are refused, and the first update of those that
+replace them must hold all weights.
 """
 
 import dataclasses
@@ -83,6 +85,8 @@ class WeightReceiver:
         The same chunk may come twice, and chunks in any order.
         """
         header = message.header
+        if header.incarnation < self._served.newest_incarnation:
+            raise WeightUpdateError(f"{header} is of trainers that others have replaced. {_KEPT}")
         if message.is_start:
             self._begin(header)
         stage = self._open.get(header.source)
@@ -147,7 +151,8 @@ class WeightReceiver:
         self._check_version(header)
         now = self._clock()
         for source, old in list(self._open.items()):
-            if source == header.source or now - old.last_seen > MAX_IDLE_SECONDS:
+            is_replaced = source == header.source or old.header.incarnation < header.incarnation
+            if is_replaced or now - old.last_seen > MAX_IDLE_SECONDS:
                 logger.warning("%s was never finished; discarded", self._open.pop(source).header)
         self._open[header.source] = _Stage(header, last_seen=now)
 
@@ -187,7 +192,14 @@ class WeightReceiver:
             module.update(chunk)
         self._reader.end_update()
         update = self._verified(header.source, tensors, manifest.lora, is_full=manifest.is_full)
-        return dataclasses.replace(update, version=header.version, canary=manifest.canary)
+        if header.incarnation > self._served.newest_incarnation and not update.is_full:
+            raise WeightUpdateError(
+                f"{header} holds only part of the weights, but it is the first of trainers that were started again. "
+                f"{_KEPT} Call sync_models_to_remote_makers first."
+            )
+        return dataclasses.replace(
+            update, version=header.version, incarnation=header.incarnation, canary=manifest.canary
+        )
 
     def _verified(
         self,

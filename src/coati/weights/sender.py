@@ -57,10 +57,12 @@ class WeightSender:
         *,
         timeline: Timeline,
         shared: CardMemory | None = None,
+        incarnation: int = 0,
     ) -> None:
         """`models` are sent under their labels, as the `Strategy` holds them.
 
-        `shared` is the memory that makers may be able to open; if not all can, weights travel by value.
+        `shared` is the memory that makers may be able to open; if not all can, weights travel by value. `incarnation`
+        counts how often the trainers were started again.
         """
         self.recipients = recipients
         self._models = models
@@ -68,6 +70,7 @@ class WeightSender:
         self._settings = settings
         self._timeline = timeline
         self._shared = shared
+        self._incarnation = incarnation
         self.memory: CardMemory | None = None  # what updates are lent in; None: they travel by value
         self._must_probe = True  # the makers have not been asked yet
         self._source = f"trainer {os.environ.get('RANK', '0')} ({socket.gethostname()}, {uuid.uuid4().hex[:8]})"
@@ -136,6 +139,7 @@ class WeightSender:
             update_id=uuid.uuid4().hex,
             version=version,
             source=self._source,
+            incarnation=self._incarnation,
             follows=self._last_version,
             is_sync=fully_update,
         )

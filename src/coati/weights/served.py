@@ -31,6 +31,7 @@ class VerifiedUpdate:
     source: str
     tensors: Mapping[tuple[str, str], Tensor]
     is_full: bool  # every weight of every module of the receiver
+    incarnation: int | None = None  # of the sender; None: that of the weights before
     adopt: Callable[[], None] = lambda: None  # called on acceptance: its base weights are W₀ of later adapters
     canary: Canary | None = None  # what the actor must compute afterwards
 
@@ -38,7 +39,8 @@ class VerifiedUpdate:
 class ServedModels:
     """Guards modules that some threads work with and others update.
 
-    Versions count up: an update that carries none (a plain call) counts as the next one.
+    Versions count up: an update that carries none (a plain call) counts as the next one. Only trainers that were
+    started again may go back, to where they continue; `incarnation` counts up with them.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], *, name: str = "this maker") -> None:
@@ -51,6 +53,7 @@ class ServedModels:
         self._pending: VerifiedUpdate | None = None
         self.version = 0  # of the weights that serve now
         self.newest_version = 0  # of those that will serve when the pending update is committed
+        self.incarnation = self.newest_incarnation = 0  # of the trainers that both came from
         self.last_commit_seconds = 0.0  # how long the last commit kept the models busy
         self._is_synced = False  # whether all weights have come from a sender
         self.timeline = Timeline()  # replaced by the owner's
@@ -98,16 +101,19 @@ class ServedModels:
         """
         with self._changed:
             version, old = self.newest_version + 1 if update.version is None else update.version, self._pending
-            if version < self.newest_version:
+            incarnation = self.newest_incarnation if update.incarnation is None else update.incarnation
+            if (incarnation, version) < (self.newest_incarnation, self.newest_version):
                 logger.warning(
                     "dropped weights of version %d from %s: have %d", version, update.source, self.newest_version
                 )
                 return False
             update.adopt()
+            if incarnation > self.newest_incarnation:
+                old = None  # of trainers that were replaced, and this one has all weights
             if old is not None:  # the newer wins weight by weight, and what only the older touched is kept
                 tensors = {**old.tensors, **update.tensors}
                 update = dataclasses.replace(update, tensors=tensors, is_full=old.is_full or update.is_full)
-            self._pending, self.newest_version = update, version
+            self._pending, self.newest_version, self.newest_incarnation = update, version, incarnation
             return self._commit_if_free()
 
     def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
@@ -144,7 +150,7 @@ class ServedModels:
         except BaseException as error:
             # Verified weights do not fail to copy, devices do. Neither half a model nor a wrong one may serve.
             self._fault = f"{self.name} could not commit version {self.newest_version}: {error}"
-            self.newest_version = self.version
+            self.newest_version, self.newest_incarnation = self.version, self.incarnation
             raise
         finally:
             self.last_commit_seconds = time.perf_counter() - started
@@ -167,3 +173,4 @@ class ServedModels:
         if update.is_full:
             self._fault, self._is_synced = None, True
         self.version = self.timeline.version = self.newest_version
+        self.incarnation = self.newest_incarnation  # last: who reads it first never takes an old version for a new one

@@ -1,3 +1,4 @@
+import functools
 import random
 
 import pytest
@@ -69,6 +70,23 @@ def test_what_a_dead_maker_was_granted_after_its_release_goes_to_its_successor()
     assert [lease.number for lease in leases] == [0, 1]
     assert ledger.lease("maker", ask=1, version=0, wanted=2, now=2.0) == leases  # repeated
     assert ledger.deliver([early, *leases], now=3.0) == leases
+
+
+def test_a_request_that_others_have_overtaken_is_not_granted() -> None:
+    ledger = Ledger(LedgerRules(samples_per_version=8, total_samples=8))
+    request = functools.partial(ledger.lease, "maker", version=0, wanted=1, now=0.0)
+    assert [lease.number for lease in request(ask=1, incarnation=4)] == [0]
+    assert [lease.number for lease in request(ask=3, incarnation=4)] == [1]
+    assert request(ask=2, incarnation=4) == []
+    successor = request(ask=1, incarnation=9)
+    assert [lease.number for lease in successor] == [0]
+    for ask in (1, 4):  # of its predecessor, which is dead
+        assert request(ask=ask, incarnation=4) == []
+    assert request(ask=1, incarnation=9) == successor
+    assert [lease.number for lease in request(ask=2, incarnation=9)] == [1]
+    ledger.release("maker", "does not respond")
+    assert request(ask=2, incarnation=9) == [], "it was released since"
+    assert [lease.number for lease in request(ask=3, incarnation=9)] == [0]
 
 
 def ledger_of_a_quick_and_a_slow_maker(max_staleness: int = 4) -> tuple[Ledger, list[int]]:

@@ -356,3 +356,28 @@ def test_the_first_samples_in_quarantine_are_written_down(tmp_path):
     log = RunLog(tmp_path, total_steps=1)
     log.maker_records({"quarantined": {"sample_id": number}} for number in range(1200))
     assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == list(range(1000))
+
+
+def test_when_trainers_are_started_again_what_came_after_their_checkpoint_is_made_again(tmp_path):
+    log = RunLog(tmp_path, total_steps=6)
+    log.restarts = {"makers": 1, "trainers": 0}
+    for version in range(4):
+        log.maker_records([made(version, reward=float(version), texts=[sample()])])
+        log.trainer_records([{"batch": version + 1, "version": version, "metrics": {"policy/loss": 1.0}}])
+    log.restarts = {"makers": 1, "trainers": 1}
+    log.continue_from(2, 2, is_restart=True)
+    assert (log.snapshot().step, log.snapshot().version, log.snapshot().restarts) == (2, 2, 2)
+    assert log.num_samples == 8
+    log.maker_records([made(3, reward=99.0)])  # by a maker that has not heard of it yet
+    for version in (2, 3):
+        log.maker_records([{**made(version, reward=10.0 + version, texts=[sample()]), "incarnation": 1}])
+        log.trainer_records([{"batch": version + 1, "version": version, "metrics": {"policy/loss": 2.0}}])
+    log.close()
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["policy/loss"] for row in rows] == [1.0, 1.0, 2.0, 2.0]
+    assert [row["reward/mean"] for row in rows] == [0.0, 1.0, 12.0, 13.0]
+    assert [row["restarts/trainers"] for row in rows] == [0.0, 0.0, 1.0, 1.0]
+    assert log.rewards == [(0.0, 0.0), (1.0, 1.0), (2.0, 12.0), (3.0, 13.0)]
+    assert log.num_samples == 16
+    assert [row["version"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [0, 1, 2, 3]

@@ -10,14 +10,16 @@ import pytest
 from ray_testing import Background
 from thread_peers import PATIENCE, ThreadPeers
 
+from coati import resume
 from coati.config import build_config
-from coati.errors import CoatiError, ConfigError, DeadlineExceeded, PeerDied, RewardError, RunStopped
+from coati.errors import CoatiError, ConfigError, DataError, DeadlineExceeded, PeerDied, RewardError, RunStopped
 from coati.monitor.control import ask_for_makers
 from coati.monitor.records import RecordLog
 from coati.monitor.run_log import RunLog
-from coati.ray import launcher, maker_pool
+from coati.ray import launcher, restarts
 from coati.ray.launcher import DetachedRun
 from coati.ray.run_actors import RunActors
+from coati.resume import StartingPoint
 
 
 class Actor:
@@ -90,11 +92,13 @@ class Host:
     """Creates actors on threads."""
 
     def __init__(self):
-        self.peers, self.killed, self.on_start = ThreadPeers(), [], lambda name: None
+        self.peers, self.started, self.killed, self.on_start = ThreadPeers(), [], [], lambda name: None
 
     def start(self, actor_class, ray_options, /, **arguments):
         name = ray_options["name"]
         peer = self.peers.add(name, Trainer() if name.startswith("trainer") else Maker())
+        peer.target.arguments = arguments
+        self.started.append(name)
         self.on_start(name)
         return peer
 
@@ -162,7 +166,7 @@ def stage(tmp_path, monkeypatch):
 
     monkeypatch.setattr(launcher, "connected", here)
     monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(maker_pool, "_FIRST_BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(restarts, "_FIRST_BACKOFF_SECONDS", 0.0)
     monkeypatch.setattr(launcher.run.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
     (tmp_path / "out").mkdir()
     return functools.partial(Stage, tmp_path / "out")
@@ -248,11 +252,138 @@ def test_what_an_actor_raises_ends_the_run_with_its_name(stage):
     assert (one.state["status"], one.state["message"]) == ("ended", "failed")
 
 
-def test_a_trainer_that_dies_ends_the_run_with_its_name(stage):
+@pytest.mark.parametrize("step", [0, 2], ids=["no checkpoint", "a checkpoint"])
+def test_when_a_trainer_dies_all_are_started_again_and_the_makers_live_on(stage, step, monkeypatch, caplog):
+    one = stage(makers=2, trainers=2)
+    checkpoint = one.folder / "checkpoints" / f"version-{step}"
+    if step:
+        monkeypatch.setattr(resume, "choose_checkpoint", lambda config: StartingPoint(checkpoint, step, step))
+
+    def train(host):
+        for batch in (1, 2, 3):
+            host["trainer-0"].step(batch)
+        one.on_turn = die_when_read
+
+    def die_when_read(host):
+        if one.snapshots[-1].step == 3:
+            one.first = [host.peers[f"trainer-{rank}"] for rank in range(2)]
+            host["trainer-0"].error = RuntimeError("connection closed by peer")  # which may be heard of first
+            host["trainer-0"].ended.set()
+            host.peers.kill("trainer-1")
+            one.on_turn = train_again
+
+    def train_again(host):
+        assert one.snapshots[-1].step == step
+        for batch in (3, 4):
+            host["trainer-0"].step(batch)
+        one.on_turn = end_when_read
+
+    def end_when_read(host):
+        if one.snapshots[-1].step == 4:
+            for rank in range(2):
+                host[f"trainer-{rank}"].ended.set()
+
+    one.on_turn = train
+    one.go()
+    assert one.host.started == ["trainer-0", "trainer-1", "maker-0", "maker-1", "trainer-0", "trainer-1"]
+    assert not any(peer.is_alive for peer in one.first), "the rank that lived on is ended too"
+    for rank, makers in enumerate((["maker-0"], ["maker-1"])):
+        trainer = one.host[f"trainer-{rank}"]
+        options = trainer.arguments["options"]
+        assert (options.incarnation, options.resume) == (1, checkpoint if step else None)
+        assert trainer.arguments["experience_maker_holder_name_list"] == trainer.makers == makers
+        assert trainer.is_synced
+    rows = [json.loads(line) for line in (one.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [*range(1, step + 1), 3, 4]
+    assert one.snapshots[-1].restarts == rows[-1]["restarts/trainers"] == 1
+    assert ("from its beginning" in caplog.text) == (step == 0)
+    assert (one.state["status"], one.state["message"]) == ("ended", "completed")
+
+
+def test_a_trainer_that_dies_while_it_loads_again_is_started_once_more(stage):
     one = stage()
+    left = [2]
+
+    def die(host):
+        host.peers.kill("trainer-0")
+        one.on_turn = end_training
+
+    def die_in_the_constructor(name):
+        if name == "trainer-0" and len(one.host.started) > 2 and left[0]:
+            left[0] -= 1
+            one.host.peers.kill(name)
+
+    one.on_turn, one.host.on_start = die, die_in_the_constructor
+    one.go()
+    assert one.host["trainer-0"].arguments["options"].incarnation == 3
+    assert one.state["message"] == "completed"
+
+
+def test_when_trainers_die_too_often_the_run_ends_and_says_how_to_resume_it(stage):
+    one = stage(topology={"max_restarts": 2})
     one.on_turn = lambda host: host.peers.kill("trainer-0")
-    with pytest.raises(PeerDied, match="trainer-0 died"):
+    with pytest.raises(PeerDied, match=r"trainer-0 died.*2 times \(topology\.max_restarts\).*coati train --resume"):
         one.go()
+    assert one.host.started.count("trainer-0") == 3
+
+
+@pytest.mark.parametrize("error", [DataError("no such sample"), ValueError("their own code"), RuntimeError("theirs")])
+def test_what_a_trainer_raises_is_not_repaired_by_a_restart(stage, error, monkeypatch):
+    monkeypatch.setattr(launcher, "_DEATH_SECONDS", 0.1)  # the other rank lives, and waits for this one
+    one = stage(trainers=2)
+
+    def fail(host):
+        host["trainer-1"].error = error
+        host["trainer-1"].ended.set()
+
+    one.on_turn = fail
+    with pytest.raises(type(error), match=str(error)) as caught:
+        one.go()
+    assert "raised in trainer-1" in caught.value.__notes__
+    assert one.host.started.count("trainer-1") == 1
+
+
+def test_a_stop_while_trainers_are_started_again_says_how_to_resume(stage):
+    one = stage()
+
+    def die(host):
+        host.peers.kill("trainer-0")
+        one.host.on_start = stop
+
+    def stop(name):
+        one.host.peers.hold(name, "progress")
+        one.should_stop = True
+
+    one.on_turn = die
+    with pytest.raises(RunStopped, match="--resume"):
+        one.go()
+    assert "maker-0" in one.host.killed
+
+
+def test_a_maker_that_dies_while_trainers_are_started_again_is_replaced(stage):
+    one = stage(makers=2)
+
+    def die(host):
+        one.on_turn = lambda host: None
+        one.host.on_start = kill_a_maker
+        host.peers.kill("trainer-0")
+
+    def kill_a_maker(name):
+        if name == "trainer-0":
+            one.held = one.host.peers.hold(name, "progress")
+            one.host.peers.kill("maker-1")
+        elif name == "maker-1":
+            one.held.release()
+            one.on_turn = end_when_told
+
+    def end_when_told(host):
+        if host["trainer-0"].makers == ["maker-0", "maker-1"]:
+            end_training(host)
+
+    one.on_turn = die
+    one.go()
+    assert one.host.started.count("maker-1") == one.host.started.count("trainer-0") == 2
+    assert one.state["message"] == "completed"
 
 
 def test_a_maker_that_dies_is_replaced_and_its_successor_is_read_from_the_beginning(stage, caplog):

@@ -10,6 +10,7 @@ from thread_peers import PATIENCE, ThreadPeers
 from coati.config import build_config
 from coati.errors import PeerDied, RewardError, ScalingRefused
 from coati.ray.maker_pool import MakerPool
+from coati.ray.restarts import Restarts
 from coati.ray.run_actors import RunActors
 
 
@@ -53,6 +54,7 @@ class Stage:
     def __init__(self, *, makers=1, trainers=1, max_restarts=3, is_private=True):
         self.peers, self.killed, self.on_create, self.free = ThreadPeers(), [], lambda name: None, {}
         self.now, self.taken_leave, self.died = 0.0, [], []
+        self.restarts = Restarts(max_restarts, clock=lambda: self.now)
         config = build_config(
             {
                 "model": {"path": "m"},
@@ -67,7 +69,7 @@ class Stage:
         self.pool = MakerPool(
             self.actors,
             "the prompts",
-            max_restarts=max_restarts,
+            restarts=self.restarts,
             before_end=self._take_leave,
             after_death=self.died.append,
             clock=lambda: self.now,
@@ -250,7 +252,7 @@ def test_of_makers_that_cannot_join_nothing_is_left(stage, fail):
     assert stage.pool.advance() == ""
     assert stage.story[-1] == ("told", "maker-0")
     assert stage.alive == ["maker-0"]
-    assert stage.pool.num_restarts == 0
+    assert stage.restarts.counts["makers"] == 0
     stage.check_consistent()
     stage.on_create = lambda name: None
     stage.scale_to(2)  # others may join
@@ -295,6 +297,15 @@ def test_each_death_is_followed_by_a_longer_wait_up_to_a_limit():
     assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
 
 
+def test_a_maker_that_lived_long_enough_comes_back_at_once_when_it_dies_again(stage):
+    for _ in range(3):
+        stage.die("maker-0")
+        stage.now += 0.5
+        stage.pool.advance()
+        assert stage.alive == ["maker-0"]
+        stage.now += 61.0
+
+
 def test_after_so_many_restarts_a_death_is_the_end_and_has_a_name():
     stage = Stage(makers=2, max_restarts=1)
     stage.die("maker-0")
@@ -307,7 +318,7 @@ def test_what_a_maker_raises_is_not_repaired_by_another(stage):
     with pytest.raises(RewardError, match="no such judge") as caught:
         stage.until(lambda _: False)
     assert caught.value.__notes__ == ["raised in maker-0"]
-    assert stage.pool.num_restarts == 0
+    assert stage.restarts.counts["makers"] == 0
 
 
 def test_a_maker_that_dies_while_it_leaves_is_gone_as_it_should_be(stage):
@@ -316,7 +327,7 @@ def test_a_maker_that_dies_while_it_leaves_is_gone_as_it_should_be(stage):
     stage.pool.scale_to(1)
     stage.die("maker-1")
     assert stage.pool.advance() == ""
-    assert (stage.pool.num_restarts, stage.died) == (0, ["maker-1"])
+    assert (stage.restarts.counts["makers"], stage.died) == (0, ["maker-1"])
     assert stage.story[-2:] == [("release", "maker-1", "died"), ("told", "maker-0")]
     stage.check_consistent()
 

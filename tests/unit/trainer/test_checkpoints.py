@@ -195,6 +195,34 @@ def test_a_journal_leaves_out_what_a_resumed_run_made_again(tmp_path):
     assert Ledger.replayed(RULES, content.events).state() == again.buffer.state()[0]["ledger"]
 
 
+def test_a_run_that_starts_over_voids_its_journal_and_refuses_what_makers_hold(tmp_path):
+    journal = tmp_path / "ledger" / "stream-0.jsonl"
+    open_journal = lambda: Journal(journal, RULES, run="r")  # noqa: E731
+    first = LeasedBuffer(RULES, 2, open_journal=open_journal)
+    deliver(first, 0, 3)
+    first.try_sample(0.0)
+    first.train(1)
+    (held,) = first.lease(LeaseRequest("maker", 10**7, 1, 1))
+    first.close()
+    second = LeasedBuffer(RULES, 2, open_journal=open_journal, incarnation=1)
+    second.start_over()
+    old = LeaseRequest("maker", 10**7 + 1, 1, 8)
+    assert second.lease(old) == [], "its weights are those of the trainer that died"
+    again = second.lease(old._replace(number=10**7 + 2, version=0, weights_of=1))
+    assert [lease.number for lease in again] == [*range(8)]
+    assert held.number in range(8)
+    second.extend([dataclasses.replace(tiny.item(lease.number), lease=tuple(lease)) for lease in (held, again[0])])
+    assert second.num_items_waiting == 1
+    second.extend([dataclasses.replace(tiny.item(1), lease=tuple(again[1]))])
+    second.try_sample(0.0)
+    second.train(1)
+    second.close()
+    account = audit_run(tmp_path)
+    assert account.problems == []
+    assert account.table()[0] == ("trained", "", 2, 2)
+    assert account.table()[-1][2] == 8  # leased
+
+
 def test_the_newest_few_are_kept(tmp_path):
     trainer = Trainer(tmp_path, checkpoints_kept=3)
     for version in (8, 9, 10, 11):

@@ -1,5 +1,6 @@
 """An update arrives whole or not at all: round trips, every way to damage one on its way, and plain calls."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -563,3 +564,53 @@ def test_a_new_plain_start_discards_what_came_before_it(maker):
     plain(maker, chunk_start=True)
     plain(maker, critic={"weight": torch.zeros(1, 4), "bias": torch.zeros(1)}, chunk_end=True)
     assert maker.models["critic"].weight.abs().sum().item() == 0.0
+
+
+# Trainers that were started again
+
+
+@pytest.mark.parametrize("num_chunks", [1, 5, None], ids=["one chunk", "five", "all but the manifest"])
+@pytest.mark.parametrize("is_generating", [False, True], ids=["idle", "generating"])
+def test_half_an_update_of_a_dead_trainer_is_discarded_for_the_whole_one_of_its_successor(
+    num_chunks, is_generating, make_models, fingerprint, maker
+):
+    deliver(messages_of(make_models(7), header=header_of(7)), maker)
+    half = messages_of(make_models(8), header=header_of(8, "trainer 0 (first)", is_sync=False, follows=7))
+    for message in (half.start(), *map(half.part, half.chunks[:num_chunks])):
+        maker.update_experience_maker(message=message)
+    assert fingerprint(maker.models) == fingerprint(make_models(7)), "it keeps serving what it has"
+    whole = messages_of(make_models(5), header=header_of(5, "trainer 0 (second)", incarnation=1))
+    with maker.served.use() if is_generating else contextlib.nullcontext():
+        for message in (whole.start(), *map(whole.part, whole.chunks)):
+            maker.update_experience_maker(message=message)
+            with pytest.raises(WeightUpdateError, match=r"replaced|not open"):  # late messages of the dead
+                maker.update_experience_maker(message=half.end())
+        assert fingerprint(maker.models) == fingerprint(make_models(7))
+        maker.update_experience_maker(message=whole.end())
+        assert maker.served.version == (7 if is_generating else 5)
+    assert fingerprint(maker.models) == fingerprint(make_models(5))
+    assert (maker.served.version, maker.served.incarnation) == (5, 1)
+    for late in (half, messages_of(make_models(9), header=header_of(9))):  # a sync too
+        with pytest.raises(WeightUpdateError, match="replaced"):
+            deliver(late, maker)
+    deliver(messages_of(make_models(6), header=header_of(6, follows=5, is_sync=False, incarnation=1)), maker)
+    assert fingerprint(maker.models) == fingerprint(make_models(6))
+
+
+def test_an_update_of_a_dead_trainer_that_waits_for_the_models_adds_nothing_to_that_of_its_successor(
+    make_models, fingerprint, maker
+):
+    with maker.served.use():
+        deliver(messages_of(make_models(8), header=header_of(8)), maker)
+        deliver(messages_of(make_models(5), header=header_of(5, incarnation=1)), maker)
+    assert fingerprint(maker.models) == fingerprint(make_models(5))
+    assert (maker.served.version, maker.served.incarnation) == (5, 1)
+
+
+def test_the_first_update_of_trainers_that_were_started_again_holds_all_weights(make_models, fingerprint, maker):
+    deliver(messages_of(make_models(7), header=header_of(7)), maker)
+    actor_only = {"actor": make_models(8)["actor"]}
+    with pytest.raises(WeightUpdateError, match="only part"):
+        deliver(messages_of(actor_only, header=header_of(8, incarnation=1)), maker)
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
+    assert (maker.served.version, maker.served.incarnation) == (7, 0)

@@ -96,6 +96,12 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
     samples = sum(value for _, value in run.series("maker/samples"))
     if samples:
         facts.append(("samples", f"{samples:,.0f}"))
+    for name in ("maker/dropped", "maker/quarantined"):
+        if lost := sum(value for _, value in run.series(name)):
+            facts.append((f"samples {name.removeprefix('maker/')}", f"{lost:,.0f}"))
+    for name in ("restarts/makers", "restarts/trainers"):
+        if number := sum(value for _, value in run.series(name)[-1:]):
+            facts.append((name.replace("/", " of "), f"{number:,.0f}"))
     if times is not None:
         facts.append(("time, without start-up", format_seconds(times.elapsed)))
         if samples and times.elapsed > 0:

@@ -1,0 +1,103 @@
+"""`coati train` with trainers that are killed: they are started again from the newest checkpoint, and on-policy the run
+ends with the bits of one without faults. `coati audit` accounts for every sample.
+
+The ledger lives in the trainer, so this is also what happens when the ledger is killed.
+"""
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from coati.faults import VARIABLE, Fault, Schedule
+from coati.monitor import read_jsonl
+
+SETTINGS = (
+    "train.update_steps=1", "train.epochs=1", "train.total_steps=4", "train.save_every=1",
+    "rollout.prompts_per_batch=12",
+)  # fmt: skip
+
+
+def changed(*settings):
+    return [argument for setting in settings for argument in ("--set", setting)]
+
+
+@pytest.fixture
+def check(film_run, coati_here, coati_command, tmp_path):
+    """The account of the run closes, and its model has the bits of a run without faults."""
+
+    def go(*settings):
+        audit = coati_here("audit", tmp_path / "out")
+        assert audit.returncode == 0, audit.stdout
+        arguments = ("train", film_run, *changed(*SETTINGS, *settings, f"run.output={tmp_path / 'calm'}"))
+        is_group = "topology.trainers=2" in settings
+        calm = coati_command(*arguments) if is_group else coati_here(*arguments, "--sync")
+        assert calm.returncode == 0, calm.stderr
+        one, other = ((tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("out", "calm"))
+        assert one == other
+        assert [row["step"] for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+    return go
+
+
+@pytest.fixture
+def killed_run(film_run, coati_command, check, tmp_path):
+    """Train with faults that kill trainers; returns what was printed."""
+
+    def go(*faults, settings=()):
+        schedule = Schedule(tmp_path / "faults", faults)
+        arguments = ("train", film_run, *changed(*SETTINGS, *settings))
+        finished = coati_command(*arguments, **{VARIABLE: str(tmp_path / "faults")})
+        told = finished.stdout + finished.stderr
+        assert finished.returncode == 0, told
+        assert all(schedule.has_happened(number) for number in range(len(faults))), told
+        assert f"started again: {len(faults)} trainer" in told
+        check(*settings)
+        return told
+
+    return go
+
+
+def test_the_trainer_is_killed_between_chunks_and_in_a_step_and_no_bit_changes(killed_run):
+    # The first sync has two chunks, so the fault comes before the second one of version 1, which is not saved yet.
+    between_chunks = Fault("weights.before_chunk", "kill", actor="trainer-0", nth=4)
+    told = killed_run(between_chunks, Fault("trainer.after_backward", "kill", actor="trainer-0", nth=3))
+    assert "from its beginning" in told
+    assert "the run continues from version 2" in told
+
+
+POINTS = ("trainer.after_forward", "trainer.after_backward", "trainer.after_step", "trainer.after_ack")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("point", "trainers", "victim"),
+    [*itertools.product(POINTS, [1], [0]), *itertools.product(POINTS, [2], [0, 1])],
+)
+def test_a_rank_is_killed_anywhere_and_no_bit_changes(killed_run, point, trainers, victim):
+    fault = Fault(point, "kill", actor=f"trainer-{victim}", nth=3)
+    killed_run(fault, settings=(f"topology.trainers={trainers}",))
+
+
+@pytest.mark.long
+def test_a_detached_run_whose_driver_is_killed_is_resumed_to_the_same_bits(film_run, coati_command, check, tmp_path):
+    """The driver dies when the trainer is in its third step, which is held until then."""
+    schedule = Schedule(tmp_path / "faults", [Fault("trainer.after_backward", "block", actor="trainer-0", nth=3)])
+    command = [sys.executable, "-m", "coati.cli.main", "train", film_run, *changed(*SETTINGS)]
+    with subprocess.Popen(
+        command, env={**os.environ, VARIABLE: str(tmp_path / "faults")}, stderr=subprocess.DEVNULL
+    ) as driver:
+        deadline = time.monotonic() + 200
+        while not schedule.has_happened() and driver.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        driver.send_signal(signal.SIGKILL)
+    schedule.release()
+    resumed = coati_command("train", "--resume", tmp_path / "out")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "the run continues from version 2" in resumed.stderr
+    check()

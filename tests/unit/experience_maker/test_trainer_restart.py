@@ -1,0 +1,107 @@
+"""A maker whose trainer dies and is started again, on threads: it keeps its weights, waits, and makes everything again
+with those of the new trainer."""
+
+from collections import Counter
+
+import pytest
+import torch
+from thread_peers import PATIENCE, ThreadPeers
+from tiny import actor_and_critic, maker_models
+from weight_testing import header_of, messages_of
+
+from coati.background import run_in_background
+from coati.config import Deadlines
+from coati.experience_buffer.leased import LeasedBuffer
+from coati.ledger import LedgerRules
+from coati.prompts.stream import PromptStream
+from coati.ray import experience_maker_holder
+from coati.ray.experience_maker_holder import MakerHolder
+from coati.ray.options import MakerOptions
+from coati.trainer.strategies import DDPStrategy
+
+DEADLINES = Deadlines(start_seconds=PATIENCE, batch_seconds=PATIENCE, update_seconds=PATIENCE)
+
+
+class Prompts(PromptStream):
+    """Every prompt is the same."""
+
+    samples_per_batch = 2
+
+    def __init__(self):
+        self.skipped = Counter()
+
+    def batch(self, numbers, *, group_size):
+        return {"input_ids": torch.full((len(numbers), 2), 3), "sample_ids": numbers, "group_ids": numbers}, {}
+
+
+class Trainer:
+    """The part of a trainer that makers call; the weights of its versions are those of a seed."""
+
+    def __init__(self, rules, incarnation=0):
+        self.buffer = LeasedBuffer(rules, 2, incarnation=incarnation)
+        self.requests = []
+        self._incarnation = incarnation
+        if incarnation:
+            self.buffer.start_over()
+
+    def lease(self, request):
+        self.requests.append(request)
+        return self.buffer.lease(request)
+
+    def buffer_extend(self, items):
+        self.buffer.extend(items)
+
+    def update(self, version, *, seed, **header):
+        models = dict(zip(("actor", "critic"), actor_and_critic(seed), strict=True))
+        header = header_of(version, f"trainer {self._incarnation}", incarnation=self._incarnation, **header)
+        return messages_of(models, header=header, max_bytes=4000)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_maker_serves_a_new_trainer_after_all_its_weights_came(max_staleness, monkeypatch):
+    rules = LedgerRules(samples_per_version=2, total_samples=6, lead=0, max_staleness=max_staleness)
+    first, second = Trainer(rules), Trainer(rules, 1)
+    peers = ThreadPeers(trainer=first)
+
+    def known_anew():
+        """The same peers; who was found before is not known."""
+        others = ThreadPeers()
+        others._peers = peers._peers
+        return others
+
+    monkeypatch.setattr(experience_maker_holder, "RayPeers", known_anew)
+    holder = MakerHolder(
+        ["trainer"],
+        lambda: DDPStrategy(device="cpu"),
+        lambda: maker_models(0),
+        sync_models_from_trainers=True,
+        options=MakerOptions(deadlines=DEADLINES, rules=rules, incarnation=1),
+        max_new_tokens=4,
+    )
+
+    def receive(*messages):
+        for message in messages:
+            holder.update_experience_maker(message=message)
+
+    loop = run_in_background(lambda: holder.workingloop(Prompts), name="maker")
+    one = first.update(0, seed=1)
+    receive(one.start(), *map(one.part, one.chunks), one.end())
+    lost = first.buffer.sample(timeout_seconds=PATIENCE)
+    first.buffer.train(1)
+    half = first.update(1, seed=2, is_sync=False, follows=0)
+    receive(half.start(), *map(half.part, half.chunks[:2]))  # and then it dies
+    peers.kill("trainer")
+    peers.add("trainer", second)
+    asked = len(second.requests)
+    while len(second.requests) < asked + 3:  # it asks, and gets nothing
+        assert not loop.done()
+    assert second.buffer.get_length() == 0
+    two = second.update(0, seed=1)
+    receive(two.start(), *map(two.part, two.chunks), two.end())
+    again = second.buffer.sample(timeout_seconds=PATIENCE)
+    holder.stop()
+    loop.result(PATIENCE)
+    assert holder.progress().version == 0
+    for (name, tensor), (_, other) in zip(lost.tensors(), again.tensors(), strict=True):
+        assert torch.equal(tensor, other), f"{name} of the same leases, made again with the same weights"
+    assert {request.weights_of for request in second.requests} == {0, 1}
