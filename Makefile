@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 
 unexport PYTHONDONTWRITEBYTECODE  # or pytest compiles every test file again in every worker
 
-.PHONY: demo test test-long test-all unit coverage check format install clean
+.PHONY: demo test test-long test-all chaos unit coverage check format install clean
 
 install: $(STAMP)
 
@@ -34,6 +34,13 @@ test-long: $(STAMP)
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile long tests
 
 test-all: test test-long
+
+# A run in which something dies every 10 to 20 seconds, then the long tests of the faults in docs/reliability.md.
+SECONDS ?= 600
+SEED ?= 0
+chaos: $(STAMP)
+	$(BIN)/python benchmarks/chaos.py --seconds $(SECONDS) --seed $(SEED)
+	$(PYTEST) -m long tests/e2e/test_faults.py tests/e2e/test_endings.py tests/ray/test_cluster.py tests/unit/ledger
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest -m "not long" tests/unit

@@ -67,3 +67,10 @@ def test_one_of_two_makers_is_killed_and_then_one_stalls(faulty_run):
     reasons = faulty_run(faults, *settings, steps=40)
     assert any("died" in reason for reason in reasons)
     assert any("respond" in reason for reason in reasons)
+
+
+@pytest.mark.long
+def test_a_maker_is_killed_at_every_chunk_of_an_update(faulty_run):
+    # Its first update is the one that a run begins with; the next one and those of its successors are cut short.
+    faults = [Fault("receiver.before_chunk", "kill", nth=2, index=index) for index in range(4)]
+    faulty_run(faults, "topology.max_staleness=0", "topology.chunk_mib=0.2", steps=8)

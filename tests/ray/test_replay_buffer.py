@@ -14,6 +14,23 @@ from coati.experience import EXPERIENCE_FIELDS, make_experience_batch
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 
 
+@ray.remote(num_cpus=0)
+class Consumer:
+    """Samples from a buffer over a queue that others have too; touches a file when it has found nothing there."""
+
+    def sample(self, queue, waits):
+        get = queue.get
+
+        def noting_get():
+            found = get()
+            if found is None:
+                waits.touch()
+            return found
+
+        queue.get = noting_get
+        return DetachedReplayBuffer(2, queue=queue).sample(timeout_seconds=PATIENCE).sample_ids.tolist()
+
+
 @pytest.fixture
 def make_buffer(keep):
     return lambda *args, **kwargs: keep(DetachedReplayBuffer(*args, **kwargs))
@@ -52,3 +69,19 @@ def test_the_queue_reserves_no_cpu_and_is_a_light_process_whose_death_is_named(m
     ray.kill(buffer._queue._queue.actor)
     with pytest.raises(PeerDied, match="queue"):
         buffer.extend(items(1, 1))
+
+
+@pytest.mark.timeout(120)
+def test_a_consumer_killed_while_it_waits_takes_nothing_with_it(make_buffer, keep, tmp_path):
+    buffer = make_buffer(2)
+    consumer = Consumer.remote()
+    asked = consumer.sample.remote(buffer._queue, tmp_path / "waits")
+    while not (tmp_path / "waits").exists():
+        assert ray.wait([asked], timeout=0.05)[1] == [asked]
+    ray.kill(consumer)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(asked, timeout=PATIENCE)
+    buffer.extend(items(0, 4))
+    assert buffer.sample().sample_ids.tolist() == [0, 1]
+    assert buffer.sample().sample_ids.tolist() == [2, 3]
+    assert buffer.get_length() == 0

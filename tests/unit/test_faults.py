@@ -119,3 +119,26 @@ def test_every_point_is_in_the_code_and_no_other(tmp_path):
         Fault("maker.sleeping", "kill")
     with pytest.raises(ValueError, match="action"):
         Fault("maker.generating", "explode")
+
+
+def test_only_records_read_the_wall_clock():
+    reads = re.compile(r"\btime\.time\b|datetime\.(?:now|today|utcnow)|time\.(?:localtime|gmtime|ctime)\b")
+    found = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if reads.search(path.read_text())}
+    # When a row was written, and when a timeline began, which a monotonic clock continues.
+    assert found == {"faults.py", "monitor/run_log.py", "monitor/timeline.py"}
+
+
+def test_every_row_of_the_page_names_tests_that_exist():
+    root = SOURCE.parents[1]
+    rows = re.findall(r"^\| (\d+) \|.*$", (root / "docs" / "reliability.md").read_text(), re.MULTILINE)
+    assert [int(row) for row in rows] == list(range(1, 26))
+    for line in (root / "docs" / "reliability.md").read_text().splitlines():
+        if re.match(r"\| \d+ \|", line):
+            named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", line)
+            short = re.findall(r"`(tests/[\w/.]+)::(\w+)`", line.partition("long:")[0])
+            assert short, line
+            for file, name in named:
+                text = (root / file).read_text() if (root / file).exists() else ""
+                assert f"def {name}(" in text, f"{file}::{name}"
+                is_long = re.search(rf"@pytest\.mark\.long\n(?:@.*\n)*def {name}\(", text) is not None
+                assert is_long is ((file, name) not in short), f"{file}::{name} is {'' if is_long else 'not '}long"

@@ -413,6 +413,27 @@ def test_wherever_a_maker_dies_the_other_serves_the_update(nth, point, shared, m
     assert fingerprint(makers["a"].models) in {fingerprint(make_models(0)), fingerprint(trained)}
 
 
+def test_a_maker_killed_at_any_chunk_returns_with_a_full_update_and_the_other_commits_each(
+    make_models, trained, fingerprint
+):
+    makers = {name: Maker(make_models(0)) for name in ("a", "b")}
+    peers = ThreadPeers(**makers)
+    sender = make_sender(trained, peers, list(makers))
+    for version in itertools.count(1):  # which is also the number of the call at which it dies
+        peers.kill_at("a", UPDATE, nth=version)
+        sender.send(version)
+        assert makers["b"].served.version == version
+        if peers["a"].is_alive:  # the update had fewer calls
+            break
+        assert not makers["a"].served.wait_for_full_update(0.0)
+        assert fingerprint(makers["a"].models) == fingerprint(make_models(0)), "no part of the update serves"
+        makers["a"] = Maker(make_models(0))
+        peers.add("a", makers["a"])
+    assert version > 5
+    assert makers["a"].served.wait_for_full_update(0.0)
+    assert [fingerprint(maker.models) for maker in makers.values()] == [fingerprint(trained)] * 2
+
+
 @pytest.mark.parametrize("drop", ["drop_call", "drop_reply"])
 @pytest.mark.parametrize("nth", range(1, 3))  # the start; the chunks and the manifest
 def test_a_maker_that_cannot_be_reached_misses_one_update_and_gets_the_next(drop, nth, make_models, trained):

@@ -1,0 +1,107 @@
+"""A soak: a real run on the demo's task in which an actor is killed or stalls every 10 to 20 seconds.
+
+    python benchmarks/chaos.py --seconds 600 --seed 0
+
+The seed decides who fails when, at which named point of the code (`coati.faults`), and is printed with the schedule. At
+the end the run is stopped as a person would. It fails, with exit code 1, if the run ends before, if `coati audit` does
+not close (a sample lost, trained on twice, or older than the bound), or if a process or a folder is left behind.
+"""
+
+import argparse
+import collections
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from checked import one_or_more, zero_or_more
+from living_run import LivingRun, slope
+
+from coati.faults import Fault, seeded
+
+STALL_SECONDS = 6.0  # longer than deadlines.stall_seconds of the run
+MAKER_POINTS = ("maker.generating", "maker.before_deliver", "receiver.before_chunk")
+TRAINER_POINTS = (
+    *("trainer.after_forward", "trainer.after_backward", "trainer.after_step", "trainer.after_ack"),
+    *("trainer.after_delivery", "weights.before_chunk", "journal.before_write", "checkpoint.before_rename"),
+)
+
+
+def choices(makers: int, *, trainer: bool) -> list[Fault]:
+    """What may happen. One in four is the death of the trainer."""
+    of_makers = [
+        fault
+        for number in range(makers)
+        for fault in (
+            *(Fault(point, "kill", actor=f"maker-{number}") for point in MAKER_POINTS),
+            Fault("maker.generating", "stop", actor=f"maker-{number}", seconds=STALL_SECONDS),
+        )
+    ]
+    of_trainer = [Fault(point, "kill", actor="trainer-0") for point in TRAINER_POINTS]
+    return of_makers * 3 + (of_trainer * makers * 4)[: len(of_makers)] if trainer else of_makers
+
+
+def main() -> None:
+    """Run the soak and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=one_or_more, default=600)
+    parser.add_argument("--seed", type=zero_or_more, default=0)
+    parser.add_argument("--makers", type=one_or_more, default=2)
+    parser.add_argument("--only-makers", action="store_true", help="leave the trainer alone")
+    parser.add_argument("--keep", action="store_true", help="keep the run's folder")
+    arguments = parser.parse_args()
+    possible = choices(arguments.makers, trainer=not arguments.only_makers)
+    faults = seeded(arguments.seed, possible, seconds=arguments.seconds, every=(10.0, 20.0))
+    print(f"seed {arguments.seed}: {len(faults)} faults in {arguments.seconds} s", *faults, sep="\n", flush=True)
+    folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
+    problems = soak(folder, faults, arguments.seconds, makers=arguments.makers)
+    if not problems and not arguments.keep:
+        shutil.rmtree(folder)
+    print(*(f"FAILED: {problem}" for problem in problems), sep="\n")
+    raise SystemExit(f"see {folder}; --seed {arguments.seed} draws the same schedule" if problems else 0)
+
+
+def soak(folder: Path, faults: list[Fault], seconds: int, *, makers: int) -> list[str]:
+    """Let a run live through the faults; returns what is wrong."""
+    run = LivingRun(folder, faults, {"topology.makers": makers})
+    memory: dict[tuple[int, str], list[tuple[float, float]]] = collections.defaultdict(list)
+    began, last_step, problems = time.monotonic(), 0, []
+    try:
+        while (elapsed := time.monotonic() - began) < seconds and run.process.poll() is None:
+            for process, megabytes in run.memory().items():
+                memory[process].append((elapsed, megabytes))
+            total = sum(run.memory().values())
+            print(
+                f"{elapsed:5.0f} s  step {run.step():5}  {len(run.happened())}/{len(faults)} faults  {total:6.0f} MB",
+                flush=True,
+            )
+            time.sleep(5.0)
+        if run.process.poll() is not None:
+            problems.append(f"the run ended by itself with code {run.process.returncode}")
+        last_step = run.step()
+        code = run.stop()
+        if code not in (0, 130):
+            problems.append(f"it could not be stopped: exit code {code}")
+    finally:
+        run.end()
+        (folder / "log.txt").write_text("\n".join(line for _, line in run.lines))
+    deadline = time.monotonic() + 30.0
+    while run.left_behind() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    problems += [f"left behind: {thing}" for thing in run.left_behind()]
+    account = run.account()
+    problems += account.problems
+    for row in account.table():
+        print(f"{row[0]:12} {row[1]:40} {row[2]:7} groups")
+    print(f"oldest group trained on: {account.oldest} versions; {last_step} steps; {len(run.happened())} faults")
+    for (_, name), series in sorted(memory.items(), key=lambda item: -item[1][-1][1]):
+        late = [point for point in series if point[0] > seconds / 3]
+        if late and late[-1][0] - late[0][0] > seconds / 3:  # others were too short-lived to tell
+            print(f"{name:32} {series[-1][1]:6.0f} MB, {slope(late):+.1f} MB in 10 minutes")
+    due = [number for number, fault in enumerate(faults) if fault.after < seconds - 60]
+    problems += [f"did not happen: {faults[number]}" for number in due if number not in run.happened()]
+    return problems
+
+
+if __name__ == "__main__":
+    main()
