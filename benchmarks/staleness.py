@@ -29,7 +29,7 @@ from typing import Any
 import staleness_report as report
 import torch
 import transformers
-from staleness_run import METHODS, MORE_METHODS, SETTINGS, Cell, about, base_rewards, recipe_of, run_cell
+from staleness_run import METHODS, MORE_METHODS, OLDEST, SETTINGS, Cell, about, base_rewards, recipe_of, run_cell
 
 from coati.cli.train import quiet_libraries
 from coati.demo.base_model import pretrain
@@ -41,7 +41,18 @@ SEEDS = (1, 2, 3, 4, 5)  # the settings were chosen with seed 0
 LONGEST_SILENCE_SECONDS = 1200.0  # no run finished for so long: something hangs
 
 # What results.json keeps of a run, for each seed.
-MEASURES = ("reward", "objective", "kl", "distinct", "clip_fraction", "effective_samples", "above_cap", "log_ratio")
+MEASURES = (
+    "reward",
+    "objective",
+    "area",
+    "kl",
+    "age_mean",
+    "distinct",
+    "clip_fraction",
+    "effective_samples",
+    "above_cap",
+    "log_ratio",
+)
 
 
 def finished_runs(path: Path, cells: Sequence[Cell]) -> dict[Cell, dict[str, Any]]:
@@ -51,7 +62,7 @@ def finished_runs(path: Path, cells: Sequence[Cell]) -> dict[Cell, dict[str, Any
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
-            cell = Cell(row["setting"], row["method"], row["eta"], row["seed"])
+            cell = Cell(row["setting"], row["method"], row["eta"], row["seed"], row["lead"])
         except (ValueError, KeyError):
             continue
         if (cell, row.get("recipe")) in wanted:
@@ -108,7 +119,7 @@ def run_grid(cells: Sequence[Cell], output: Path, num_workers: int) -> None:
         for count, row in enumerate(run_cells(missing, base, str(prompts), num_workers), start=1):
             file.write(json.dumps(row) + "\n")
             file.flush()
-            cell = Cell(row["setting"], row["method"], row["eta"], row["seed"])
+            cell = Cell(row["setting"], row["method"], row["eta"], row["seed"], row["lead"])
             rows[cell] = row
             elapsed = time.monotonic() - started
             left = elapsed / count * (len(missing) - count)
@@ -139,6 +150,7 @@ def write_results(
         "methods": list(dict.fromkeys(cell.method for cell in cells)),
         "etas": sorted({cell.eta for cell in cells}),
         "seeds": sorted({cell.seed for cell in cells}),
+        "lead": cells[0].lead,
         "cells": [
             {
                 "setting": setting,
@@ -168,11 +180,14 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=[*METHODS, *MORE_METHODS], default=list(METHODS))
     parser.add_argument("--etas", type=int, nargs="+", default=list(ETAS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--lead", type=int, default=OLDEST, help="ages as the ledger distributes them with this lead")
     parser.add_argument("--docs", action="store_true", help="only write FOLDER/results.json into docs/")
     arguments = parser.parse_args()
     cells = [
         Cell(*values)
-        for values in itertools.product(arguments.settings, arguments.methods, arguments.etas, arguments.seeds)
+        for values in itertools.product(
+            arguments.settings, arguments.methods, arguments.etas, arguments.seeds, [arguments.lead]
+        )
     ]
     if arguments.docs:
         report.write_docs(arguments.output / "results.json", Path(__file__).resolve().parent.parent / "docs")

@@ -40,7 +40,9 @@ COLOURS = {
 MEASURES: tuple[tuple[str, str, Callable[[float], str], bool], ...] = (
     ("reward", "reward", lambda value: f"{value:.2f}", True),
     ("objective", "reward − KL penalty", lambda value: f"{value:.2f}", True),
+    ("area", "mean reward while training", lambda value: f"{value:.2f}", True),
     ("kl", "KL, nats per sample", lambda value: f"{value:.1f}", False),
+    ("age_mean", "mean age", lambda value: f"{value:.2f}", False),
     ("distinct", "distinct samples", lambda value: f"{value:.0%}", False),
     ("clip_fraction", "tokens clipped", lambda value: f"{value:.1%}", False),
     ("effective_samples", "effective sample size", lambda value: f"{value:.0%}", False),
@@ -136,6 +138,26 @@ def cost_of_age(results: Mapping[str, Any], setting: str, measure: str) -> list[
     ]
 
 
+def noise(results: Mapping[str, Any], setting: str, measure: str) -> list[str]:
+    """By how much each η differs from the smallest on average over the seeds, with the standard error; * beyond two."""
+    lines = []
+    for method in results["methods"]:
+        values = {
+            cell["eta"]: cell["measures"][measure]
+            for cell in results["cells"]
+            if (cell["setting"], cell["method"]) == (setting, method)
+        }
+        first = values.pop(min(values))
+        parts = []
+        for eta, others in values.items():
+            differences = [other - one for one, other in zip(first, others, strict=True)]
+            mean = statistics.fmean(differences)
+            error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.inf
+            parts.append(f"η = {eta}: {mean:+.3f} ± {error:.3f}{'*' if abs(mean) > 2 * error else ''}")
+        lines.append(f"{LABELS[method]} {', '.join(parts)}")
+    return lines
+
+
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
@@ -143,6 +165,8 @@ def _listed(numbers: Sequence[int]) -> str:
 def summary(results: Mapping[str, Any]) -> str:
     """The part of the docs page that the numbers decide."""
     facts, first, last = results["facts"], min(results["etas"]), max(results["etas"])
+    lead = results["lead"]
+    ages = "min(v, η)" if lead < 0 else f"as the ledger distributes it with lead {lead}"
     base = spread(facts["base_rewards"])
     assert base is not None
     parts = [
@@ -150,7 +174,7 @@ def summary(results: Mapping[str, Any]) -> str:
         f"{facts['transformers']}: {len(results['seeds'])} seeds, {facts['num_runs']} runs of "
         f"{facts['seconds'] / facts['num_runs']:.0f} s on average, one thread each. Median (lowest to highest seed). "
         f"The untrained model: reward {base.median:.2f} ({base.low:.2f} to {base.high:.2f}). Every batch had the age "
-        f"it should, min(v, η); the largest importance weight before any cut was {facts['ratio_max']:.0f}; "
+        f"it should, {ages}; the largest importance weight before any cut was {facts['ratio_max']:.0f}; "
         f"{facts['skipped']} batches were skipped for gradients that were not finite."
     ]
     for setting, about in results["settings"].items():
@@ -160,7 +184,8 @@ def summary(results: Mapping[str, Any]) -> str:
             agreed = "; ".join(verdicts(results, setting, measure))
             lines.append(
                 f"- {name}, median at η = {first} → {last}: {costs}.\n"
-                f"- {name}, all seeds against all seeds of naive PPO: {agreed}."
+                f"- {name}, all seeds against all seeds of naive PPO: {agreed}.\n"
+                f"- {name}, mean difference to η = {first}: {'; '.join(noise(results, setting, measure))}."
             )
         parts.append("\n\n".join([*lines[:2], "\n".join(lines[2:]), table(results, setting)]))
     return "\n\n".join(parts)

@@ -1,15 +1,17 @@
-"""One run of `benchmarks/staleness.py`: a maker that is as far ahead of its trainer as η allows, in one process."""
+"""One run of `benchmarks/staleness.py`: a maker and a trainer in one process, with ages that a schedule decides."""
 
 import dataclasses
 import hashlib
 import json
 import statistics
+import sys
 import tempfile
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +29,10 @@ from coati.peers import LocalPeers
 from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.trainer.ppo import PPOLearner
 from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from lease_world import World
 
 NUM_EVALUATED = 256
 NO_CAP = 1e9  # a cap that no weight of these runs reaches: `ratio_max` in runs.jsonl shows it
@@ -57,6 +63,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "demo": {"total_steps": 80, "actor_lr": 1e-3, "critic_lr": 1e-3},
     "harsh": {"total_steps": 40, "actor_lr": 1e-3, "critic_lr": 1e-3, "epochs": 4},
 }
+OLDEST = -1
 BATCH_SIZE = 64
 KL_COEF = 0.05
 
@@ -69,9 +76,55 @@ class Cell:
     method: str
     eta: int
     seed: int
+    lead: int = OLDEST
+    """As `topology.lead`, with ages as the ledger distributes them; OLDEST: all data is as old as η allows."""
 
     def __str__(self) -> str:
-        return f"{self.setting} {self.method} η={self.eta} seed {self.seed}"
+        ages = "" if self.lead == OLDEST else f" lead {self.lead}"
+        return f"{self.setting} {self.method} η={self.eta}{ages} seed {self.seed}"
+
+
+class Schedule(NamedTuple):
+    """Which samples are written by the weights of a version, and which are trained on at it, by version."""
+
+    written: list[list[int]]
+    trained: list[list[int]]
+
+    @property
+    def ages(self) -> list[list[int]]:
+        """Ages of the samples that each version is trained on."""
+        written = {number: version for version, numbers in enumerate(self.written) for number in numbers}
+        return [[version - written[number] for number in numbers] for version, numbers in enumerate(self.trained)]
+
+
+def make_schedule(cell: Cell, versions: int) -> Schedule:
+    """Let every batch wait as long as η allows, or the real ledger decide for simulated makers.
+
+    These are as in `benchmarks/leases.py`: 4 with 16 slots, lognormal response times, 1 second of training.
+    """
+    if cell.lead == OLDEST:
+        trained = [list(range(version * BATCH_SIZE, (version + 1) * BATCH_SIZE)) for version in range(versions)]
+        written: list[list[int]] = [[] for _ in range(versions)]
+        for version, numbers in enumerate(trained):
+            written[max(0, version - cell.eta)] += numbers
+        return Schedule(written, trained)
+    world = World(
+        seed=cell.seed,
+        speeds=[1.0] * 4,
+        slots=[16] * 4,
+        versions=versions,
+        groups_per_version=BATCH_SIZE,
+        lead=cell.lead,
+        max_staleness=cell.eta,
+    )
+    assert world.run(), f"{cell}: the simulated makers stand still"
+    events = world.ledgers[0].events
+    picked = [number for event in events for number in event.get("pick", ())]
+    granted = {number: event["version"] for event in events for number in event.get("grant", ())}
+    written = [[] for _ in range(versions)]
+    for number in sorted(picked):
+        written[granted[number]].append(number)
+    return Schedule(written, [picked[first : first + BATCH_SIZE] for first in range(0, len(picked), BATCH_SIZE)])
 
 
 def make_config(cell: Cell, base: str, prompts: str) -> RunSettings:
@@ -84,7 +137,11 @@ def make_config(cell: Cell, base: str, prompts: str) -> RunSettings:
             "rollout": {"prompts_per_batch": BATCH_SIZE, "max_new_tokens": 16},
             "algorithm": {"kl_coef": KL_COEF, **(METHODS | MORE_METHODS)[cell.method]},
             "train": {"batch_size": BATCH_SIZE, "warmup_steps": 2, **SETTINGS[cell.setting]},
-            "topology": {"max_staleness": cell.eta, "threads_per_actor": 1},
+            "topology": {
+                "max_staleness": cell.eta,
+                "threads_per_actor": 1,
+                **({} if cell.lead == OLDEST else {"lead": cell.lead}),
+            },
         }
     )
 
@@ -92,15 +149,21 @@ def make_config(cell: Cell, base: str, prompts: str) -> RunSettings:
 def recipe_of(cell: Cell) -> str:
     """Names everything that decides a run's outcome but the code and the machine."""
     config = make_config(cell, "base", "prompts.jsonl")
-    recipe = {"config": config.model_dump(mode="json"), "prompts": PROMPTS, "num_evaluated": NUM_EVALUATED}
+    recipe = {
+        "config": config.model_dump(mode="json"),
+        "lead": cell.lead,
+        "prompts": PROMPTS,
+        "num_evaluated": NUM_EVALUATED,
+    }
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class StaleRun(FitSteps):
-    """One maker and one trainer in one process; the maker runs as far ahead as η allows."""
+    """One maker and one trainer in one process, which take turns as the schedule says."""
 
-    def __init__(self, config: RunSettings) -> None:
+    def __init__(self, config: RunSettings, schedule: Schedule) -> None:
         self._config = config
+        self._schedule, self._ages = schedule, schedule.ages
         self._version = 0
         strategy = run.make_strategy(config, "trainer")
         self.learner = PPOLearner(
@@ -116,10 +179,8 @@ class StaleRun(FitSteps):
         self._sender = WeightSender(
             self.learner.models, strategy, recipients, config.topology, timeline=self._pipeline.timeline
         )
-        self._items: list[BufferItem] = []
-        self._waiting: deque[Experience] = deque()
-        self._prompts = iter(run.make_prompts(config))
-        self._num_made = 0
+        self._items: dict[int, BufferItem] = {}  # by number, until they are trained on
+        self._prompts = run.make_prompts(config)
         self.rewards_by_version: dict[int, list[float]] = defaultdict(list)
         self.metrics: dict[str, list[float]] = defaultdict(list)
 
@@ -147,28 +208,24 @@ class StaleRun(FitSteps):
         )
 
     def next_batch(self) -> Experience:
-        """The oldest batch, after the maker has made all it may: the data waits as long as the bound allows."""
-        rules = run.ledger_rules(self._config)
-        limit = (self._config.topology.max_staleness + self._version + 1) * rules.samples_per_version
-        while self._num_made < min(limit, rules.total_samples):
-            batch = PromptBatch.parse(next(self._prompts))
-            experience = self._pipeline.finish(self._pipeline.begin(batch))
+        """Write what the weights of this version write, and return what is trained on at it."""
+        if numbers := self._schedule.written[self._version]:
+            raw, unusable = self._prompts.batch(numbers)
+            assert raw is not None
+            assert not unusable
+            experience = self._pipeline.finish(self._pipeline.begin(PromptBatch.parse(raw)))
             assert experience is not None
-            assert experience.num_samples == len(batch) == BATCH_SIZE, "no sample is ever dropped here"
-            self._num_made += len(batch)
-            self.rewards_by_version[self._version].append(float(experience.reward.mean()))
-            self._items += split_experience_batch(experience)
-            while len(self._items) >= (size := self._config.train.batch_size):
-                self._waiting.append(make_experience_batch(self._items[:size]))
-                del self._items[:size]
-        return self._waiting.popleft()
+            assert experience.num_samples == len(numbers), "no sample is ever dropped here"
+            self.rewards_by_version[self._version] += experience.reward.tolist()
+            self._items |= dict(zip(numbers, split_experience_batch(experience), strict=True))
+        return make_experience_batch([self._items.pop(number) for number in self._schedule.trained[self._version]])
 
     def train_on(self, batch: Experience) -> dict[str, float]:
-        ages, expected = ages_of(batch, self._version), min(self._version, self._config.topology.max_staleness)
-        if ages != (expected, expected):
-            raise RuntimeError(f"data trained at version {self._version} must be {expected} versions old, got {ages}")
+        ages, expected = ages_of(batch, self._version), self._ages[self._version]
+        if ages != (statistics.fmean(expected), max(expected)) or ages.oldest > self._config.topology.max_staleness:
+            raise RuntimeError(f"data trained on at version {self._version} must be {expected} old, got {ages}")
         metrics = self.learner.step(batch)
-        for name, value in {**metrics, "age": ages.mean}.items():
+        for name, value in {**metrics, "age": ages.mean, "oldest": ages.oldest}.items():
             self.metrics[name].append(value)
         return metrics
 
@@ -183,7 +240,7 @@ def run_cell(cell: Cell, base: str, prompts: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     started = time.monotonic()
     config = make_config(cell, base, prompts)
-    run = StaleRun(config)
+    run = StaleRun(config, make_schedule(cell, config.train.total_steps))
     run.run()
     with tempfile.TemporaryDirectory() as folder:
         run.learner.strategy.save_model(run.learner.actor, folder)
@@ -197,13 +254,14 @@ def run_cell(cell: Cell, base: str, prompts: str) -> dict[str, Any]:
         "objective": final.reward - KL_COEF * final.kl,
         "distinct": final.distinct_fraction,
         "age_mean": statistics.fmean(metrics["age"]),
-        "age_max": max(metrics["age"]),
+        "age_max": max(metrics["oldest"]),
         "clip_fraction": statistics.fmean(metrics["policy/clip_fraction"]),
         "effective_samples": _mean_or_none(metrics["off_policy/effective_samples"]),
         "above_cap": _mean_or_none(metrics["off_policy/above_cap"]),
         "ratio_max": max(metrics["off_policy/ratio_max"], default=None),
         "log_ratio": _mean_or_none(metrics["off_policy/log_ratio"]),
         "skipped": run.learner.num_skipped,
+        "area": statistics.fmean(reward for rewards in run.rewards_by_version.values() for reward in rewards),
         "curve": [round(statistics.fmean(rewards), 4) for _, rewards in sorted(run.rewards_by_version.items())],
         "seconds": time.monotonic() - started,
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -24,9 +25,13 @@ from coati.resume import choose_checkpoint, continue_files, resumed_settings
 from coati.run_folder import check_inputs_outside, open_run_folder
 
 if TYPE_CHECKING:
+    from coati.ray.launcher import DetachedRun
+    from coati.synchronous import SynchronousRun
     from coati.trainer.ppo import PPOLearner
 
 logger = logging.getLogger(__name__)
+
+_TOTALS = ("rewards", "kls", "num_samples", "num_dropped", "num_quarantined", "num_skipped_prompts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,19 +111,15 @@ def train(
     Raises:
         ConfigError: when something is wrong before training starts.
     """
-    for name, part in (("reward", reward), ("learner", learner), ("maker", maker)):
+    parts = {"reward": reward, "learner": learner, "maker": maker}
+    for name, part in parts.items():
         if part is not None and not callable(part):
             raise ConfigError(
                 f"{name} must be a function or a class, got {type(part).__name__}. "
                 "Rewards by name, models and sums of them go into [reward]."
             )
-    settings = checked(
-        _settings(config, overrides, reward, resume), sync=sync, address=address, has_reward=reward is not None
-    )
-    check_inputs_outside(settings)
-    is_resumed = resume is not None
+    settings = prepare(config, resume=resume, overrides=overrides, reward=reward, sync=sync, address=address)
     with contextlib.ExitStack() as stack:
-        begin = stack.enter_context(open_run_folder(settings, overwrite=overwrite, is_resumed=is_resumed))
         if on_progress is None and sys.stderr.isatty():
             from rich.console import Console
 
@@ -127,15 +128,41 @@ def train(
             on_progress = stack.enter_context(LiveView(Console(stderr=True))).show
         return execute(
             settings,
-            parts={"reward": reward, "learner": learner, "maker": maker},
-            is_resumed=is_resumed,
+            parts=parts,
+            is_resumed=resume is not None,
+            overwrite=overwrite,
             sync=sync,
             address=address,
             trackers=trackers,
-            on_begin=begin,
             on_progress=on_progress or (lambda _: None),
             should_stop=should_stop,
         )
+
+
+def prepare(
+    config: str | os.PathLike[str] | Mapping[str, Any] | RunSettings | None,
+    *,
+    resume: str | os.PathLike[str] | None = None,
+    overrides: Sequence[str] = (),
+    reward: Callable[..., Any] | None = None,
+    sync: bool = False,
+    address: str | None = None,
+) -> RunSettings:
+    """Return the settings that a run has; the arguments are those of `train`. ConfigError if it could not start."""
+    if reward is not None:  # it takes the place of whatever `[reward]` names
+        overrides = [*overrides, f"reward.function={_name_of(reward)}", "reward.model=''", "reward.terms=[]"]
+    if (config is None) == (resume is None):
+        raise ConfigError("a run needs settings, or the folder of a run to resume (--resume), and not both.")
+    if resume is not None:
+        settings = resumed_settings(Path(resume), overrides)
+    elif isinstance(config, RunSettings | Mapping):
+        sections = config.model_dump() if isinstance(config, RunSettings) else config
+        settings = build_config(sections, overrides)
+    else:
+        settings = load_config(Path(str(config)), overrides)
+    settings = checked(settings, sync=sync, address=address, has_reward=reward is not None)
+    check_inputs_outside(settings)
+    return settings
 
 
 def checked(config: RunSettings, *, sync: bool, address: str | None, has_reward: bool = False) -> RunSettings:
@@ -166,6 +193,7 @@ def execute(
     *,
     parts: Mapping[str, Any] | None = None,
     is_resumed: bool = False,
+    overwrite: bool = False,
     sync: bool,
     address: str | None,
     trackers: Sequence[Tracker] = (),
@@ -174,85 +202,63 @@ def execute(
     should_stop: Callable[[], bool] = lambda: False,
     log_to_driver: bool = False,
 ) -> RunResult:
-    """Run to the end (or until stopped) in a folder that is there, and save the model.
+    """Run to the end (or until stopped), and save the model.
 
     `on_begin` is called when everything is loaded and training begins; `parts` are fields of `coati.run.Parts`.
     A run that `is_resumed` continues from its newest whole checkpoint.
     """
-    started = time.monotonic()
-    folder = config.output_folder
-    own = [TensorBoardTracker(folder / "tensorboard")] if config.logging.writes_tensorboard else []
-    log = RunLog(
-        folder,
-        total_steps=config.train.optimizer_steps,
-        trackers=[*own, *trackers],
-        max_spans=config.logging.spans_kept,
-        on_begin=lambda: begin(),
-    )
 
     def begin() -> None:
+        begin_in_folder()
         on_begin()
         if start is not None:
             continue_files(config, log, start)
 
-    try:
-        log.message = "loading libraries"
-        on_progress(log.snapshot())
-        from coati.run import Parts, check_inputs
+    started = time.monotonic()
+    folder = config.output_folder
+    own = [TensorBoardTracker(folder / "tensorboard")] if config.logging.writes_tensorboard else []
+    with open_run_folder(config, overwrite=overwrite, is_resumed=is_resumed) as begin_in_folder:
+        log = RunLog(
+            folder,
+            total_steps=config.train.optimizer_steps,
+            trackers=[*own, *trackers],
+            max_spans=config.logging.spans_kept,
+            on_begin=begin,
+        )
+        with contextlib.closing(log):
+            log.message = "loading libraries"
+            on_progress(log.snapshot())
+            from coati.run import Parts, check_inputs
 
-        start = choose_checkpoint(config) if is_resumed else None
-        brought = Parts(**{name: part for name, part in (parts or {}).items() if part is not None})
-        check_inputs(config)
-        common: dict[str, Any] = {
-            "parts": brought,
-            "checkpoint": None if start is None else start.checkpoint,
-            "on_progress": on_progress,
-            "should_stop": should_stop,
-        }
-        training: SynchronousRun | DetachedRun
-        if sync:
-            from coati.synchronous import SynchronousRun
-
-            training = SynchronousRun(config, log, **common)
-        else:
-            from coati.ray.launcher import DetachedRun
-
-            training = DetachedRun(config, log, address=address, log_to_driver=log_to_driver, **common)
-        training.run(str(folder.resolve() / "model"))
-        was_stopped = should_stop() and log.snapshot().step < config.train.optimizer_steps
-    finally:
-        log.close()
+            start = choose_checkpoint(config) if is_resumed else None
+            check_inputs(config)
+            training = _kind_of_run(sync=sync, address=address, log_to_driver=log_to_driver)(
+                config,
+                log,
+                parts=Parts(**{name: part for name, part in (parts or {}).items() if part is not None}),
+                checkpoint=None if start is None else start.checkpoint,
+                on_progress=on_progress,
+                should_stop=should_stop,
+            )
+            training.run(str(folder.resolve() / "model"))
+            was_stopped = should_stop() and log.snapshot().step < config.train.optimizer_steps
     return RunResult(
         config=config,
-        rewards=log.rewards,
-        kls=log.kls,
-        num_samples=log.num_samples,
-        num_dropped=log.num_dropped,
-        num_quarantined=log.num_quarantined,
-        num_skipped_prompts=log.num_skipped_prompts,
+        **{name: getattr(log, name) for name in _TOTALS},
         num_restarts=dict(log.restarts),
         seconds=time.monotonic() - started,
         was_stopped=was_stopped,
     )
 
 
-def _settings(
-    config: str | os.PathLike[str] | Mapping[str, Any] | RunSettings | None,
-    overrides: Sequence[str],
-    reward: Callable[..., Any] | None,
-    resume: str | os.PathLike[str] | None,
-) -> RunSettings:
-    """Read and check the settings; a reward function takes the place of whatever `[reward]` names."""
-    if reward is not None:
-        overrides = [*overrides, f"reward.function={_name_of(reward)}", "reward.model=''", "reward.terms=[]"]
-    if (config is None) == (resume is None):
-        raise ConfigError("a run needs settings, or the folder of a run to resume, and not both.")
-    if resume is not None:
-        return resumed_settings(Path(resume), overrides)
-    assert config is not None
-    if isinstance(config, RunSettings):
-        config = config.model_dump()
-    return build_config(config, overrides) if isinstance(config, Mapping) else load_config(Path(config), overrides)
+def _kind_of_run(*, sync: bool, **options: Any) -> Callable[..., SynchronousRun | DetachedRun]:
+    if sync:
+        from coati.synchronous import SynchronousRun
+
+        return SynchronousRun
+    from coati.ray.launcher import DetachedRun
+
+    return functools.partial(DetachedRun, **options)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

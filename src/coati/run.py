@@ -25,7 +25,7 @@ from coati.models import Actor, Critic, RewardModel
 from coati.models.calls import context_length_of
 from coati.prompts.stream import PromptStream
 from coati.prompts.table import load_prompts
-from coati.rewards import Reward, RewardScorer, build_reward, function_reward
+from coati.rewards import RewardScorer, build_reward
 from coati.trainer.modes import compile_blocks
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
@@ -121,12 +121,8 @@ def make_scorer(
         return model.to(device).eval()
 
     settings = config.reward
-    reward: Reward
-    if function is not None:
-        name = settings.function.partition(":")[2]
-        reward = function_reward(function, settings, name=name)
-    else:
-        reward = build_reward(settings, search_paths=config.reward_search_paths, load_model=load_reward_model)
+    paths = config.reward_search_paths
+    reward = build_reward(settings, load_model=load_reward_model, search_paths=paths, function=function)
     return RewardScorer(
         reward, load_tokenizer(config), retries=settings.retries, max_quarantined=settings.max_quarantined
     )

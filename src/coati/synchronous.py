@@ -29,6 +29,7 @@ from coati.peers import LocalPeers
 from coati.run import Parts
 from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.fit_loop import FitLoop, FitSteps
+from coati.trainer.ppo import PPOLearner
 from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
 
 
@@ -55,17 +56,7 @@ class SynchronousRun(FitSteps):
         self._timeline = Timeline()
         self._num_spans = 0
         self._num_batches = 0
-        strategy = run.make_strategy(config, "trainer")
-        with strategy.model_init_context():
-            models = run.trainer_models(config)
-        self._learner = self._parts.learner(
-            *models,
-            strategy,
-            config.train,
-            config.algorithm,
-            max_response_tokens=config.rollout.max_new_tokens,
-            optimizer_class=strategy.optimizer_class,
-        )
+        self._learner = self._make_learner()
         # Whatever the topology says: here one maker does all the work, for one trainer.
         self._rules = dataclasses.replace(run.ledger_rules(config), lead=0, max_staleness=0, num_streams=1)
         self._pipeline = self._make_pipeline()
@@ -128,6 +119,20 @@ class SynchronousRun(FitSteps):
         """Write the actor and the tokenizer to a folder."""
         tokenizer = run.load_tokenizer(self._config)
         self._learner.strategy.save_model(self._learner.actor, path, add=tokenizer.save_pretrained)
+
+    def _make_learner(self) -> PPOLearner:
+        config = self._config
+        strategy = run.make_strategy(config, "trainer")
+        with strategy.model_init_context():
+            models = run.trainer_models(config)
+        return self._parts.learner(
+            *models,
+            strategy,
+            config.train,
+            config.algorithm,
+            max_response_tokens=config.rollout.max_new_tokens,
+            optimizer_class=strategy.optimizer_class,
+        )
 
     def _make_pipeline(self) -> ExperiencePipeline:
         config = self._config

@@ -15,7 +15,7 @@ from coati.trainer.strategies import DDPStrategy
 
 PATIENCE = 180.0  # seconds that a test waits for what should come at once, on however busy a machine
 # Short enough that a test of a deadline is quick, long enough for a loaded machine.
-QUICK = Deadlines(start_seconds=1.5, batch_seconds=120.0, update_seconds=120.0, grace_seconds=0.2, message_seconds=5.0)
+QUICK = Deadlines(start_seconds=1.5, batch_seconds=120.0, update_seconds=120.0, grace_seconds=0.2)
 
 
 def strategy():

@@ -43,9 +43,7 @@ def test_errors_are_also_what_python_calls_them(error_class, builtin):
     assert issubclass(error_class, builtin)
 
 
-@pytest.mark.parametrize(
-    "name", ["start_seconds", "batch_seconds", "update_seconds", "grace_seconds", "message_seconds"]
-)
+@pytest.mark.parametrize("name", ["start_seconds", "batch_seconds", "update_seconds", "grace_seconds"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_no_deadline_may_be_zero_negative_or_nan(name, value):
     with pytest.raises(ConfigError, match=rf"deadlines\.{name} must be (greater than 0|a finite number)"):

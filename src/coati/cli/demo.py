@@ -36,7 +36,7 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
     )
     base = output / "base"
     config = demo_config(base, seed=seed, output=output)
-    with open_run_folder(config, overwrite=True) as begin:
+    with open_run_folder(config, overwrite=True):
         with console.status("building the base model"):
             from coati.demo.base_model import pretrain
 
@@ -44,16 +44,16 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
         (output / "summary.json").unlink(missing_ok=True)
         prompts = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
         Path(config.prompts.path).write_text(prompts, encoding="utf-8")
-        before = _evaluate(console, config, base, "Before")
-        result = execute(config, console, sync=sync, address=None, verbose=verbose, on_begin=begin)
-        if result.was_stopped:
-            console.print(f"Stopped. The model so far is in {result.model}.", highlight=False)
-            raise SystemExit(EXIT_STOPPED)
-        after = _evaluate(console, config, result.model, "After")
-        _show_numbers(console, before, after)
-        summary = {"seed": seed, "before": before, "after": after, "seconds": time.monotonic() - started}
-        (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        _show_files(console, result, seconds=time.monotonic() - started)
+    before = _evaluate(console, config, base, "Before")
+    result = execute(config, console, overwrite=True, sync=sync, address=None, verbose=verbose)
+    if result.was_stopped:
+        console.print(f"Stopped. The model so far is in {result.model}.", highlight=False)
+        raise SystemExit(EXIT_STOPPED)
+    after = _evaluate(console, config, result.model, "After")
+    _show_numbers(console, before, after)
+    summary = {"seed": seed, "before": before, "after": after, "seconds": time.monotonic() - started}
+    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    _show_files(console, result, seconds=time.monotonic() - started)
 
 
 def demo_config(base: Path, *, seed: int, output: Path) -> RunSettings:

@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -12,14 +11,14 @@ from typing import Any, Self
 from rich.console import Console
 
 from coati import entry
-from coati.config import RunSettings, load_config, plan_lines
+from coati.config import RunSettings, plan_lines
 from coati.counting import counted
-from coati.entry import RunResult, checked
-from coati.errors import ConfigError, RunStopped
+from coati.entry import RunResult
+from coati.errors import RunStopped
 from coati.monitor.live import LiveView
 from coati.monitor.progress import RunSnapshot
-from coati.resume import choose_checkpoint, resumed_settings
-from coati.run_folder import check_inputs_outside, check_run_folder, open_run_folder
+from coati.resume import choose_checkpoint
+from coati.run_folder import check_run_folder
 
 EXIT_STOPPED = 130  # what shells use for "ended by SIGINT"
 
@@ -37,14 +36,10 @@ def run_train(
 ) -> None:
     """Check, plan, and (unless it is a dry run) train."""
     console = Console()
-    if (path is None) == (resume is None):
-        raise ConfigError("coati train takes a settings file, or --resume with the folder of a run, and not both.")
     is_resumed = resume is not None
-    settings = load_config(path, overrides) if resume is None else resumed_settings(resume, overrides)
-    config = checked(settings, sync=sync, address=address)
+    config = entry.prepare(path, resume=resume, overrides=overrides, sync=sync, address=address)
     plan = "\n".join([f"Plan of run {config.run.name!r}", *(f"  {line}" for line in plan_lines(config))])
     console.print(plan, highlight=False, markup=False, soft_wrap=True)
-    check_inputs_outside(config)
     if dry_run:
         check_run_folder(config, overwrite=overwrite or is_resumed)
         if is_resumed:
@@ -52,10 +47,8 @@ def run_train(
             console.print(f"It would continue from {found}.", highlight=False)
         console.print("[green]Config OK.[/] Run again without --dry-run to train.")
         return
-    with open_run_folder(config, overwrite=overwrite, is_resumed=is_resumed) as begin:
-        outcome = execute(
-            config, console, is_resumed=is_resumed, sync=sync, address=address, verbose=verbose, on_begin=begin
-        )
+    options = {"is_resumed": is_resumed, "overwrite": overwrite, "sync": sync, "address": address}
+    outcome = execute(config, console, verbose=verbose, **options)
     rewards = outcome.rewards
     console.print(
         f"{'Stopped' if outcome.was_stopped else 'Done'} after {outcome.seconds:.0f} s and "
@@ -88,20 +81,8 @@ def run_train(
         raise SystemExit(EXIT_STOPPED)
 
 
-def execute(
-    config: RunSettings,
-    console: Console,
-    *,
-    is_resumed: bool = False,
-    sync: bool,
-    address: str | None,
-    verbose: bool,
-    on_begin: Callable[[], None] = lambda: None,
-) -> RunResult:
-    """Run to the end (or to a stop signal) in a folder that is there, with a live view, and save the model.
-
-    `on_begin` is called when everything is loaded and training begins.
-    """
+def execute(config: RunSettings, console: Console, *, verbose: bool, **options: Any) -> RunResult:
+    """Run to the end, or to a stop signal, with a live view; `options` are those of `coati.entry.execute`."""
     if config.logging.tensorboard and not config.logging.writes_tensorboard:
         console.print(
             "TensorBoard is not installed; metrics.jsonl has the metrics. To install it: pip install tensorboard"
@@ -109,24 +90,13 @@ def execute(
     quiet_libraries(verbose)
     with StopSignal(console) as stop, LiveView(console) as view:
 
-        def begin() -> None:
-            on_begin()
-            stop.has_begun = True
-
         def show(snapshot: RunSnapshot) -> None:
             stop.seconds_per_step = snapshot.seconds_per_step
             view.show(snapshot)
 
         try:
             return entry.execute(
-                config,
-                is_resumed=is_resumed,
-                sync=sync,
-                address=address,
-                on_begin=begin,
-                on_progress=show,
-                should_stop=stop,
-                log_to_driver=verbose,
+                config, on_begin=stop.begin, on_progress=show, should_stop=stop, log_to_driver=verbose, **options
             )
         except KeyboardInterrupt:
             if stop.has_begun:
@@ -139,11 +109,14 @@ class StopSignal:
 
     def __init__(self, console: Console) -> None:
         self.has_begun = False
-        """Whether there is something to save."""
         self.seconds_per_step: float | None = None
         self._console = console
         self._is_set = False
         self._previous: dict[int, Any] = {}
+
+    def begin(self) -> None:
+        """Training begins: from now on there is something to save."""
+        self.has_begun = True
 
     def __call__(self) -> bool:
         """Whether a stop was requested."""

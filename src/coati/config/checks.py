@@ -6,7 +6,6 @@ only shows when models, tokenizer and prompts are loaded is left to the run, whi
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -19,7 +18,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -192,47 +190,30 @@ def load_reward_function(name: str, search_paths: Sequence[Path] = ()) -> Callab
             f'A reward function must be given as "module:function", got {name!r}. '
             'For praise() in rewards.py write "rewards:praise".'
         )
-    module = _import_module(name, module_name, list(dict.fromkeys(str(Path(path).resolve()) for path in search_paths)))
-    function: Callable[..., Any] | None = getattr(module, attribute, None)
-    if not hasattr(module, attribute):
-        sys.modules.pop(module_name)  # to be read again when it is corrected
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-        close = difflib.get_close_matches(attribute, own, n=3)
-        hint = f"Did you mean {', '.join(close)}?" if close else f"It defines {', '.join(own) or 'no function'}."
-        raise ConfigError(f"Reward function {name!r}: {module.__file__} has no {attribute!r}. {hint}")
-    if not callable(function):
-        raise ConfigError(f"Reward function {name!r}: {attribute!r} is a {type(function).__name__}, not a function.")
-    return function
-
-
-def _import_module(name: str, module: str, paths: list[str]) -> ModuleType:
+    paths = list(dict.fromkeys(str(Path(path).resolve()) for path in search_paths))
     sys.path[:0] = paths
     importlib.invalidate_caches()  # a file written a moment ago must be seen
-    first = module.partition(".")[0]
-    spec, loaded = PathFinder.find_spec(first), getattr(sys.modules.get(first), "__file__", None)
+    package = module_name.partition(".")[0]
+    spec, loaded = PathFinder.find_spec(package), getattr(sys.modules.get(package), "__file__", None)
+    where = spec.origin if spec is not None and spec.has_location else None
     try:
-        if spec is not None and spec.has_location and loaded not in (None, spec.origin):
-            raise ConfigError(
-                f"Reward function {name!r}: {spec.origin} is meant, but {first!r} is already imported from {loaded}. "
-                "Rename your module."
-            )
-        return importlib.import_module(module)
-    except ConfigError:
-        raise
+        if where is not None and loaded not in (None, where):
+            raise ImportError(f"{package!r} is already imported from {loaded}; rename your module")
+        module = importlib.import_module(module_name)
+        if not callable(function := getattr(module, attribute, None)):
+            sys.modules.pop(module_name)  # to be read again when it is corrected
+            own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+            raise AttributeError(f"it has no function {attribute!r}, but {', '.join(own) or 'none'}")
     except Exception as error:  # a module may raise anything
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"Reward function {name!r}: there is no module {error.name!r} in {', '.join(paths) or 'no folder'} or "
-                "the installed packages. Check the name, or add its folder to reward.search_paths."
-            ) from None
         raise ConfigError(
-            f"Reward function {name!r}: importing {spec.origin if spec else module} raised {type(error).__name__}: "
-            f"{error}."
+            f"Reward function {name!r} cannot be loaded from {where or ', '.join(paths) or 'the installed packages'}: "
+            f"{type(error).__name__}: {error}. Check reward.function and reward.search_paths."
         ) from error
     finally:
         for path in paths:
             sys.path.remove(path)
         sys.path.extend(path for path in paths if path not in sys.path)
+    return function  # type: ignore[no-any-return]
 
 
 def keyword_parameters(function: Callable[..., Any]) -> dict[str, bool] | None:

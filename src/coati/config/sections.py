@@ -409,7 +409,6 @@ class Deadlines(Section, section="deadlines"):
     grace_seconds: float = setting(
         5.0, "How long all makers must have finished before the last, partial batch is trained on.", gt=0
     )
-    message_seconds: float = setting(30.0, "Log what is waited for every so many seconds.", gt=0)
 
 
 class LoggingSettings(Section, section="logging"):

@@ -115,7 +115,6 @@ class ItemSender:
                         "is fit running?)"
                     ),
                     slice_seconds=_SLICE_SECONDS,
-                    message_every=self._deadlines.message_seconds,
                 )
             if flight.call.done():
                 flight.call.result(0)

@@ -72,7 +72,6 @@ class LeasedPrompts:
                 ask,
                 deadline_seconds=self._deadlines.batch_seconds,
                 what=lambda: f"leases for maker {self._maker}, which serves version {self._version()}",
-                message_every=self._deadlines.message_seconds,
             )
             if isinstance(batch, PromptBatch):
                 yield batch

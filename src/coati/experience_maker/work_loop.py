@@ -9,21 +9,24 @@ pending one is finished and delivered between two tokens of the next, as soon as
 room. On a GPU, batches without slow rewards are delivered there too: the host is idle between tokens. At most one batch
 is pending while another is generated, and batches are delivered in the order of their prompts. While the loop waits for
 prompts (in a run: for leases, which may need new weights), it still finishes the pending batch, because that wait may
-depend on it. Prompts are drawn in the background, always on the same thread, one batch ahead.
+depend on it. Prompts are drawn in the background, always on the same thread: from a data loader one batch ahead. Leases
+are asked for when the maker can begin them. One that it held meanwhile could not go to a quicker maker, and would count
+as made ahead of the trainer without being there.
 
-On-policy nothing is ever pending, and nothing is drawn ahead: see `ExperiencePipeline.may_defer`.
+On-policy nothing is ever pending: see `ExperiencePipeline.may_defer`.
 """
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from coati import faults
 from coati.background import BackgroundThread
 from coati.config import Deadlines
-from coati.errors import DeadlineExceeded
+from coati.errors import DataError, DeadlineExceeded
 from coati.experience import BufferItem, Experience, split_experience_batch
 from coati.experience_maker.base import MakerBatch, PromptBatch
 from coati.experience_maker.delivery import ItemSender
@@ -83,16 +86,16 @@ class WorkLoop:
         def draw() -> "Future[Any]":
             return prompts_thread.run(lambda: next(batches, _END))
 
-        may_defer = self._pipeline.may_defer
+        draws_ahead = not self._pipeline.is_leased
         coming = draw()
         try:
             while (batch := self._await_prompts(coming)) is not _END and not self._stop.is_set():
-                if may_defer:
+                if draws_ahead:
                     coming = draw()
                 self._hook("on_batch_start")
                 self._make(batch if isinstance(batch, PromptBatch) else PromptBatch.parse(batch))
                 self._hook("on_batch_end")
-                if not may_defer:
+                if not draws_ahead:
                     coming = draw()
             self._finish_pending()
         finally:
@@ -119,7 +122,8 @@ class WorkLoop:
                 wait([prompts], timeout=_POLL_SECONDS if self._pending else _SLICE_SECONDS)
                 self._sender.collect()  # there may be no leases before what was sent has come
                 if self._pending:
-                    self._finish_if_ready()
+                    if not prompts.done():  # else the models work first
+                        self._finish_if_ready()
                     since = time.monotonic()
                 elif time.monotonic() - since >= self._deadlines.batch_seconds and not prompts.done():
                     raise DeadlineExceeded(
@@ -175,3 +179,28 @@ class WorkLoop:
             self._notify(name)
         else:
             self._late_hooks.append(name)
+
+
+def loader_batches(
+    loader_fn: Callable[[], Iterable[Any]], num_epochs: int = 1, num_steps: int = 0, *, name: str = "this maker"
+) -> Iterator[Any]:
+    """Yield `num_steps` batches of as many passes as it takes, or else `num_epochs` passes over `loader_fn()`.
+
+    >>> list(loader_batches(lambda: [1, 2], num_steps=3))
+    [1, 2, 1]
+    """
+    passes = itertools.count() if num_steps > 0 else range(num_epochs)
+    batches = (batch for _ in passes for batch in _one_pass(loader_fn, name))
+    return itertools.islice(batches, num_steps) if num_steps > 0 else batches
+
+
+def _one_pass(loader_fn: Callable[[], Iterable[Any]], name: str) -> Iterator[Any]:
+    is_empty = True
+    for batch in loader_fn():
+        is_empty = False
+        yield batch
+    if is_empty:
+        raise DataError(
+            f"dataloader_fn() of maker {name} gave no batch. Is the dataset empty, or smaller than one batch with "
+            "drop_last=True?"
+        )

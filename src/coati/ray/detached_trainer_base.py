@@ -277,7 +277,6 @@ class DetachedTrainer(FitSteps):
             deadline_seconds=self.deadlines.batch_seconds,
             what=describe,
             slice_seconds=_SLICE_SECONDS,
-            message_every=self.deadlines.message_seconds,
         )
         return found[0] if found else None
 

@@ -96,9 +96,8 @@ class PPOTrainer(DetachedTrainer):
             actor, critic = model_fn()
         critic = None if critic is None else as_critic(critic)
         if eval_performance:
-            evaluator = TrainerPerformanceEvaluator(num_parameters(actor), num_parameters(critic))
-            connect([evaluator], self._timeline)
-            self.callbacks.append(evaluator)
+            self.callbacks.append(TrainerPerformanceEvaluator(num_parameters(actor), num_parameters(critic)))
+            connect(self.callbacks, self._timeline)
         self._learner = self.make_learner(actor, critic)
         self._max_staleness = None if topology.max_staleness < 0 else topology.max_staleness
         self._version_metrics: dict[str, float] = {}  # of the version made last
@@ -108,20 +107,9 @@ class PPOTrainer(DetachedTrainer):
         self._move = BatchMover(self.strategy.device, self._processors.stream if self._processors else None)
         # Held while weights change and while they are read for publishing, so that no update is torn at its source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
-        self._checkpoints = Checkpoints(
-            Path(options.save_folder),
-            self._learner,
-            self._leased,
-            train=options.train,
-            tokenizer=options.tokenizer,
-            write_seconds=options.deadlines.update_seconds,
-        )
+        self._checkpoints = self._make_checkpoints()
         if options.resume is not None:
-            counters = self._checkpoints.restore(options.resume)
-            self.version, self._num_done = counters["version"], counters["fresh"]
-            self._num_batches, self._num_samples = counters["batches"], counters["samples"]
-            for record in counters["records"]:
-                self._records.append(record)
+            self._restore(options.resume)
         elif options.incarnation and self._leased is not None:
             self._leased.start_over()
 
@@ -137,6 +125,23 @@ class PPOTrainer(DetachedTrainer):
             max_response_tokens=self.options.max_response_tokens,
             optimizer_class=self.strategy.optimizer_class,
         )
+
+    def _make_checkpoints(self) -> Checkpoints:
+        return Checkpoints(
+            Path(self.options.save_folder),
+            self._learner,
+            self._leased,
+            train=self.options.train,
+            tokenizer=self.options.tokenizer,
+            write_seconds=self.deadlines.update_seconds,
+        )
+
+    def _restore(self, checkpoint: Path) -> None:
+        counters = self._checkpoints.restore(checkpoint)
+        self.version, self._num_done = counters["version"], counters["fresh"]
+        self._num_batches, self._num_samples = counters["batches"], counters["samples"]
+        for record in counters["records"]:
+            self._records.append(record)
 
     def _make_sender(self) -> WeightSender:
         device = self._learner.device
@@ -188,7 +193,6 @@ class PPOTrainer(DetachedTrainer):
             lambda seconds: self._sync_whole_version(seconds, **kwargs),
             deadline_seconds=self.deadlines.batch_seconds,
             what=lambda: "the end of fit's episode, to sync whole versions to the makers",
-            message_every=self.deadlines.message_seconds,
         )
         if self._sync is not None:
             self._sender.result(self._sync)

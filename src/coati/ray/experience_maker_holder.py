@@ -24,11 +24,10 @@ from coati.experience_maker.base import ExperienceMaker, build_maker
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
-from coati.experience_maker.work_loop import WorkLoop
+from coati.experience_maker.work_loop import WorkLoop, loader_batches
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import WEIGHTS, Span, Timeline
 from coati.peers import wait_in_slices
-from coati.prompts.source import loader_batches
 from coati.prompts.stream import PromptStream
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, connect, dispatch, num_parameters
 from coati.ray.environment import actor_name, apply_env_info, leave_out_of_collections, remote, set_up_gpu, set_up_log
@@ -122,14 +121,7 @@ class MakerHolder:
         self._trainer_names = tuple(detached_trainer_name_list)
         # One for both: who has leases from a trainer that replaced another delivers to that one.
         self._peers = RayPeers()
-        self._sender = ItemSender(
-            self._trainer_names,
-            peers=self._peers,
-            sender=self._name,
-            deadlines=self._deadlines,
-            should_stop=self._stop.is_set,
-            timeline=self._timeline,
-        )
+        self._sender = self._make_sender()
         if eval_performance:
             self._callbacks.append(_evaluator_of(maker))
         connect(self._callbacks, self._timeline)
@@ -225,6 +217,16 @@ class MakerHolder:
 
     # Inside.
 
+    def _make_sender(self) -> ItemSender:
+        return ItemSender(
+            self._trainer_names,
+            peers=self._peers,
+            sender=self._name,
+            deadlines=self._deadlines,
+            should_stop=self._stop.is_set,
+            timeline=self._timeline,
+        )
+
     def _make_loop(
         self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int, num_steps: int
     ) -> tuple[WorkLoop, Iterator[Any]]:
@@ -273,7 +275,6 @@ class MakerHolder:
                 what=lambda: (
                     f"a full weight update of maker {self._name} (call sync_models_to_remote_makers on its trainer)"
                 ),
-                message_every=self._deadlines.message_seconds,
             )
 
 

@@ -2,9 +2,8 @@
 
 from coati.config.checks import load_reward_function
 from coati.rewards.base import ModelReward, Reward, RewardRequest, WeightedSum
-from coati.rewards.function import FunctionReward
+from coati.rewards.function import FunctionReward, build_reward
 from coati.rewards.isolation import RewardProcess
-from coati.rewards.loading import build_reward, function_reward
 from coati.rewards.scorer import PendingScores, RewardScorer
 
 __all__ = [
@@ -17,6 +16,5 @@ __all__ = [
     "RewardScorer",
     "WeightedSum",
     "build_reward",
-    "function_reward",
     "load_reward_function",
 ]

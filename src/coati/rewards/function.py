@@ -1,20 +1,26 @@
-"""A Python function as a reward, called on a thread or in a child process: one that hangs cannot freeze a run."""
+"""A Python function as a reward, on a thread or in a child process: one that hangs cannot freeze a run.
+
+And rewards from settings: functions by name, models through a loader, weighted sums of both.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coati.background import run_in_background
+from coati.config.checks import load_reward_function
+from coati.config.sections import RewardSettings, reward_label
 from coati.errors import RewardError, RewardFailed
 from coati.reward_worker import WrongScores, call_function, excerpt, raised
-from coati.rewards.base import Reward, RewardRequest
+from coati.rewards.base import ModelReward, Reward, RewardRequest, WeightedSum
 from coati.rewards.isolation import FunctionFailed, RewardProcess
 
 
@@ -100,3 +106,32 @@ class FunctionReward(Reward):
             prompt, completion = excerpt(request.prompts[0]), excerpt(request.completions[0])
             sample = f" First sample: prompt {prompt!r}, completion {completion!r}."
         return kind(f"Reward function {self.name!r} {what}. {remedy}.{sample}")
+
+
+def build_reward(
+    settings: RewardSettings,
+    *,
+    load_model: Callable[[str], nn.Module],
+    search_paths: Sequence[Path] = (),
+    function: Callable[..., Any] | None = None,
+) -> Reward:
+    """Make the reward that `[reward]` describes, or that of a `function` which a program brings.
+
+    `load_model` turns a path or hub name into a module called as `model(sequences, attention_mask)`. Functions run
+    where `settings.isolation` says. ConfigError if one cannot be loaded.
+    """
+
+    def build(function: str | Callable[..., Any], model: str, name: str) -> Reward:
+        if model:
+            return ModelReward(load_model(model), name)
+        called: Callable[..., Any] | RewardProcess
+        if settings.isolation == "process":
+            called = RewardProcess(function, settings, search_paths=search_paths)
+        else:
+            called = load_reward_function(function, search_paths) if isinstance(function, str) else function
+        return FunctionReward(called, name=name, timeout_seconds=settings.timeout_seconds)
+
+    if settings.terms and function is None:
+        return WeightedSum([(build(term.function, term.model, term.label), term.weight) for term in settings.terms])
+    label = reward_label(settings.function, settings.model)
+    return build(function or settings.function, "" if function else settings.model, label)

@@ -23,6 +23,7 @@ from typing import Any
 
 import safetensors.torch
 import torch.distributed as dist
+from torch import Tensor
 
 from coati.background import run_in_background
 from coati.config import Deadlines, TrainSettings
@@ -60,6 +61,7 @@ class Checkpoints:
         self.write_seconds = write_seconds
         self._last = 0  # the version saved last
         self._writing: Future[None] | None = None
+        self._copies: dict[str, dict[str, Tensor]] = {}  # host memory that each checkpoint is copied to
 
     def is_due(self, version: int, *, was_stopped: bool) -> bool:
         """Whether this version is to be saved: every so many, and the one at which a run is stopped."""
@@ -70,11 +72,13 @@ class Checkpoints:
         """Copy the state and write it in the background, after the checkpoint before it is written."""
         self.wait()
         learner, strategy = self._learner, self._learner.strategy
-        writers = {
-            "" if label == "actor" else label: strategy.model_writer(model) for label, model in learner.models.items()
-        }
+        copies, writers = self._copies, {}
+        for label, model in learner.models.items():
+            name = "" if label == "actor" else label
+            writers[name] = strategy.model_writer(model, into=copies.setdefault(name, {}))
         for label, optimizer in learner.optimizers.items():
-            writers[f"optimizers/{label}"] = strategy.optimizer_writer(optimizer)
+            name = f"optimizers/{label}"
+            writers[name] = strategy.optimizer_writer(optimizer, into=copies.setdefault(name, {}))
         of_rank, tensors = ({}, {}) if self._buffer is None else self._buffer.state()
         ranks = [(of_rank, safetensors.torch.save({**tensors, **random_state(learner.device)}))]
         if strategy.world_size > 1:

@@ -12,12 +12,11 @@ def leases(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import leases
 
-    monkeypatch.setattr(leases, "VERSIONS", 8)
     return leases
 
 
 def test_dealt_shares_belong_to_makers_and_come_in_order(leases):
-    dealt = leases.make_ledger(leases.Case("even", "dealt", 1, 1))
+    dealt = leases.make_ledger(leases.Case("even", "dealt", 1, 1), 8)
     first = dealt.lease("maker-1", ask=1, version=0, wanted=3, now=0.0)
     assert [lease.number for lease in first] == [1, 5, 9]
     rest = dealt.lease("maker-1", ask=2, version=0, wanted=99, now=0.0)
@@ -27,10 +26,11 @@ def test_dealt_shares_belong_to_makers_and_come_in_order(leases):
     assert dealt.pick() is None
     dealt.deliver(dealt.lease("maker-0", ask=1, version=0, wanted=1, now=0.0), now=1.0)
     assert [dealt.pick(), dealt.pick(), dealt.pick()] == [0, 1, None]
+    assert dealt.picked == [0, 1]
 
 
 def test_leases_beat_dealt_shares_when_makers_are_uneven_and_both_keep_the_bound(leases):
-    dealt, leased = (leases.simulate(case, seed=0) for case in leases.CASES[3:5])
+    dealt, leased = (leases.simulate(case, seed=0, versions=8) for case in leases.CASES[3:5])
     assert max(dealt.oldest, leased.oldest) <= 4
     assert leased.samples_per_second > 2 * dealt.samples_per_second
     assert leased.mean_age < dealt.mean_age

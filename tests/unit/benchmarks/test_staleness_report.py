@@ -20,7 +20,8 @@ def report():
 
 
 def cell(method, eta, rewards, weights=None):
-    measures = dict.fromkeys(("reward", "objective", "kl", "distinct", "clip_fraction"), rewards)
+    names = ("reward", "objective", "area", "kl", "age_mean", "distinct", "clip_fraction")
+    measures = dict.fromkeys(names, rewards)
     measures["effective_samples"] = weights or [None] * len(rewards)
     return {"setting": "hard", "method": method, "eta": eta, "measures": measures}
 
@@ -43,6 +44,7 @@ def results():
         "methods": ["naive", "truncated"],
         "etas": [0, 4],
         "seeds": [1, 2, 3],
+        "lead": -1,
         "cells": [
             cell("naive", 0, [0.5, 0.7, 0.6]),
             cell("naive", 4, [0.2, 0.4, 0.3]),
@@ -54,6 +56,14 @@ def results():
 
 def test_docstring_examples_run(report):
     assert doctest.testmod(report).failed == 0
+
+
+def test_differences_are_paired_by_seed_and_marked_beyond_two_standard_errors(report, results):
+    naive, truncated = report.noise(results, "hard", "reward")
+    assert "η = 4: -0.300 ± 0.000*" in naive
+    # 0, -0.29 and 0.3: mean 0.0033, standard deviation 0.295, over the root of 3 seeds
+    assert "η = 4: +0.003 ± 0.170" in truncated
+    assert "*" not in truncated
 
 
 def test_table_by_hand(report, results):

@@ -191,7 +191,7 @@ def test_after_a_stop_a_full_trainer_does_not_hold_the_maker(make_sender, peers,
 
 def test_a_full_trainer_is_waited_for_until_the_deadline(make_sender, peers):
     held = peers.hold("t0", "buffer_extend")
-    sender = make_sender("t0", deadlines=Deadlines(batch_seconds=0.05, message_seconds=0.01))
+    sender = make_sender("t0", deadlines=Deadlines(batch_seconds=0.05))
     sender.send(parcels(0, 2))
     with pytest.raises(DeadlineExceeded, match="2 items"):
         sender.flush()

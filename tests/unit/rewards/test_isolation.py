@@ -15,7 +15,7 @@ import torch
 
 from coati.config import RewardSettings
 from coati.errors import ConfigError, RewardError, RewardFailed
-from coati.rewards import RewardProcess, RewardRequest, function_reward
+from coati.rewards import RewardProcess, RewardRequest, build_reward
 
 HERE = Path(__file__).parent
 SECONDS = 60.0  # far more than anything here takes
@@ -41,9 +41,10 @@ def isolated():
     def make(function="told", **settings):
         key = function, str(settings)
         if key not in made:  # starting one takes a second
-            settings = {"timeout_seconds": SECONDS, "isolation": "process", "function": "x:y", **settings}
             name = function if ":" in function else f"hostile_rewards:{function}"
-            made[key] = function_reward(name, RewardSettings(**settings), name="judge", search_paths=[HERE])
+            settings = {"timeout_seconds": SECONDS, "isolation": "process", "function": name, **settings}
+            made[key] = build_reward(RewardSettings(**settings), load_model=None, search_paths=[HERE])
+            made[key].name = "judge"
         made[key].timeout_seconds = SECONDS
         return made[key]
 
@@ -187,7 +188,7 @@ def test_a_function_that_cannot_be_loaded_is_a_wrong_setting(isolated):
 
 def test_a_function_that_a_program_brings():
     settings = RewardSettings(function="x:y", isolation="process")
-    reward = function_reward(textwrap.dedent, settings, name="judge")  # any importable function
+    reward = build_reward(settings, load_model=None, function=textwrap.dedent)  # any importable function
     with pytest.raises(RewardError, match=r"the parameter 'text', but .* prompts, completions"):
         reward.score(request_of("a"))
     reward._process.kill()
@@ -199,8 +200,8 @@ import os, sys
 path = {str(tmp_path / "pids")!r}
 sys.path.insert(0, {str(HERE)!r})
 from test_isolation import *
-reward = function_reward("hostile_rewards:writes_pids", RewardSettings(function="x:y", isolation="process"),
-                         name="judge", search_paths=[HERE])
+settings = RewardSettings(function="hostile_rewards:writes_pids", isolation="process")
+reward = build_reward(settings, load_model=None, search_paths=[HERE])
 threading.Thread(target=reward.score, args=(request_of("hang", path=path),), daemon=True).start()
 wait_until(lambda: os.path.exists(path) and open(path).read().count(" ") == 2)
 print(guard_of(reward), flush=True)

@@ -60,11 +60,9 @@ def test_a_missing_module_names_the_folders_searched(folder):
     assert "reward.search_paths" in str(caught.value)
 
 
-def test_a_missing_function_lists_close_names(folder):
+def test_a_missing_function_lists_those_there_are(folder):
     (folder / "near.py").write_text("def praise(): ...\ndef blame(): ...\n")
-    with pytest.raises(ConfigError, match=r"near\.py.*Did you mean praise\?"):
-        load_reward_function("near:prais", [folder])
-    with pytest.raises(ConfigError, match="praise, blame"):
+    with pytest.raises(ConfigError, match=r"near\.py.*praise, blame"):
         load_reward_function("near:zzz", [folder])
 
 
@@ -79,7 +77,7 @@ def test_a_module_that_was_corrected_is_read_again(folder, monkeypatch):
 
 def test_something_that_is_not_callable(folder):
     (folder / "data.py").write_text("praise = 3\n")
-    with pytest.raises(ConfigError, match=r"'data:praise'.* int"):
+    with pytest.raises(ConfigError, match=r"'data:praise'.* no function"):
         load_reward_function("data:praise", [folder])
 
 

@@ -9,7 +9,7 @@ from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied
 from coati.peers import Peer, Peers, PendingCall, remote_error
 from coati.trainer.maker_watch import MakerWatch
 
-DEADLINES = Deadlines(start_seconds=30.0, grace_seconds=5.0, message_seconds=10.0)
+DEADLINES = Deadlines(start_seconds=30.0, grace_seconds=5.0)
 
 
 class Answer(PendingCall):

@@ -3,7 +3,7 @@
 import pytest
 
 from coati.errors import DataError
-from coati.prompts.source import loader_batches
+from coati.experience_maker.work_loop import loader_batches
 
 
 def test_passes_and_steps():

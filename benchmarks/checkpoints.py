@@ -1,0 +1,144 @@
+"""What checkpoints cost a trainer: steps with and without them in turn, in one process.
+
+    python benchmarks/checkpoints.py                  a 0.5B Qwen2 shape, float32 weights and moments, on a GPU
+    python benchmarks/checkpoints.py --device cpu     a model of the demo's size, one thread
+
+A step is the learner's, on 64 samples, with data at hand: a trainer that waits for data has time to spare, so this is
+the most that checkpoints can cost. Blocks of `--every` steps alternate: one without a checkpoint, one that begins with
+`Checkpoints.save` (the training thread copies the state to host memory, another thread writes, syncs and renames it
+while the steps continue) and that ends when the checkpoint is written, as the next one would wait for that. The cost is
+the difference of their medians.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from checked import check_device, one_or_more
+from train_step import TINY, Case, Shape, make_batch, make_learner
+
+from coati.cli.train import quiet_libraries
+from coati.config import TrainSettings
+from coati.cpu import set_up_cpu
+from coati.demo.base_model import build_tokenizer
+from coati.trainer.checkpoints import Checkpoints
+from coati.trainer.ppo import PPOLearner
+
+DEMO = Shape(
+    layers=2,
+    width=64,
+    heads=4,
+    kv_heads=4,
+    intermediate=128,
+    vocabulary=320,
+    max_length=64,
+    max_positions=64,
+    group_prompt=8,
+    group_response=16,
+)
+
+
+class Blocks:
+    """Steps of a learner, and checkpoints between them."""
+
+    def __init__(self, shape: Shape, device: str, folder: Path) -> None:
+        self.learner: PPOLearner = make_learner(Case(is_mixed=device == "cuda"), shape, device)
+        self._batch = make_batch(shape, "groups", seed=0)[0]
+        self._checkpoints = Checkpoints(
+            folder, self.learner, None, train=TrainSettings(checkpoints_kept=1), tokenizer=build_tokenizer
+        )
+        self._version = 0
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.learner.step(self._batch.select(slice(None)))  # the learner moves it, and may write to it
+
+    def save(self) -> None:
+        self._version += 1
+        self._checkpoints.save(self._version, {})
+
+    def block(self, count: int, *, saves: bool) -> dict[str, float]:
+        """Seconds of a block, and of its parts."""
+        began = time.perf_counter()
+        if saves:
+            self.save()
+        copied = time.perf_counter()
+        self.steps(count)
+        stepped = time.perf_counter()
+        self._checkpoints.wait()
+        ended = time.perf_counter()
+        return {"total": ended - began, "copy": copied - began, "steps": stepped - copied, "wait": ended - stepped}
+
+    def time_to_write(self) -> float:
+        """Seconds until a checkpoint is written, with nothing else going on."""
+        began = time.perf_counter()
+        self.save()
+        self._checkpoints.wait()
+        return time.perf_counter() - began
+
+
+def measure(shape: Shape, device: str, folder: Path, *, every: int, rounds: int) -> dict[str, object]:
+    blocks = Blocks(shape, device, folder)
+    blocks.steps(5)
+    first = blocks.block(3, saves=True)  # with what only the first one does
+    write = blocks.time_to_write()
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    print(f"{size / 2**20:.1f} MiB; first copy {first['copy']:.2f} s; written in {write:.2f} s", flush=True)
+    pairs = []
+    for number in range(rounds):
+        order = (False, True) if number % 2 == 0 else (True, False)
+        pair = {saves: blocks.block(every, saves=saves) for saves in order}
+        pairs.append(pair)
+        line = {saves: "  ".join(f"{name} {seconds:.3f}" for name, seconds in pair[saves].items()) for saves in pair}
+        print(f"round {number}\n    without: {line[False]}\n    with:    {line[True]}", flush=True)
+    without, with_one = (statistics.median(pair[saves]["total"] for pair in pairs) for saves in (False, True))
+    cost, step = with_one - without, without / every
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "bytes": size,
+        "first_copy_seconds": first["copy"],
+        "write_seconds": write,
+        "every": every,
+        "step_seconds": step,
+        "copy_seconds": statistics.median(pair[True]["copy"] for pair in pairs),
+        "cost_seconds": cost,
+        "cost_steps": cost / step,
+        "cost_fraction": cost / without,
+        "costs": [pair[True]["total"] / pair[False]["total"] - 1 for pair in pairs],
+        "rounds": [{"without": pair[False], "with": pair[True]} for pair in pairs],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model and batches of nearly nothing")
+    parser.add_argument("--every", type=one_or_more, default=50, help="steps for each checkpoint (train.save_every)")
+    parser.add_argument("--rounds", type=one_or_more, default=5, help="pairs of blocks")
+    parser.add_argument("--folder", type=Path, help="where checkpoints go; by default a temporary folder")
+    parser.add_argument("--json", type=Path, help="write all numbers here too")
+    options = parser.parse_args()
+    check_device(parser, options.device)
+    quiet_libraries(False)
+    if options.device == "cpu":
+        set_up_cpu(1)
+    shape = TINY if options.tiny else DEMO if options.device == "cpu" else Shape()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        result = measure(shape, options.device, Path(folder), every=options.every, rounds=options.rounds)
+    print(
+        f"a checkpoint every {options.every} steps of {result['step_seconds']:.3f} s costs "
+        f"{result['cost_fraction']:.1%}: {result['cost_seconds']:.3f} s or {result['cost_steps']:.2f} steps, of which "
+        f"{result['copy_seconds']:.3f} s are the copy; each round: "
+        f"{', '.join(f'{cost:.1%}' for cost in result['costs'])}"
+    )
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
