@@ -368,7 +368,9 @@ def check(outcomes: dict[Case, Outcome]) -> list[tuple[str, bool]]:
         after.samples_per_second / before.samples_per_second
         for before, after in ((slow, new), (old, new), (uneven_old, uneven_new))
     )
-    age, uneven_age = new.mean_age / old.mean_age, uneven_new.mean_age / uneven_old.mean_age
+    age, uneven_age = (
+        after.mean_age / max(before.mean_age, 1e-9) for before, after in ((old, new), (uneven_old, uneven_new))
+    )
     return [
         (f"even makers: {gain:.2f} x dealt at η = 1, at least 2.5", gain >= 2.5),
         (f"even makers: {more:.2f} x dealt at η = 4, more than 1", more > 1),
