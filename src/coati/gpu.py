@@ -12,7 +12,7 @@ from coati.errors import AcceleratorFailed, CoatiError, ConfigError, OutOfMemory
 
 HOST_MEMORY = "DefaultCPUAllocator"
 """What torch's error says if it is the host's memory that ran out."""
-_NO_MEMORY = ("out of memory", "ALLOC_FAILED", HOST_MEMORY)
+_NO_MEMORY = ("out of memory", "Cannot allocate memory", "ALLOC_FAILED", HOST_MEMORY)
 _BROKEN = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "CUDNN_STATUS", "Triton Error")
 
 
@@ -26,7 +26,7 @@ def device_errors_explained(what: str, remedy: str) -> Iterator[None]:
         yield
     except CoatiError:
         raise
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         text = str(error).strip()
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(mark in text for mark in _NO_MEMORY):
             raise OutOfMemory(f"{what} ran out of memory{_memory_there()}. {remedy} torch said: {text}") from error

@@ -18,8 +18,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 
 from coati.config import RunSettings
-from coati.errors import ConfigError
+from coati.errors import CoatiError, ConfigError
 from coati.experience_maker import NaiveExperienceMaker
+from coati.gpu import device_errors_explained
 from coati.ledger import LedgerRules
 from coati.models import Actor, Critic, RewardModel
 from coati.models.calls import context_length_of
@@ -65,11 +66,6 @@ def make_strategy(config: RunSettings, role: Literal["trainer", "maker"]) -> Str
     return LowLevelZeroStrategy(stage=1 if train.strategy == "zero1" else 2, cpu_offload=train.cpu_offload, **common)
 
 
-def maker_device(config: RunSettings) -> torch.device:
-    """Return the device of a maker's models."""
-    return choose_device(None if config.model.device == "auto" else config.model.device, local_rank=0)
-
-
 def trainer_models(config: RunSettings, *, for_maker: bool = False) -> tuple[Actor, Critic | None]:
     """Load what a trainer trains, or a maker serves of it; no critic where the algorithm needs none.
 
@@ -106,10 +102,10 @@ def make_scorer(
     config: RunSettings, function: Callable[..., Any] | None = None, *, compiled: bool = False
 ) -> RewardScorer:
     """Make the reward over text: a function, or what `[reward]` describes; `compiled` pays where much is scored."""
-    device = maker_device(config)
+    device = choose_device(None if config.model.device == "auto" else config.model.device, local_rank=0)
 
     def load_reward_model(path: str) -> RewardModel:
-        model: RewardModel = _loaded(config, "reward.model", path, RewardModel)
+        model: RewardModel = _loaded(config, "reward.model", path, RewardModel, device=device)
         if not bool(model.value_head.weight.any()):
             logger.warning(
                 "reward.model %r has a head of zeros, so every score is 0. Use a sequence-classification model with "
@@ -118,7 +114,7 @@ def make_scorer(
             )
         if compiled:
             compile_blocks(model)
-        return model.to(device).eval()
+        return model.eval()
 
     settings = config.reward
     paths = config.reward_search_paths
@@ -227,14 +223,16 @@ def _dtype(config: RunSettings) -> torch.dtype:
     return dtype
 
 
-def _loaded(config: RunSettings, setting: str, path: str, model_class: Any, **kwargs: Any) -> Any:
+def _loaded(
+    config: RunSettings, setting: str, path: str, model_class: Any, *, device: Any = None, **kwargs: Any
+) -> Any:
     try:
-        return model_class.from_pretrained(path, trust_remote_code=config.model.trust_remote_code, **kwargs)
-    except ConfigError:
+        with device_errors_explained(f"loading {setting} {path!r}", 'Use a smaller model, or model.dtype "bfloat16".'):
+            model = model_class.from_pretrained(path, trust_remote_code=config.model.trust_remote_code, **kwargs)
+            return model if device is None else model.to(device)
+    except CoatiError:
         raise
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
-        if "allocate" in str(error):  # there is no memory for it, which is no fault of the folder
-            raise
         raise ConfigError(
             f"{setting} {path!r} could not be loaded as a transformers model: {_first_line(error)} "
             "If a file is damaged or missing, use another copy."

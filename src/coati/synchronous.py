@@ -137,10 +137,10 @@ class SynchronousRun(FitSteps):
     def _make_pipeline(self) -> ExperiencePipeline:
         config = self._config
         models = run.maker_models(config, self._parts.reward)
-        device = run.maker_device(config)
+        strategy = self._learner.strategy
         maker = build_maker(
             self._parts.maker,
-            [model.to(device) if isinstance(model, nn.Module) else model for model in models],
+            [strategy.prepare(model) if isinstance(model, nn.Module) else model for model in models],
             algorithm=config.algorithm,
             engine=config.rollout.engine,
             seed=config.run.seed,

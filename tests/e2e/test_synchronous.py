@@ -7,12 +7,13 @@ import pytest
 import torch
 from metric_table import DOCUMENTED
 from peft import PeftModel
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from coati.config import build_config
 from coati.config.algorithm import ALGORITHMS
-from coati.errors import DataError, RewardError
+from coati.errors import DataError, RewardError, TrainingDiverged
 from coati.ledger.audit import audit_run
 from coati.monitor import read_jsonl
 from coati.monitor.run_log import RunLog
@@ -262,6 +263,14 @@ def test_nan_rewards_now_and_then_do_not_stall_it(run):
 def test_nothing_but_nan_ends_with_an_error(run):
     with pytest.raises(DataError, match="64 samples in a row had to be dropped"):
         run(reward="always_nan")
+
+
+@pytest.mark.parametrize("rate", ["actor_lr", "critic_lr"])
+def test_a_learning_rate_that_breaks_the_models_ends_with_an_error_that_names_it(run, tmp_path, rate):
+    with pytest.raises(TrainingDiverged, match=rf"train\.{rate} is 1e\+09"):
+        run(train={rate: 1e9, "total_steps": 40})
+    (saved,) = tmp_path.glob("*/model-at-failure/model.safetensors")
+    assert all(bool(tensor.isfinite().all()) for tensor in load_file(saved).values())
 
 
 def test_a_reward_that_always_raises_ends_with_a_reward_error(run):

@@ -18,6 +18,11 @@ from coati.rewards import PendingScores
 
 __all__ = ["AllSamplesDropped", "Experience", "ExperienceMaker", "MakerBatch", "PromptBatch"]
 
+LESS_TO_MAKE = (
+    "Lower rollout.prompts_per_batch, rollout.samples_per_prompt or rollout.max_new_tokens, or give the maker more of "
+    "the GPU (topology.gpus_per_maker)."
+)
+"""What to do when a maker runs out of memory."""
 _RECORDED_CHARACTERS = 10_000  # of each text of a sample in quarantine
 
 

@@ -17,7 +17,7 @@ from coati.algos import has_signal, kl_estimate
 from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, RewardError
 from coati.experience import Experience
-from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
+from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
 from coati.experience_maker.scoring import (
     GapWatch,
     NoSignal,
@@ -26,7 +26,7 @@ from coati.experience_maker.scoring import (
     score_with_models,
 )
 from coati.experience_maker.statistics import reward_term_metrics
-from coati.gpu import SideStream
+from coati.gpu import SideStream, device_errors_explained
 from coati.models import RewardModel, as_critic
 from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
@@ -157,9 +157,12 @@ class NaiveExperienceMaker(ExperienceMaker):
             version=self.policy_version,
             between_tokens=None if self.between_tokens is None else self._pause,
         )
-        with self.timeline.span("generate"):
+        rows, width = prompts.input_ids.shape
+        what = f"generating {rows} responses to prompts of up to {width} tokens"
+        with self.timeline.span("generate"), device_errors_explained(what, LESS_TO_MAKE):
             rollout = self.engine.generate(request)
-        with self.timeline.span("score"), joined_once():
+        what = f"scoring {rows} sequences of up to {rollout.sequences.shape[1]} tokens"
+        with self.timeline.span("score"), joined_once(), device_errors_explained(what, LESS_TO_MAKE):
             self._score(batch, prompts, rollout, options.sampling_temperature)
         return batch
 
@@ -171,7 +174,7 @@ class NaiveExperienceMaker(ExperienceMaker):
                 batch.wait(math.inf)
         with self.timeline.span("score"):
             self._take_scores(batch, experience)
-            experience = keep_scored(batch, in_whole_groups=self.algorithm.uses_groups)
+            experience = keep_scored(batch, self.algorithm)
             if self.algorithm.dynamic_sampling:
                 experience = self._keep_signal(batch, experience)
                 batch.metrics["maker/no_signal"] = Sum(self._num_without_signal)

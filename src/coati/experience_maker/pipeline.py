@@ -8,9 +8,10 @@ from coati import faults
 from coati.counting import counted
 from coati.errors import DataError, RewardError
 from coati.experience import Experience
-from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
+from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
 from coati.experience_maker.scoring import NoSignal
 from coati.experience_maker.statistics import batch_metrics, sample_texts
+from coati.gpu import device_errors_explained
 from coati.ledger import LedgerRules
 from coati.monitor.metrics import Max, Mean, Sum
 from coati.monitor.timeline import Timeline, maker_metrics
@@ -105,7 +106,8 @@ class ExperiencePipeline:
             is_needed = meanwhile is not None or self._in_flight or faults.are_enabled()
             self.maker.between_tokens = between_tokens if is_needed else None
             try:
-                batch = self.maker.begin(prompts, **self._generate_kwargs)
+                with device_errors_explained(f"making {len(prompts)} samples", LESS_TO_MAKE):
+                    batch = self.maker.begin(prompts, **self._generate_kwargs)
             except AllSamplesDropped as error:
                 batch = MakerBatch(prompts, dropped=error)
             finally:

@@ -93,10 +93,10 @@ class NoSignal(AllSamplesDropped):
     """Dynamic sampling left nothing: in each group of the batch all samples scored the same."""
 
 
-def keep_scored(batch: MakerBatch, *, in_whole_groups: bool) -> Experience:
-    """Keep the samples that have a score: one that is NaN or infinite would poison a whole training batch.
+def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
+    """Keep the samples that have a score and finite numbers: one that has not would poison a whole training batch.
 
-    With `in_whole_groups` all samples of a group must have one: an advantage among the rest would be a different one.
+    Where samples are compared all of a group must have them: an advantage among the rest would be a different one.
     """
     experience = batch.experience
     assert experience is not None
@@ -109,20 +109,31 @@ def keep_scored(batch: MakerBatch, *, in_whole_groups: bool) -> Experience:
             raise AllSamplesDropped(f"{message}, and none is left. The last: {error}")
         logger.warning("%s; their groups are in quarantine. The last: %s", message, error)
         experience = batch.keep(is_kept.to(experience.reward.device))
-    is_good = experience.reward.isfinite()
-    is_bad = ~is_good
+    mask = experience.full_action_mask()
+    of_tokens = {"log-prob": experience.action_log_probs, "value": experience.values}
+    if algorithm.kl_coef:
+        of_tokens["KL"] = experience.kl
+    bad = {"reward": ~experience.reward.isfinite()}  # [B] each
+    bad |= {name: (~numbers.isfinite() & mask).any(dim=1) for name, numbers in of_tokens.items()}
+    is_bad = torch.stack(list(bad.values())).any(dim=0)
     if not bool(is_bad.any()):
         return experience
-    if in_whole_groups and experience.group_ids is not None:
+    is_good = ~is_bad
+    if algorithm.uses_groups and experience.group_ids is not None:
         is_good = ~torch.isin(experience.group_ids, experience.group_ids[is_bad])
     assert experience.sample_ids is not None
-    ids = experience.sample_ids[is_bad].tolist()
-    batch.losses |= dict.fromkeys(ids, "no finite reward")
-    message = (
-        f"the reward of {int(is_bad.sum())} of {len(is_bad)} samples is not a finite number (sample ids {ids[:8]})"
+    ids = {name: experience.sample_ids[rows].tolist() for name, rows in bad.items() if bool(rows.any())}
+    for name, of_name in reversed(ids.items()):
+        batch.losses |= dict.fromkeys(of_name, f"no finite {name}")
+    message = "; ".join(
+        f"the {name} of {len(of_name)} of {len(is_bad)} samples is not a finite number (sample ids {of_name[:8]})"
+        for name, of_name in ids.items()
     )
     if not bool(is_good.any()):
-        raise AllSamplesDropped(f"{message}, so none is left. Make the reward return finite numbers for these samples.")
+        remedy = "The learning rates (train.actor_lr, train.critic_lr) may be too high, or the models' weights damaged."
+        if "reward" in ids:
+            remedy = "Make the reward return finite numbers for these samples."
+        raise AllSamplesDropped(f"{message}, so none is left. {remedy}")
     logger.warning("%s; dropped", message)
     return batch.keep(is_good)
 

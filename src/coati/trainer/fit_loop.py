@@ -10,6 +10,7 @@ from typing import Any
 
 from coati.errors import ConfigError
 from coati.experience import Experience
+from coati.gpu import device_errors_explained
 from coati.randomness import STREAM_EPOCHS, keyed_generator
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,11 @@ class FitLoop:
         ):
             if value < 1:
                 raise ConfigError(f"fit's {name} must be 1 or more, got {value}.")
+        remedy = "Give the trainer more of the GPU (topology.gpus_per_trainer), or shard it (train.strategy)."
+        with device_errors_explained("the trainer's work between passes", remedy):
+            return self._run(total_steps, update_steps, train_epochs, num_done)
+
+    def _run(self, total_steps: int, update_steps: int, train_epochs: int, num_done: int) -> int:
         self._steps.notify("on_fit_start")
         self._num_wanted = total_steps - num_done
         self.num_episodes += num_done // update_steps

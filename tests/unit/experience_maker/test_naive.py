@@ -13,7 +13,7 @@ from transformers import LlamaForSequenceClassification
 
 from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, DataError, GenerateOptionError, RewardError
-from coati.experience_maker import AllSamplesDropped, NaiveExperienceMaker
+from coati.experience_maker import AllSamplesDropped, NaiveExperienceMaker, naive
 from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.scoring import NoSignal
@@ -389,6 +389,37 @@ def test_a_batch_without_a_finite_reward_is_dropped_whole(make_maker):
     with pytest.raises(AllSamplesDropped, match=r"4 of 4 samples .*\[0, 1, 2, 3\].*finite numbers") as caught:
         make_experience(maker)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(("number", "kl_coef"), [("log-prob", 0.1), ("value", 0.1), ("KL", 0.1), ("KL", 0.0)])
+def test_a_number_of_the_models_that_is_not_finite_costs_its_sample(make_maker, monkeypatch, caplog, number, kl_coef):
+    maker = make_maker(kl_coef=kl_coef)
+    generate, score = maker.engine.generate, naive.score_with_models
+
+    def poisoned(tensor, name):
+        tensor = tensor.clone()
+        tensor[2, 0] = NAN if name == number else tensor[2, 0]
+        return tensor
+
+    def generate_poisoned(request):
+        rollout = generate(request)
+        return dataclasses.replace(rollout, rollout_log_probs=poisoned(rollout.rollout_log_probs, "log-prob"))
+
+    def score_poisoned(*args):
+        reference, values = score(*args)
+        return poisoned(reference, "KL"), poisoned(values, "value")
+
+    monkeypatch.setattr(maker.engine, "generate", generate_poisoned)
+    monkeypatch.setattr(naive, "score_with_models", score_poisoned)
+    batch = maker.begin(
+        PromptBatch.parse(dict(zip(("input_ids", "attention_mask"), padded(PROMPTS), strict=True))).numbered(0),
+        max_new_tokens=6,
+    )
+    maker.finish(batch)
+    is_dropped = number != "KL" or kl_coef > 0  # where there is no penalty, nothing is made of the KL
+    assert batch.experience.sample_ids.tolist() == ([0, 1, 3] if is_dropped else [0, 1, 2, 3])
+    # The KL follows from the log-probs; what was wrong first is the reason.
+    assert batch.losses == ({2: f"no finite {number}"} if is_dropped else {})
 
 
 # Prompts that do not fit, and limits

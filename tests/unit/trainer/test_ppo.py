@@ -257,6 +257,19 @@ def test_a_poisoned_batch_changes_nothing_and_is_named(field, value, size, caplo
     assert not same_bits(weights(learner), before)
 
 
+@pytest.mark.parametrize("label", ["actor", "critic"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_moves_no_model(label, value):
+    learner = make_learner()
+    before = weights(learner)
+    parameter = list(learner.models[label].parameters())[-1]
+    parameter.register_hook(lambda gradient: torch.full_like(gradient, value))
+    metrics = learner.step(make_batch())  # whose losses are finite
+    assert math.isfinite(metrics["actor_loss"] + metrics["critic_loss"])
+    assert same_bits(weights(learner), before)
+    assert metrics["optim/skipped_batches"] == 1.0
+
+
 def test_too_many_skipped_batches_in_a_row_end_training():
     learner, poisoned = make_learner(), make_batch(1)
     poisoned.advantages[2, 0] = math.nan
@@ -287,6 +300,7 @@ def test_a_learning_rate_that_breaks_the_model_is_named(policy):
     batches = (make_batch(seed) for seed in range(2 * MAX_SKIPPED_IN_A_ROW))
     with pytest.raises(TrainingDiverged, match=r"train\.actor_lr is 1e\+09"):
         list(map(learner.step, batches))
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(learner).values())
 
 
 def test_weights_that_a_step_made_infinite_end_training():

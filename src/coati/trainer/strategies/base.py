@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from coati.errors import ConfigError
+from coati.gpu import device_errors_explained
 from coati.models.memory import shapes_only, tied_names
 from coati.trainer.strategies.folders import copy_to_other_disks, replace_folder
 from coati.trainer.strategies.model_files import MODEL_MARKERS, copy_into, find_tensors, names_to_save, write_model
@@ -100,7 +101,9 @@ class Strategy(Ranks, ABC):
         """
         if not models_or_pairs:
             raise ConfigError("prepare needs at least one model or (model, optimizer) pair, got none.")
-        prepared = tuple(self._prepare_one(argument) for argument in models_or_pairs)
+        remedy = 'Use a smaller model or dtype, more of the GPU or, to train, the strategy "zero2" or "gemini".'
+        with device_errors_explained(f"placing models on {self.device}", remedy):
+            prepared = tuple(self._prepare_one(argument) for argument in models_or_pairs)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepare_one(self, argument: Any) -> nn.Module | tuple[nn.Module, Optimizer]:

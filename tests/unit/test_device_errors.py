@@ -1,0 +1,126 @@
+"""Errors of a device, wherever they come from: ours, with the work, its size and what to change."""
+
+import pytest
+import torch
+from tiny import llama, maker_models, prompts
+from torch import nn
+
+from coati import run
+from coati.config import load_config
+from coati.errors import AcceleratorFailed, OutOfMemory
+from coati.experience_maker import NaiveExperienceMaker
+from coati.experience_maker.base import PromptBatch
+from coati.experience_maker.pipeline import ExperiencePipeline
+from coati.gpu import device_errors_explained
+from coati.models import Actor
+from coati.trainer.fit_loop import FitLoop, FitSteps
+from coati.trainer.strategies import DDPStrategy
+from coati.weights import ServedModels
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), OutOfMemory),
+        (torch.AcceleratorError("CUDA error: out of memory"), OutOfMemory),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), OutOfMemory),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), OutOfMemory),
+        (MemoryError("no memory"), OutOfMemory),
+        (OSError(12, "Cannot allocate memory"), OutOfMemory),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), AcceleratorFailed),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), AcceleratorFailed),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError),
+        (FileNotFoundError(2, "No such file or directory"), FileNotFoundError),
+        (OutOfMemory("the inner work ran out of memory. Use less."), OutOfMemory),
+    ],
+)
+def test_what_torch_raises_becomes_ours(error, expected):
+    with pytest.raises(expected) as caught, device_errors_explained("the work on 8 tokens", "Lower the setting."):
+        raise error
+    is_translated = caught.value is not error
+    assert is_translated == (expected is not type(error))
+    if is_translated:
+        assert "the work on 8 tokens" in str(caught.value)
+        assert str(error) in str(caught.value)
+        assert ("Lower the setting." in str(caught.value)) == (expected is OutOfMemory)
+
+
+class Full(nn.Module):
+    """A model for which there is no memory."""
+
+    def forward(self, *_args, **_kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def to(self, *_args):
+        self()
+
+    from_pretrained = forward
+
+
+class OwnMaker(NaiveExperienceMaker):
+    """Makes experience in its own way."""
+
+    def make_experience(self, input_ids, attention_mask=None, **_kwargs):
+        Full()()
+
+
+def make(maker):
+    pipeline = ExperiencePipeline(maker, ServedModels(maker.trained_models), generate_kwargs={"max_new_tokens": 4})
+    pipeline.begin(PromptBatch.parse(prompts(batch_size=4)[0]))
+
+
+def generate():
+    maker = NaiveExperienceMaker(*maker_models())
+    maker.engine.generate = Full()
+    make(maker)
+
+
+def score():
+    actor, critic, _, initial = maker_models()
+    make(NaiveExperienceMaker(actor, critic, Full(), initial))
+
+
+def make_in_own_way():
+    make(OwnMaker(*maker_models()))
+
+
+def load():
+    config = load_config(None, ["model.path=m", "prompts.path=p.jsonl", "reward.model=r"])
+    run._loaded(config, "model.path", "m", Full())
+
+
+def place():
+    DDPStrategy(device="cpu").prepare(Full())
+
+
+class Publishing(FitSteps):
+    """Has no memory to publish from."""
+
+    def next_batch(self):
+        return Actor(llama())  # anything but None
+
+    def train_on(self, batch):
+        return {}
+
+    def publish(self):
+        Full()()
+
+
+def publish():
+    FitLoop(Publishing()).run(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("work", "what"),
+    [
+        (generate, "generating 4 responses to prompts of up to 3 tokens.*rollout.prompts_per_batch"),
+        (score, r"scoring 4 sequences of up to \d tokens.*rollout.prompts_per_batch"),
+        (make_in_own_way, "making 4 samples.*rollout.prompts_per_batch"),
+        (load, "loading model.path 'm'.*model.dtype"),
+        (place, "placing models on cpu.*zero2"),
+        (publish, "between passes.*topology.gpus_per_trainer"),
+    ],
+)
+def test_every_kind_of_work_says_what_it_was_and_what_to_change(work, what):
+    with pytest.raises(OutOfMemory, match=what):
+        work()
