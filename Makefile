@@ -40,7 +40,8 @@ SECONDS ?= 600
 SEED ?= 0
 chaos: $(STAMP)
 	$(BIN)/python benchmarks/chaos.py --seconds $(SECONDS) --seed $(SEED)
-	$(PYTEST) -m long tests/e2e/test_faults.py tests/e2e/test_endings.py tests/ray/test_cluster.py tests/unit/ledger
+	$(PYTEST) -m long tests/e2e/test_faults.py tests/e2e/test_trainer_faults.py tests/e2e/test_endings.py \
+		tests/ray/test_cluster.py tests/unit/ledger
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest -m "not long" tests/unit

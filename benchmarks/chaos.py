@@ -4,7 +4,8 @@
 
 The seed decides who fails when, at which named point of the code (`coati.faults`), and is printed with the schedule. At
 the end the run is stopped as a person would. It fails, with exit code 1, if the run ends before, if `coati audit` does
-not close (a sample lost, trained on twice, or older than the bound), or if a process or a folder is left behind.
+not close (a sample lost, trained on twice, or older than the bound), or if a process or a folder is left behind. On a
+busy machine, where actors take long to start, give them more time: --every 30 45.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from living_run import LivingRun, slope
 
 from coati.faults import Fault, seeded
 
-STALL_SECONDS = 6.0  # longer than deadlines.stall_seconds of the run
+STALL_SECONDS = 12.0  # longer than deadlines.stall_seconds of the run
 MAKER_POINTS = ("maker.generating", "maker.before_deliver", "receiver.before_chunk")
 TRAINER_POINTS = (
     *("trainer.after_forward", "trainer.after_backward", "trainer.after_step", "trainer.after_ack"),
@@ -47,11 +48,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=one_or_more, default=600)
     parser.add_argument("--seed", type=zero_or_more, default=0)
     parser.add_argument("--makers", type=one_or_more, default=2)
+    parser.add_argument(
+        "--every", type=one_or_more, nargs=2, default=(10, 20), help="seconds between faults, at least and at most"
+    )
     parser.add_argument("--only-makers", action="store_true", help="leave the trainer alone")
     parser.add_argument("--keep", action="store_true", help="keep the run's folder")
     arguments = parser.parse_args()
     possible = choices(arguments.makers, trainer=not arguments.only_makers)
-    faults = seeded(arguments.seed, possible, seconds=arguments.seconds, every=(10.0, 20.0))
+    faults = seeded(arguments.seed, possible, seconds=arguments.seconds, every=tuple(arguments.every))
     print(f"seed {arguments.seed}: {len(faults)} faults in {arguments.seconds} s", *faults, sep="\n", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
     problems = soak(folder, faults, arguments.seconds, makers=arguments.makers)
@@ -98,6 +102,8 @@ def soak(folder: Path, faults: list[Fault], seconds: int, *, makers: int) -> lis
         late = [point for point in series if point[0] > seconds / 3]
         if late and late[-1][0] - late[0][0] > seconds / 3:  # others were too short-lived to tell
             print(f"{name:32} {series[-1][1]:6.0f} MB, {slope(late):+.1f} MB in 10 minutes")
+    if last_step == 0:
+        problems.append("it has not trained")
     due = [number for number, fault in enumerate(faults) if fault.after < seconds - 60]
     problems += [f"did not happen: {faults[number]}" for number in due if number not in run.happened()]
     return problems

@@ -27,12 +27,12 @@ SETTINGS = {
     "train.total_steps": ENDLESS,
     "train.actor_lr": 1e-4,
     "train.critic_lr": 1e-4,
-    "train.save_every": 5,
+    "train.save_every": 1,  # or a trainer that dies too often would never get on
     "topology.makers": 2,
     "topology.max_staleness": 2,
     "topology.max_restarts": 10_000,
     "topology.threads_per_actor": 1,
-    "deadlines.stall_seconds": 3,
+    "deadlines.stall_seconds": 8,
 }
 
 
@@ -87,9 +87,12 @@ class LivingRun:
             time.sleep(0.2)
 
     def step(self) -> int:
-        """The step that it reported last."""
-        steps = [line for _, line in self.lines if line.startswith("step ")]
-        return int(steps[-1].split()[1].partition("/")[0]) if steps else 0
+        """The last step in its metrics."""
+        try:
+            rows = (self.out / "metrics.jsonl").read_text().splitlines()
+        except OSError:
+            return 0
+        return max((int(json.loads(row)["step"]) for row in rows[-2:] if row.endswith("}")), default=0)
 
     def members(self) -> dict[int, str]:
         """Processes of the session that are not zombies, with what they are."""

@@ -1,3 +1,4 @@
+import ast
 import itertools
 import os
 import re
@@ -130,15 +131,15 @@ def test_only_records_read_the_wall_clock():
 
 def test_every_row_of_the_page_names_tests_that_exist():
     root = SOURCE.parents[1]
-    rows = re.findall(r"^\| (\d+) \|.*$", (root / "docs" / "reliability.md").read_text(), re.MULTILINE)
-    assert [int(row) for row in rows] == list(range(1, 26))
-    for line in (root / "docs" / "reliability.md").read_text().splitlines():
-        if re.match(r"\| \d+ \|", line):
-            named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", line)
-            short = re.findall(r"`(tests/[\w/.]+)::(\w+)`", line.partition("long:")[0])
-            assert short, line
-            for file, name in named:
-                text = (root / file).read_text() if (root / file).exists() else ""
-                assert f"def {name}(" in text, f"{file}::{name}"
-                is_long = re.search(rf"@pytest\.mark\.long\n(?:@.*\n)*def {name}\(", text) is not None
-                assert is_long is ((file, name) not in short), f"{file}::{name} is {'' if is_long else 'not '}long"
+    rows = re.findall(r"^\| (\d+) \|(.*)", (root / "docs" / "reliability.md").read_text(), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 26))
+    for number, row in rows:
+        short, _, long = row.partition("long:")
+        assert "::" in short, f"row {number} has no short test"
+        for tests, should_be_long in ((short, False), (long, True)):
+            for file, name in re.findall(r"`(tests/[\w/.]+)::(\w+)`", tests):
+                (test,) = (
+                    node for node in ast.parse((root / file).read_text()).body if getattr(node, "name", "") == name
+                )
+                is_long = any(ast.unparse(mark) == "pytest.mark.long" for mark in test.decorator_list)
+                assert is_long is should_be_long, f"row {number}: {name}"

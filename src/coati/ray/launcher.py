@@ -148,11 +148,11 @@ class DetachedRun:
     def _load(self, actors: Mapping[str, Peer], on_turn: Callable[[], None]) -> None:
         """Wait until actors have loaded their models. Makers begin with the trainers' weights, whatever they loaded."""
         seconds = self._deadlines.start_seconds
-        calls = {actor.call("progress"): name for name, actor in actors.items()}
-        self._await_all(calls, "all actors to start and load their models", seconds=seconds, on_turn=on_turn)
+        what = "all actors to start and load their models"
+        self._await_all(actors, "progress", what=what, seconds=seconds, on_turn=on_turn)
         self._actors.tell_trainers()  # makers may have left or joined meanwhile
         sync = "sync_models_to_remote_makers"
-        self._call_trainers(sync, what="the first weights", seconds=seconds, on_turn=on_turn)
+        self._await_all(self._actors.trainers, sync, what="the first weights", seconds=seconds, on_turn=on_turn)
 
     def _check_start(self) -> None:
         self._head.check()
@@ -176,6 +176,7 @@ class DetachedRun:
         patience = _QUICK_STOP_SECONDS if self._should_stop() else _STOP_SECONDS
         deadline = time.monotonic() + patience
         while self._pool.working and time.monotonic() < deadline:
+            self._actors.repeat_lost_orders()
             self._pool.wind_up(_POLL_SECONDS)
         self.poll_actors(timeout=_LAST_POLL_SECONDS)
         self._log.flush()
@@ -197,6 +198,7 @@ class DetachedRun:
     def _tend(self) -> None:
         """Do what is due at each turn of the driver's loop."""
         self._head.check()
+        self._actors.repeat_lost_orders()
         self.poll_actors(timeout=_POLL_SECONDS)
         if self._should_stop() and not self._is_stopping:
             self._stop_all()
@@ -258,8 +260,15 @@ class DetachedRun:
         self._control.report(answer=answer, message=message, makers=self._pool.size)
         self._show(message)
 
-    def _finish_some(self, waiting: dict[PendingCall, str], *, timeout: float) -> None:
-        """Remove calls that have returned; raise the error of one that failed."""
+    def _finish_some(
+        self,
+        waiting: dict[PendingCall, str],
+        *,
+        timeout: float,
+        repeat: Callable[[str], PendingCall] | None = None,
+    ) -> None:
+        """Remove calls that have returned; raise the error of one that failed. `repeat` makes one again that was lost,
+        by the actor's name."""
         for call in wait_any(waiting, timeout):
             name = waiting.pop(call)
             try:
@@ -270,6 +279,9 @@ class DetachedRun:
                 error.cause.add_note(f"raised in {name}")
                 raise error.cause from None
             except (PeerDied, PeerUnavailable) as error:
+                if repeat is not None and isinstance(error, PeerUnavailable):
+                    waiting[repeat(name)] = name
+                    continue
                 is_fault = name not in self._actors.trainers or isinstance(error, StartFailed)
                 raise (PeerDied(f"{name} died: {error}") if is_fault else _TrainerDied(name, error)) from None
 
@@ -336,7 +348,7 @@ class DetachedRun:
 
     def _save(self, path: str, *, seconds: float) -> None:
         what = f"the model to be saved to {path}"
-        self._call_trainers("strategy_save_actor", path, only_rank0=True, what=what, seconds=seconds)
+        self._await_all(self._actors.trainers, "strategy_save_actor", path, True, what=what, seconds=seconds)
 
     def _save_after_failure(self, path: str, error: Exception) -> None:
         """Save what a lone trainer has learned, if it still answers. A group can only save together."""
@@ -351,29 +363,25 @@ class DetachedRun:
         if not self._is_stopping:
             self._is_stopping = True
             for actor in self._actors.running.values():
-                actor.call("stop")
+                self._actors.order(actor, "stop")
 
-    def _call_trainers(
+    def _await_all(
         self,
+        actors: Mapping[str, Peer],
         method: str,
         *args: Any,
         what: str,
         seconds: float,
         on_turn: Callable[[], None] = lambda: None,
-        **kwargs: Any,
     ) -> None:
-        """Call a method of all trainers at once, because groups work together, and wait for all of them."""
-        calls = {trainer.call(method, *args, **kwargs): name for name, trainer in self._actors.trainers.items()}
-        self._await_all(calls, what, seconds=seconds, on_turn=on_turn)
-
-    def _await_all(
-        self, calls: dict[PendingCall, str], what: str, *, seconds: float, on_turn: Callable[[], None]
-    ) -> None:
-        """Wait for all calls; the first error is raised at once, because others may wait for the one that failed."""
+        """Call a method of several actors at once and wait for all; the first error is raised at once, because others
+        may wait for the one that failed. A call that was lost is repeated; not in a group, which works together."""
+        calls = {actor.call(method, *args): name for name, actor in actors.items()}
+        repeat = None if len(self._actors.trainers) > 1 else lambda name: actors[name].call(method, *args)
 
         def have_ended(timeout: float) -> bool:
             on_turn()
-            self._finish_some(calls, timeout=timeout)
+            self._finish_some(calls, timeout=timeout, repeat=repeat)
             return not calls
 
         wait_in_slices(

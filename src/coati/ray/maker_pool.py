@@ -88,7 +88,7 @@ class MakerPool:
             newest = reversed(self._actors.makers)
             self._leaving = set(itertools.islice(newest, self.size - makers))
             for name in self._leaving:
-                self._actors.makers[name].call("stop")
+                self._actors.order(self._actors.makers[name], "stop")
 
     def advance(self) -> str:
         """Do what is due; returns what is waited for until makers have joined or left, "" if nothing is.

@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from coati import run
 from coati.config import RunSettings
 from coati.counting import counted
-from coati.errors import ScalingRefused
-from coati.peers import Peer, answer
+from coati.errors import PeerDied, PeerUnavailable, RemoteError, ScalingRefused
+from coati.peers import Peer, PendingCall, answer
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.options import MakerOptions, TrainerOptions
@@ -62,6 +62,8 @@ class RunActors:
         self.makers: dict[str, Peer] = {}
         self.trainers: dict[str, Peer] = {}
         self._is_private = False
+        # What actors were told without waiting for it, by actor, method and the maker that it is about.
+        self._orders: dict[tuple[str, str, str], tuple[PendingCall, Peer, tuple[Any, ...]]] = {}
 
     @property
     def running(self) -> dict[str, Peer]:
@@ -123,12 +125,28 @@ class RunActors:
     def release(self, name: str, reason: str) -> None:
         """Have the trainers grant a maker's leases to others, and not wait for it."""
         for trainer in self.trainers.values():
-            trainer.call("release_maker", name, reason)
+            self.order(trainer, "release_maker", name, reason, about=name)
 
     def tell_trainers(self) -> None:
         """Send each trainer the names of the makers that it updates now."""
         for rank, trainer in enumerate(self.trainers.values()):
-            trainer.call("change_makers", self._updated_by(rank, self.makers))
+            self.order(trainer, "change_makers", self._updated_by(rank, self.makers))
+
+    def order(self, actor: Peer, method: str, *args: Any, about: str = "") -> None:
+        """Call a method that may be repeated, and do not wait for it. A later order `about` the same replaces it."""
+        self._orders[actor.name, method, about] = actor.call(method, *args), actor, args
+
+    def repeat_lost_orders(self) -> None:
+        """Give orders again whose connection broke."""
+        for (name, method, about), (call, actor, args) in list(self._orders.items()):
+            if call.done():
+                del self._orders[name, method, about]
+                try:
+                    call.result(0.0)
+                except PeerUnavailable:
+                    self.order(actor, method, *args, about=about)
+                except (PeerDied, RemoteError) as error:
+                    logger.debug("%s did not take %s: %s", name, method, error)
 
     def _updated_by(self, rank: int, makers: Iterable[str]) -> list[str]:
         """The makers whose number falls to a trainer, as in dealing cards."""

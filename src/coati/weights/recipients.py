@@ -184,8 +184,10 @@ class Attempt:
                 name = self._calls.pop(call)
                 try:
                     call.result(0.0)
-                except (PeerDied, PeerUnavailable, RemoteError) as error:
+                except RemoteError as error:
                     self.failed.setdefault(name, error)
+                except (PeerDied, PeerUnavailable) as error:
+                    self.failed[name] = error  # even if it has rejected the update: it may lack what was lost
             if left <= 0:
                 self._leave_out(set(self._calls.values()), f"it did not answer within {self._seconds:g} s")
             elif gone := self._abandoned.intersection(self._calls.values()):

@@ -418,6 +418,43 @@ def test_a_maker_that_dies_is_replaced_and_its_successor_is_read_from_the_beginn
     assert (one.state["status"], one.state["message"]) == ("ended", "completed")
 
 
+@pytest.mark.parametrize("lose", ["drop_call", "drop_reply"])
+def test_calls_of_the_driver_that_are_lost_are_made_again(stage, lose):
+    one = stage(makers=2)
+    lost = {
+        "maker": ("progress", "stop"),
+        "trainer": (
+            "progress",
+            "sync_models_to_remote_makers",
+            "release_maker",
+            "change_makers",
+            "strategy_save_actor",
+        ),
+    }
+
+    def lose_first_calls(name):
+        for method in lost[name.partition("-")[0]]:
+            getattr(one.host.peers, lose)(name, method)
+
+    def die(host):
+        one.first, one.on_turn = host.peers["maker-1"], end_when_it_is_known
+        host.peers.kill("maker-1")
+
+    def end_when_it_is_known(host):
+        trainer = host["trainer-0"]
+        if host.peers["maker-1"] is not one.first and trainer.released and trainer.makers == ["maker-0", "maker-1"]:
+            end_training(host)
+
+    one.host.on_start, one.on_turn = lose_first_calls, die
+    one.go()
+    trainer = one.host["trainer-0"]
+    assert trainer.is_synced
+    assert set(trainer.released) == {"maker-1"}
+    assert set(trainer.saved) == {str(one.folder / "model")}
+    assert all(one.host[name].ended.is_set() for name in ("maker-0", "maker-1"))
+    assert one.state["message"] == "completed"
+
+
 def test_when_makers_die_too_often_the_run_ends_with_the_name_of_the_last(stage):
     one = stage(makers=2, topology={"max_restarts": 2})
     killed = []

@@ -9,14 +9,15 @@ from typing import ClassVar
 import pytest
 import tiny
 import torch
-from thread_peers import PATIENCE, ThreadPeers
+from thread_peers import PATIENCE, ThreadCall, ThreadPeers
 from weight_testing import Maker, PlainStrategy, deliver, header_of, make_sender, messages_of
 
-from coati.errors import ActorNotFound, DeadlineExceeded, WeightUpdateError
+from coati.errors import ActorNotFound, DeadlineExceeded, PeerUnavailable, WeightUpdateError
 from coati.models import Actor
-from coati.peers import LocalPeer, LocalPeers, Peer, PendingCall
+from coati.peers import LocalPeer, LocalPeers, Peer, PendingCall, remote_error
 from coati.weights import sender as sender_module
 from coati.weights.message import WeightMessage
+from coati.weights.recipients import Attempt
 from coati.weights.sender import MAX_CHUNKS_IN_FLIGHT
 from coati.weights.transports import CardMemory, MadeChunk, checksum_of
 
@@ -444,6 +445,27 @@ def test_a_maker_that_cannot_be_reached_misses_one_update_and_gets_the_next(drop
     sender.send(1)
     sender.send(2)
     assert [maker.served.version for maker in makers.values()] == [2, 2]
+
+
+def test_a_rejection_for_want_of_a_chunk_that_was_lost_is_no_rejection():
+    calls = []
+
+    class Slow(Peer):
+        def has(self, method):
+            return True
+
+        def call(self, method, *args, **kwargs):
+            calls.append(ThreadCall(self.name, method, args, kwargs))
+            return calls[-1]
+
+    attempt = Attempt(header_of(), {"a": Slow("a")}, seconds=PATIENCE)
+    attempt.send(chunks=())
+    attempt.send(manifest=None)
+    calls[1].settle(error=remote_error("a", WeightUpdateError("missing 1 of 2 chunks")))
+    attempt.wait(until_in_flight=1)
+    calls[0].settle(error=PeerUnavailable("the connection broke"))
+    attempt.wait()
+    assert isinstance(attempt.failed["a"], PeerUnavailable)
 
 
 @pytest.mark.parametrize("nth", range(1, 4))
