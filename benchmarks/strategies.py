@@ -42,6 +42,7 @@ from transformers import Qwen2Config
 from transformers.initialization import no_init_weights
 
 from coati.config import TrainSettings
+from coati.errors import OutOfMemory
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic
 from coati.trainer.ppo import PPOLearner
@@ -172,7 +173,7 @@ def make_learner(case: str, shape: Shape, device: str) -> PPOLearner:
     place = nullcontext() if case.startswith("gemini") else torch.device(device)
     with place, strategy.model_init_context():
         actor, critic = (drawn_on(device, model_class, model_config(shape), dtype) for model_class in (Actor, Critic))
-    settings = TrainSettings(actor_lr=1e-6, critic_lr=1e-5, micro_batch_size=shape.micro_batch)
+    settings = TrainSettings(actor_lr=1e-6, critic_lr=1e-5, micro_batch_size=shape.micro_batch, micro_batch_tokens=0)
     return PPOLearner(actor, critic, strategy, settings, optimizer_class=strategy.optimizer_class)
 
 
@@ -331,7 +332,7 @@ def main() -> None:
         try:
             shape = Shape(**arguments.shape)
             row = measure(arguments.one, shape, arguments.device, steps=arguments.steps, cap_gib=arguments.cap_gib)
-        except torch.cuda.OutOfMemoryError:
+        except (OutOfMemory, torch.OutOfMemoryError):
             sys.exit(OUT_OF_MEMORY)
         print(json.dumps(row))
         return

@@ -4,6 +4,7 @@
     python benchmarks/train_step.py --cases padded packed packed-compiled --json step.json
     python benchmarks/train_step.py --cases packed --profile   and where the time of a step goes, by kernel
     python benchmarks/train_step.py --batches full --lengths 512 1024 2048 4096 8192    peak memory against length
+    python benchmarks/train_step.py --batches full --pass-tokens 4096 8192 16384 32768    speed against size of passes
     python benchmarks/train_step.py --device cpu --tiny        a smoke test, in seconds
 
 A step is the learner's, of the policy alone: forward and backward in micro-batches, clipping, Adam. The batches
@@ -24,6 +25,7 @@ memory on a GPU, and on a CPU, which has no such counter, the largest tensor.
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -41,6 +43,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from coati.config import TrainSettings
 from coati.cpu import set_up_cpu
+from coati.errors import OutOfMemory
 from coati.experience_maker import Experience
 from coati.models import Actor
 from coati.trainer.ppo import PPOLearner
@@ -224,6 +227,7 @@ def measure_step(name: str, kind: str, learner: PPOLearner, arguments: argparse.
     return {
         "case": name,
         "batch": kind,
+        "pass_tokens": shape.micro_batch_tokens,
         "samples": len(lengths),
         "tokens": sum(lengths),
         "padded_tokens": experience.sequences.numel(),
@@ -272,7 +276,7 @@ def measure_case(name: str, arguments: argparse.Namespace) -> list[dict[str, obj
         for kind in arguments.batches:
             try:
                 rows.append(measure_step(name, kind, learner, arguments))
-            except torch.cuda.OutOfMemoryError:
+            except OutOfMemory:
                 rows.append({"case": name, "batch": kind, "error": "out of memory"})
             print_step(rows[-1])
         if arguments.profile:
@@ -299,8 +303,9 @@ def print_step(row: dict[str, object]) -> None:
         return
     peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:>8.2f} GiB"
     print(
-        f"{row['case']:<27} {row['batch']:<7} {row['tokens']:>8} of {row['padded_tokens']:>8} tokens "
-        f"{row['step_seconds']:>8.3f} s {row['tokens_per_second']:>10.0f} tok/s {row['tflops']:>7.1f} TFLOP/s "
+        f"{row['case']:<27} {row['batch']:<7} {row['pass_tokens']:>6} a pass "
+        f"{row['tokens']:>8} of {row['padded_tokens']:>8} tokens {row['step_seconds']:>8.3f} s "
+        f"{row['tokens_per_second']:>10.0f} tok/s {row['tflops']:>7.1f} TFLOP/s "
         f"{100 * row['mfu']:>5.1f} % {peak}",
         flush=True,
     )
@@ -313,6 +318,7 @@ def main() -> None:
     parser.add_argument(
         "--lengths", nargs="*", type=one_or_more, default=[], help="tokens of a sample, for further batches"
     )
+    parser.add_argument("--pass-tokens", nargs="+", type=one_or_more, help="train.micro_batch_tokens, one or more")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model and batches of nearly nothing")
     parser.add_argument("--steps", type=one_or_more, default=3, help="timed steps")
@@ -328,6 +334,7 @@ def main() -> None:
     if not is_cuda:
         set_up_cpu()
     arguments.shape = TINY if arguments.tiny else Shape()
+    arguments.pass_tokens = arguments.pass_tokens or [arguments.shape.micro_batch_tokens]
     if arguments.lengths:
         longest = max(*arguments.lengths, arguments.shape.max_length)
         arguments.shape = replace(arguments.shape, max_positions=longest)
@@ -345,7 +352,8 @@ def main() -> None:
     }
     print_memory(result["memory"])
     steps: list[dict[str, object]] = []
-    for name in arguments.cases:
+    for name, tokens in itertools.product(arguments.cases, arguments.pass_tokens):
+        arguments.shape = replace(arguments.shape, micro_batch_tokens=tokens)
         if arguments.limit_seconds and time.perf_counter() - began > arguments.limit_seconds:
             print(f"{name:<22} not started: {arguments.limit_seconds:g} s have passed", flush=True)
             continue
