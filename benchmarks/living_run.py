@@ -1,6 +1,7 @@
 """A real `coati train` in a session of its own, on the demo's task, to do harm to and to measure."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -50,6 +51,11 @@ class LivingRun:
         prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
         (folder / "run.toml").write_text(dump_config(config))
         changes = SETTINGS | {"prompts.path": str(prompts)} | dict(settings or {})
+        if importlib.util.find_spec("vaderSentiment") is None:  # the demo's reward needs it
+            (folder / "words.py").write_text(
+                "def count(completions):\n    return [len(set(t.split())) for t in completions]\n"
+            )
+            changes |= {"reward.function": "words:count", "reward.search_paths": f'["{folder}"]'}
         command = [sys.executable, "-m", "coati.cli.main", "train", str(folder / "run.toml"), *options]
         for name, value in changes.items():
             command += ["--set", f"{name}={value}"]

@@ -1,5 +1,7 @@
 """`coati train` with faults at named points: the run completes, and `coati audit` accounts for every sample."""
 
+import json
+
 import pytest
 
 from coati.faults import VARIABLE, Fault, Schedule
@@ -22,11 +24,11 @@ def faulty_run(film_run, coati_here, forked_workers, tmp_path):
     Returns why leases were returned.
     """
 
-    def go(faults, *settings, steps=STEPS, **variables):
+    def go(faults, *settings, steps=STEPS, command=coati_here, **variables):
         schedule = Schedule(tmp_path / "faults", faults)
         changes = (f"train.total_steps={steps}", *SHORT, *settings)
         variables[VARIABLE] = str(tmp_path / "faults")
-        finished = coati_here("train", film_run, *changed(*changes), **variables)
+        finished = command("train", film_run, *changed(*changes), **variables)
         told = finished.stdout + finished.stderr
         assert finished.returncode == 0, told
         assert [str(fault) for n, fault in enumerate(faults) if not schedule.has_happened(n)] == []
@@ -74,3 +76,12 @@ def test_a_maker_is_killed_at_every_chunk_of_an_update(faulty_run):
     # Its first update is the one that a run begins with; the next one and those of its successors are cut short.
     faults = [Fault("receiver.before_chunk", "kill", nth=2, index=index) for index in range(4)]
     faulty_run(faults, "topology.max_staleness=0", "topology.chunk_mib=0.2", steps=8)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_lost_calls_and_replies_lose_and_double_nothing(faulty_run, coati_command):
+    lost = {"num_failures": 6, "req_failure_prob": 3, "resp_failure_prob": 3}  # in each process; of a hundred calls
+    failures = json.dumps({"CoreWorkerService.grpc_client.PushTask": lost})
+    settings = ("topology.makers=2", "topology.max_staleness=2", "topology.max_restarts=50", "train.save_every=1")
+    faulty_run([], *settings, steps=20, command=coati_command, timeout=500, RAY_testing_rpc_failure=failures)
