@@ -1,7 +1,7 @@
 """Three raylets on one machine, in a process of their own: the tests' own Ray must not notice them.
 
-Prints the address when the nodes are up. For every line on stdin it kills the youngest node, as a power cut would, and
-says so. At the end of stdin it ends the rest.
+Prints the address when the nodes are up. For every line on stdin it adds a node, kills the one that was the youngest
+before, as a power cut would, and says so. At the end of stdin it ends the rest.
 """
 
 import sys
@@ -14,6 +14,7 @@ def main() -> None:
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
     print(cluster.address, flush=True)
     for _ in sys.stdin:
+        nodes.insert(0, cluster.add_node(num_cpus=1))
         cluster.remove_node(nodes.pop(), allow_graceful=False)
         print("killed", flush=True)
     cluster.shutdown()
