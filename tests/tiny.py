@@ -7,6 +7,8 @@ Every model is seeded; keyword arguments change its configuration. Tests of Ray 
 by value (tests/ray/conftest.py), so imports of transformers stay inside.
 """
 
+import json
+
 import torch
 from torch import nn
 
@@ -68,6 +70,31 @@ def gpt2(seed=0, **changes):
 def actor_and_critic(seed=0, **changes):
     """What a trainer's `model_fn` returns."""
     return Actor(llama(seed, **changes)), Critic(llama(seed + 1, **changes))
+
+
+def save_words(folder):
+    """Write what a run reads: `model`, which knows eight words, with its tokenizer, and `prompts.jsonl`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<pad>", "<bos>", "<eos>", "<unk>", *"abcdefgh"]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    model = llama(
+        vocab_size=len(tokens),
+        hidden_size=8,
+        num_attention_heads=1,
+        max_position_embeddings=16,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model.save_pretrained(folder / "model")
+    prompts = ["a b", "b", "d e f", "g h", "a"]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
 
 
 class TokenReward(nn.Module):

@@ -87,6 +87,10 @@ class CheckpointError(CoatiError, RuntimeError):
     """A saved model, optimizer state or journal is missing, torn or belongs to something else."""
 
 
+class ReplayDiffers(CoatiError, RuntimeError):
+    """A run that was re-executed from its journal came out differently."""
+
+
 class StorageError(CoatiError, OSError):
     """A file of the run cannot be written: the disk is full, or the file system failed."""
 

@@ -212,6 +212,8 @@ class BufferItem(_SampleFields):
     delivery_id: str | None = None
     # Set by the sender where work is leased: number and epoch of the lease that this sample was made for.
     lease: tuple[int, int] | None = None
+    # Which weights wrote the batch that this sample was made in: see `MakerBatch.written_by`.
+    written_by: tuple[int, ...] = ()
 
     _label = "buffer item"
     _num_dims = 1
@@ -233,8 +235,9 @@ class ItemBundle(list[BufferItem]):
 
 
 # The wire form of items: for each field one array of all items and, where their shapes differ, the length of each; and
-# the delivery ids and leases.
-_WireItems = tuple[dict[str, tuple[WireTensor, list[int] | None]], list[tuple[str | None, tuple[int, int] | None]]]
+# what the sender has set.
+_Sent = tuple[str | None, tuple[int, int] | None, tuple[int, ...]]
+_WireItems = tuple[dict[str, tuple[WireTensor, list[int] | None]], list[_Sent]]
 
 
 def _to_wire(items: Sequence[BufferItem]) -> _WireItems:
@@ -248,7 +251,7 @@ def _to_wire(items: Sequence[BufferItem]) -> _WireItems:
             fields[name] = encode(torch.stack(tensors)), None
         else:
             fields[name] = encode(torch.cat(tensors)), [len(tensor) for tensor in tensors]
-    return fields, [(item.delivery_id, item.lease) for item in items]
+    return fields, [(item.delivery_id, item.lease, item.written_by) for item in items]
 
 
 def _from_wire(wire_items: _WireItems) -> list[BufferItem]:
@@ -258,8 +261,8 @@ def _from_wire(wire_items: _WireItems) -> list[BufferItem]:
         joined = decode(wire, copy=True)  # arrays from the object store are read-only; the items share the copy
         columns[name] = joined.unbind() if sizes is None else torch.split(joined, sizes)
     items = [BufferItem(*row) for row in zip(*columns.values(), strict=True)]
-    for item, (delivery_id, lease) in zip(items, senders, strict=True):
-        item.delivery_id, item.lease = delivery_id, lease
+    for item, sent in zip(items, senders, strict=True):
+        item.delivery_id, item.lease, item.written_by = sent
     return items
 
 

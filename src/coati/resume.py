@@ -33,13 +33,7 @@ def resumed_settings(folder: Path, overrides: Sequence[str]) -> RunSettings:
         raise ConfigError(f"--resume takes the output folder of a run, with its config.toml, got {str(folder)!r}.")
     before = _settings(folder, ())
     after = _settings(folder, overrides)
-    changes = [
-        (f"{section}.{key}", old, values[key])
-        for section, values in after.model_dump().items()
-        for key, old in getattr(before, section).model_dump().items()
-        if values[key] != old
-    ]
-    said = {key: f"{key} was {old!r}, is {new!r}" for key, old, new in changes}
+    said = changed_settings(before, after)
     fixed = [said[key] for key in said if key in _FIXED or key.partition(".")[0] in _FIXED_SECTIONS]
     if fixed:
         raise ConfigError(
@@ -49,6 +43,16 @@ def resumed_settings(folder: Path, overrides: Sequence[str]) -> RunSettings:
     if said:
         logger.warning("the run is resumed with other settings: %s", "; ".join(said.values()))
     return after
+
+
+def changed_settings(before: RunSettings, after: RunSettings) -> dict[str, str]:
+    """Tell which settings differ, by key."""
+    return {
+        f"{section}.{key}": f"{section}.{key} was {old!r}, is {values[key]!r}"
+        for section, values in after.model_dump().items()
+        for key, old in getattr(before, section).model_dump().items()
+        if values[key] != old
+    }
 
 
 def _settings(folder: Path, overrides: Sequence[str]) -> RunSettings:

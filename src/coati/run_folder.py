@@ -86,9 +86,17 @@ def open_run_folder(config: RunSettings, *, overwrite: bool, is_resumed: bool = 
 def _begin(config: RunSettings, *, is_resumed: bool) -> None:
     folder = config.output_folder
     with _as_config_error(folder):
+        path, settings = folder / "config.toml", dump_config(config.with_absolute_paths())
         if not is_resumed:
             _delete(folder, _RESULTS + _RECORDS)
-        (folder / "config.toml").write_text(dump_config(config.with_absolute_paths()), encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != settings:
+            path.rename(folder / "ledger" / f"config-{len(earlier_settings(folder))}.toml")
+        path.write_text(settings, encoding="utf-8")
+
+
+def earlier_settings(folder: Path) -> list[Path]:
+    """The settings that a run had before it was resumed with others."""
+    return sorted(folder.glob("ledger/config-*.toml"))
 
 
 def _delete(folder: Path, names: Iterable[str]) -> None:

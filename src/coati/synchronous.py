@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 from torch import nn
 
 from coati import run
@@ -36,6 +37,8 @@ from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
 class SynchronousRun(FitSteps):
     """One maker and one trainer taking turns."""
 
+    served_class: type[ServedModels] = ServedModels
+
     def __init__(
         self,
         config: RunSettings,
@@ -43,9 +46,11 @@ class SynchronousRun(FitSteps):
         *,
         parts: Parts | None = None,
         checkpoint: Path | None = None,
+        buffer: LeasedBuffer | None = None,
         on_progress: Callable[[RunSnapshot], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`buffer` decides what is made and trained on; None for one that keeps the run on-policy."""
         set_up_cpu(run.threads_per_actor(config))
         self._config = config
         self._parts = parts or Parts()
@@ -56,23 +61,13 @@ class SynchronousRun(FitSteps):
         self._timeline = Timeline()
         self._num_spans = 0
         self._num_batches = 0
+        self._buffer = buffer or self._make_buffer(is_resumed=checkpoint is not None)
+        self._rules = self._buffer.rules
         self._learner = self._make_learner()
-        # Whatever the topology says: here one maker does all the work, for one trainer.
-        self._rules = dataclasses.replace(run.ledger_rules(config), lead=0, max_staleness=0, num_streams=1)
-        self._pipeline = self._make_pipeline()
+        with torch.random.fork_rng([]):  # what a maker draws when it is built would not be the trainer's elsewhere
+            self._pipeline = self._make_pipeline()
         self._sender = self._make_sender()
         self._stream = run.make_prompts(config)
-        self._buffer = LeasedBuffer(
-            self._rules,
-            config.train.batch_size,
-            open_journal=functools.partial(
-                Journal,
-                run.journal_path(config),
-                self._rules,
-                run=config.run.name,
-                is_resumed=checkpoint is not None,
-            ),
-        )
         self._checkpoints = Checkpoints(
             config.output_folder / "checkpoints",
             self._learner,
@@ -97,14 +92,11 @@ class SynchronousRun(FitSteps):
 
     def run(self, model_path: str) -> None:
         """Train as the config says, and save the actor to `model_path`, a folder that transformers loads."""
-        train, log = self._config.train, self._log
+        log = self._log
         log.message = ""
         log.begin()
         try:
-            self._sender.send(self._version, fully_update=True)
-            FitLoop(self, seed=self._config.run.seed).run(
-                train.total_steps, train.update_steps, train.epochs, num_done=self._num_done
-            )
+            self.fit()
             self._log_spans()
         except Exception as error:
             self._checkpoints.wait()
@@ -115,10 +107,26 @@ class SynchronousRun(FitSteps):
         self._on_progress(log.snapshot())
         self.save(model_path)
 
+    def fit(self) -> None:
+        """Train as the config says, from the version that the run has."""
+        train = self._config.train
+        self._sender.send(self._version, fully_update=True)
+        FitLoop(self, seed=self._config.run.seed).run(
+            train.total_steps, train.update_steps, train.epochs, num_done=self._num_done
+        )
+
     def save(self, path: str) -> None:
         """Write the actor and the tokenizer to a folder."""
         tokenizer = run.load_tokenizer(self._config)
         self._learner.strategy.save_model(self._learner.actor, path, add=tokenizer.save_pretrained)
+
+    def _make_buffer(self, *, is_resumed: bool) -> LeasedBuffer:
+        config = self._config
+        # Whatever the topology says: here one maker does all the work, for one trainer.
+        rules = dataclasses.replace(run.ledger_rules(config), lead=0, max_staleness=0, num_streams=1)
+        path = run.journal_path(config)
+        open_journal = functools.partial(Journal, path, rules, run=config.run.name, is_resumed=is_resumed)
+        return LeasedBuffer(rules, config.train.batch_size, open_journal=open_journal)
 
     def _make_learner(self) -> PPOLearner:
         config = self._config
@@ -130,6 +138,7 @@ class SynchronousRun(FitSteps):
             strategy,
             config.train,
             config.algorithm,
+            max_staleness=-1 if self._rules.max_staleness is None else self._rules.max_staleness,
             max_response_tokens=config.rollout.max_new_tokens,
             optimizer_class=strategy.optimizer_class,
         )
@@ -147,15 +156,16 @@ class SynchronousRun(FitSteps):
         )
         return ExperiencePipeline(
             maker,
-            ServedModels(maker.trained_models),
+            self.served_class(maker.trained_models),
             rules=self._rules,
             generate_kwargs=config.rollout.generate_options,
+            in_flight=config.rollout.in_flight,
             timeline=self._timeline,
         )
 
     def next_batch(self) -> Experience | None:
         """Make experience until it fills a batch; None after a stop."""
-        while (batch := self._buffer.try_sample(0.0)) is None and not self._should_stop():
+        while (batch := self._buffer.try_sample(0.0)) is None and not self.should_stop():
             if (prompts := self._prompts.poll()) is not None:
                 self._make(prompts)
         return batch
@@ -205,6 +215,7 @@ class SynchronousRun(FitSteps):
             Recipients(peers, ["maker"], self._config.deadlines),
             self._config.topology,
             timeline=self._timeline,
+            on_read=self._buffer.note_weights if self._learner.device.type == "cpu" else None,
         )
 
     def publish(self) -> None:

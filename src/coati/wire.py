@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 # dtypes numpy does not know travel in a dtype of the same width.
@@ -51,6 +52,11 @@ def decode(wire: WireTensor, *, copy: bool = False) -> Tensor:
     tensor = torch.from_numpy(np.array(array, copy=True)) if copy else tensor_of(np.asarray(array))
     dtype: torch.dtype = getattr(torch, dtype_name)
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Eight hexadecimal digits that tell, but for one in four billion, whether a tensor has the same bytes."""
+    return f"{xxhash.xxh3_64_intdigest(encode(tensor).array.reshape(-1).view(np.uint8).data) & 0xFFFFFFFF:08x}"
 
 
 def tensor_of(array: np.ndarray) -> Tensor:

@@ -194,3 +194,27 @@ def test_a_detached_run_that_failed_ends_in_the_same_bits(film_run, unbroken, fa
     assert coati_here("audit", out).returncode == 0
     lines = (out / "ledger" / "stream-0.jsonl").read_text().splitlines()
     assert sum("resume" in event for line in lines for event in json.loads(line[9:])) == 1
+
+
+def test_an_asynchronous_run_that_was_resumed_replays_to_the_bit(
+    film_run, fails_at, coati_command, coati_here, tmp_path
+):
+    out = tmp_path / "out"
+    changes = ["topology.max_staleness=2", "topology.makers=2", "train.total_steps=8", "rollout.in_flight=true"]
+    fails_at(6)
+    settings = [part for change in [*SETTINGS, *changes] for part in ("--set", change)]
+    failed = coati_command("train", film_run, *settings)
+    assert "the power went out" in failed.stderr
+    fails_at(None)
+    resumed = coati_command("train", "--resume", out)
+    assert resumed.returncode == 0, resumed.stderr
+    assert audit_run(out).oldest > 0
+    same = coati_here("replay", out)
+    assert same.returncode == 0, same.stdout + same.stderr
+    assert "version 4" in same.stdout
+    (out.parent / "film_rewards.py").write_text(
+        REWARD.replace("return film", "return [score / 2 for score in film") + "]"
+    )
+    different = coati_here("replay", out)
+    assert different.returncode == 1
+    assert "the reward of groups" in different.stdout

@@ -1,14 +1,13 @@
 """The whole system in one process, on a model of a few hundred weights."""
 
 import itertools
-import json
 
 import pytest
+import tiny
 import torch
 from metric_table import DOCUMENTED
 from peft import PeftModel
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from coati.config import build_config
@@ -66,29 +65,7 @@ def always_raises(completions):
 def folder(tmp_path_factory):
     """A model, its tokenizer, prompts and rewards."""
     folder = tmp_path_factory.mktemp("synchronous")
-    tokens = ["<pad>", "<bos>", "<eos>", "<unk>", *"abcdefgh"]
-    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
-    )
-    tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokens),
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
-    prompts = ["a b", "b", "d e f", "g h", "a"]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    tiny.save_words(folder)
     (folder / "rewards_of_the_synchronous_tests.py").write_text(REWARDS)
     return folder
 

@@ -145,6 +145,19 @@ def audit(
     run_audit(folder)
 
 
+@app.command()
+def replay(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run on the CPU with one trainer.")
+    ],
+    until: Annotated[int | None, typer.Option(metavar="VERSION", help="Stop after this version.")] = None,
+) -> None:
+    """Re-execute a run from its journal. Exit with 1 at the first weights or samples that differ."""
+    from coati.cli.replay import run_replay
+
+    run_replay(folder, until=until)
+
+
 def main() -> None:
     """Run the command; an error of ours is one message and exit code 2, not a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

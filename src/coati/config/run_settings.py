@@ -107,7 +107,8 @@ class RunSettings(Section):
 
         sections = self.model_dump()
         change_paths(sections, absolute)
-        sections["reward"]["search_paths"] = [str(path.resolve()) for path in self.reward_search_paths]
+        places = dict.fromkeys(str(path.resolve()) for path in self.reward_search_paths)  # none twice
+        sections["reward"]["search_paths"] = list(places)
         return type(self).model_validate(sections)
 
     def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:

@@ -20,8 +20,11 @@ from coati.experience_buffer.buffer import SampleBuffer
 from coati.ledger.journal import Journal
 from coati.ledger.leases import Ledger
 from coati.ledger.rules import Lease, LedgerRules
+from coati.wire import tensor_digest
 
 logger = logging.getLogger(__name__)
+
+_DIGESTED_FIELDS = ("sequences", "action_log_probs", "values", "reward")
 
 
 class Ending(NamedTuple):
@@ -74,6 +77,8 @@ class LeasedBuffer(SampleBuffer):
         self._delivered: dict[int, list[BufferItem]] = {}  # by the number of their lease
         self._picked: deque[BufferItem] = deque()  # in no batch
         self._in_training: dict[int, list[BufferItem]] = {}  # picked and not trained on
+        self.num_sampled = 0
+        """Samples that have come out in batches."""
 
     @property
     def rules(self) -> LedgerRules:
@@ -115,15 +120,35 @@ class LeasedBuffer(SampleBuffer):
         if torn := [lease.number for lease, group in groups.items() if len(group) != size]:
             raise DataError(f"a lease is delivered as a whole, {size} samples, got others for {torn}.")
         with self._changing():
-            for lease in self._ledger.deliver(groups, now=self._clock()):
+            fresh = self._ledger.deliver(groups, now=self._clock())
+            if fresh and self._open_journal is not None:
+                made = [item for lease in fresh for item in groups[lease]]
+                self._ledger.events[-1] |= {"written_by": made[0].written_by, **content_digests(made)}
+            for lease in fresh:
                 self._delivered[lease.number] = groups[lease]
+
+    def try_sample(self, timeout_seconds: float) -> Experience | None:
+        """Return the next whole batch, or None if none comes in time."""
+        batch = super().try_sample(timeout_seconds)
+        with self._lock:
+            self.num_sampled += 0 if batch is None else batch.num_samples
+        return batch
 
     def train(self, version: int) -> None:
         """The batches sampled so far made weights of this version."""
         with self._changing():
-            self._ledger.train(version)
+            self._ledger.train(version, self.num_sampled)
             self._ledger.note_version_time(self._clock())
             self._in_training = {number: self._in_training[number] for number in self._ledger.picked}
+
+    def note_weights(self, version: int, digests: Mapping[str, Mapping[str, str]], makers: Sequence[str] = ()) -> None:
+        """Write down what weights makers get as a version: all of them, or those that are named, which came late."""
+        weights = {label: "".join(of_model.values()) for label, of_model in digests.items()}
+        event = {"publish": version, "samples": self.num_sampled, "weights": weights}
+        with self._lock:
+            self._ledger.events.append(event | ({"makers": list(makers)} if makers else {}))
+            if self._journal is not None:  # else the run's folder may not be ready for it
+                self._write_down()
 
     def get_length(self) -> int:
         """Whole batches that are there."""
@@ -154,8 +179,11 @@ class LeasedBuffer(SampleBuffer):
                     return None
                 self._in_training[number] = self._delivered.pop(number)
                 self._picked += self._in_training[number]
-            batch = [self._picked.popleft() for _ in range(self.sample_batch_size)]
-            return functools.partial(pad_items, sorted(batch, key=lambda item: item.lease or ()))
+            return self._picked_batch()
+
+    def _picked_batch(self) -> Callable[[], Experience]:
+        batch = [self._picked.popleft() for _ in range(self.sample_batch_size)]
+        return functools.partial(pad_items, sorted(batch, key=lambda item: item.lease or ()))
 
     @contextlib.contextmanager
     def _changing(self, *, is_news: bool = True) -> Iterator[None]:
@@ -204,6 +232,7 @@ class LeasedBuffer(SampleBuffer):
         first_epoch = secrets.randbits(40) << 20
         with self._lock:
             self._ledger = Ledger.restored(self.rules, state["ledger"], first_epoch=first_epoch)
+            self.num_sampled = state["ledger"]["num_trained"]
             for item in _unpack(tensors):
                 self._delivered.setdefault(Lease(*item.lease or ()).number, []).append(item)
             self._in_training = {number: self._delivered.pop(number) for number in self._ledger.picked}
@@ -228,6 +257,12 @@ class LeasedBuffer(SampleBuffer):
             with self._lock:
                 self._write_down()  # what a full disk did not take
             self._journal.close()
+
+
+def content_digests(items: Sequence[BufferItem]) -> dict[str, str]:
+    """Digests of what was written and how it was scored, by field, to tell where two runs part."""
+    columns = {name: [getattr(item, name).reshape(-1) for item in items] for name in _DIGESTED_FIELDS}
+    return {name: tensor_digest(torch.cat(tensors)) for name, tensors in columns.items()}
 
 
 def _pack(items: Sequence[BufferItem]) -> dict[str, Tensor]:

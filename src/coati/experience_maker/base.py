@@ -123,6 +123,9 @@ class MakerBatch:
     """[B] bool: responses that ran into the length limit; None if the maker does not know."""
     version: int = 0
     """Version of the weights that wrote the last token."""
+    written_by: tuple[int, ...] = ()
+    """All of them: the first version; then, for each change, after how many calls of `between_tokens` it came, and to
+    which version."""
     incarnation: int = 0
     """Of the trainers whose weights wrote the first token."""
     metrics: dict[str, Metric] = dataclasses.field(default_factory=dict)

@@ -102,7 +102,7 @@ class LeasedPrompts:
             else:
                 lease = self._take(number)
                 for item in group:
-                    item.lease = (lease.number, lease.epoch)
+                    item.lease, item.written_by = (lease.number, lease.epoch), batch.written_by
         return [item for group in made.values() for item in group]
 
     def trainer_of(self, item: BufferItem) -> str:

@@ -6,12 +6,12 @@ ledger shows too: a number that was trained on twice, granted to two makers at o
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from coati.errors import CheckpointError
-from coati.ledger.journal import read_journal
+from coati.ledger.journal import JournalContent, read_journals
 from coati.ledger.rules import LedgerRules
 
 FATES = ("trained", "dropped", "quarantined", "open")
@@ -71,14 +71,16 @@ class StreamAccount:
             for group in self.groups.values():
                 group.state = "returned" if group.state == "open" else group.state
             return
+        if kind == "publish":
+            return
         if kind not in _MOVES:
             raise CheckpointError(
                 f"The journal has an event of kind {kind!r}, which this version of coati does not know. Use the "
                 "version that wrote it."
             )
         if kind == "train":
-            end = event["train"] * self.rules.samples_per_version // self.rules.group_size
-            numbers = self._picked[self._num_trained : end]
+            end = event.get("samples", event["train"] * self.rules.samples_per_version)
+            numbers = self._picked[self._num_trained : end // self.rules.group_size]
         else:
             numbers = event[kind]
         for number in numbers:
@@ -140,31 +142,20 @@ class RunAccount:
 
 
 def audit_run(folder: Path) -> RunAccount:
-    """Read the journals in a run's folder.
+    """Read the journals in a run's folder. CheckpointError as `read_journals`, and for events that are not known."""
+    return account_of(read_journals(folder))
 
-    Raises:
-        CheckpointError: when there are none, one is missing or damaged, or holds what this version does not know.
-    """
-    paths = sorted((folder / "ledger").glob("stream-*.jsonl"))
-    if not paths:
-        raise CheckpointError(
-            f"{str(folder)!r} has no journals (ledger/stream-*.jsonl). Give the output folder of a run."
-        )
+
+def account_of(journals: Sequence[JournalContent]) -> RunAccount:
+    """Follow the events of all trainers' journals."""
     streams, notes = [], []
-    for path in paths:
-        content = read_journal(path)
+    for content in journals:
         streams.append(StreamAccount(content.rules))
         for event in content.events:
             streams[-1].apply(event)
         if content.num_cut:
             notes.append(
-                f"{path.name} ends in part of a record ({content.num_cut} bytes), which was ignored: the run was "
-                "stopped while it wrote, or is writing now."
+                f"stream-{content.rules.stream}.jsonl ends in part of a record ({content.num_cut} bytes), which was "
+                "ignored: the run was stopped while it wrote, or is writing now."
             )
-    expected, found = streams[0].rules.num_streams, sorted(stream.rules.stream for stream in streams)
-    if found != list(range(expected)):
-        raise CheckpointError(
-            f"{str(folder)!r} must have one journal for each of the run's {expected} trainers, got those of {found}. "
-            "Restore the missing files from a copy."
-        )
     return RunAccount(streams, notes)

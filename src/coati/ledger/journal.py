@@ -81,6 +81,27 @@ def read_journal(path: Path) -> JournalContent:
     return JournalContent(header["run"], LedgerRules(**rules), [*valid.values()], len(events), num_bytes, cut)
 
 
+def read_journals(folder: Path) -> list[JournalContent]:
+    """Read the journals of all trainers of the run in a folder.
+
+    Raises:
+        CheckpointError: when there are none, or one is missing or damaged.
+    """
+    contents = [read_journal(path) for path in sorted((folder / "ledger").glob("stream-*.jsonl"))]
+    if not contents:
+        raise CheckpointError(
+            f"{str(folder)!r} has no journals (ledger/stream-*.jsonl). Give the output folder of a run."
+        )
+    contents.sort(key=lambda content: content.rules.stream)
+    expected, found = contents[0].rules.num_streams, [content.rules.stream for content in contents]
+    if found != list(range(expected)):
+        raise CheckpointError(
+            f"{str(folder)!r} must have one journal for each of the run's {expected} trainers, got those of {found}. "
+            "Restore the missing files from a copy."
+        )
+    return contents
+
+
 class Journal:
     """Append the events of one ledger to a file. A new file begins with the rules and the id of the run.
 

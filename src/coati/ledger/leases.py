@@ -103,9 +103,11 @@ class Ledger:
             number = self._next_for(maker, now)
             if not self._may_grant(number, version) or not self._can_finish(maker, now):
                 break
-            self._change({"grant": [number], "maker": maker, "version": version})
+            self._apply_grant(number, maker, version)
             pace.hold(self.rules.group_size, now)
             numbers.append(number)
+        if numbers:
+            self.events.append({"grant": numbers, "maker": maker, "version": version})
         pace.room = 0 if numbers else wanted
         leases = [Lease(number, self._works[number].epoch) for number in numbers]
         self._answers[maker] = (incarnation, ask), leases
@@ -184,9 +186,11 @@ class Ledger:
             self._change({"pick": [number]})
         return number
 
-    def train(self, version: int) -> None:
-        """What was picked for the versions before `version` has been trained on."""
-        self._change({"train": version})
+    def train(self, version: int, samples: int | None = None) -> None:
+        """What was picked for the versions before `version` has been trained on: so many samples in all, fewer than
+        were picked if training was stopped on the way; None for all of them."""
+        due = min(self.num_picked, version * self.rules.samples_per_version)
+        self._change({"train": version, "samples": due if samples is None else samples})
 
     def blocked_by(self) -> dict[str, list[int]]:
         """Which makers hold the groups that the next batch cannot do without, for messages."""
@@ -279,7 +283,9 @@ class Ledger:
         """Make the change that an event describes."""
         kind = next(iter(event))
         if kind == "train":
-            self._apply_train(event["train"])
+            self._apply_train(event["train"], event["samples"])
+            return
+        if kind == "publish":
             return
         if kind == "resume":
             rules, first = LedgerRules(**event["rules"]), event["first_epoch"]
@@ -324,12 +330,11 @@ class Ledger:
             self._owe(work, -self.rules.group_size)
             del self._works[work.number]
 
-    def _apply_train(self, version: int) -> None:
+    def _apply_train(self, version: int, samples: int) -> None:
         self.version = version
-        until = min(self.num_picked, version * self.rules.samples_per_version)
-        for _ in range((until - self._num_trained) // self.rules.group_size):
+        for _ in range((samples - self._num_trained) // self.rules.group_size):
             del self._works[self._picked.popleft()]
-        self._num_trained = max(until, self._num_trained)
+        self._num_trained = samples
 
     def _owe(self, work: _Work, samples: int) -> None:
         if self.rules.max_staleness is not None:

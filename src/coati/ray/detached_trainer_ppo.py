@@ -153,6 +153,7 @@ class PPOTrainer(DetachedTrainer):
             timeline=self._timeline,
             shared=CardMemory(device) if device.type == "cuda" else None,
             incarnation=self.options.incarnation,
+            on_read=None if self._leased is None or device.type != "cpu" else self._leased.note_weights,
         )
 
     @ray.method(concurrency_group="compute")

@@ -29,8 +29,12 @@ from coati.weights.canary import make_canary
 from coati.weights.message import Chunk, ChunkInfo, UpdateHeader, WeightManifest
 from coati.weights.recipients import Attempt, Recipients
 from coati.weights.transports import CardMemory, MadeChunk, value_chunk
+from coati.wire import tensor_digest
 
 T = TypeVar("T")
+Digests = dict[str, dict[str, str]]
+"""The `tensor_digest` of each trained weight, by model and name."""
+
 logger = logging.getLogger(__name__)
 
 # Chunks by value that may be on their way at once; with 64 MiB chunks a quarter of a GiB of the object store.
@@ -58,11 +62,13 @@ class WeightSender:
         timeline: Timeline,
         shared: CardMemory | None = None,
         incarnation: int = 0,
+        on_read: Callable[[int, Digests, Sequence[str]], None] | None = None,
     ) -> None:
         """`models` are sent under their labels, as the `Strategy` holds them.
 
         `shared` is the memory that makers may be able to open; if not all can, weights travel by value. `incarnation`
-        counts how often the trainers were started again.
+        counts how often the trainers were started again. `on_read` is called before makers can commit an update, with
+        its version, the digests of the trained weights, and the makers if it is not for all.
         """
         self.recipients = recipients
         self._models = models
@@ -71,6 +77,7 @@ class WeightSender:
         self._timeline = timeline
         self._shared = shared
         self._incarnation = incarnation
+        self._on_read = on_read
         self.memory: CardMemory | None = None  # what updates are lent in; None: they travel by value
         self._must_probe = True  # the makers have not been asked yet
         self._source = f"trainer {os.environ.get('RANK', '0')} ({socket.gethostname()}, {uuid.uuid4().hex[:8]})"
@@ -150,7 +157,8 @@ class WeightSender:
             if memory.begin():
                 attempt.wait()  # until no maker copies what the first chunk overwrites
             memory.lend_to(attempt.healthy)
-        infos, rest = self._send_chunks(attempt, self._chunks(memory, is_full, shard_size))
+        digests: Digests = {label: {} for label in self._models}
+        infos, rest = self._send_chunks(attempt, self._chunks(memory, is_full, shard_size, digests))
         models = {label: self._strategy.unwrap_model(model) for label, model in self._models.items()}
         has_canary = self._settings.verify_updates == "canary"
         manifest = WeightManifest(
@@ -159,6 +167,9 @@ class WeightSender:
             lora={label: LoRAConstructor.extract_lora_config(model) for label, model in models.items()},
             canary=make_canary(models["actor"], device=self._strategy.device) if has_canary else None,
         )
+
+        if self._on_read is not None and (attempt.healthy or not only_behind):
+            self._on_read(version, digests, attempt.healthy if only_behind else ())
 
         def deliver() -> None:
             with self._timeline.span("deliver", WEIGHTS, version=version):
@@ -193,8 +204,10 @@ class WeightSender:
             attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(attempt.peers))
         return infos, lent
 
-    def _chunks(self, memory: CardMemory | None, is_full: bool, max_mib: float | None) -> Iterator[Chunk]:
-        """The weights of all models, with checksums.
+    def _chunks(
+        self, memory: CardMemory | None, is_full: bool, max_mib: float | None, digests: Digests
+    ) -> Iterator[Chunk]:
+        """The weights of all models, with checksums; adds to the models' `digests`, if they are wanted.
 
         A chunk is hashed in the worker thread while the next is made: both take about as long, and neither holds the
         interpreter's lock.
@@ -203,11 +216,17 @@ class WeightSender:
         max_mib = max_mib or max(self._settings.chunk_mib, 0.0 if memory is None else memory.least_chunk_mib)
         has_checksums = self._settings.verify_updates != "off"
 
-        def finish(made: MadeChunk) -> Chunk:
+        trained = {label: self._trained_names(label) for label in self._models}
+
+        def finish(made: MadeChunk, module: str, tensors: Mapping[str, Tensor]) -> Chunk:
+            if self._on_read is not None:
+                digests[module] |= {
+                    name: tensor_digest(tensor) for name, tensor in tensors.items() if name in trained[module]
+                }
             return made.with_checksum() if has_checksums else made.chunk
 
         finishing = (
-            self._worker.run(functools.partial(finish, make(index, module, tensors)))
+            self._worker.run(functools.partial(finish, make(index, module, tensors), module, tensors))
             for index, (module, tensors) in enumerate(self._state(is_full, max_mib))
         )
         for finished, _next in itertools.pairwise(itertools.chain(finishing, [Future()])):
@@ -216,11 +235,14 @@ class WeightSender:
     def _state(self, is_full: bool, max_mib: float) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
         """The weights of all models in state dicts of bounded size."""
         for label, model in self._models.items():
-            parameters = self._strategy.unwrap_model(model).named_parameters()
-            names = None if is_full else {name for name, parameter in parameters if parameter.requires_grad}
+            names = None if is_full else self._trained_names(label)
             options = {"shard_size": max_mib, "dtype": self._strategy.compute_dtype, "names": names}
             for tensors in self._strategy.get_model_state_dict_shard(model, **options):
                 yield label, tensors
+
+    def _trained_names(self, label: str) -> set[str]:
+        parameters = self._strategy.unwrap_model(self._models[label]).named_parameters()
+        return {name for name, parameter in parameters if parameter.requires_grad}
 
     def _choose_memory(self) -> CardMemory | None:
         """Ask makers whether they can open the shared memory, if there are any that have not been asked."""

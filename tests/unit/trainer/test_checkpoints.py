@@ -188,7 +188,10 @@ def test_a_journal_leaves_out_what_a_resumed_run_made_again(tmp_path):
         again.buffer.close()
     content = read_journal(journal)
     assert content.rules == longer
-    assert [event for event in content.events if "train" in event] == [{"train": 1}, {"train": 2}]
+    assert [event for event in content.events if "train" in event] == [
+        {"train": 1, "samples": 2},
+        {"train": 2, "samples": 4},
+    ]
     account = audit_run(tmp_path)
     assert account.problems == []
     assert account.table()[0][2] == 4  # trained

@@ -1,0 +1,296 @@
+"""`coati replay`: a run that is re-executed from its journal ends in the same bits, or the first difference is named.
+
+The runs have real models of a few hundred weights and makers that take turns with the trainer, in an order that dice
+decide: batches are delivered versions after they were begun, weights come between two tokens, a maker dies and its
+successor gets weights in the middle of a version, and the run is stopped and resumed.
+"""
+
+import copy
+import functools
+import json
+import random
+import shutil
+import zlib
+
+import pytest
+import tiny
+import torch
+
+from coati import run
+from coati.cli.main import main
+from coati.config import build_config, dump_config
+from coati.errors import CheckpointError, ConfigError, ReplayDiffers
+from coati.experience import split_experience_batch
+from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_maker.leased_prompts import LeasedPrompts
+from coati.ledger.audit import audit_run
+from coati.ledger.journal import Journal, read_journal
+from coati.monitor.run_log import RunLog
+from coati.peers import LocalPeers
+from coati.replay import replay
+from coati.synchronous import SynchronousRun
+from coati.trainer.checkpoints import find_checkpoint
+from coati.weights import Recipients, WeightReceiver, WeightSender
+
+REWARD = """
+def likes_c(completions):
+    return [text.split().count("c") / 4 for text in completions]
+"""
+
+
+class Maker:
+    """One of several in a process; new weights wait in its mail until it looks."""
+
+    def __init__(self, name, owner):
+        self.name, self._owner = name, owner
+        with torch.random.fork_rng():  # elsewhere it is built in a process of its own
+            self.pipeline = owner._make_pipeline()
+        self._receiver = WeightReceiver(self.pipeline.served)
+        self._mail, self._begun, self.prompts = [], None, None
+
+    def update_experience_maker(self, *, message):
+        self._mail.append(copy.deepcopy(message))
+
+    def look(self):
+        while self._mail:
+            self._receiver.receive(self._mail.pop(0))
+
+    def advance(self, dice):
+        """Deliver what was begun, or begin a batch, and take new weights before or in the middle of it."""
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            made = self.pipeline.finish(begun)
+            items = [] if made is None else split_experience_batch(made)
+            self._owner._buffer.extend(self.prompts.settle(begun, items))
+            return
+        looks_at = dice.randrange(4)
+        if looks_at == 0 or not self.pipeline.served.wait_for_full_update(0.0):
+            self.look()
+        if (prompts := self.prompts.poll()) is not None:
+            calls = iter(range(1, 100))
+            self._begun = self.pipeline.begin(prompts, meanwhile=lambda: next(calls) == looks_at and self.look())
+
+
+class Interleaved(SynchronousRun):
+    """A run with several makers, on one thread."""
+
+    def __init__(self, config, *, seed, stops_at=None, dies=False, checkpoint=None):
+        self._dice, self._stops_at, self._dies = random.Random(seed), stops_at, dies
+        rules = run.ledger_rules(config)
+        journal = functools.partial(
+            Journal, run.journal_path(config), rules, run=config.run.name, is_resumed=checkpoint is not None
+        )
+        buffer = LeasedBuffer(rules, config.train.batch_size, open_journal=journal)
+        super().__init__(config, RunLog(None, total_steps=0), buffer=buffer, checkpoint=checkpoint)
+        for maker in self._makers.values():
+            self._connect(maker)
+        self.fit()
+        buffer.close()
+
+    def _make_sender(self):
+        self._makers = {name: Maker(name, self) for name in ("maker-0", "maker-1")}
+        self._maker_peers = LocalPeers(**self._makers)
+        return WeightSender(
+            self._learner.models,
+            self._learner.strategy,
+            Recipients(self._maker_peers, list(self._makers), self._config.deadlines),
+            self._config.topology,
+            timeline=self._timeline,
+            on_read=self._buffer.note_weights,
+        )
+
+    def _connect(self, maker):
+        peers = LocalPeers(trainer=self._buffer)
+        version = lambda: maker.pipeline.served.version  # noqa: E731
+        maker.prompts = LeasedPrompts(
+            self._stream, ["trainer"], self._rules, peers=peers, maker=maker.name, version=version
+        )
+
+    def next_batch(self):
+        if self._dies and self._buffer.num_sampled % self._rules.samples_per_version and self._version:
+            self._dies = False
+            self._replace("maker-1")
+        while not self.should_stop() and (batch := self._buffer.try_sample(0.0)) is None:
+            self._dice.choice(list(self._makers.values())).advance(self._dice)
+        return None if self.should_stop() else batch
+
+    def _replace(self, name):
+        """The maker dies with what it has begun; its successor gets the weights as they are now."""
+        self._buffer.release(name, "died")
+        self._makers[name] = self._maker_peers._peers[name]._target = Maker(name, self)
+        self._connect(self._makers[name])
+        self._sender.change_makers(["maker-0"])
+        self._sender.change_makers(list(self._makers))
+        self._sender.send(self._version, fully_update=True, only_behind=True)
+
+    def look_ahead(self):
+        """Makers go on while the trainer trains, and it takes the next batch if it is there."""
+        for _ in range(4):
+            self._dice.choice(list(self._makers.values())).advance(self._dice)
+        self._buffer.prefetch()
+        self._buffer.stop_prefetching()
+
+    def should_stop(self):
+        return self._stops_at is not None and self._num_batches >= self._stops_at
+
+
+def events_of(folder):
+    return read_journal(folder / "ledger" / "stream-0.jsonl").events
+
+
+def change(folder, number, **changes):
+    """Write the journal again, with another value in an event."""
+    path = folder / "ledger" / "stream-0.jsonl"
+    records = [json.loads(line[9:]) for line in path.read_text().splitlines()]
+    events = [event for record in records[1:] for event in record]
+    events[number] |= changes
+    bodies = [json.dumps(record).encode() for record in (records[0], events)]
+    path.write_bytes(b"".join(b"%08x %b\n" % (zlib.crc32(body), body) for body in bodies))
+
+
+def find(folder, kind, nth=0):
+    """The place of the nth event of a kind, and the event."""
+    return [(number, event) for number, event in enumerate(events_of(folder)) if kind in event][nth]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("words")
+    tiny.save_words(folder)
+    (folder / "rewards_of_the_replay_tests.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(files):
+    def build(output, **changes):
+        sections = {
+            "run": {"seed": 1, "output": str(output)},
+            "model": {"path": str(files / "model"), "device": "cpu"},
+            "prompts": {"path": str(files / "prompts.jsonl")},
+            "reward": {"function": "rewards_of_the_replay_tests:likes_c", "search_paths": [str(files)]},
+            "rollout": {"prompts_per_batch": 3, "max_new_tokens": 6, "in_flight": True},
+            "train": {"total_steps": 13, "update_steps": 2, "batch_size": 4, "save_every": 1, "actor_lr": 0.02},
+            "topology": {"threads_per_actor": 1, "makers": 2, "lead": 2, "max_staleness": 2},
+        }
+        names = sections.keys() | changes.keys()
+        config = build_config({name: {**sections.get(name, {}), **changes.get(name, {})} for name in names})
+        output.mkdir()
+        (output / "config.toml").write_text(dump_config(config))
+        return config
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def original(settings, tmp_path_factory):
+    """A run that was stopped in the middle of a version, and resumed; a maker died on the way."""
+    config = settings(tmp_path_factory.mktemp("original") / "run")
+    Interleaved(config, seed=0, stops_at=7, dies=True)
+    checkpoint, state = find_checkpoint(config.output_folder / "checkpoints")
+    assert state["version"] == 3  # and a batch of the next was trained on in vain
+    Interleaved(config, seed=1, checkpoint=checkpoint)
+    return config.output_folder
+
+
+@pytest.fixture
+def finished(original, tmp_path):
+    """A copy of it, to be changed."""
+    return shutil.copytree(original, tmp_path / "copy")
+
+
+def check_variety(events):
+    """Whether the run has what is hard to replay."""
+    deliveries = [event["written_by"] for event in events if "deliver" in event]
+    assert any(len(versions) > 1 for versions in deliveries), "no weights came between two tokens"
+    (late,) = [event for event in events if "makers" in event]
+    assert late["samples"] % 8 == 4, "the successor did not get its weights in the middle of a version"
+
+
+def test_a_run_that_was_stopped_and_resumed_replays_to_the_bit(finished):
+    events = events_of(finished)
+    check_variety(events)
+    assert any("resume" in event for event in events)
+    assert audit_run(finished).oldest > 0, "no sample is older than its batch"
+    seen = []
+    result = replay(finished, on_version=lambda *numbers: seen.append(numbers))
+    assert (result.version, result.num_samples) == (7, 52)  # the last version took one batch
+    assert seen == [(version, 7) for version in range(8)]
+
+
+def test_so_does_one_with_groups_adapters_with_dropout_epochs_and_the_other_engine(settings, tmp_path):
+    config = settings(
+        tmp_path / "run",
+        rollout={"engine": "reference", "samples_per_prompt": 2},
+        algorithm={"name": "grpo"},
+        lora={"rank": 2, "dropout": 0.2},
+        train={"epochs": 2},
+    )
+    Interleaved(config, seed=3, dies=True)
+    check_variety(events_of(tmp_path / "run"))
+    assert replay(tmp_path / "run").version == 7
+
+
+def test_a_run_that_was_stopped_in_the_middle_of_a_version_replays_up_to_there(settings, tmp_path):
+    folder = tmp_path / "run"
+    Interleaved(settings(folder), seed=5, stops_at=7)
+    _, last = find(folder, "train", -1)
+    assert last["samples"] == 28
+    assert sum("pick" in event for event in events_of(folder)) >= 32, "nothing was picked in advance"
+    assert replay(folder).num_samples == 28
+    assert replay(folder, until=2).num_samples == 16
+
+
+def test_a_weight_that_differs_is_named(finished):
+    number, event = find(finished, "publish", 3)
+    digests = event["weights"]["actor"]
+    change(finished, number, weights={**event["weights"], "actor": f"{digests[:8]}01234567{digests[16:]}"})
+    with pytest.raises(ReplayDiffers, match=r"version 2 differs in 1 of \d+ weights.*actor.*layers\.0.*01234567"):
+        replay(finished)
+    assert replay(finished, until=1).version == 1
+
+
+@pytest.mark.parametrize("what", ["order of training", "weights of a batch", "score"])
+def test_a_journal_that_was_changed_is_noticed(finished, what, capsys, monkeypatch):
+    if what == "order of training":  # between the first batch and the second
+        events = events_of(finished)
+        delivered = {number: place for place, event in enumerate(events) for number in event.get("deliver", ())}
+        picks = [(place, event) for place, event in enumerate(events) if "pick" in event]
+        pairs = ((one, other) for one in picks[:4] for other in picks[4:8] if delivered[other[1]["pick"][0]] < one[0])
+        (first, one), (last, other) = next(pairs)
+        change(finished, first, **other)
+        change(finished, last, **one)
+        expected = "version 1 differs"
+    elif what == "weights of a batch":
+        number, event = next(
+            (n, event) for n, event in enumerate(events_of(finished)) if event.get("written_by") == [1]
+        )
+        change(finished, number, written_by=[0])
+        expected = f"the action_log_probs of groups {event['deliver']}"
+    else:
+        change(finished, find(finished, "deliver", 1)[0], reward="00000000")
+        expected = "the reward of groups"
+    monkeypatch.setattr("sys.argv", ["coati", "replay", str(finished)])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 1
+    assert expected in capsys.readouterr().out
+
+
+def test_what_cannot_be_replayed_is_refused_with_the_reason(settings, tmp_path):
+    with pytest.raises(CheckpointError, match="has no journals"):
+        replay(tmp_path)
+    config = settings(tmp_path / "run")
+    journal = Journal(run.journal_path(config), run.ledger_rules(config), run="r")
+    journal.write([{"grant": [0], "maker": "m", "version": 0}, {"train": 1, "samples": 0}])
+    with pytest.raises(ConfigError, match="GPU"):
+        replay(tmp_path / "run")
+    journal.write([{"pick": [0]}])
+    with pytest.raises(CheckpointError, match="group 0: pick"):
+        replay(tmp_path / "run")
+    two = settings(tmp_path / "two", topology={"trainers": 2})
+    for stream in range(2):
+        Journal(run.journal_path(two, stream), run.ledger_rules(two, stream), run="r")
+    with pytest.raises(ConfigError, match="one trainer"):
+        replay(tmp_path / "two")
