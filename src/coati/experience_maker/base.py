@@ -137,8 +137,7 @@ class MakerBatch:
     quarantined: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Samples on which the reward failed, as text, with the error: to be written down."""
     quarantined_ids: set[int] = dataclasses.field(default_factory=set)
-    """The ids of these samples and of all others of their groups."""
-    num_quarantined_groups: int = 0
+    """The ids of these samples, and of all that were left out with them."""
 
     @property
     def is_ready(self) -> bool:
@@ -151,18 +150,13 @@ class MakerBatch:
             self.scores.wait(seconds)
 
     def quarantine(self, scores: PendingScores) -> None:
-        """Note the samples on which the reward failed; `keep` the groups without any."""
-        if not scores.failures:
-            return
+        """Note the samples on which the reward failed."""
         assert self.experience is not None
         assert self.experience.sample_ids is not None
-        ids, rows, request = self.experience.sample_ids.tolist(), sorted(scores.failures), scores.request
+        ids, request = self.experience.sample_ids.tolist(), scores.request
         groups = ids if self.experience.group_ids is None else self.experience.group_ids.tolist()
-        bad_groups = {groups[row] for row in rows}
-        self.num_quarantined_groups = len(bad_groups)
-        self.quarantined_ids = {one for one, group in zip(ids, groups, strict=True) if group in bad_groups}
-        for row in rows:
-            self.losses[ids[row]] = error = scores.failures[row]
+        for row, error in sorted(scores.failures.items()):
+            self.losses[ids[row]] = error
             texts = {"prompt": request.prompts[row], "completion": request.completions[row], "error": error}
             columns = {name: values[row] for name, values in request.columns.items()}
             texts["columns"] = json.dumps(columns, default=str, ensure_ascii=False)

@@ -58,10 +58,8 @@ class ExperiencePipeline:
         self._next_sample_id = first_sample_id
         self._in_flight = in_flight
         self._drops = _DropLimit()
-        self._num_quarantined_groups = 0
-        self._num_dropped_reported = 0
-        self._num_quarantined_reported = 0
-        self._num_skipped_reported = 0
+        self._quarantined_groups: set[int] = set()
+        self._reported: dict[str, int] = {}
 
     @property
     def is_leased(self) -> bool:
@@ -150,14 +148,12 @@ class ExperiencePipeline:
         return batch.experience
 
     def _check_quarantine(self, batch: MakerBatch) -> None:
-        if not batch.quarantined:
-            return
-        self._num_quarantined_groups += batch.num_quarantined_groups
-        limit, error = self.maker.reward_model.max_quarantined, batch.quarantined[-1]["error"]
-        if self._num_quarantined_groups > limit:
+        self._quarantined_groups |= {sample["group_id"] for sample in batch.quarantined}
+        if batch.quarantined and len(self._quarantined_groups) > (limit := self.maker.reward_model.max_quarantined):
             raise RewardError(
-                f"the reward failed on {counted(self._num_quarantined_groups, 'group')} of this maker, more than "
-                f"reward.max_quarantined ({limit}). quarantine.jsonl has them. The last: {error}"
+                f"the reward failed on {counted(len(self._quarantined_groups), 'group')} of this maker, more than "
+                f"reward.max_quarantined ({limit}). quarantine.jsonl has them. The last: "
+                f"{batch.quarantined[-1]['error']}"
             )
 
     def record(self, batch: MakerBatch, *, samples_kept: int, num_skipped: int = 0) -> dict[str, Any]:
@@ -167,12 +163,12 @@ class ExperiencePipeline:
         """
         experience = batch.experience
         assert experience is not None
-        newly_skipped = num_skipped - self._num_skipped_reported
-        self._num_skipped_reported = num_skipped
-        newly_dropped = self.num_dropped - self._num_dropped_reported
-        self._num_dropped_reported = self.num_dropped
-        newly_quarantined = self.num_quarantined - self._num_quarantined_reported
-        self._num_quarantined_reported = self.num_quarantined
+        before = self._reported
+        self._reported = {
+            "maker/dropped": self.num_dropped,
+            "maker/quarantined": self.num_quarantined,
+            "maker/skipped_prompts": num_skipped,
+        }
         use = self.timeline.take()
         make_seconds = max(1e-9, use.spent("generate", "score", "wait_rewards"))
         num_samples, scorer = experience.num_samples, self.maker.reward_model
@@ -182,10 +178,8 @@ class ExperiencePipeline:
             "metrics": {
                 **batch_metrics(experience, batch.is_cut),
                 "maker/samples_per_second": Mean(num_samples / make_seconds, float(num_samples)),
-                "maker/dropped": Sum(float(newly_dropped)),
-                "maker/quarantined": Sum(float(newly_quarantined)),
+                **{name: Sum(float(count - before.get(name, 0))) for name, count in self._reported.items()},
                 "weights/commit_seconds": Max(self.served.last_commit_seconds),
-                "maker/skipped_prompts": Sum(newly_skipped),
                 **maker_metrics(use),
                 **batch.metrics,
             },

@@ -101,14 +101,6 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     experience = batch.experience
     assert experience is not None
     assert experience.sample_ids is not None
-    if batch.quarantined:
-        error, size = batch.quarantined[-1]["error"], experience.num_samples
-        is_kept = torch.tensor([one not in batch.quarantined_ids for one in experience.sample_ids.tolist()])
-        message = f"the reward failed on {len(batch.quarantined)} of {size} samples"
-        if not bool(is_kept.any()):
-            raise AllSamplesDropped(f"{message}, and none is left. The last: {error}")
-        logger.warning("%s; their groups are in quarantine. The last: %s", message, error)
-        experience = batch.keep(is_kept.to(experience.reward.device))
     mask = experience.full_action_mask()
     of_tokens = {"log-prob": experience.action_log_probs, "value": experience.values}
     if algorithm.kl_coef:
@@ -118,20 +110,27 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     is_bad = torch.stack(list(bad.values())).any(dim=0)
     if not bool(is_bad.any()):
         return experience
-    is_good = ~is_bad
-    if algorithm.uses_groups and experience.group_ids is not None:
-        is_good = ~torch.isin(experience.group_ids, experience.group_ids[is_bad])
-    assert experience.sample_ids is not None
-    ids = {name: experience.sample_ids[rows].tolist() for name, rows in bad.items() if bool(rows.any())}
-    for name, of_name in reversed(ids.items()):
-        batch.losses |= dict.fromkeys(of_name, f"no finite {name}")
-    message = "; ".join(
-        f"the {name} of {len(of_name)} of {len(is_bad)} samples is not a finite number (sample ids {of_name[:8]})"
-        for name, of_name in ids.items()
-    )
+    in_groups = algorithm.uses_groups and experience.group_ids is not None
+    groups: Tensor = experience.group_ids if in_groups else experience.sample_ids  # type: ignore[assignment]
+    is_good = ~torch.isin(groups, groups[is_bad])
+    found = {name: experience.sample_ids[rows].tolist() for name, rows in bad.items() if bool(rows.any())}
+    reasons = {one: f"no finite {name}" for name, ids in reversed(found.items()) for one in ids}
+    batch.losses = reasons | batch.losses  # which has the errors of a reward that failed
+    parts = [
+        f"the {name} of {len(ids)} of {len(is_bad)} samples is not a finite number (sample ids {ids[:8]})"
+        for name, ids in found.items()
+    ]
+    if batch.quarantined:
+        failed = {record["sample_id"] for record in batch.quarantined}
+        pairs = list(zip(experience.sample_ids.tolist(), groups.tolist(), strict=True))
+        bad_groups = {group for one, group in pairs if one in failed}
+        batch.quarantined_ids = {one for one, group in pairs if group in bad_groups}
+        error = batch.quarantined[-1]["error"]
+        parts.insert(0, f"the reward failed on {len(failed)} samples, which are in quarantine (the last: {error})")
+    message = "; ".join(parts)
     if not bool(is_good.any()):
         remedy = "The learning rates (train.actor_lr, train.critic_lr) may be too high, or the models' weights damaged."
-        if "reward" in ids:
+        if "reward" in found:
             remedy = "Make the reward return finite numbers for these samples."
         raise AllSamplesDropped(f"{message}, so none is left. {remedy}")
     logger.warning("%s; dropped", message)
