@@ -75,11 +75,11 @@ def run(name: str, seed: int, options: dict) -> dict:
         "algorithm": name,
         "seed": seed,
         "kl_coef": config.algorithm.kl_coef,
-        "before": before.reward,
-        "reward": after.reward,
-        "kl": after.kl,
-        "distinct": after.distinct_fraction,
-        "samples": [sample.text for sample in after.samples[:3]],
+        "before": before.numbers["reward"],
+        "reward": after.numbers["reward"],
+        "kl": after.numbers["kl"],
+        "distinct": after.numbers["distinct"],
+        "samples": [sample.prompt + sample.response for sample in after.samples[:3]],
         "dropped": log.num_dropped,
     }
 

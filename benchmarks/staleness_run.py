@@ -244,15 +244,15 @@ def run_cell(cell: Cell, base: str, prompts: str) -> dict[str, Any]:
     run.run()
     with tempfile.TemporaryDirectory() as folder:
         run.learner.strategy.save_model(run.learner.actor, folder)
-        final = evaluate(config, folder, num_samples=NUM_EVALUATED)
+        final = evaluate(config, folder, num_samples=NUM_EVALUATED).numbers
     metrics = run.metrics
     return {
         **dataclasses.asdict(cell),
         "recipe": recipe_of(cell),
-        "reward": final.reward,
-        "kl": final.kl,
-        "objective": final.reward - KL_COEF * final.kl,
-        "distinct": final.distinct_fraction,
+        "reward": final["reward"],
+        "kl": final["kl"],
+        "objective": final["reward"] - KL_COEF * final["kl"],
+        "distinct": final["distinct"],
         "age_mean": statistics.fmean(metrics["age"]),
         "age_max": max(metrics["oldest"]),
         "clip_fraction": statistics.fmean(metrics["policy/clip_fraction"]),
@@ -285,4 +285,4 @@ def base_rewards(base: str, prompts: str, seeds: Sequence[int]) -> list[float]:
     """The untrained model under the same evaluation, one mean for each seed."""
     setting, method = next(iter(SETTINGS)), next(iter(METHODS))
     configs = [make_config(Cell(setting, method, 0, seed), base, prompts) for seed in seeds]
-    return [evaluate(config, base, num_samples=NUM_EVALUATED).reward for config in configs]
+    return [evaluate(config, base, num_samples=NUM_EVALUATED).numbers["reward"] for config in configs]

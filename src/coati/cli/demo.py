@@ -84,12 +84,7 @@ def _evaluate(console: Console, config: RunSettings, model: Path, title: str) ->
         color = "green" if sample.reward > 0.05 else "red" if sample.reward < -0.05 else "white"
         table.add_row(f"[{color}]{sample.reward:+.2f}[/]", f"[dim]{sample.prompt}[/]{sample.response}")
     console.print(table)
-    return {
-        "reward": evaluation.reward,
-        "kl": evaluation.kl,
-        "distinct": evaluation.distinct_fraction,
-        "grammatical": evaluation.grammatical_fraction,
-    }
+    return evaluation.numbers
 
 
 def _show_numbers(console: Console, before: dict[str, float], after: dict[str, float]) -> None:

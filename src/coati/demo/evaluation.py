@@ -1,6 +1,6 @@
 """Fresh samples of a model, scored: what a person looks at before and after training."""
 
-import dataclasses
+import statistics
 from typing import NamedTuple
 
 import torch
@@ -28,38 +28,23 @@ class EvaluatedSample(NamedTuple):
     reward: float
     kl: float
 
-    @property
-    def text(self) -> str:
-        """Prompt and response as one text."""
-        return self.prompt + self.response
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Fresh samples of a model and their means."""
+class Evaluation(NamedTuple):
+    """Fresh samples of a model, and what is told of them."""
 
     samples: tuple[EvaluatedSample, ...]
 
     @property
-    def reward(self) -> float:
-        """Mean reward."""
-        return sum(sample.reward for sample in self.samples) / len(self.samples)
-
-    @property
-    def kl(self) -> float:
-        """Mean KL to the initial model, nats per sample."""
-        return sum(sample.kl for sample in self.samples) / len(self.samples)
-
-    @property
-    def distinct_fraction(self) -> float:
-        """Share of different texts among the first `NUM_COMPARED` samples."""
-        compared = self.samples[:NUM_COMPARED]
-        return len({sample.text for sample in compared}) / len(compared)
-
-    @property
-    def grammatical_fraction(self) -> float:
-        """Share of complete sentences of the film grammar."""
-        return sum(is_grammatical(sample.text) for sample in self.samples) / len(self.samples)
+    def numbers(self) -> dict[str, float]:
+        """Mean reward and KL (nats per sample), the share of different texts among `NUM_COMPARED`, and of sentences."""
+        texts = [sample.prompt + sample.response for sample in self.samples]
+        compared = texts[:NUM_COMPARED]
+        return {
+            "reward": statistics.fmean(sample.reward for sample in self.samples),
+            "kl": statistics.fmean(sample.kl for sample in self.samples),
+            "distinct": len(set(compared)) / len(compared),
+            "grammatical": statistics.fmean(map(is_grammatical, texts)),
+        }
 
 
 def evaluate(config: RunSettings, model_path: str, *, num_samples: int = 64) -> Evaluation:
@@ -89,4 +74,4 @@ def evaluate(config: RunSettings, model_path: str, *, num_samples: int = 64) -> 
         samples += [EvaluatedSample(*row) for row in rows]
         if len(samples) >= num_samples:
             break
-    return Evaluation(samples=tuple(samples[:num_samples]))
+    return Evaluation(tuple(samples[:num_samples]))

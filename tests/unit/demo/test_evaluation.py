@@ -17,10 +17,8 @@ def sample(response, reward=0.0, kl=0.0):
 def test_means_by_hand():
     # rewards 1, 3 and 2; KL 0.5, 1 and 1.5; two texts among three, two sentences
     samples = (sample(" was good .", 1.0, 0.5), sample(" was", 3.0, 1.0), sample(" was good .", 2.0, 1.5))
-    found = Evaluation(samples=samples)
-    assert (found.reward, found.kl) == (2.0, 1.0)
-    assert found.distinct_fraction == found.grammatical_fraction == pytest.approx(2 / 3)
-    assert samples[0].text == "the film was good ."
+    found = Evaluation(samples).numbers
+    assert found == {"reward": 2.0, "kl": 1.0, "distinct": pytest.approx(2 / 3), "grammatical": pytest.approx(2 / 3)}
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +36,10 @@ def test_as_many_samples_as_asked_for_each_with_its_text_and_score(config):
     assert len(found.samples) == 70
     assert {one.prompt for one in found.samples} == set(PROMPTS)
     assert all(len(one.response.split()) <= 16 and -1 <= one.reward <= 1 for one in found.samples)
-    assert found.distinct_fraction > 0.5
-    assert found.kl != 0.0
+    assert found.numbers["distinct"] > 0.5
+    assert found.numbers["kl"] != 0.0
     assert evaluate(config, trained, num_samples=70) == found
 
 
 def test_the_initial_model_has_no_distance_to_itself(config):
-    assert evaluate(config, config.reference_path, num_samples=2).kl == pytest.approx(0.0, abs=1e-4)
+    assert evaluate(config, config.reference_path, num_samples=2).numbers["kl"] == pytest.approx(0.0, abs=1e-4)
