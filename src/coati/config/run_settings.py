@@ -206,15 +206,11 @@ def dump_config(config: RunSettings) -> str:
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"There is no settings file {path} (working directory: {Path.cwd()}). Check the path; "
-            "examples/film/run.toml is a file to start from."
-        ) from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder. Name the TOML file in it.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}.") from None
+        raise ConfigError(
+            f"{path} must be a settings file in TOML, UTF-8 text: {error} (working directory: {Path.cwd()}). Check the "
+            "path; examples/film/run.toml is a file to start from."
+        ) from None
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, JsonValue, PlainValidator
+from pydantic import JsonValue, PlainValidator, Strict
 
 from coati.config.generate import GenerateOptions, SamplingSettings
 from coati.config.section import Section, setting
@@ -18,6 +18,7 @@ from coati.errors import GenerateOptionError
 # Options of `generate` that a setting of another name decides.
 _OWNERS = {"max_length": "max_new_tokens", "num_return_sequences": "samples_per_prompt"}
 
+Texts = Annotated[tuple[str, ...], Strict(False)]  # a list in TOML
 _FUNCTION = {
     "rule": '"module:function", or empty',
     "remedy": 'For praise() in rewards.py write "rewards:praise".',
@@ -70,19 +71,15 @@ class LoRASettings(Section, section="lora"):
     rank: int = setting(0, "Rank of the adapters; 0 = off.", ge=0)
     alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", gt=0)
     dropout: float = setting(0.0, "Dropout on the adapters' input.", ge=0, lt=1)
-    target_modules: tuple[str, ...] = setting(
-        (), "Names of the layers that get adapters; empty = all linear layers but the output head.", strict=False
+    target_modules: Texts = setting(
+        (), "Names of the layers that get adapters; empty = all linear layers but the output head."
     )
 
     def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         """Find layers that are named for adapters that are off."""
         if self.target_modules and not self.rank:
-            yield (
-                "target_modules",
-                "empty while lora.rank is 0",
-                self.target_modules,
-                "Set lora.rank, for example to 8.",
-            )
+            remedy = "Set lora.rank, for example to 8."
+            yield "target_modules", "empty while lora.rank is 0", self.target_modules, remedy
 
 
 class PromptSettings(Section, section="prompts"):
@@ -152,14 +149,11 @@ class RewardSettings(Section, section="reward"):
     )
     memory_mib: int = setting(8192, "Address space of a child process, in MiB; 0 = unlimited.", ge=0)
     network: bool = setting(False, "Whether a child process may use the network.")
-    environment: tuple[str, ...] = setting(
-        (), "Further environment variables that reach a child process, by name.", strict=False
-    )
-    search_paths: tuple[str, ...] = setting(
+    environment: Texts = setting((), "Further environment variables that reach a child process, by name.")
+    search_paths: Texts = setting(
         (),
         "Folders where modules of reward functions are looked for, before the working directory; left out, the folder "
         "of the TOML file.",
-        strict=False,
     )
 
     def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
@@ -185,14 +179,10 @@ class RolloutSettings(SamplingSettings, section="rollout"):
     samples_per_prompt: int = setting(1, "Responses sampled for each prompt.", ge=1)
     max_new_tokens: int = setting(128, "Longest response, in tokens.", ge=1)
     engine: Literal["native", "reference"] = setting(
-        "native",
-        "What writes the text: our own engine (models of another shape than Llama, Qwen or Mistral or "
-        "in pieces, and options that need it, go to the other by themselves), or transformers' generate.",
+        "native", "native = our own engine, where it knows model and options; reference = transformers' generate."
     )
     in_flight: bool = setting(
-        False,
-        "Take new weights between two tokens of a generation, and not only between two batches; every token says which "
-        "version wrote it.",
+        False, "Take new weights between two tokens, not only between two batches; every token records its version."
     )
     generate: dict[str, JsonValue] = setting(
         {},
@@ -220,18 +210,6 @@ class RolloutSettings(SamplingSettings, section="rollout"):
                 GenerateOptions.parse(**{option: value})
             except GenerateOptionError as error:
                 yield f"generate.{option}", "a supported option of generate", value, str(error)
-
-
-_GPU_RULE = "0, a share below 1, or a whole number"
-
-
-def _check_share(share: float) -> float:
-    if share > 1 and not share.is_integer():  # Ray does not lend one and a half
-        raise ValueError
-    return share
-
-
-GPUShare = Annotated[float, AfterValidator(_check_share)]
 
 
 def _check_tokens(tokens: Any) -> Any:
@@ -280,9 +258,7 @@ class TrainSettings(Section, section="train"):
         False, "Trainers keep weights, gradients and optimizer state in float32 and compute in bfloat16."
     )
     activation_checkpointing: bool = setting(
-        False,
-        "Keep the inputs of each block only and compute the rest again in the backward pass: less memory, a third more "
-        "work.",
+        False, "Compute the inside of each block again in the backward pass: less memory, a third more work."
     )
     compile: bool = setting(
         False,
@@ -350,18 +326,17 @@ class TopologySettings(Section, section="topology"):
     threads_per_actor: int = setting(
         0, "torch threads in each actor; 0 = the machine's cores divided among the actors.", ge=0
     )
-    gpus_per_maker: GPUShare = setting(0.0, "GPUs (or a share of one) for each maker.", rule=_GPU_RULE, ge=0)
-    gpus_per_trainer: GPUShare = setting(0.0, "GPUs (or a share of one) for each trainer.", rule=_GPU_RULE, ge=0)
+    gpus_per_maker: float = setting(0.0, "GPUs (or a share of one, below 1) for each maker.", ge=0)
+    gpus_per_trainer: float = setting(0.0, "GPUs (or a share of one, below 1) for each trainer.", ge=0)
     gpu_sharing: Literal["slices", "mps"] = setting(
         "slices",
         "How a maker and a trainer share a card: slices = each has all of it for moments, which the driver does by "
         "itself; mps = side by side through NVIDIA's MPS, training on as much of the card as gpus_per_trainer says.",
     )
-    environment: tuple[str, ...] = setting(
+    environment: Texts = setting(
         (),
         "Names of further environment variables that actors get from your shell, such as the key of a service that a "
         "reward asks. Only without --address; on a cluster they come from `ray start`.",
-        strict=False,
     )
     allow_open_cluster: bool = setting(
         False, "Join a Ray cluster (--address) that has no token authentication: anyone who reaches it can run code."
@@ -372,7 +347,6 @@ class TopologySettings(Section, section="topology"):
         "How makers check new weights beyond names, shapes, dtypes and counts: checksum = every byte, before they "
         "serve; canary = that, and afterwards the log-probs of a fixed prompt against the trainer's; off = not at all.",
     )
-
     chunk_mib: float = setting(
         64.0,
         "Weights travel in chunks of at most so many MiB; a single tensor that is larger is its own chunk. Between "
@@ -381,7 +355,10 @@ class TopologySettings(Section, section="topology"):
     )
 
     def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find shares and places with which a maker and a trainer cannot share a card."""
+        """Find shares that Ray does not lend, and places with which a maker and a trainer cannot share a card."""
+        for key in ("gpus_per_maker", "gpus_per_trainer"):
+            if (share := getattr(self, key)) > 1 and not share.is_integer():
+                yield key, "0, a share below 1, or a whole number", share, "Leave it out for the default, 0.0."
         if self.gpu_sharing == "slices":
             return
         maker, trainer, here = self.gpus_per_maker, self.gpus_per_trainer, 'while topology.gpu_sharing is "mps"'
@@ -402,9 +379,7 @@ class Deadlines(Section, section="deadlines"):
     )
     update_seconds: float = setting(600.0, "For one weight update.", gt=0)
     stall_seconds: float = setting(
-        30.0,
-        "A maker that does not answer for so long loses its work to others; what it delivers later is refused.",
-        gt=0,
+        30.0, "A maker that does not answer for so long loses its work; what it delivers later is refused.", gt=0
     )
     grace_seconds: float = setting(
         5.0, "How long all makers must have finished before the last, partial batch is trained on.", gt=0
@@ -417,10 +392,7 @@ class LoggingSettings(Section, section="logging"):
     tensorboard: bool = setting(True, "Write TensorBoard files too, if the tensorboard package is installed.")
     samples_kept: int = setting(4, "Samples of each weight version written to samples.jsonl; 0 = none.", ge=0)
     spans_kept: int = setting(
-        200_000,
-        "Spans of the actors' time (generate, train, wait for data, …) written to spans.jsonl for coati report, about "
-        "110 bytes each; 0 = none.",
-        ge=0,
+        200_000, "Spans of the actors' time written to spans.jsonl for coati report, 110 bytes each; 0 = none.", ge=0
     )
 
     @property

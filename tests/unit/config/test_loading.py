@@ -282,7 +282,7 @@ def test_bad_toml_names_file_and_line(tmp_path):
 def test_missing_file_folder_and_encoding(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.toml.*Check the path"):
         load_config(tmp_path / "nowhere.toml")
-    with pytest.raises(ConfigError, match="is a folder"):
+    with pytest.raises(ConfigError, match="Is a directory"):
         load_config(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b'[run]\nname = "\xe9"\n')
     with pytest.raises(ConfigError, match="UTF-8"):
