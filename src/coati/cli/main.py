@@ -103,15 +103,7 @@ def scale(
     from coati.counting import counted
     from coati.monitor.control import ask_for_makers
 
-    last = ""
-
-    def show(message: str) -> None:
-        nonlocal last
-        if message and message != last:
-            typer.echo(message)
-        last = message
-
-    state = ask_for_makers(folder, makers, deadline_seconds=timeout, on_progress=show)
+    state = ask_for_makers(folder, makers, deadline_seconds=timeout, on_progress=typer.echo)
     typer.echo(f"The run in {folder} has {counted(state.makers, 'maker')}.")
 
 

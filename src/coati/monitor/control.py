@@ -102,8 +102,8 @@ def ask_for_makers(
 ) -> RunState:
     """Ask the run in `folder` for this number of makers, and wait until it has them.
 
-    Raises ConfigError if no run is alive there, ScalingRefused if the run refuses or works on another request,
-    DeadlineExceeded if it takes longer.
+    `on_progress` gets each new message of the run. Raises ConfigError if no run is alive there, ScalingRefused if the
+    run refuses or works on another request, DeadlineExceeded if it takes longer.
     """
     if not 1 <= makers <= MAX_MAKERS:
         raise ConfigError(f"--makers must be a whole number from 1 to {MAX_MAKERS}, got {makers}.")
@@ -113,7 +113,7 @@ def ask_for_makers(
     request = MakersRequest(request_id=uuid.uuid4().hex, makers=makers)
     _replace(folder / _CONTROL, request)
     on_progress(f"the run has {counted(state.makers, 'maker')} and is {state.status}; waiting for it to begin")
-    started = clock()
+    started, shown = clock(), ""
     while True:
         state = _state_of_living_run(folder)
         if state.request_id == request.request_id:
@@ -121,7 +121,8 @@ def ask_for_makers(
                 return state
             if state.answer == "refused":
                 raise ScalingRefused(state.message)
-            on_progress(state.message)
+            if state.message not in ("", shown):
+                on_progress(shown := state.message)
         if clock() - started >= deadline_seconds:
             raise DeadlineExceeded(
                 f"waited {deadline_seconds:g} s for the run in {str(folder)!r} (process {state.pid} on {state.host}) "

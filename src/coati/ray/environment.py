@@ -84,8 +84,6 @@ def set_up_gpu(device: torch.device) -> None:
 
 def processors_for(device: torch.device, gpu_sharing: str) -> ProcessorShare | None:
     """Return the share of the card's processors for a trainer's steps; None without MPS, or for a whole card."""
-    if gpu_sharing not in ("slices", "mps"):
-        raise ConfigError(f'gpu_sharing must be "slices" or "mps", got {gpu_sharing!r}.')
     if gpu_sharing != "mps" or device.type != "cuda" or not has_part_of_a_gpu():
         return None
     if not mps.is_running():
