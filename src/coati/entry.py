@@ -216,12 +216,11 @@ def execute(
 
     started = time.monotonic()
     folder = config.output_folder
-    own = [TensorBoardTracker(folder / "tensorboard")] if config.logging.writes_tensorboard else []
     with open_run_folder(config, overwrite=overwrite, is_resumed=is_resumed) as begin_in_folder:
         log = RunLog(
             folder,
             total_steps=config.train.optimizer_steps,
-            trackers=[*own, *trackers],
+            trackers=[*_own_trackers(config), *trackers],
             max_spans=config.logging.spans_kept,
             on_begin=begin,
         )
@@ -249,6 +248,10 @@ def execute(
         seconds=time.monotonic() - started,
         was_stopped=was_stopped,
     )
+
+
+def _own_trackers(config: RunSettings) -> list[Tracker]:
+    return [TensorBoardTracker(config.output_folder / "tensorboard")] if config.logging.writes_tensorboard else []
 
 
 def _kind_of_run(*, sync: bool, **options: Any) -> Callable[..., SynchronousRun | DetachedRun]:

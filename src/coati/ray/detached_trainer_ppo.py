@@ -108,10 +108,7 @@ class PPOTrainer(DetachedTrainer):
         # Held while weights change and while they are read for publishing, so that no update is torn at its source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
         self._checkpoints = self._make_checkpoints()
-        if options.resume is not None:
-            self._restore(options.resume)
-        elif options.incarnation and self._leased is not None:
-            self._leased.start_over()
+        self._continue()
 
     def make_learner(self, actor: nn.Module, critic: nn.Module | None) -> PPOLearner:
         """Make the learner; override it, or pass `options.learner`, to learn in another way."""
@@ -136,8 +133,13 @@ class PPOTrainer(DetachedTrainer):
             write_seconds=self.deadlines.update_seconds,
         )
 
-    def _restore(self, checkpoint: Path) -> None:
-        counters = self._checkpoints.restore(checkpoint)
+    def _continue(self) -> None:
+        """Go on from a checkpoint, or from the start if this trainer replaces one that had none."""
+        if self.options.resume is None:
+            if self.options.incarnation and self._leased is not None:
+                self._leased.start_over()
+            return
+        counters = self._checkpoints.restore(self.options.resume)
         self.version, self._num_done = counters["version"], counters["fresh"]
         self._num_batches, self._num_samples = counters["batches"], counters["samples"]
         for record in counters["records"]:

@@ -107,15 +107,7 @@ class MakerHolder:
         )
         self._served = ServedModels(maker.trained_models, name=f"maker {self._name}")
         self._receiver = WeightReceiver(self._served, allow_partial_plain=update_lora_weights)
-        self._pipeline = ExperiencePipeline(
-            maker,
-            self._served,
-            rules=options.rules,
-            generate_kwargs=generate_kwargs,
-            first_sample_id=_first_sample_id(self._name),
-            in_flight=options.rollout is not None and options.rollout.in_flight,
-            timeline=self._timeline,
-        )
+        self._pipeline = self._make_pipeline(maker, options, generate_kwargs)
         self._rules = options.rules
         self._incarnation = options.incarnation
         self._trainer_names = tuple(detached_trainer_name_list)
@@ -216,6 +208,19 @@ class MakerHolder:
         return self._timeline.since(cursor)
 
     # Inside.
+
+    def _make_pipeline(
+        self, maker: ExperienceMaker, options: MakerOptions, generate_kwargs: dict[str, Any]
+    ) -> ExperiencePipeline:
+        return ExperiencePipeline(
+            maker,
+            self._served,
+            rules=options.rules,
+            generate_kwargs=generate_kwargs,
+            first_sample_id=_first_sample_id(self._name),
+            in_flight=options.rollout is not None and options.rollout.in_flight,
+            timeline=self._timeline,
+        )
 
     def _make_sender(self) -> ItemSender:
         return ItemSender(
