@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from coati.config.run_settings import RunSettings
 from coati.errors import ConfigError, DataError
-from coati.prompts.table import FILE_SUFFIXES, load_prompts
+from coati.prompts.table import check_source, load_prompts, looks_local
 
 logger = logging.getLogger(__name__)
 
@@ -51,21 +51,6 @@ def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
         *prompt_problems,
         *([] if has_reward else _reward_problems(config, columns)),
     ]
-
-
-def looks_local(path: str) -> bool:
-    """Say whether a model or dataset path means this machine rather than a hub.
-
-    A hub name has at most one slash (`owner/name`). Anything that exists, starts like a path, has more slashes, or lies
-    in a folder that exists is local.
-
-    Example:
-        >>> looks_local("./model"), looks_local("runs/demo/model"), looks_local("owner/name-on-the-hub")
-        (True, True, False)
-    """
-    if path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).exists():
-        return True
-    return "/" in path and Path(path).parent.is_dir()
 
 
 def avoid_hub_without_network(config: RunSettings) -> None:
@@ -130,21 +115,10 @@ def _model_problems(config: RunSettings) -> Iterator[str]:
 def _peeked_columns(config: RunSettings) -> list[str] | None:
     """Return the dataset's columns but the prompt's, where a look at its first rows tells them. DataError if it can
     not be read."""
-    path, is_file = Path(config.prompts.path), Path(config.prompts.path).suffix in FILE_SUFFIXES
-    if path.suffix == ".jsonl" or (is_file and not path.is_file()):
-        return load_prompts(path, column=config.prompts.column, limit=_PEEKED_ROWS).other_columns
-    if not is_file and looks_local(config.prompts.path) and not path.is_dir():
-        raise DataError(
-            f"prompts.path must be a file ({', '.join(FILE_SUFFIXES)}), a `datasets` folder or a `datasets` name, got "
-            f"{str(path)!r}. Check the path: relative ones count from the folder of the TOML file, then from "
-            f"{Path.cwd()}."
-        )
-    if importlib.util.find_spec("datasets") is None:
-        raise DataError(
-            f"prompts.path {str(path)!r} needs the datasets package. Run pip install 'coati[data]', or write the "
-            "prompts as JSONL."
-        )
-    return None
+    check_source(path := config.prompts.path)
+    if not path.endswith(".jsonl"):
+        return None
+    return load_prompts(path, column=config.prompts.column, limit=_PEEKED_ROWS).other_columns
 
 
 def _reward_problems(config: RunSettings, columns: Sequence[str] | None) -> Iterator[str]:

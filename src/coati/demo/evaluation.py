@@ -12,7 +12,7 @@ from coati.demo.grammar import is_grammatical
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.base import PromptBatch
 from coati.models import Actor
-from coati.rewards.texts import decode_completions, decode_prompts
+from coati.rewards.base import decode_completions, decode_prompts
 
 NUM_COMPARED = 64
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from coati.experience import Experience
 from coati.monitor.metrics import Max, Mean, Metric, Min, Sum
-from coati.rewards.texts import decode_completions, decode_prompts
+from coati.rewards.base import decode_completions, decode_prompts
 
 
 def batch_metrics(experience: Experience, is_cut: Tensor | None = None) -> dict[str, Metric]:

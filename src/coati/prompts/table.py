@@ -6,6 +6,7 @@ JSONL is read here and needs no further package; everything else is read by `dat
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import tempfile
 from collections.abc import Sequence
@@ -68,6 +69,37 @@ class PromptTable:
         return f"{self.source}:{self.lines[row]}" if self.lines else f"{self.source}, row {row}"
 
 
+def looks_local(path: str) -> bool:
+    """Say whether a model or dataset path means this machine rather than a hub.
+
+    A hub name has at most one slash (`owner/name`). Anything that exists, starts like a path, has more slashes, or lies
+    in a folder that exists is local.
+
+    Example:
+        >>> looks_local("./model"), looks_local("runs/demo/model"), looks_local("owner/name-on-the-hub")
+        (True, True, False)
+    """
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).exists():
+        return True
+    return "/" in path and Path(path).parent.is_dir()
+
+
+def check_source(path: str) -> None:
+    """Raise DataError if there can be no prompts at a path, or the `datasets` package that reads them is missing."""
+    file = Path(path)
+    is_file = file.suffix in FILE_SUFFIXES
+    if (is_file and not file.is_file()) or (not is_file and looks_local(path) and not file.is_dir()):
+        raise DataError(
+            f"prompts.path must be a file ({', '.join(FILE_SUFFIXES)}), a `datasets` folder or a `datasets` name, got "
+            f"{path!r}. Check the path: relative ones count from the folder of the TOML file, then from {Path.cwd()}."
+        )
+    if file.suffix != ".jsonl" and importlib.util.find_spec("datasets") is None:
+        raise DataError(
+            f"prompts.path {path!r} needs the datasets package. Run pip install 'coati[data]', or write the prompts "
+            "as JSONL, which needs nothing."
+        )
+
+
 def load_prompts(
     path: str | Path, *, split: str = "train", subset: str = "", column: str = "prompt", limit: int | None = None
 ) -> PromptTable:
@@ -79,12 +111,8 @@ def load_prompts(
     Raises:
         DataError: when there is nothing to read, or a row has no usable prompt.
     """
+    check_source(str(path))
     file = Path(path)
-    if file.suffix in FILE_SUFFIXES and not file.is_file():
-        raise DataError(
-            f"prompts.path {str(path)!r} is not a file. Check the path: relative ones count from the folder of the "
-            f"TOML file, then from {Path.cwd()}."
-        )
     if file.suffix == ".jsonl":
         numbered = _read_jsonl(file, limit)
         lines, rows = list(numbered), list(numbered.values())
@@ -123,15 +151,9 @@ def _parse_line(line: bytes, where: str) -> Row:
 
 def _read_dataset(name: str, split: str, subset: str) -> list[Row]:
     """Read a split with `datasets`: a file, a `save_to_disk` folder, a folder of data files, or a hub name."""
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise DataError(
-            f"Reading {name} needs the datasets package ({error}). Run pip install 'coati[data]', or write the prompts "
-            "as JSONL, which needs nothing."
-        ) from None
     path = Path(name)
     try:
+        datasets = importlib.import_module("datasets")
         if path.suffix in FILE_SUFFIXES:
             return _check_file_rows(_read_file(datasets, path), name, split)
         is_saved = any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json"))

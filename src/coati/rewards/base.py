@@ -1,16 +1,20 @@
-"""What a reward is asked and what it answers: one score per sample, NaN where there is none."""
+"""What a reward is asked, as tokens and as text, and what it answers: a score per sample, NaN where there is none."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from coati.errors import ConfigError, RewardError
+
+# Enough to hold a whole character and a token that is not special; few enough to decode for every sample.
+_CONTEXT_TOKENS = 8
 
 Texts = list[str] | Callable[[], list[str]]
 
@@ -149,3 +153,48 @@ class WeightedSum(Reward):
             # A weight of 0 must not hide that a term failed: 0 × NaN stays NaN.
             total = total + weight * scores[reward.name].to(total.device)
         return total
+
+
+def decode_prompts(
+    tokenizer: Any,
+    sequences: Tensor,  # [B, S] left-padded prompt, then response, S = P + A
+    attention_mask: Tensor,  # [B, S]
+    action_mask: Tensor,  # [B, A] True on response tokens
+) -> list[str]:
+    """Return the text of each prompt."""
+    return [_decode(tokenizer, ids) for ids in _prompt_ids(sequences, attention_mask, action_mask)]
+
+
+def decode_completions(
+    tokenizer: Any,
+    sequences: Tensor,  # [B, S]
+    attention_mask: Tensor,  # [B, S]
+    action_mask: Tensor,  # [B, A]
+) -> list[str]:
+    """Return the text that each response adds to its prompt.
+
+    Tokenizers in the style of SentencePiece drop the space of the first token that they decode, so a response is
+    decoded together with the end of its prompt, whose text is then cut off.
+    """
+    contexts = [ids[-_CONTEXT_TOKENS:] for ids in _prompt_ids(sequences, attention_mask, action_mask)]
+    responses = _kept(sequences[:, sequences.shape[1] - action_mask.shape[1] :], action_mask)
+    texts = []
+    for context, response in zip(contexts, responses, strict=True):
+        before, whole = _decode(tokenizer, context), _decode(tokenizer, context + response)
+        # They differ where the prompt ends within a character that the response finishes.
+        texts.append(whole.removeprefix(before) if whole.startswith(before) else _decode(tokenizer, response))
+    return texts
+
+
+def _prompt_ids(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> list[list[int]]:
+    length = sequences.shape[1] - action_mask.shape[1]  # P
+    return _kept(sequences[:, :length], attention_mask[:, :length])
+
+
+def _kept(ids: Tensor, mask: Tensor) -> list[list[int]]:
+    """The ids of each row that the mask keeps; padding may be a real token, so only the mask tells."""
+    return [list(compress(*row)) for row in zip(ids.tolist(), mask.tolist(), strict=True)]
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True))

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from coati.background import BackgroundThread
 from coati.errors import ConfigError, RewardError, RewardFailed
-from coati.rewards.base import Reward, RewardRequest, WeightedSum
-from coati.rewards.texts import decode_completions, decode_prompts
+from coati.rewards.base import Reward, RewardRequest, WeightedSum, decode_completions, decode_prompts
 
 logger = logging.getLogger(__name__)
 

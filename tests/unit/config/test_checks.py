@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coati.config import load_config, preflight
-from coati.config.checks import looks_local
+from coati.prompts.table import looks_local
 
 ROOT = Path(__file__).parents[3]
 
@@ -93,7 +93,7 @@ def test_only_the_first_rows_are_read(folder):
 
 def test_a_prompt_path_that_is_nothing(folder):
     (problem,) = problems("prompts.path=./nothing")
-    assert "got 'nothing'" in problem
+    assert "got './nothing'" in problem
     assert problems("prompts.path=someone/dataset") == []
 
 

@@ -1,6 +1,6 @@
 """Prompts from every kind of file, and the errors for bad ones."""
 
-import importlib
+import importlib.util
 import json
 
 import pytest
@@ -87,12 +87,9 @@ def test_a_broken_parquet_file_and_a_folder_of_nothing(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.csv", "owner/dataset"])
 def test_without_the_extra_the_error_names_it(tmp_path, monkeypatch, name):
-    def refuse(module, *args):
-        raise ImportError(f"No module named {module!r}")
-
     (tmp_path / "a.csv").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib, "import_module", refuse)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"pip install 'coati\[data\]'"):
         load_prompts(name)
 

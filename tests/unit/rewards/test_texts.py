@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from coati.experience import Experience
 from coati.experience_maker.statistics import sample_texts
 from coati.rewards import FunctionReward, RewardScorer
-from coati.rewards.texts import decode_completions, decode_prompts
+from coati.rewards.base import decode_completions, decode_prompts
 
 WORDS = ["<unk>", "<s>", "</s>", "▁the", "▁film", "▁was", "ly", "▁good"]
 
