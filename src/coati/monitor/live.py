@@ -1,4 +1,4 @@
-"""Progress on a console: numbers, a bar and rewards kept up to date in a terminal, a line now and then elsewhere."""
+"""Progress on a console: numbers and a bar kept up to date in a terminal, a line now and then elsewhere."""
 
 import logging
 import sys
@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from coati.monitor.progress import RunSnapshot, plain_line, sparkline
+from coati.monitor.progress import RunSnapshot, plain_line
 
 _PLAIN_EVERY_SECONDS = 3.0
 
@@ -45,8 +45,7 @@ class LiveView:
         """Draw the snapshot."""
         if self._live is not None:
             bar = ProgressBar(total=snapshot.total_steps or None, completed=snapshot.step)
-            rewards = Text(sparkline(snapshot.reward_history, self._console.width), style="green")
-            self._live.update(Group(Text(plain_line(snapshot)), rewards, bar), refresh=True)
+            self._live.update(Group(Text(plain_line(snapshot)), bar), refresh=True)
             return
         # After the last step comes its weight update: the last line waits for that.
         is_end = snapshot.step == snapshot.total_steps and not snapshot.message

@@ -1,18 +1,11 @@
-"""What a run looks like in the terminal: a line of numbers, and its rewards so far as a line of blocks."""
+"""What a run looks like in the terminal: a line of numbers."""
 
 from __future__ import annotations
 
 import datetime
-import itertools
-import math
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from coati.counting import counted
-
-_LEVELS: Final = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +36,6 @@ class RunSnapshot:
     """What the run is doing, if the numbers do not show it."""
     restarts: int = 0
     """How often makers and trainers that died were started again."""
-    reward_history: tuple[float, ...] = ()
-    """Mean rewards so far, oldest first."""
 
     @property
     def seconds_left(self) -> float | None:
@@ -84,26 +75,6 @@ def plain_line(snapshot: RunSnapshot) -> str:
     if snapshot.restarts:
         facts.append(counted(snapshot.restarts, "restart"))
     return ", ".join([*facts, *times]) + (f" - {message}" if message else "")
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw values as one line of at most `width` blocks, from the least to the greatest.
-
-    More values than blocks are averaged in groups. What is not finite is left out; a flat line is drawn low.
-
-    >>> sparkline([0.0, 1.0, 2.0, 7.0], width=10)
-    '▁▂▃█'
-    """
-    finite = [value for value in values if math.isfinite(value)]
-    groups = min(len(finite), width)
-    if groups <= 0:
-        return ""
-    edges = [index * len(finite) // groups for index in range(groups + 1)]
-    points = [statistics.fmean(finite[start:end]) for start, end in itertools.pairwise(edges)]
-    low = min(points)
-    # The floor keeps a flat line from dividing by zero, and draws it at the lowest level.
-    scale = (len(_LEVELS) - 1) / max(max(points) - low, 1e-12)
-    return "".join(_LEVELS[round((point - low) * scale)] for point in points)
 
 
 def _clock(seconds: float) -> str:

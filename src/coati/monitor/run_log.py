@@ -204,7 +204,6 @@ class RunLog:
             startup=self._started - self._opened,
             message=self.message,
             restarts=sum(self.restarts.values()),
-            reward_history=tuple(reward for _, reward in self.rewards),
         )
 
     def _complete_version(self) -> None:

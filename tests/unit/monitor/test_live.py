@@ -29,9 +29,9 @@ def test_what_happens_after_the_last_step_is_shown():
     assert "saving" in lines[0]
 
 
-def test_a_terminal_shows_the_numbers_and_the_rewards_so_far():
+def test_a_terminal_shows_the_numbers():
     text = io.StringIO()
     with LiveView(Console(file=text, width=100, force_terminal=True)) as view:
-        view.show(RunSnapshot(step=1, total_steps=2, version=1, message="[red] is no style", reward_history=(0.1, 0.5)))
-    for part in ("step 1/2 (50%)", "[red] is no style", "▁█"):
+        view.show(RunSnapshot(step=1, total_steps=2, version=1, message="[red] is no style"))
+    for part in ("step 1/2 (50%)", "[red] is no style"):
         assert part in text.getvalue()

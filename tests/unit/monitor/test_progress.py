@@ -1,11 +1,6 @@
 """What a person sees of a run."""
 
-import math
-
-from hypothesis import given
-from hypothesis import strategies as st
-
-from coati.monitor.progress import RunSnapshot, plain_line, sparkline
+from coati.monitor.progress import RunSnapshot, plain_line
 
 
 def halfway(**changes) -> RunSnapshot:
@@ -18,7 +13,6 @@ def halfway(**changes) -> RunSnapshot:
         "buffer_batches": 3,
         "samples_per_second": 213.7,
         "elapsed": 12.0,
-        "reward_history": (0.1, 0.2, 0.3, 0.5),
     }
     return RunSnapshot(**(fields | changes))
 
@@ -49,18 +43,3 @@ def test_a_plain_line_before_anything_is_known():
 def test_a_run_is_not_done_until_it_is():
     assert "(99%)" in plain_line(halfway(step=9_999, total_steps=10_000))
     assert "(100%)" in plain_line(halfway(step=60))
-
-
-def test_sparkline_by_hand():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([7, 0], 8) == "█▁"
-    assert sparkline([5.0, 5.0], 8) == "▁▁"
-    assert sparkline([0.0, math.nan, 1.0], 8) == "▁█"
-    assert sparkline([0, 2, 6, 8], 2) == "▁█"  # averages 1 and 7
-    assert sparkline([], 8) == sparkline([math.nan], 8) == sparkline([1.0], 0) == ""
-
-
-@given(st.lists(st.floats(-1e9, 1e9) | st.sampled_from([math.nan, math.inf]), max_size=60), st.integers(0, 30))
-def test_sparkline_always_fits(values, width):
-    num_finite = sum(math.isfinite(value) for value in values)
-    assert len(sparkline(values, width)) == min(width, num_finite)

@@ -226,7 +226,6 @@ def test_snapshot_by_hand(make_log, clock):
     clock.now += 6.0
     snapshot = log.snapshot()
     assert (snapshot.reward, snapshot.kl) == (0.75, 2.0)  # of the newest version that is complete
-    assert snapshot.reward_history == (0.25, 0.75)
     assert snapshot.samples_per_second == 2.0  # 12 samples in 6 s
     assert (snapshot.elapsed, snapshot.buffer_batches, snapshot.message) == (6.0, 3, "loading models")
     assert log.num_samples == 12
