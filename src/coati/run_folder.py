@@ -68,11 +68,8 @@ def open_run_folder(config: RunSettings, *, overwrite: bool, is_resumed: bool = 
     """Make the output folder and hold it for a run inside the `with` block.
 
     Gives a function to call when training begins: it deletes what an earlier run wrote, unless that one is resumed, and
-    writes the settings.
-
-    Raises:
-        ConfigError: when the folder is not a run's, is in use, cannot be written, or holds a run that `overwrite` does
-            not allow to replace.
+    writes the settings. ConfigError if the folder is not a run's, is in use, cannot be written, or holds a run that
+    `overwrite` does not allow to replace.
     """
     folder = config.output_folder
     check_run_folder(config, overwrite=overwrite or is_resumed)

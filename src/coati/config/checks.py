@@ -149,14 +149,10 @@ def load_reward_function(name: str, search_paths: Sequence[Path] = ()) -> Callab
     """Import the function that "module:function" names.
 
     The search paths come first in `sys.path` during the import, and last from then on, because a reward may import its
-    neighbours when it is called.
+    neighbours when it is called. ConfigError says why it cannot be loaded.
 
-    Raises:
-        ConfigError: on bad syntax, a missing or broken module, a missing name, or something that is not callable.
-
-    Example:
-        >>> load_reward_function("math:sqrt")(9.0)
-        3.0
+    >>> load_reward_function("math:sqrt")(9.0)
+    3.0
     """
     module_name, _, attribute = name.partition(":")
     if not all(map(str.isidentifier, (attribute, *module_name.split(".")))):

@@ -149,14 +149,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunSettings
     """Read settings from a TOML file (or none), apply overrides, check everything.
 
     Relative paths in the file count from its folder if they exist there, else from the working directory. Two defaults
-    depend on the file: `run.name` (its stem) and `reward.search_paths` (its folder).
-
-    Args:
-        path: the TOML file; None starts from nothing but the overrides.
-        overrides: `section.key=value` each, the value in TOML's spelling; what is not TOML counts as a bare text.
-
-    Raises:
-        ConfigError: with one line per problem.
+    depend on the file: `run.name` (its stem) and `reward.search_paths` (its folder). Overrides are `section.key=value`
+    each, the value in TOML's spelling; what is not TOML counts as a bare text. ConfigError has one line per problem.
 
     Example:
         >>> config = load_config(
@@ -177,11 +171,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunSettings
 
 
 def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "") -> RunSettings:
-    """Turn a table of sections into checked settings; `source` is named in the error, the rest is as in `load_config`.
-
-    Raises:
-        ConfigError: with one line per problem.
-    """
+    """Turn a table of sections into checked settings; `source` is named in errors, the rest is as in `load_config`."""
     sections = copy.deepcopy(dict(data))
     for override in overrides:
         _apply_override(sections, override)

@@ -56,19 +56,9 @@ class PromptStream:
     `group_ids` [B] (all int64), `prompt` (B texts, as rendered) and every other column of the table (B values
     each). The samples of one prompt are adjacent.
 
-    Args:
-        table: the prompts.
-        tokenizer: a transformers tokenizer.
-        prompts_per_batch: prompts in a batch.
-        samples_per_prompt: how often each prompt is repeated.
-        seed: with `shuffle`, decides the order together with the number of the pass.
-        shuffle: a new order for every pass; False = the table's order.
-        context_length: the model's; None = not limited.
-        max_prompt_tokens: longer prompts are skipped; 0 = limited by the context only.
-        max_new_tokens: what will be asked of the model; only used to say when the context will cut it short.
-
-    Attributes:
-        skipped: positions skipped so far, by reason.
+    With `shuffle` each pass has an order of its own, by `seed`. Prompts that leave no room in the model's
+    `context_length`, or have more than `max_prompt_tokens` (0 = any number), are skipped. `max_new_tokens` only serves
+    to say when the context will cut responses short. The settings of `[prompts]` and `[rollout]` have the same names.
     """
 
     def __init__(
@@ -92,6 +82,7 @@ class PromptStream:
                 f"reserved, as are {', '.join(RESERVED_COLUMNS)}. Rename the column."
             )
         self.skipped: Counter[str] = Counter()
+        """Positions skipped so far, by reason."""
         self._table, self._tokenizer, self._columns = table, tokenizer, columns
         self._prompts_per_batch, self._samples_per_prompt = prompts_per_batch, samples_per_prompt
         self._seed, self._shuffle = seed, shuffle

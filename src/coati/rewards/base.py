@@ -104,11 +104,7 @@ class ModelReward(Reward):
         self._model = model.eval()
 
     def score(self, request: RewardRequest) -> Tensor:
-        """Return one score per sample, [B] float32, on the device of the sequences; NaN for non-finite ones.
-
-        Raises:
-            RewardError: when the model does not return one score per sequence.
-        """
+        """Return one score per sample, [B] float32, on the device of the sequences; NaN for non-finite ones."""
         device = next((parameter.device for parameter in self._model.parameters()), request.sequences.device)
         with torch.no_grad():
             scores = self._model(request.sequences.to(device), request.attention_mask.to(device))  # [B]
@@ -123,16 +119,7 @@ class ModelReward(Reward):
 
 
 class WeightedSum(Reward):
-    """The weighted sum of several rewards. A sample that one of them gives no score has none.
-
-    Args:
-        terms: (reward, weight) pairs whose rewards have different names.
-        name: what metrics and errors call the sum.
-
-    Attributes:
-        last_terms: mean score of each term in the latest batch, before weighting, over the samples that have
-            one (NaN when none has).
-    """
+    """The weighted sum of several rewards of different names. A sample that one of them gives no score has none."""
 
     def __init__(self, terms: Sequence[tuple[Reward, float]], name: str = "sum") -> None:
         names = [reward.name for reward, _ in terms]
@@ -140,6 +127,7 @@ class WeightedSum(Reward):
             raise ConfigError(f"reward.terms must be one or more rewards with different names, got {names}.")
         self.name = name
         self.last_terms: dict[str, float] = {}
+        """Mean score of each term in the latest batch, before weighting; NaN where no sample has one."""
         self.is_host_work = all(reward.is_host_work for reward, _ in terms)
         self.timeout_seconds = sum(reward.timeout_seconds for reward, _ in terms)
         self._terms = tuple(terms)

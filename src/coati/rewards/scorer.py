@@ -113,14 +113,10 @@ class PendingScores:
 
 
 class RewardScorer:
-    """Scores finished sequences with a `Reward`.
+    """Scores finished sequences with a `Reward`, which is asked again `retries` times when it fails on a batch.
 
-    Args:
-        reward: what to ask.
-        tokenizer: decodes prompts and completions; special tokens are left out of both.
-        retries: how often a reward that fails on a batch is asked again.
-        max_quarantined: groups that the user of `begin` may leave out because the reward fails on a sample of theirs;
-            0 = a failure is an error.
+    The user of `begin` may leave out `max_quarantined` groups because the reward fails on a sample of theirs; 0 = a
+    failure is an error. The tokenizer decodes prompts and completions, without special tokens.
     """
 
     def __init__(self, reward: Reward, tokenizer: Any, *, retries: int = 0, max_quarantined: int = 0) -> None:
