@@ -53,7 +53,6 @@ class WorkLoop:
         pipeline: ExperiencePipeline,
         sender: ItemSender,
         *,
-        name: str = "this maker",
         deadlines: Deadlines | None = None,
         stop: threading.Event | None = None,
         notify: Callable[..., None] = lambda *_: None,
@@ -65,7 +64,6 @@ class WorkLoop:
     ) -> None:
         self._pipeline = pipeline
         self._sender = sender
-        self._name = name
         self._deadlines = deadlines or Deadlines()
         self._stop = stop or threading.Event()
         self._notify = notify
