@@ -9,6 +9,11 @@ def one_or_more(text: str) -> int:
     return _at_least(1, text)
 
 
+def two_or_more(text: str) -> int:
+    """A whole number, 2 or more."""
+    return _at_least(2, text)
+
+
 def zero_or_more(text: str) -> int:
     """A whole number, 0 or more."""
     return _at_least(0, text)

@@ -4,21 +4,22 @@
     python benchmarks/checkpoints.py --device cpu     a model of the demo's size, one thread
 
 A step is the learner's, on 64 samples, with data at hand: a trainer that waits for data has time to spare, so this is
-the most that checkpoints can cost. Blocks of `--every` steps alternate: one without a checkpoint, one that begins with
+the most that checkpoints can cost. Blocks of steps alternate: one without a checkpoint, one that begins with
 `Checkpoints.save` (the training thread copies the state to host memory, another thread writes, syncs and renames it
 while the steps continue) and that ends when the checkpoint is written, as the next one would wait for that. The cost is
-the difference of their medians.
+the mean of the differences, with its standard error; divided by `--every` steps, it is the share of the throughput.
 """
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from checked import check_device, one_or_more
+from checked import check_device, one_or_more, two_or_more
 from train_step import TINY, Case, Shape, make_batch, make_learner
 
 from coati.cli.train import quiet_libraries
@@ -81,7 +82,7 @@ class Blocks:
         return time.perf_counter() - began
 
 
-def measure(shape: Shape, device: str, folder: Path, *, every: int, rounds: int) -> dict[str, object]:
+def measure(shape: Shape, device: str, folder: Path, *, steps: int, rounds: int) -> dict[str, object]:
     blocks = Blocks(shape, device, folder)
     blocks.steps(5)
     first = blocks.block(3, saves=True)  # with what only the first one does
@@ -91,25 +92,19 @@ def measure(shape: Shape, device: str, folder: Path, *, every: int, rounds: int)
     pairs = []
     for number in range(rounds):
         order = (False, True) if number % 2 == 0 else (True, False)
-        pair = {saves: blocks.block(every, saves=saves) for saves in order}
-        pairs.append(pair)
-        line = {saves: "  ".join(f"{name} {seconds:.3f}" for name, seconds in pair[saves].items()) for saves in pair}
-        print(f"round {number}\n    without: {line[False]}\n    with:    {line[True]}", flush=True)
-    without, with_one = (statistics.median(pair[saves]["total"] for pair in pairs) for saves in (False, True))
-    cost, step = with_one - without, without / every
+        pairs.append({saves: blocks.block(steps, saves=saves) for saves in order})
+    costs = [pair[True]["total"] - pair[False]["total"] for pair in pairs]
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
         "bytes": size,
         "first_copy_seconds": first["copy"],
         "write_seconds": write,
-        "every": every,
-        "step_seconds": step,
+        "block_steps": steps,
+        "step_seconds": statistics.median(pair[False]["total"] for pair in pairs) / steps,
         "copy_seconds": statistics.median(pair[True]["copy"] for pair in pairs),
-        "cost_seconds": cost,
-        "cost_steps": cost / step,
-        "cost_fraction": cost / without,
-        "costs": [pair[True]["total"] / pair[False]["total"] - 1 for pair in pairs],
+        "cost_seconds": statistics.fmean(costs),
+        "cost_error": statistics.stdev(costs) / math.sqrt(len(costs)),
         "rounds": [{"without": pair[False], "with": pair[True]} for pair in pairs],
     }
 
@@ -119,22 +114,25 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model and batches of nearly nothing")
     parser.add_argument("--every", type=one_or_more, default=50, help="steps for each checkpoint (train.save_every)")
-    parser.add_argument("--rounds", type=one_or_more, default=5, help="pairs of blocks")
+    parser.add_argument("--steps", type=one_or_more, help="steps of a block; by default 50, on the CPU 10")
+    parser.add_argument("--rounds", type=two_or_more, help="pairs of blocks; by default 5, on the CPU 100")
     parser.add_argument("--folder", type=Path, help="where checkpoints go; by default a temporary folder")
     parser.add_argument("--json", type=Path, help="write all numbers here too")
     options = parser.parse_args()
     check_device(parser, options.device)
+    steps, rounds = (10, 100) if options.device == "cpu" else (50, 5)
     quiet_libraries(False)
     if options.device == "cpu":
         set_up_cpu(1)
     shape = TINY if options.tiny else DEMO if options.device == "cpu" else Shape()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        result = measure(shape, options.device, Path(folder), every=options.every, rounds=options.rounds)
+        steps, rounds = options.steps or steps, options.rounds or rounds
+        result = measure(shape, options.device, Path(folder), steps=steps, rounds=rounds)
+    step, cost, error = (result[name] for name in ("step_seconds", "cost_seconds", "cost_error"))
+    share, share_error = (seconds / (step * options.every) for seconds in (cost, error))
     print(
-        f"a checkpoint every {options.every} steps of {result['step_seconds']:.3f} s costs "
-        f"{result['cost_fraction']:.1%}: {result['cost_seconds']:.3f} s or {result['cost_steps']:.2f} steps, of which "
-        f"{result['copy_seconds']:.3f} s are the copy; each round: "
-        f"{', '.join(f'{cost:.1%}' for cost in result['costs'])}"
+        f"a checkpoint costs {cost:.3f} ± {error:.3f} s or {cost / step:.2f} steps of {step:.3f} s, of which "
+        f"{result['copy_seconds']:.3f} s are the copy; every {options.every} steps: {share:.1%} ± {share_error:.1%}"
     )
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

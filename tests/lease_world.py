@@ -43,7 +43,9 @@ class World:
         groups_per_version: int = 8,
         lead: int = 1,
         max_staleness: int | None = 1,
+        in_batches: bool = False,
     ) -> None:
+        """With `in_batches`, a maker takes new leases when the longest of those that it holds has ended."""
         self.seed, self.rng = seed, random.Random(seed)
         self.rules = [
             LedgerRules(
@@ -59,7 +61,7 @@ class World:
         ]
         self.ledgers = [Ledger(rules) for rules in self.rules]
         self.versions, self.train_time, self.commit_delay = versions, train_time, commit_delay
-        self.tail, self.drop_rate = tail, drop_rate
+        self.tail, self.drop_rate, self.in_batches = tail, drop_rate, in_batches
         self.makers = {
             f"maker-{i}": Maker(f"maker-{i}", *both) for i, both in enumerate(zip(speeds, slots, strict=True))
         }
@@ -96,17 +98,16 @@ class World:
         for maker in list(self.makers.values()):
             for stream, ledger in enumerate(self.ledgers):
                 free = maker.slots - len(maker.busy)
-                if maker.is_stalled or free <= 0:
+                if maker.is_stalled or free <= 0 or (self.in_batches and maker.busy):
                     continue
                 maker.asks += 1
                 wanted = free * self.rules[stream].group_size
-                for lease in ledger.lease(
-                    maker.name, ask=maker.asks, version=maker.version, wanted=wanted, now=self.now
-                ):
+                leases = ledger.lease(maker.name, ask=maker.asks, version=maker.version, wanted=wanted, now=self.now)
+                lengths = [self.length(lease.number) / maker.speed for lease in leases]
+                for lease, length in zip(leases, lengths, strict=True):
                     maker.busy.add((stream, lease))
-                    self.at(
-                        self.now + self.length(lease.number) / maker.speed, "done", maker, stream, lease, maker.version
-                    )
+                    ends = self.now + (max(lengths) if self.in_batches else length)
+                    self.at(ends, "done", maker, stream, lease, maker.version)
                 in_flight = sum(work.state != "trained" for work in ledger._works.values()) * ledger.rules.group_size
                 self.most_in_flight = max(self.most_in_flight, in_flight)
 
