@@ -72,6 +72,25 @@ def test_what_a_dead_maker_was_granted_after_its_release_goes_to_its_successor()
     assert ledger.deliver([early, *leases], now=3.0) == leases
 
 
+@pytest.mark.parametrize("first_epoch", [0, 5])
+def test_what_was_made_for_a_lease_before_a_restore_is_refused(first_epoch: int) -> None:
+    ledger = Ledger(LedgerRules(samples_per_version=2, total_samples=2))
+    before = ledger.lease("maker", ask=1, version=0, wanted=2, now=0.0)
+    restored = Ledger.restored(ledger.rules, ledger.state(), first_epoch=first_epoch)
+    again = restored.lease("maker", ask=1, version=0, wanted=2, now=1.0)
+    assert [lease.number for lease in again] == [lease.number for lease in before]
+    assert min(lease.epoch for lease in again) >= first_epoch
+    assert restored.deliver([*before, *again], now=2.0) == again
+
+
+def test_a_version_ends_with_what_was_picked_for_it() -> None:
+    ledger = Ledger(LedgerRules(samples_per_version=2, total_samples=8))
+    ledger.deliver(ledger.lease("maker", ask=1, version=0, wanted=3, now=0.0), now=1.0)
+    assert [ledger.pick() for _ in range(3)] == [0, 1, 2]
+    ledger.train(1)
+    assert ledger.picked == [2]  # one of the next version's two
+
+
 def test_a_request_that_others_have_overtaken_is_not_granted() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=8, total_samples=8))
     request = functools.partial(ledger.lease, "maker", version=0, wanted=1, now=0.0)

@@ -241,6 +241,12 @@ def test_rows_without_tokens_and_batches_without_any():
     assert critic(sequences, torch.zeros_like(mask)).shape == sequences.shape
 
 
+def test_a_token_with_nothing_before_it_is_not_scored():
+    sequences, mask = torch.tensor([[6, 7, 8], [0, 4, 5]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
+    logprobs, _ = action_logprobs(causal_lm("llama"), sequences, mask, 2)
+    assert (logprobs == 0).tolist() == [[False, False], [True, False]]
+
+
 def test_a_batch_in_which_nothing_is_scored_still_reaches_every_weight():
     # Ranks that share gradients wait for all of them, whatever one of them has to say.
     model = causal_lm("llama")
