@@ -299,7 +299,6 @@ batch_size = {arguments.batch}
 actor_lr = {1e-6 if is_gpu else 1e-3}
 critic_lr = {1e-6 if is_gpu else 1e-3}
 compile = {"true" if is_gpu else "false"}
-micro_batch_tokens = {32768 if is_gpu else 16384}
 mixed_precision = {arguments.mixed_precision if is_gpu else "false"}
 
 [topology]
