@@ -266,9 +266,9 @@ class TrainSettings(Section, section="train"):
         "on a GPU, after a minute of compiling.",
     )
     save_every: int = setting(
-        0,
+        100,
         "Save a checkpoint every so many weight versions, in checkpoints/version-N of the output folder; 0 = only when "
-        "the run is stopped. `coati train --resume` continues from it.",
+        "the run is stopped. `coati train --resume`, and trainers that are started again, continue from it.",
         ge=0,
     )
     checkpoints_kept: int = setting(2, "Checkpoints that are kept; older ones are deleted.", ge=1)

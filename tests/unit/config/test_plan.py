@@ -70,7 +70,7 @@ def test_the_plan_says_which_reward_and_where_files_go():
     )
     text = words(plan)
     assert "Reward: 0.5 x kind + 1 x rm." in text
-    assert "out/ (config.toml, metrics.jsonl, samples.jsonl, spans.jsonl; final model in model/)" in text
+    assert "out/ (config.toml, metrics.jsonl, samples.jsonl, spans.jsonl; final model in model/" in text
     assert "LoRA adapters" in text
 
 
