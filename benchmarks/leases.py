@@ -113,6 +113,7 @@ class DealtShares:
     def deliver(self, leases: Iterable[Lease], **_: object) -> list[Lease]:
         made = list(leases)
         self._delivered.update(lease.number for lease in made)
+        self.events.append({"deliver": [lease.number for lease in made]})
         return made
 
     def pick(self) -> int | None:
@@ -121,7 +122,7 @@ class DealtShares:
         self.num_picked += 1
         return self.num_picked - 1
 
-    def train(self, version: int) -> None:
+    def train(self, version: int, *_: object) -> None:
         self.version = version
 
     @property
@@ -220,7 +221,6 @@ class Slot:
         self.loop = WorkLoop(
             ExperiencePipeline(engine, self.served, rules=rules),
             sender,
-            name=maker.name,
             deadlines=maker.deadlines,
             stop=maker.stopped,
             settle=lambda batch, items: maker.prompts.settle(batch, items),

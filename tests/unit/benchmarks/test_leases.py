@@ -1,8 +1,12 @@
 """The benchmark of leases, shortened: what it compares with, and that both sides keep the bound."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+import tiny
+
+from coati.experience_buffer.leased import LeaseRequest
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -34,3 +38,16 @@ def test_leases_beat_dealt_shares_when_makers_are_uneven_and_both_keep_the_bound
     assert max(dealt.oldest, leased.oldest) <= 4
     assert leased.samples_per_second > 2 * dealt.samples_per_second
     assert leased.mean_age < dealt.mean_age
+
+
+@pytest.mark.parametrize("rule", ["dealt", "leases"])
+def test_actors_of_both_rules_lease_and_deliver(leases, rule):
+    case = leases.Case("even", rule, 1, 1, "batches")
+    trainer = leases.Trainer(case, 0.0, 2, "run")
+    maker = leases.Maker(case, 1, 100, 0.0, 2, "run")
+    lent = trainer.lease(LeaseRequest(maker.name, 1, 0, 64))
+    items = [dataclasses.replace(tiny.item(lease.number), lease=tuple(lease)) for lease in lent]
+    trainer.buffer_extend(items)
+    assert len(lent) == (32 if rule == "dealt" else 64)  # a quarter of two versions, or what was asked for
+    assert trainer.buffer_get_length() == len(lent) // 64
+    trainer._leased.train(1)
