@@ -36,28 +36,28 @@ def coati_command():
 
 
 @pytest.fixture
-def coati_here(monkeypatch, capsys):
-    """Runs the `coati` command in this process, which saves its imports; gives exit code, stdout and stderr.
+def coati_here(monkeypatch, capsys, caplog):
+    """Runs the `coati` command in this process, which saves its imports; gives exit code, stdout, and stderr with logs.
 
     For one that starts a Ray, add the fixture `forked_workers`, which saves those of the actors.
     """
 
-    def run(*arguments, cwd=None, **variables):
-        monkeypatch.setattr(sys, "argv", ["coati", *map(str, arguments)])
-        for name, value in {"COLUMNS": "200", **variables}.items():
-            monkeypatch.setenv(name, value)
-        if cwd is not None:
-            monkeypatch.chdir(cwd)
+    def run(*arguments, cwd=".", **variables):
         capsys.readouterr()
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        finally:
-            sys.modules.pop("film_rewards", None)  # the next test writes its own
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["coati", *map(str, arguments)])
+            patch.chdir(cwd)
+            for name, value in {"COLUMNS": "200", **variables}.items():
+                patch.setenv(name, value)
+            try:
+                main()
+                code = 0
+            except SystemExit as stop:
+                code = stop.code or 0
+        sys.modules.pop("film_rewards", None)  # the next test writes its own
         captured = capsys.readouterr()
-        return subprocess.CompletedProcess(arguments, code, captured.out, captured.err)
+        return subprocess.CompletedProcess(arguments, code, captured.out, captured.err + caplog.text)
 
     return run
 

@@ -175,7 +175,7 @@ def test_there_is_never_a_silent_fresh_start(film_run, fails_at, tmp_path):
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_a_detached_run_that_failed_ends_in_the_same_bits(film_run, unbroken, fails_at, coati_here, tmp_path, caplog):
+def test_a_detached_run_that_failed_ends_in_the_same_bits(film_run, unbroken, fails_at, coati_here, tmp_path):
     whole = unbroken(film_run, SETTINGS)
     out = tmp_path / "out"
     fails_at(5)
@@ -188,7 +188,7 @@ def test_a_detached_run_that_failed_ends_in_the_same_bits(film_run, unbroken, fa
     assert "would continue from" in told.stdout
     resumed = coati_here("train", "--resume", out, "--set", "topology.makers=2")
     assert resumed.returncode == 0, resumed.stderr
-    assert "topology.makers was 1, is 2" in caplog.text
+    assert "topology.makers was 1, is 2" in resumed.stderr
     assert weights(out) == weights(whole)
     assert [row["step"] for row in rows(out)] == list(range(1, 11))
     assert coati_here("audit", out).returncode == 0

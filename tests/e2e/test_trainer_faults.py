@@ -27,7 +27,7 @@ def changed(*settings):
 
 
 @pytest.fixture
-def check(film_run, coati_here, coati_command, tmp_path):
+def check(film_run, coati_here, forked_workers, tmp_path):
     """The account of the run closes, and its model has the bits of a run without faults."""
 
     def go(*settings):
@@ -35,7 +35,7 @@ def check(film_run, coati_here, coati_command, tmp_path):
         assert audit.returncode == 0, audit.stdout
         arguments = ("train", film_run, *changed(*SETTINGS, *settings, f"run.output={tmp_path / 'calm'}"))
         is_group = "topology.trainers=2" in settings
-        calm = coati_command(*arguments) if is_group else coati_here(*arguments, "--sync")
+        calm = coati_here(*arguments, *([] if is_group else ["--sync"]))
         assert calm.returncode == 0, calm.stderr
         one, other = ((tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("out", "calm"))
         assert one == other
@@ -45,13 +45,13 @@ def check(film_run, coati_here, coati_command, tmp_path):
 
 
 @pytest.fixture
-def killed_run(film_run, coati_command, check, tmp_path):
+def killed_run(film_run, coati_here, check, tmp_path):
     """Train with faults that kill trainers; returns what was printed."""
 
     def go(*faults, settings=()):
         schedule = Schedule(tmp_path / "faults", faults)
         arguments = ("train", film_run, *changed(*SETTINGS, *settings))
-        finished = coati_command(*arguments, **{VARIABLE: str(tmp_path / "faults")})
+        finished = coati_here(*arguments, **{VARIABLE: str(tmp_path / "faults")})
         told = finished.stdout + finished.stderr
         assert finished.returncode == 0, told
         assert all(schedule.has_happened(number) for number in range(len(faults))), told
@@ -84,7 +84,7 @@ def test_a_rank_is_killed_anywhere_and_no_bit_changes(killed_run, point, trainer
 
 
 @pytest.mark.long
-def test_a_detached_run_whose_driver_is_killed_is_resumed_to_the_same_bits(film_run, coati_command, check, tmp_path):
+def test_a_detached_run_whose_driver_is_killed_is_resumed_to_the_same_bits(film_run, coati_here, check, tmp_path):
     """The driver dies when the trainer is in its third step, which is held until then."""
     schedule = Schedule(tmp_path / "faults", [Fault("trainer.after_backward", "block", actor="trainer-0", nth=3)])
     command = [sys.executable, "-m", "coati.cli.main", "train", film_run, *changed(*SETTINGS)]
@@ -97,7 +97,7 @@ def test_a_detached_run_whose_driver_is_killed_is_resumed_to_the_same_bits(film_
             time.sleep(0.1)
         driver.send_signal(signal.SIGKILL)
     schedule.release()
-    resumed = coati_command("train", "--resume", tmp_path / "out")
+    resumed = coati_here("train", "--resume", tmp_path / "out")
     assert resumed.returncode == 0, resumed.stderr
     assert "the run continues from version 2" in resumed.stderr
     check()

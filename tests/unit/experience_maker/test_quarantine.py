@@ -65,7 +65,7 @@ class Rig:
         )
         served = ServedModels(self.maker.trained_models)
         self.pipeline = ExperiencePipeline(self.maker, served, rules=RULES, generate_kwargs={"max_new_tokens": 3})
-        self.buffer = LeasedBuffer(RULES, 8)
+        self.buffer = LeasedBuffer(RULES, 8, clock=lambda: 0.0)
         self.fates = []
         drop = self.buffer._ledger.drop
         self.buffer._ledger.drop = lambda lease, reason, fate: (
