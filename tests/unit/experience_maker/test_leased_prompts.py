@@ -16,7 +16,11 @@ class Trainer:
     """The side of a trainer that grants leases and takes what was made."""
 
     def __init__(self, rules):
-        self.buffer, self.requests, self.error = LeasedBuffer(rules, rules.samples_per_version, clock=lambda: 0.0), [], None
+        self.buffer, self.requests, self.error = (
+            LeasedBuffer(rules, rules.samples_per_version, clock=lambda: 0.0),
+            [],
+            None,
+        )
 
     def lease(self, request):
         if self.error is not None:
