@@ -140,8 +140,7 @@ class RewardSettings(Section, section="reward"):
     retries: int = setting(1, "How often a function that raises or hangs is called again with the same batch.", ge=0)
     max_quarantined: int = setting(
         64,
-        "Groups that a maker may put aside because the function fails on one of their samples; more end the run. "
-        "0 = the first failure does.",
+        "Groups that a maker may leave out because the function fails on a sample of theirs; one more ends the run.",
         ge=0,
     )
     isolation: Literal["thread", "process"] = setting(
