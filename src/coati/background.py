@@ -10,11 +10,7 @@ T = TypeVar("T")
 
 
 def run_in_background(call: Callable[[], T], *, name: str) -> "Future[T]":
-    """Run one call on a thread of its own.
-
-    >>> run_in_background(lambda: 6 * 7, name="sum").result(timeout=10)
-    42
-    """
+    """Run one call on a thread of its own."""
     worker = BackgroundThread(name=name)
     future = worker.run(call)
     worker.close()
@@ -51,10 +47,7 @@ class BackgroundThread:
         return future
 
     def close(self) -> None:
-        """Let the thread end after the calls it has; later calls get a new one.
-
-        Also the way to get past a call that is stuck.
-        """
+        """Let the thread end after the calls it has; later calls get a new one, past a call that is stuck."""
         if self._calls is not None:
             self._calls.put(None)
             self._calls = None

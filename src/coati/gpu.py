@@ -51,9 +51,8 @@ def _memory_there() -> str:
 class ProcessorShare:
     """Some of a card's processors, for work that leaves the others to another process.
 
-    Kernels of two processes run at the same time only under NVIDIA's MPS, and then large ones, as training has them,
-    leave no processor to the many small ones of generation: those wait until a large one ends. What is launched inside
-    `used()` stays on `share` of the processors.
+    Under NVIDIA's MPS the large kernels of training leave no processor to the many small ones of generation. What is
+    launched inside `used()` stays on `share` of the processors.
     """
 
     def __init__(self, device: torch.device, share: float) -> None:

@@ -27,11 +27,6 @@ class WireTensor(NamedTuple):
     array: np.ndarray
     dtype: str
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the payload in bytes."""
-        return int(self.array.nbytes)
-
 
 def encode(tensor: Tensor) -> WireTensor:
     """The tensor's bytes as an array; shares memory with a contiguous CPU tensor.

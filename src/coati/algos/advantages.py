@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coati.algos.masked import at_least_float32, divide_by_count, spread, zero_padding
+from coati.algos.masked import at_least_float32, check_per_row, divide_by_count, spread, zero_padding
 from coati.errors import DataError
 
 
@@ -24,19 +24,13 @@ def shaped_rewards(
     *,
     kl_coef: float,
 ) -> Tensor:
-    """-kl_coef · kl on each response token, plus the score on the last one, `[B, T]`.
-
-    A row without a response token gets nothing, its score included.
+    """-kl_coef · kl on each response token, plus the score on the last one, `[B, T]`; nothing without a token.
 
     >>> mask = torch.tensor([[True, True, False]])
     >>> shaped_rewards(torch.tensor([1.0]), torch.tensor([[0.5, 0.25, 9.0]]), mask, kl_coef=1.0).tolist()
     [[-0.5, 0.75, 0.0]]
     """
-    if scores.shape != mask.shape[:1]:
-        raise DataError(
-            f"scores must be [{mask.shape[0]}], one for each row of the mask, got shape "
-            f"{tuple(scores.shape)}. Reduce per-token scores to one number per response first."
-        )
+    check_per_row(scores, mask, name="scores")
     clean_kl = zero_padding(kl, mask, name="kl")
     # An estimate may overflow to inf where there is no penalty, and 0 * inf is nan.
     penalty = clean_kl * -kl_coef if kl_coef != 0 else torch.zeros_like(clean_kl)
@@ -71,11 +65,7 @@ def discounted_returns(
     *,
     gamma: float,
 ) -> Tensor:
-    """Discounted sum of the rewards from each token on, `[B, T]`, zeros on padding.
-
-    >>> discounted_returns(torch.tensor([[1.0, 2.0]]), torch.tensor([[True, True]]), gamma=0.5).tolist()
-    [[2.0, 2.0]]
-    """
+    """Discounted sum of the rewards from each token on, `[B, T]`, zeros on padding."""
     return discounted_sums(zero_padding(rewards, mask, name="rewards"), mask, decay=gamma)
 
 
@@ -103,12 +93,7 @@ def discounted_sums(
     *,
     decay: float | Tensor,  # one number, or [B, T]
 ) -> Tensor:
-    """S_t = terms_t + decay_t · S_{t+1} for each t, `[B, T]`, and 0 after the end.
-
-    >>> terms, mask = torch.tensor([[1.0, 1.0]]), torch.tensor([[True, True]])
-    >>> discounted_sums(terms, mask, decay=torch.tensor([[0.25, 9.0]])).tolist()
-    [[1.25, 1.0]]
-    """
+    """S_t = terms_t + decay_t · S_{t+1} for each t, `[B, T]`, and 0 after the end."""
     if terms.is_cuda:  # hundreds of sums so small that the host is done with all of them before a GPU has begun them
         decay = decay.cpu() if isinstance(decay, Tensor) else decay
         return discounted_sums(terms.cpu(), mask.cpu(), decay=decay).to(terms.device)
@@ -143,8 +128,6 @@ def grpo_advantages(
     >>> scores, group_ids = torch.tensor([1.0, 5.0, 3.0, 7.0]), torch.tensor([0, 1, 0, 1])
     >>> grpo_advantages(scores, group_ids, eps=0.0).tolist()
     [-1.0, -1.0, 1.0, 1.0]
-    >>> grpo_advantages(torch.tensor([1.0, 4.0]), torch.tensor([0, 0]), normalize_std=False).tolist()
-    [-1.5, 1.5]
     """
     groups = _groups(scores, group_ids)
     centered = groups.above_lowest - groups.mean_of(groups.above_lowest)
@@ -160,9 +143,7 @@ def rloo_advantages(
     scores: Tensor,  # [B] one score per response
     group_ids: Tensor,  # [B] integers
 ) -> Tensor:
-    """Score minus the mean score of the *other* responses of its group, `[B]`.
-
-    A response alone in its group has nothing to be held against and gets 0.
+    """Score minus the mean score of the *other* responses of its group, `[B]`; 0 for a response alone in its group.
 
     >>> rloo_advantages(torch.tensor([1.0, 2.0, 6.0, 9.0]), torch.tensor([7, 7, 7, 8])).tolist()
     [-3.0, -1.5, 4.5, 0.0]
@@ -184,12 +165,6 @@ def reinforce_returns(
 
     With `group_ids`, the variant with a baseline: every token of a response gives up the mean return of its
     group, where a response's return is that of its first token, and rows without a token do not count.
-
-    >>> rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.ones(2, 2, dtype=torch.bool)
-    >>> reinforce_returns(rewards, mask, gamma=1.0).tolist()
-    [[1.0, 1.0], [3.0, 3.0]]
-    >>> reinforce_returns(rewards, mask, gamma=1.0, group_ids=torch.tensor([0, 0])).tolist()
-    [[-1.0, -1.0], [1.0, 1.0]]
     """
     returns = discounted_returns(token_rewards.detach(), mask, gamma=gamma)  # [B, T]
     if group_ids is not None:
@@ -207,13 +182,9 @@ def has_signal(
     scores: Tensor,  # [B] one score per response
     group_ids: Tensor,  # [B] integers
 ) -> Tensor:
-    """False for the responses of groups whose scores are all equal, `[B]` bool.
+    """False for the responses of groups whose scores are all equal, `[B]` bool; also for one alone in its group.
 
     Their group advantages are zero, so training on them teaches nothing; DAPO samples other prompts instead.
-    A response alone in its group has no signal either.
-
-    >>> has_signal(torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([5, 5, 6, 6])).tolist()
-    [True, True, False, False]
     """
     groups = _groups(scores, group_ids)
     return groups.sum_of(groups.above_lowest) > 0

@@ -131,14 +131,7 @@ def weight_sums(
     *,
     level: ImportanceLevel,
 ) -> WeightSums:
-    """Sums of the uncut weights of all tokens, or all responses, to be merged over micro-batches.
-
-    >>> one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    >>> half = weight_sums(torch.tensor([[3.0]]).log(), mask, level="token")
-    >>> both = half.merge(weight_sums(one, mask, level="token"))
-    >>> round(both.effective_sample_size().item(), 4)  # (3 + 1)² / (2 · (9 + 1))
-    0.8
-    """
+    """Sums of the uncut weights of all tokens, or all responses, to be merged over micro-batches."""
     log_weights, is_sample = _samples(log_ratios, mask, level)
     real = torch.where(is_sample, log_weights, torch.full_like(log_weights, -math.inf)).flatten()
     return WeightSums(
@@ -156,13 +149,7 @@ def ratio_tails(
     cap: float,
     num_samples: Tensor | float,  # scalar: tokens, or responses, in the whole step, over all ranks
 ) -> RatioTails:
-    """Largest weight, share of weights above `cap`, and mean |log w|, of tokens or responses.
-
-    >>> log_ratios, mask = torch.tensor([[4.0, 1.0]]).log(), torch.ones(1, 2, dtype=torch.bool)
-    >>> tails = ratio_tails(log_ratios, mask, level="token", cap=2.0, num_samples=2)
-    >>> round(tails.ratio_max.item(), 4), tails.fraction_above_cap.item()
-    (4.0, 0.5)
-    """
+    """Largest weight, share of weights above `cap`, and mean |log w|, of tokens or responses."""
     log_weights, is_sample = _samples(log_ratios, mask, level)
     ratios = zero_padding(finite_ratio(log_weights), is_sample)
     return RatioTails(

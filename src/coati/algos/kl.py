@@ -76,11 +76,6 @@ def kl_penalty(
     """Σ weight · KL estimate, a scalar to be added to the loss times its coefficient. The gradient is of `logprobs`.
 
     k1 is refused: its gradient averages to zero whatever the policy does.
-
-    >>> import torch
-    >>> half, mask = torch.full((1, 2), 0.5), torch.tensor([[True, True]])
-    >>> kl_penalty(torch.zeros(1, 2), torch.full((1, 2), -2.0), mask, kind="k2", weights=half).item()
-    2.0
     """
     if kind == "k1":
         raise ConfigError("a KL term in the loss must be estimated with k2 or k3, got 'k1', whose gradient is zero.")

@@ -136,13 +136,7 @@ def clipped_value_loss(
     clip: float,
     num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
 ) -> ValueLossOutput:
-    """Half the squared error to `returns`, where moving more than `clip` from `old_values` earns nothing.
-
-    >>> one = torch.ones(1, 1)
-    >>> out = clipped_value_loss(3 * one, one, 2 * one, one.bool(), clip=0.5, num_tokens=1)
-    >>> out.loss.item()  # 0.5 · max((3 - 2)², (1.5 - 2)²)
-    0.5
-    """
+    """Half the squared error to `returns`, where moving more than `clip` from `old_values` earns nothing."""
     current = zero_padding(values, mask, name="values")
     old = zero_padding(old_values.detach(), mask, name="old_values")
     targets = zero_padding(returns.detach(), mask, name="returns")
@@ -163,11 +157,7 @@ def entropy_bonus(
     *,
     num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
 ) -> Tensor:
-    """Σ entropy / num_tokens, a scalar to be subtracted from the loss, times its coefficient.
-
-    >>> entropy_bonus(torch.tensor([[0.5, 1.5]]), torch.tensor([[True, True]]), num_tokens=2).item()
-    1.0
-    """
+    """Σ entropy / num_tokens, a scalar to be subtracted from the loss, times its coefficient."""
     return divide_by_count(masked_sum(entropy, mask), num_tokens)
 
 
@@ -193,8 +183,6 @@ def loss_weights(
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> loss_weights(mask, mode="sequence", num_sequences=2).tolist()
     [[0.25, 0.25], [0.5, 0.0]]
-    >>> loss_weights(mask, mode="constant", num_sequences=2, max_length=4).tolist()
-    [[0.125, 0.125], [0.125, 0.0]]
     """
     ones = zero_padding(torch.ones(mask.shape, dtype=dtype, device=mask.device), mask)
     if mode == "token":

@@ -1,9 +1,4 @@
-"""LoRA through peft: how adapters get onto a model and off it again, and what they add up to.
-
-A trainer's model may carry adapters where a maker's has none. `LoRAConstructor` turns what the one publishes into
-weights for the other: `W = W₀ + scale·B·A`, from the same W₀ every time, so nothing accumulates however many
-updates come.
-"""
+"""LoRA through peft: how adapters get onto a model and off it again, and what they add up to."""
 
 import copy
 import dataclasses
@@ -111,6 +106,8 @@ def as_layer_lora(value: Any) -> LayerLoRA:
 class LoRAConstructor:
     """Builds the weights of a model without adapters from what a model with adapters publishes.
 
+    A weight is `W = W₀ + scale·B·A`, from the same W₀ every time, so nothing accumulates however many updates come.
+
     >>> base = {"layer.weight": torch.zeros(2, 2)}
     >>> adapters = {"layer.lora_A.default.weight": torch.ones(1, 2), "layer.lora_B.default.weight": torch.ones(2, 1)}
     >>> settings = {"layer": LayerLoRA(rank=1, alpha=2, dropout=0.0, scale=2.0)}
@@ -132,8 +129,8 @@ class LoRAConstructor:
             scaling = getattr(module, "scaling", None)
             if not isinstance(scaling, dict) or not hasattr(module, "lora_A"):
                 continue
-            adapter = next(iter(scaling), None)
-            if adapter is None or adapter not in module.lora_A:
+            adapter = next((name for name in scaling if name in module.lora_A), None)
+            if adapter is None:
                 continue
             found[plain_name(f"{name}.").removesuffix(".")] = LayerLoRA(
                 rank=int(module.r[adapter]),

@@ -19,7 +19,7 @@ class PolicyLoss(nn.Module):
 
     def __init__(self, clip_eps: float = 0.2) -> None:
         super().__init__()
-        self.clip_eps = _positive("clip_eps", clip_eps, usual=0.2)
+        self.clip_eps = _positive(clip_eps, usual=0.2)
 
     def forward(
         self,
@@ -54,7 +54,7 @@ class ValueLoss(nn.Module):
 
     def __init__(self, clip_eps: float = 0.4) -> None:
         super().__init__()
-        self.clip_eps = _positive("clip_eps", clip_eps, usual=0.4)
+        self.clip_eps = _positive(clip_eps, usual=0.4)
 
     def forward(
         self,
@@ -82,8 +82,7 @@ def _mask_or_all(action_mask: Tensor | None, like: Tensor) -> Tensor:
     return torch.ones_like(like, dtype=torch.bool) if action_mask is None else action_mask.bool()
 
 
-def _positive(name: str, value: float, *, usual: float) -> float:
-    # `not >` instead of `<=`, so that nan is refused too.
-    if not value > 0:
-        raise ConfigError(f"{name} must be greater than 0, got {value}. The usual value is {usual}.")
-    return value
+def _positive(clip_eps: float, *, usual: float) -> float:
+    if not clip_eps > 0:  # nan too
+        raise ConfigError(f"clip_eps must be greater than 0, got {clip_eps}. The usual value is {usual}.")
+    return clip_eps

@@ -41,11 +41,9 @@ logger = logging.getLogger(__name__)
 
 SCORED_TOKENS = 32768
 """Tokens that are scored in one pass: enough to keep a large GPU busy, and a bound on what it has to hold."""
-
 # Decoders whose layers hand on what they do not know to their attention, and whose body ends in what the head reads:
 # no scaling, no soft cap. Each is held against its padded self in the tests.
 PACKED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "olmo2", "gpt2", "gpt_neox")
-
 
 LEAST_TOKENS = 4
 """A beginning in common that is worth its bookkeeping."""
@@ -93,10 +91,9 @@ class SharedPrefixes:
 
 
 def _lenders(in_common: Sequence[int], least: int) -> tuple[list[int], list[int]]:
-    """From which row each one takes its first tokens, and how many.
+    """From which row each one takes its first tokens, and how many; `in_common` is what it shares with the one before.
 
-    `in_common` has what each row but the first shares with the one before; what that one took itself is from the same
-    lender, so the smaller of the two numbers is what they all have.
+    What that one took itself is from the same lender, so the smaller of the two numbers is what they all have.
 
     >>> _lenders([40, 35, 3, 50], 32)
     ([0, 0, 0, 3, 3], [0, 40, 35, 0, 50])
@@ -240,8 +237,6 @@ class PackedTargets:
 
 def row_parts(row_tokens: Sequence[int], *, max_tokens: int = 0, max_rows: int = 0) -> list[slice]:
     """Consecutive rows in as few parts as their order allows: at most so many tokens and rows in each, 0 for no limit.
-
-    A row that is longer than the limit is a part by itself.
 
     >>> row_parts([3, 3, 3, 9, 1], max_tokens=6)
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]

@@ -8,13 +8,7 @@ from typing import Any, Self
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from coati.config import LoRASettings
 from coati.errors import CheckpointError, ConfigError, DataError
@@ -51,7 +45,7 @@ class ValueHeadModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *, lora: LoRASettings | None = None, **kwargs: Any) -> Self:
-        """Load what `save_pretrained` wrote, a classification model, or any body (then a new head)."""
+        """Load what `save_pretrained` wrote, a classification model, or any body."""
         head_file = Path(path) / HEAD_FILE
         is_empty = are_shapes_enough(kwargs)
         kwargs.setdefault("trust_remote_code", False)  # without it transformers would ask the terminal
@@ -110,11 +104,8 @@ class ValueHeadModel(nn.Module):
         """Write the body as a transformers (or peft) folder, and the head into the same folder."""
         state_dict = kwargs.pop("state_dict", None) or self.state_dict()
         body = {name.removeprefix("body."): t for name, t in state_dict.items() if name.startswith("body.")}
-        head = {
-            name.removeprefix("value_head."): t.detach().cpu().contiguous()
-            for name, t in state_dict.items()
-            if name.startswith("value_head.")
-        }
+        heads = {n.removeprefix("value_head."): t for n, t in state_dict.items() if n.startswith("value_head.")}
+        head = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.items()}
         self.body.save_pretrained(str(path), state_dict=body, **kwargs)  # type: ignore[operator]
         save_file(head, Path(path) / HEAD_FILE, metadata={"kind": json.dumps(type(self).__name__)})
 
@@ -147,10 +138,10 @@ class RewardModel(ValueHeadModel):
         """Scores, [B]. Without gradients a large batch is scored a part at a time."""
         costs = row_tokens(input_ids, attention_mask, is_packed=packs(self))
         parts = row_parts(costs, max_tokens=0 if torch.is_grad_enabled() else SCORED_TOKENS)
-        if len(parts) > 1:
-            masks = [None if attention_mask is None else attention_mask[rows] for rows in parts]
-            return torch.cat([self._scores(input_ids[rows], mask) for rows, mask in zip(parts, masks, strict=True)])
-        return self._scores(input_ids, attention_mask)
+        if len(parts) <= 1:
+            return self._scores(input_ids, attention_mask)
+        masks = [None if attention_mask is None else attention_mask[rows] for rows in parts]
+        return torch.cat([self._scores(input_ids[rows], mask) for rows, mask in zip(parts, masks, strict=True)])
 
     def _scores(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         values = self.token_values(input_ids, attention_mask)  # [B, S]

@@ -62,7 +62,7 @@ class ChunkInfo:
 
     @property
     def nbytes(self) -> int:
-        """Payload in bytes."""
+        """Payload, without the gaps between tensors."""
         return sum(spec.nbytes for spec in self.tensors)
 
 

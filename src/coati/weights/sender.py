@@ -48,8 +48,8 @@ _GRACE_SECONDS = 5.0
 class WeightSender:
     """Sends versions of a learner's weights, one after the other; never more than one update is under way.
 
-    An update can be started in three ways, all of which return when the weights are read: they must not change
-    meanwhile. With `start`, `check` raises later what went wrong. With `begin`, `result` does. `send` waits for it.
+    `begin` and `start` return when the weights are read, which must not change meanwhile. What goes wrong later,
+    `result` raises after `begin`, and `check` after `start`. `send` waits for it.
     """
 
     def __init__(
@@ -87,17 +87,11 @@ class WeightSender:
         self._started: Future[None] | None = None  # the last one from `start` that `check` has not raised
 
     def start(self, version: int, **options: Any) -> None:
-        """Read the weights and send them as a version; see `_begin` for the options. Raises as `check` does."""
+        """Begin an update after the one before it has ended, and raise what `check` raises of that one."""
         with self._timeline.span("wait_delivery"):
             self.settle()
         self.check()
-        self._started = self._begin(version, **options)
-
-    def begin(self, version: int, **options: Any) -> "Future[None]":
-        """Read the weights and send them as a version; `result` waits until the makers have verified it."""
-        with self._timeline.span("wait_delivery"):
-            self.settle()
-        return self._begin(version, **options)
+        self._started = self.begin(version, **options)
 
     def result(self, update: "Future[None]") -> None:
         """Wait until the makers have verified an update; raise what is wrong with it."""
@@ -124,7 +118,7 @@ class WeightSender:
         self.recipients.change(names)
         self._must_probe = True  # one that could not share memory may have left
 
-    def _begin(
+    def begin(
         self,
         version: int,
         *,
@@ -133,12 +127,14 @@ class WeightSender:
         on_arrival: Callable[[float, int], None] = lambda _seconds, _num_bytes: None,
         shard_size: float | None = None,
     ) -> "Future[None]":
-        """Read all weights and send their chunks; the rest happens in the worker thread.
+        """Read all weights and send their chunks as a version; the rest happens in the worker thread.
 
         `fully_update` sends all weights even if makers usually get adapters only; with `only_behind` they go to those
         makers that need all, because they joined or missed an update. `on_arrival` gets the seconds until
         the makers had the version, and its bytes. `shard_size` is the size of a chunk in MiB.
         """
+        with self._timeline.span("wait_delivery"):
+            self.settle()
         started = time.perf_counter()
         is_full = not self._settings.update_lora_weights or fully_update or self._some_need_all()
         memory = self._choose_memory()

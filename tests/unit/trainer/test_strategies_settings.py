@@ -34,11 +34,11 @@ def test_some_of_the_variables_is_an_error_that_names_the_missing(missing):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"RANK": "2"}, "RANK must be from 0 to WORLD_SIZE - 1 = 1, got 2"),
-        ({"RANK": "-1"}, "got -1"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE must be 1 or more, got 0"),
-        ({"LOCAL_RANK": "-3"}, "LOCAL_RANK must be 0 or more, got -3"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number, got 'http'"),
+        ({"RANK": "2"}, "RANK must be from 0 to WORLD_SIZE - 1 .*got RANK 2"),
+        ({"RANK": "-1"}, "got RANK -1"),
+        ({"WORLD_SIZE": "0"}, "got RANK .*WORLD_SIZE 0"),
+        ({"LOCAL_RANK": "-3"}, "LOCAL_RANK 0 or more, .*LOCAL_RANK -3"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be whole numbers, got .*'http'"),
     ],
 )
 def test_bad_variables(change, message):

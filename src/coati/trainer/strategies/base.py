@@ -1,8 +1,4 @@
-"""What every strategy does: place models, run backward over all ranks, step, stream, save and load weights.
-
-A strategy hides how many ranks train together and what each of them holds. The learner above it writes one
-loop; the gradient it gets is the gradient of all ranks' batches joined.
-"""
+"""What every strategy does: place models, run backward over all ranks, step, stream, save and load weights."""
 
 from __future__ import annotations
 
@@ -45,10 +41,10 @@ class StrategyOptions(TypedDict, total=False):
 class Strategy(Ranks, ABC):
     """How models, gradients and optimizer state are laid out over the ranks of one training job.
 
-    Making a strategy reads `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, seeds Python,
-    numpy and torch with `seed` (the same on every rank) and joins the process group. Every method that talks
-    to other ranks (all but `unwrap_model` and `model_init_context`) must be called by all of them in the same
-    order.
+    The learner above it writes one loop; the gradient it gets is that of all ranks' batches joined. Making a strategy
+    reads `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, seeds Python, numpy and torch with `seed`
+    (the same on every rank) and joins the process group. All ranks must call its methods in the same order, but for
+    `unwrap_model` and `model_init_context`.
 
     Args:
         seed: for Python's, numpy's and torch's global generators.
@@ -84,20 +80,18 @@ class Strategy(Ranks, ABC):
     # Placing models
 
     def model_init_context(self) -> AbstractContextManager[None]:
-        """Build models that are trained inside this context.
+        """Build models that are trained inside this context, on the CPU; `prepare` moves them.
 
-        Models are built on the CPU, and `prepare` moves them. Strategies that shard parameters build `Actor` and
-        `Critic` with weights on rank 0 only: `prepare` sends them to the others block by block, so that no other rank
-        ever holds a whole model.
+        Strategies that shard parameters build `Actor` and `Critic` with weights on rank 0 only. `prepare` sends them to
+        the others block by block, so that no other rank ever holds a whole model.
         """
         return shapes_only() if self.shards_parameters and self.rank > 0 else nullcontext()
 
     def prepare(self, *models_or_pairs: nn.Module | tuple[nn.Module, Optimizer]) -> Any:
-        """Place models and optimizers; returns what came, in the same structure, ready to use.
+        """Place models and optimizers; returns what to use from here on, one for one argument, else a tuple.
 
-        A `(model, optimizer)` pair is trained: its parameters start as rank 0's, and its gradients are
-        shared. Use the returned model and optimizer from here on. A lone model is for inference: it is moved
-        to the device and left as it is. One argument gives one result, several give a tuple.
+        A `(model, optimizer)` pair is trained: its parameters start as rank 0's, and its gradients are shared. A lone
+        model is for inference: it is moved to the device and left as it is.
         """
         if not models_or_pairs:
             raise ConfigError("prepare needs at least one model or (model, optimizer) pair, got none.")
@@ -135,22 +129,17 @@ class Strategy(Ranks, ABC):
     # Training
 
     def backward(self, loss: Tensor, model: nn.Module, optimizer: Optimizer) -> None:  # noqa: ARG002
-        """Add this loss's gradients to the model's.
+        """Add this loss's gradients to the model's: after all ranks' calls, the SUM over ranks.
 
-        After all ranks' calls each gradient is the SUM over the ranks of the gradients of their losses. So a
-        loss divided by the token count of *all* ranks gives exactly the gradient of the joined batch, however
-        unevenly the tokens are spread. (Data parallelism averages over ranks; the factor below undoes that.)
-
-        Several calls before one `optimizer_step` accumulate; wrap forward and backward of all but the last in
-        `no_sync(model)` to exchange whole gradients only once.
+        So a loss divided by the token count of *all* ranks gives exactly the gradient of the joined batch, however
+        unevenly the tokens are spread. Several calls before one `optimizer_step` accumulate; wrap forward and backward
+        of all but the last in `no_sync(model)` to exchange whole gradients only once.
         """
+        # Data parallelism averages over ranks; the factor undoes that.
         (loss * self.world_size if self.world_size > 1 else loss).backward()  # type: ignore[no-untyped-call]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Keep whole gradients on this rank: for forward and backward of all but the last micro-batch.
-
-        Gradients that are sharded as soon as they are computed are exchanged all the same.
-        """
+        """Keep gradients on this rank if they are whole; sharded ones are exchanged all the same."""
         return nullcontext()
 
     def discard_gradients(self, model: nn.Module) -> None:
@@ -183,11 +172,9 @@ class Strategy(Ranks, ABC):
     def get_model_state_dict_shard(self, model: nn.Module, **config: Any) -> Iterator[dict[str, Tensor]]:
         """Stream the unwrapped model's state dict, buffers included, in chunks of bounded size.
 
-        Config: `shard_size`, the bound in MiB (default 64); a tensor larger than that is its own chunk. `dtype`, the
-        format of floating-point tensors (default None: each its own). `names`, which tensors (default None: all);
-        others are not even gathered. Tied weights come once, under their first name. Tensors are detached, whole, on
-        their device, and may share memory with the model: copy what must outlive the next step. Sharded ones are
-        gathered one at a time. All ranks must iterate in step.
+        Config: `shard_size`, the bound in MiB (default 64). `dtype`, the format of floating-point tensors (default
+        None: each its own). `names`, which tensors (default None: all). See `iter_state_chunks` for what comes; copy
+        what must outlive the next step.
         """
         shard_size, dtype, names = config.pop("shard_size", 64), config.pop("dtype", None), config.pop("names", None)
         if config:

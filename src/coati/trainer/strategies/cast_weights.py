@@ -21,12 +21,9 @@ from torch import Tensor, nn
 class CastWeights:
     """A model's forward pass, made with copies of its weights in another format.
 
-    The copies are what makers get of these weights, so learner and engine compute with the same numbers. Gradients
-    arrive in the weights' own format, and add up in it over passes and ranks. Outside of a pass the model is as it was:
-    what is trained and saved is the weights themselves, which may change but must not be replaced by others.
-
-    The model has to compute in the format of its weights, as transformers' models do: buffers and numbers of its own
-    stay in theirs.
+    Makers get the same copies, so learner and engine compute with the same numbers. Gradients arrive in the format of
+    the weights. Outside of a pass the model is as it was; its weights may change, but must not be replaced by others.
+    Buffers stay in their format.
 
     Example:
         >>> model = nn.Linear(2, 1)

@@ -14,12 +14,11 @@ from coati.trainer.strategies.cast_weights import CastWeights
 
 
 class DDPStrategy(Strategy):
-    """Whole model on every rank, gradients shared; for one process, plain torch with nothing around it.
+    """Whole model on every rank, gradients shared.
 
-    With one rank there is no process group and no wrapper, and training gives the same bits as a hand-written
-    torch loop. With more, `prepare` wraps trained models in `DistributedDataParallel`, which broadcasts rank
-    0's parameters and buffers once. Call a wrapped model through its `forward`; reach everything else with
-    `unwrap_model`.
+    With one rank there is no process group and no wrapper, and training gives the same bits as a hand-written torch
+    loop. With more, `prepare` wraps trained models in `DistributedDataParallel`: call a wrapped model through its
+    `forward`, and reach everything else with `unwrap_model`.
 
     Args:
         seed: see `Strategy`, as for all other options.
@@ -66,5 +65,5 @@ class DDPStrategy(Strategy):
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Keep gradients on this rank: for forward and backward of all but the last micro-batch."""
+        """Keep gradients on this rank."""
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()

@@ -1,8 +1,4 @@
-"""This process among the ranks of a job: the five environment variables, the device, and collective operations.
-
-`torchrun`, a Ray actor with `env_info`, or a plain shell can all start a rank; they agree on five variables.
-None of them set means one process. Some of them set is a mistake that would otherwise surface as a hang.
-"""
+"""This process among the ranks of a job: the five environment variables, the device, and collective operations."""
 
 from __future__ import annotations
 
@@ -38,12 +34,7 @@ class RankInfo(NamedTuple):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> RankInfo:
-        """Read the five variables; none of them set means one process.
-
-        Example:
-            >>> RankInfo.from_env({}).world_size
-            1
-        """
+        """Read the five variables; none of them set means one process. Some would end in a hang, and are refused."""
         environ = os.environ if environ is None else environ
         missing = [key for key in _ENV_KEYS if not environ.get(key)]
         if len(missing) == len(_ENV_KEYS):
@@ -55,21 +46,15 @@ class RankInfo(NamedTuple):
                 f"{', '.join(present)} but not {', '.join(missing)}. Set the missing ones, or unset the rest "
                 "to train in one process."
             )
-        numbers = {}
-        for key in _NUMBER_KEYS:
-            try:
-                numbers[key] = int(environ[key])
-            except ValueError:
-                raise ConfigError(f"environment variable {key} must be a whole number, got {environ[key]!r}.") from None
-        rank, local_rank, world_size, port = numbers.values()
-        if world_size < 1:
-            raise ConfigError(f"WORLD_SIZE must be 1 or more, got {world_size}.")
-        if not 0 <= rank < world_size:
+        try:
+            rank, local_rank, world_size, port = (int(environ[key]) for key in _NUMBER_KEYS)
+        except ValueError as error:
+            raise ConfigError(f"{', '.join(_NUMBER_KEYS)} must be whole numbers, got {error}.") from None
+        if not (0 <= rank < world_size and local_rank >= 0):
             raise ConfigError(
-                f"RANK must be from 0 to WORLD_SIZE - 1 = {world_size - 1}, got {rank}. Number the processes from 0."
+                "RANK must be from 0 to WORLD_SIZE - 1 and LOCAL_RANK 0 or more, got RANK "
+                f"{rank}, WORLD_SIZE {world_size} and LOCAL_RANK {local_rank}. Number the processes from 0."
             )
-        if local_rank < 0:
-            raise ConfigError(f"LOCAL_RANK must be 0 or more, got {local_rank}.")
         return cls(rank, local_rank, world_size, environ["MASTER_ADDR"], port)
 
 

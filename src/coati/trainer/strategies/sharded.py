@@ -64,10 +64,10 @@ class ShardedStrategy(Strategy):
         super().discard_gradients(model)
 
     def _shard(self, model: nn.Module) -> None:
-        """Shard the parameters over all ranks, in place: one group per transformer block, one for the rest.
+        """Shard the parameters over all ranks, in place; each transformer block, and the rest, is gathered together.
 
-        Groups are what is gathered together. With `compute_dtype` what is gathered is in that format, and gradients are
-        added up in float32. Each group gets rank 0's weights just before, so that ranks without them hold one group.
+        With `compute_dtype` gradients are added up in float32. Each group gets rank 0's weights just before it is
+        sharded, so that ranks without them hold one group.
         """
         if self.world_size > 1:
             self._agree_on_formats(model)
