@@ -302,10 +302,10 @@ def test_loading_is_all_or_nothing(make_strategy, tmp_path):
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 4))
     other.extra = nn.Linear(1, 1)
     before = {key: value.clone() for key, value in other.state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"missing: extra\.bias.*wrong shape: 1\.\w+ .*Nothing was loaded"):
+    with pytest.raises(CheckpointError, match=r"missing \(extra\.bias.*another shape \(1\.\w+ .*Nothing was loaded"):
         strategy.load_model(other, tmp_path / "net")
     assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
-    with pytest.raises(CheckpointError, match=r"unexpected: 1\.bias, 1\.weight"):
+    with pytest.raises(CheckpointError, match=r"2 are unexpected .*1\.weight \(.*, not None"):
         strategy.load_model(nn.Sequential(nn.Linear(2, 2)), tmp_path / "net")
 
 
@@ -370,7 +370,7 @@ def test_optimizer_state_of_something_else_is_refused(make_strategy, tmp_path):
     strategy.save_optimizer(torch.optim.Adam(net.parameters()), tmp_path / "optimizer")
     with pytest.raises(CheckpointError, match="holds the state of Adam, but the optimizer is SGD"):
         strategy.load_optimizer(torch.optim.SGD(net.parameters()), tmp_path / "optimizer")
-    with pytest.raises(CheckpointError, match=r"Parameter 0 has shape \[2, 2\] in the file and \[3, 2\] here"):
+    with pytest.raises(CheckpointError, match=r"parameter 0 has shape \[2, 2\] there and \[3, 2\] here"):
         strategy.load_optimizer(torch.optim.Adam(nn.Linear(2, 3).parameters()), tmp_path / "optimizer")
     two_groups = torch.optim.Adam([{"params": [net.weight]}, {"params": [net.bias]}])
     with pytest.raises(CheckpointError, match=r"groups of \[2\] parameters, the optimizer has groups of \[1, 1\]"):

@@ -94,9 +94,8 @@ def find_tensors(module: nn.Module, path: Path, stack: ExitStack) -> Places:
             f"the weights in {path} are unreadable: {error}. The file is torn; use another copy."
         ) from error
     tied = tied_names(module)
-    _check(
-        path, shapes, target, required=(set(adapters.values()) if is_adapter else set(target)) - set(tied), tied=tied
-    )
+    required = set(adapters.values()) if is_adapter else set(target)
+    _check(path, shapes, target, required=required - set(tied), tied=tied)
     return places
 
 
@@ -139,27 +138,15 @@ def _main_files(path: Path) -> list[Path]:
 
 
 def _check(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    target: Mapping[str, Tensor],
-    *,
-    required: set[str],
-    tied: Mapping[str, str],
+    path: Path, shapes: Mapping[str, Any], target: Mapping[str, Tensor], *, required: set[str], tied: Mapping[str, str]
 ) -> None:
-    present = {tied.get(name, name) for name in shapes}
-    problems = {
-        "missing": sorted(required - present),
-        "unexpected": sorted(set(shapes) - set(target)),
-        "wrong shape": [
-            f"{name} {shape} instead of {tuple(target[name].shape)}"
-            for name, shape in shapes.items()
-            if name in target and shape != tuple(target[name].shape)
-        ],
-    }
-    found = [
-        f"{problem}: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        for problem, names in problems.items()
-        if names
+    missing = sorted(required - {tied.get(name, name) for name in shapes})
+    expected = {name: tuple(tensor.shape) for name, tensor in target.items()}
+    wrong = [
+        f"{name} {shape}, not {expected.get(name)}" for name, shape in shapes.items() if shape != expected.get(name)
     ]
-    if found:
-        raise CheckpointError(f"the weights in {path} belong to another model. {'; '.join(found)}. Nothing was loaded.")
+    if missing or wrong:
+        raise CheckpointError(
+            f"the weights in {path} belong to another model: {len(missing)} are missing ({', '.join(missing[:5])}), "
+            f"{len(wrong)} are unexpected or have another shape ({', '.join(wrong[:5])}). Nothing was loaded."
+        )

@@ -5,6 +5,7 @@ Because what is written is whole, a run may continue under another strategy or w
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -93,17 +94,14 @@ def _family(optimizer: Optimizer) -> str:
 
 
 def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    plain: dict[str, Any] = {"num_params": len(group["params"])}
-    for key, value in group.items():
-        if isinstance(value, Tensor):
-            value = value.item()
-        if key != "params" and not isinstance(value, str | int | float | bool | None | list | tuple):
+    plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+    plain["num_params"] = len(plain.pop("params"))
+    for key, value in plain.items():
+        if not isinstance(value, str | int | float | bool | None | list | tuple):
             raise CheckpointError(
                 f"the optimizer setting {key!r} is a {type(value).__name__}, which cannot be saved as JSON. "
                 "Use numbers, strings, or lists of them."
             )
-        plain[key] = value
-    del plain["params"]
     return plain
 
 
@@ -135,19 +133,16 @@ def _groups_for(optimizer: Optimizer, settings: Mapping[str, Any], path: Path) -
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [group["num_params"] for group in settings["groups"]]
     if sizes != saved_sizes or shapes != settings["shapes"]:
-        pairs = zip(settings["shapes"], shapes, strict=False)
-        differing = [
-            f" Parameter {i} has shape {a} in the file and {b} here." for i, (a, b) in enumerate(pairs) if a != b
-        ]
+        pairs = enumerate(zip(settings["shapes"], shapes, strict=False))
+        differing = next((f"parameter {i} has shape {a} there and {b} here" for i, (a, b) in pairs if a != b), "")
         raise CheckpointError(
-            f"{path} holds state for groups of {saved_sizes} parameters, the optimizer has groups of "
-            f"{sizes}.{''.join(differing[:1])} Build the optimizer over the same parameters in the same order."
+            f"{path} holds state for groups of {saved_sizes} parameters, the optimizer has groups of {sizes}; "
+            f"{differing}. Build the optimizer over the same parameters in the same order."
         )
     numbers = iter(range(len(shapes)))
-    groups = []
-    for saved, size in zip(settings["groups"], sizes, strict=True):
-        group = {key: value for key, value in saved.items() if key != "num_params"}
+    groups = [{**saved, "params": list(itertools.islice(numbers, saved["num_params"]))} for saved in settings["groups"]]
+    for group in groups:
+        del group["num_params"]
         if "betas" in group:  # JSON has no tuples
             group["betas"] = tuple(group["betas"])
-        groups.append({**group, "params": [next(numbers) for _ in range(size)]})
     return groups
