@@ -9,8 +9,8 @@ from transformers import Qwen2Config
 
 from coati.algos import head_logprobs_and_entropy, logprobs_and_entropy
 from coati.models import Actor, action_logprobs, packed_attention
+from coati.models.actor import Scoring, score_padded
 from coati.models.packing import PackedRows
-from coati.models.scoring import Scoring, score_padded
 
 CONFIG = Qwen2Config(
     hidden_size=256,

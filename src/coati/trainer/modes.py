@@ -14,7 +14,7 @@ from coati.errors import ConfigError
 from coati.models.actor import unwrap
 from coati.models.packing import base_of
 from coati.models.value_head import ValueHeadModel
-from coati.trainer.strategies.cast_weights import checkpoint_contexts
+from coati.trainer.strategies.ddp import checkpoint_contexts
 from coati.trainer.strategies.sharded import transformer_blocks
 
 

@@ -22,7 +22,7 @@ from transformers import (
 
 import coati.models.packing
 from coati.models import Actor, Critic, LoRASettings, RewardModel, action_logprobs, packed_attention
-from coati.models.actor import packed_scoring_problem
+from coati.models.actor import Scoring, packed_scoring_problem, score_padded
 from coati.models.packed_attention import PACKED_ATTENTION, _by_length, _Heads, drop_flash_on_old_gpus
 from coati.models.packing import (
     PACKED_MODEL_TYPES,
@@ -33,7 +33,6 @@ from coati.models.packing import (
     row_parts,
     row_tokens,
 )
-from coati.models.scoring import Scoring, score_padded
 from coati.models.value_head import packs
 
 SIZES = {

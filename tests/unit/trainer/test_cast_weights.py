@@ -10,11 +10,10 @@ from torch import nn
 from transformers import Qwen2Config
 
 from coati.models import Actor, Critic, LoRASettings, action_logprobs
-from coati.models.actor import packed_scoring_problem
-from coati.models.scoring import Scoring
+from coati.models.actor import Scoring, packed_scoring_problem
 from coati.trainer.modes import checkpoint_activations, set_learning_mode
 from coati.trainer.strategies import DDPStrategy
-from coati.trainer.strategies.cast_weights import CastWeights
+from coati.trainer.strategies.ddp import CastWeights
 
 CONFIG = Qwen2Config(
     vocab_size=31,

@@ -1,16 +1,19 @@
-"""Plain data parallelism: every rank holds the whole model and its whole optimizer state."""
+"""Plain data parallelism: every rank holds the whole model and its optimizer state, and may compute in bfloat16."""
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Unpack
+from typing import Any, Unpack, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from coati.trainer.strategies.base import Strategy, StrategyOptions
-from coati.trainer.strategies.cast_weights import CastWeights
 
 
 class DDPStrategy(Strategy):
@@ -67,3 +70,104 @@ class DDPStrategy(Strategy):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Keep gradients on this rank."""
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+class CastWeights:
+    """A model's forward pass, made with copies of its weights in another format.
+
+    Makers get the same copies, so learner and engine compute with the same numbers. Gradients arrive in the format of
+    the weights. Outside of a pass the model is as it was; its weights may change, but must not be replaced by others.
+    Buffers stay in their format.
+
+    FSDP2's mixed-precision policy gives the same numbers, to the bit (test_strategies.py), but needs a process group
+    for a single rank, where it took 1.8 times (Gemini) to 2.3 times (ZeRO-2) the step on an H200 (docs/performance.md).
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> model.forward = CastWeights(model, torch.bfloat16)
+        >>> output = model(torch.ones(1, 2, dtype=torch.bfloat16))
+        >>> output.sum().backward()
+        >>> output.dtype, model.weight.dtype, model.weight.grad.dtype
+        (torch.bfloat16, torch.float32, torch.float32)
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        functools.update_wrapper(self, model.forward)
+        self._forward = model.forward
+        self._dtype = dtype
+        weights = [weight for weight in model.parameters() if weight.is_floating_point()]
+        # Frozen ones apart: what comes out of one call needs a gradient or does not.
+        self._trained = [weight for weight in weights if weight.requires_grad]
+        self._frozen = [weight for weight in weights if not weight.requires_grad]
+        # A tied weight is read at several places.
+        self._places = [
+            (module, name, weight)
+            for module in model.modules()
+            for name, weight in module._parameters.items()
+            if weight is not None and weight.is_floating_point()
+        ]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass."""
+        copies: dict[Tensor, Tensor] = {}
+        for group in filter(None, (self._trained, self._frozen)):
+            copies |= zip(group, _Cast.apply(self._dtype, *group), strict=True)  # type: ignore[no-untyped-call]
+        swapped = _Swapped(self._places, copies)
+        before, _pass.swapped = _pass.swapped, swapped
+        try:
+            with swapped:
+                return self._forward(*args, **kwargs)
+        finally:
+            _pass.swapped = before
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """`context_fn` of `torch.utils.checkpoint`: what the backward pass computes again sees the copies of its pass."""
+    return nullcontext(), _pass.swapped or nullcontext()
+
+
+class _Swapped:
+    """A context in which copies take the places of the weights; it may be entered more than once."""
+
+    def __init__(self, places: Sequence[tuple[nn.Module, str, nn.Parameter]], copies: Mapping[Tensor, Tensor]) -> None:
+        self._places = places
+        self._copies = copies
+
+    def __enter__(self) -> None:
+        for module, name, weight in self._places:
+            module._parameters[name] = cast("nn.Parameter", self._copies[weight])
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, weight in self._places:
+            module._parameters[name] = weight
+
+
+class _Pass(threading.local):
+    """The forward pass that this thread makes."""
+
+    swapped: _Swapped | None = None
+
+
+_pass = _Pass()
+
+
+class _Cast(torch.autograd.Function):
+    """Many tensors to another format, and their gradients back to the tensors' own, in few kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        return tuple(_cast(tensors, [dtype] * len(tensors)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        came = [(grad, dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True) if grad is not None]
+        cast_back = iter(_cast([grad for grad, _ in came], [dtype for _, dtype in came]))
+        return (None, *(None if grad is None else next(cast_back) for grad in grads))
+
+
+def _cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    torch._foreach_copy_(copies, list(tensors))
+    return copies

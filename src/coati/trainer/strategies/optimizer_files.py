@@ -94,7 +94,7 @@ def _family(optimizer: Optimizer) -> str:
 
 
 def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+    plain: dict[str, Any] = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
     plain["num_params"] = len(plain.pop("params"))
     for key, value in plain.items():
         if not isinstance(value, str | int | float | bool | None | list | tuple):
