@@ -39,9 +39,6 @@ logger = logging.getLogger(__name__)
 
 # Chunks by value that may be on their way at once; with 64 MiB chunks a quarter of a GiB of the object store.
 MAX_CHUNKS_IN_FLIGHT = 4
-# Lent chunks are a few hundred bytes each, and a call costs both sides about a millisecond of processor time, which is
-# the time to copy 16 MiB. So some travel together; not all, because makers check them while the sender copies the next.
-LENT_BYTES_PER_CALL = 256 * 2**20
 _GRACE_SECONDS = 5.0
 
 
@@ -154,7 +151,7 @@ class WeightSender:
                 attempt.wait()  # until no maker copies what the first chunk overwrites
             memory.lend_to(attempt.healthy)
         digests: Digests = {label: {} for label in self._models}
-        infos, rest = self._send_chunks(attempt, self._chunks(memory, is_full, shard_size, digests))
+        infos = self._send_chunks(attempt, self._chunks(memory, is_full, shard_size, digests))
         models = {label: self._strategy.unwrap_model(model) for label, model in self._models.items()}
         has_canary = self._settings.verify_updates == "canary"
         manifest = WeightManifest(
@@ -169,7 +166,7 @@ class WeightSender:
 
         def deliver() -> None:
             with self._timeline.span("deliver", WEIGHTS, version=version):
-                attempt.send(chunks=tuple(rest), manifest=manifest)
+                attempt.send(manifest=manifest)
                 attempt.wait()
                 if memory is not None:
                     memory.returned_by(attempt.ended)
@@ -180,25 +177,21 @@ class WeightSender:
         self._under_way = self._worker.run(deliver)
         return self._under_way
 
-    def _send_chunks(self, attempt: Attempt, chunks: Iterator[Chunk]) -> tuple[list[ChunkInfo], list[Chunk]]:
-        """Send all chunks but the last lent ones, which may travel with the manifest; returns what the manifest lists.
+    def _send_chunks(self, attempt: Attempt, chunks: Iterator[Chunk]) -> list[ChunkInfo]:
+        """Send all chunks; returns what the manifest lists.
 
         Without makers the weights are still read, because ranks gather them together.
         """
         infos: list[ChunkInfo] = []
-        lent: list[Chunk] = []
         for chunk in chunks:
             faults.reach("weights.before_chunk", chunk.index)
             infos.append(chunk.info)
             if chunk.handle is None:
                 attempt.send(chunks=(chunk,), share=self.recipients.peers.share)
             else:
-                lent.append(chunk)
-                if sum(one.info.nbytes for one in lent) >= LENT_BYTES_PER_CALL:
-                    attempt.send(chunks=tuple(lent))
-                    lent = []
+                attempt.send(chunks=(chunk,))
             attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(attempt.peers))
-        return infos, lent
+        return infos
 
     def _chunks(
         self, memory: CardMemory | None, is_full: bool, max_mib: float | None, digests: Digests

@@ -556,11 +556,7 @@ class Fixed(MadeChunk):
         return self.chunk
 
 
-@pytest.mark.parametrize("bytes_per_call", [1, 64, 2**20])
-def test_a_chunk_that_is_damaged_in_shared_memory_is_served_by_none(
-    bytes_per_call, make_models, trained, fingerprint, monkeypatch
-):
-    monkeypatch.setattr(sender_module, "LENT_BYTES_PER_CALL", bytes_per_call)
+def test_a_chunk_that_is_damaged_in_shared_memory_is_served_by_none(make_models, trained, fingerprint):
     makers = {name: Maker(make_models(0)) for name in ("a", "b")}
     with pytest.raises(WeightUpdateError) as caught:
         make_sender(trained, ThreadPeers(**makers), list(makers), shared=Damaged()).send(1)
@@ -575,19 +571,6 @@ def handles_in(peers, name):
     messages = [kwargs["message"] for method, _, kwargs in peers[name].calls if method == UPDATE]
     messages = [getattr(message, "value", message) for message in messages]
     return [chunk.handle for message in messages if isinstance(message, WeightMessage) for chunk in message.chunks]
-
-
-def test_lent_chunks_travel_together_and_each_once(make_models, trained, monkeypatch, fingerprint):
-    monkeypatch.setattr(sender_module, "LENT_BYTES_PER_CALL", 50)
-    maker = Maker(make_models(0))
-    peers = ThreadPeers(maker=maker)
-    make_sender(trained, peers, ["maker"], shared=Lent(), chunk_mib=1 / 2**20).send(1)
-    messages = [kwargs["message"] for method, _, kwargs in peers["maker"].calls if method == UPDATE]
-    parts = [[chunk.info.nbytes for chunk in message.chunks] for message in messages if message.chunks]
-    assert [chunk.index for message in messages for chunk in message.chunks] == list(range(sum(map(len, parts))))
-    assert len(parts) > 1
-    assert all(sum(part[:-1]) < 50 <= sum(part) for part in parts[:-1])
-    assert fingerprint(maker.models) == fingerprint(trained)
 
 
 class Elsewhere(Maker):
