@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coati.algos.head_operations import Reading
+
 # One program reads a row in steps of LANES strips. A strip is what one thread loads at once: 16 bytes.
 _LANES = 512
 _STRIP_BYTES = 16
@@ -78,7 +80,7 @@ def read_off(
     scale: Tensor | None,  # [n, 1]
     *,
     with_entropy: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+) -> Reading:
     """Log-prob of each token, entropy of its distribution, and [2, n] largest logit and log of the sum above it."""
     count, vocabulary = logits.shape
     log_probs, entropy = logits.new_empty(2, count, dtype=torch.float32)
@@ -99,7 +101,7 @@ def read_off(
             STRIP=_STRIP_BYTES // logits.element_size(),
             num_warps=4,
         )
-    return log_probs, entropy if with_entropy else None, sums
+    return Reading(log_probs, entropy if with_entropy else None, sums)
 
 
 @triton.jit

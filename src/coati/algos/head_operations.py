@@ -6,6 +6,7 @@ are taken on a GPU on which they have shown, once, that they compute what torch 
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -99,9 +100,10 @@ class TritonHead:
     """The same, one kernel each; `gradient` writes over the logits."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        from coati.algos import head_kernels
+        from coati.algos.head_kernels import gradient_in_place, read_off
 
-        self._kernels = head_kernels
+        self.read_off: Callable[..., Reading] = read_off
+        self.gradient: Callable[..., Tensor] = gradient_in_place
         self._num_bytes = dtype.itemsize
 
     def chunk_tokens(self, num_tokens: int, vocabulary: int) -> int:
@@ -112,24 +114,6 @@ class TritonHead:
         most -= most % _CHUNK_STEP
         num_chunks = -(-num_tokens // most)
         return -(-num_tokens // (num_chunks * _CHUNK_STEP)) * _CHUNK_STEP
-
-    def read_off(self, logits: Tensor, tokens: Tensor, scale: Tensor | None, *, with_entropy: bool) -> Reading:
-        """As above."""
-        return Reading(*self._kernels.read_off(logits, tokens, scale, with_entropy=with_entropy))
-
-    def gradient(
-        self,
-        logits: Tensor,
-        tokens: Tensor,
-        scale: Tensor | None,
-        sums: Tensor | None,
-        grad_logprobs: Tensor | None,
-        grad_entropy: Tensor | None,
-        entropy: Tensor | None,
-    ) -> Tensor:
-        """As above."""
-        assert sums is not None
-        return self._kernels.gradient_in_place(logits, tokens, scale, sums, grad_logprobs, grad_entropy, entropy)
 
 
 @functools.cache
