@@ -20,9 +20,6 @@ _ADAPTER_NAME = re.compile(r"^(?P<layer>.+)\.lora_(?P<matrix>[AB])\.(?P<adapter>
 class LayerLoRA:
     """What has to be sent with a layer's A and B."""
 
-    rank: int
-    alpha: float
-    dropout: float
     scale: float
     is_transposed: bool = False  # the layer keeps its weight as [in, out], as GPT-2's do
 
@@ -91,16 +88,11 @@ def as_layer_lora(value: Any) -> LayerLoRA:
                 return found
         return default
 
-    rank, alpha = get("rank", "r"), get("alpha", "lora_alpha", default=1.0)
+    rank = get("rank", "r")
     if not isinstance(rank, int) or rank < 1:
         raise WeightUpdateError(f"LoRA settings of a layer need a rank (or r) of 1 or more, got {value!r}.")
-    return LayerLoRA(
-        rank=rank,
-        alpha=float(alpha),
-        dropout=float(get("dropout", "lora_dropout", default=0.0)),
-        scale=float(get("scale", "scaling", default=float(alpha) / rank)),
-        is_transposed=bool(get("is_transposed", "fan_in_fan_out", default=False)),
-    )
+    scale = get("scale", "scaling", default=get("alpha", "lora_alpha", default=1.0) / rank)
+    return LayerLoRA(scale=float(scale), is_transposed=bool(get("is_transposed", "fan_in_fan_out", default=False)))
 
 
 class LoRAConstructor:
@@ -110,7 +102,7 @@ class LoRAConstructor:
 
     >>> base = {"layer.weight": torch.zeros(2, 2)}
     >>> adapters = {"layer.lora_A.default.weight": torch.ones(1, 2), "layer.lora_B.default.weight": torch.ones(2, 1)}
-    >>> settings = {"layer": LayerLoRA(rank=1, alpha=2, dropout=0.0, scale=2.0)}
+    >>> settings = {"layer": LayerLoRA(scale=2.0)}
     >>> LoRAConstructor(base).reconstruct(adapters, settings)["layer.weight"].tolist()
     [[2.0, 2.0], [2.0, 2.0]]
     """
@@ -133,11 +125,7 @@ class LoRAConstructor:
             if adapter is None:
                 continue
             found[plain_name(f"{name}.").removesuffix(".")] = LayerLoRA(
-                rank=int(module.r[adapter]),
-                alpha=float(module.lora_alpha[adapter]),
-                dropout=float(getattr(module.lora_dropout[adapter], "p", 0.0)),
-                scale=float(scaling[adapter]),
-                is_transposed=bool(getattr(module, "fan_in_fan_out", False)),
+                scale=float(scaling[adapter]), is_transposed=bool(getattr(module, "fan_in_fan_out", False))
             )
         return found
 

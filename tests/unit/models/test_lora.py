@@ -54,7 +54,7 @@ def test_a_thousand_updates_leave_base_plus_last_delta():
     base = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     live = {"layer.weight": base.clone()}
     constructor = LoRAConstructor(live)
-    settings = {"layer": LayerLoRA(rank=2, alpha=4.0, dropout=0.0, scale=2.0)}
+    settings = {"layer": LayerLoRA(scale=2.0)}
     generator = torch.Generator().manual_seed(2)
     for _ in range(1000):
         a, b = torch.randn(2, 3, generator=generator), torch.randn(4, 2, generator=generator)
@@ -65,7 +65,7 @@ def test_a_thousand_updates_leave_base_plus_last_delta():
 
 def test_a_base_weight_that_travels_along_becomes_the_new_base():
     constructor = LoRAConstructor({"layer.weight": torch.zeros(2, 2)})
-    settings = {"layer": LayerLoRA(rank=1, alpha=1.0, dropout=0.0, scale=1.0)}
+    settings = {"layer": LayerLoRA(scale=1.0)}
     ones = {"layer.lora_A.default.weight": torch.ones(1, 2), "layer.lora_B.default.weight": torch.ones(2, 1)}
     full = {"layer.base_layer.weight": torch.full((2, 2), 5.0), **ones}
     assert constructor.reconstruct(full, settings)["layer.weight"].eq(6.0).all()
@@ -87,7 +87,7 @@ def test_rank_alpha_dropout_and_scale_are_read_off_the_model():
     critic = Critic.from_config(LLAMA, lora=LoRASettings(rank=4, alpha=8.0, dropout=0.25, target_modules=("q_proj",)))
     settings = LoRAConstructor.extract_lora_config(critic)
     assert set(settings) == {f"body.layers.{layer}.self_attn.q_proj" for layer in range(2)}
-    assert settings["body.layers.0.self_attn.q_proj"] == LayerLoRA(rank=4, alpha=8.0, dropout=0.25, scale=2.0)
+    assert settings["body.layers.0.self_attn.q_proj"] == LayerLoRA(scale=2.0)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_rank_alpha_dropout_and_scale_are_read_off_the_model():
 )
 def test_adapters_that_do_not_fit_are_rejected(update, message):
     constructor = LoRAConstructor({"layer.weight": torch.zeros(2, 2)})
-    settings = dict.fromkeys(("layer", "other"), LayerLoRA(rank=1, alpha=1.0, dropout=0.0, scale=1.0))
+    settings = dict.fromkeys(("layer", "other"), LayerLoRA(scale=1.0))
     with pytest.raises(WeightUpdateError, match=message):
         constructor.reconstruct(update, settings)
 
