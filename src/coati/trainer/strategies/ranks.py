@@ -206,18 +206,11 @@ def _join_process_group(info: RankInfo, device: torch.device, *, backend: str | 
             backend, init_method="env://", rank=info.rank, world_size=info.world_size, timeout=timeout
         )
     except (dist.DistError, TimeoutError) as error:
-        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-            raise DeadlineExceeded(
-                f"rank {info.rank} of {info.world_size} waited {timeout_seconds:g} s for the other ranks at "
-                f"MASTER_ADDR {address}. Check that all {info.world_size} ranks were started and reach it, "
-                f"or raise timeout_seconds. torch said: {_first_line(error)}"
-            ) from error
-        raise ConfigError(
-            f"rank {info.rank} of {info.world_size} could not meet the other ranks at MASTER_ADDR {address}. "
-            f"Is the port free and the host right? torch said: {_first_line(error)}"
+        said = str(error).strip().split("\n", 1)[0]
+        is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        raise (DeadlineExceeded if is_late else ConfigError)(
+            f"rank {info.rank} of {info.world_size} could not meet the other ranks at MASTER_ADDR {address} within "
+            f"{timeout_seconds:g} s (timeout_seconds). Check that all were started, that the host is right and the port"
+            f" free. torch said: {said}"
         ) from error
     return True
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]
