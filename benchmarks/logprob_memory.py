@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coati.algos import head_logprobs_and_entropy, logprobs_and_entropy
+from coati.algos.logprobs import head_logprobs_and_entropy, logprobs_and_entropy
 
 
 def timed(call: Callable[[], object], device: str) -> float:

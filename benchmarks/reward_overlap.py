@@ -41,7 +41,7 @@ from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.models import Actor, Critic
 from coati.rewards import FunctionReward, RewardScorer
-from coati.weights import ServedModels
+from coati.weights.served import ServedModels
 
 
 class Overlapping(ExperiencePipeline):

@@ -28,7 +28,10 @@ from coati.ledger import ages_of
 from coati.peers import LocalPeers
 from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.trainer.ppo import PPOLearner
-from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
+from coati.weights.receiver import WeightReceiver
+from coati.weights.recipients import Recipients
+from coati.weights.sender import WeightSender
+from coati.weights.served import ServedModels
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 

@@ -16,8 +16,11 @@ from coati.config import Deadlines, TopologySettings
 from coati.models.lora import LoRAConstructor
 from coati.monitor.timeline import Timeline
 from coati.trainer.strategies.state_chunks import iter_state_chunks
-from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
 from coati.weights.message import Chunk, UpdateHeader, WeightManifest, WeightMessage
+from coati.weights.receiver import WeightReceiver
+from coati.weights.recipients import Recipients
+from coati.weights.sender import WeightSender
+from coati.weights.served import ServedModels
 from coati.weights.transports import MadeChunk
 from coati.weights.transports import value_chunk as made_by_value
 

@@ -31,7 +31,10 @@ from coati.run import Parts
 from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.trainer.ppo import PPOLearner
-from coati.weights import Recipients, ServedModels, WeightReceiver, WeightSender
+from coati.weights.receiver import WeightReceiver
+from coati.weights.recipients import Recipients
+from coati.weights.sender import WeightSender
+from coati.weights.served import ServedModels
 
 
 class SynchronousRun(FitSteps):

@@ -17,7 +17,7 @@ from coati.ledger.audit import audit_run
 from coati.monitor import read_jsonl
 from coati.monitor.run_log import RunLog
 from coati.synchronous import SynchronousRun
-from coati.weights import WeightReceiver
+from coati.weights.receiver import WeightReceiver
 
 REWARDS = """
 import itertools

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from coati.algos import head_logprobs_and_entropy, logprobs_and_entropy
 from coati.algos.head_operations import TorchHead, TritonHead, add_product, head_kernel_problem, head_operations
+from coati.algos.logprobs import head_logprobs_and_entropy, logprobs_and_entropy
 
 CUDA = torch.device("cuda")
 VOCABULARY = 151_936

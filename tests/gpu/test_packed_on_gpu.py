@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from transformers import Qwen2Config
 
-from coati.algos import head_logprobs_and_entropy, logprobs_and_entropy
+from coati.algos.logprobs import head_logprobs_and_entropy, logprobs_and_entropy
 from coati.models import Actor, action_logprobs, packed_attention
 from coati.models.actor import Scoring, score_padded
 from coati.models.packing import PackedRows

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from coati.algos import clipped_value_loss, entropy_bonus, masked_whiten
+from coati.algos.losses import clipped_value_loss, entropy_bonus
+from coati.algos.masked import masked_whiten
 from coati.cpu import set_up_cpu
 from coati.models import Critic, action_logprobs, action_values
 from coati.trainer.objective import StepCounts, policy_objective

@@ -30,7 +30,7 @@ from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal
 from coati.peers import LocalPeers
 from coati.trainer.fit_loop import FitLoop, FitSteps
-from coati.weights import ServedModels, VerifiedUpdate
+from coati.weights.served import ServedModels, VerifiedUpdate
 
 SECONDS = 60.0  # far more than anything here takes
 BATCH, UPDATE_STEPS, TOTAL_STEPS = 4, 2, 5  # two versions of two batches, and a remainder

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coati.algos import has_signal, kl_estimate
+from coati.algos.advantages import has_signal
+from coati.algos.kl import kl_estimate
 from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, RewardError
 from coati.experience import Experience

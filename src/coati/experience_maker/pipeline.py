@@ -16,7 +16,7 @@ from coati.ledger import LedgerRules
 from coati.monitor.metrics import Max, Mean, Sum
 from coati.monitor.timeline import Timeline, maker_metrics
 from coati.rewards import RewardScorer
-from coati.weights import ServedModels
+from coati.weights.served import ServedModels
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from coati.algos import gae, grpo_advantages, reinforce_returns, rloo_advantages, shaped_rewards, spread
-from coati.algos.masked import zero_padding
+from coati.algos.advantages import gae, grpo_advantages, reinforce_returns, rloo_advantages, shaped_rewards
+from coati.algos.masked import spread, zero_padding
 from coati.config import AlgorithmSettings
 from coati.experience import Experience
 from coati.experience_maker.base import AllSamplesDropped, MakerBatch

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coati.algos import masked_mean
+from coati.algos.masked import masked_mean
 from coati.experience import Experience
 
 # Youngest age of each bucket of the distribution. One by one where runs mostly are, wider where few go.

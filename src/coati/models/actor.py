@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from coati.algos import head_logprobs_and_entropy, logprobs_and_entropy
+from coati.algos.logprobs import head_logprobs_and_entropy, logprobs_and_entropy
 from coati.config import LoRASettings
 from coati.models.calls import accepts, context_length_of, forward_causal, own_config
 from coati.models.lora import add_lora

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from coati.algos import clipped_policy_loss, clipped_value_loss
+from coati.algos.losses import clipped_policy_loss, clipped_value_loss
 from coati.algos.masked import at_least_float32
 from coati.errors import ConfigError
 

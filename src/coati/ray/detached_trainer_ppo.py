@@ -31,7 +31,9 @@ from coati.trainer.batches import BatchMover
 from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import Strategy
-from coati.weights import CardMemory, Recipients, WeightSender
+from coati.weights.recipients import Recipients
+from coati.weights.sender import WeightSender
+from coati.weights.transports import CardMemory
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,9 @@ from coati.ray.options import MakerOptions
 from coati.ray.peers import RayPeers
 from coati.rollout import GenerateOptions
 from coati.trainer.strategies import Strategy
-from coati.weights import Chunk, ServedModels, WeightMessage, WeightReceiver
+from coati.weights.message import Chunk, WeightMessage
+from coati.weights.receiver import WeightReceiver
+from coati.weights.served import ServedModels
 
 logger = logging.getLogger(__name__)
 

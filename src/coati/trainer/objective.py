@@ -9,18 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from coati.algos import (
-    PolicyLossOutput,
-    clipped_policy_loss,
-    importance_weights,
-    kl_penalty,
-    loss_weights,
-    ratio_tails,
-    sequence_policy_loss,
-    shaped_rewards,
-    vtrace,
-    weight_sums,
-)
+from coati.algos.advantages import shaped_rewards
+from coati.algos.importance import importance_weights, ratio_tails, vtrace, weight_sums
+from coati.algos.kl import kl_penalty
+from coati.algos.losses import PolicyLossOutput, clipped_policy_loss, loss_weights, sequence_policy_loss
 from coati.config import AlgorithmSettings
 from coati.errors import DataError
 from coati.experience import Experience

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from transformers import get_scheduler
 
 from coati import faults
-from coati.algos import clipped_value_loss, entropy_bonus, masked_moments, masked_whiten
+from coati.algos.losses import clipped_value_loss, entropy_bonus
+from coati.algos.masked import masked_moments, masked_whiten
 from coati.config import AlgorithmSettings, TrainSettings
 from coati.errors import ConfigError
 from coati.experience import Experience

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from coati.algos import MaskedMoments, WeightSums
+from coati.algos.importance import WeightSums
+from coati.algos.masked import MaskedMoments
 
 
 @dataclasses.dataclass

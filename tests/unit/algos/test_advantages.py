@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos import discounted_returns, gae, shaped_rewards
+from coati.algos.advantages import discounted_returns, gae, shaped_rewards
 from coati.errors import DataError
 
 NAN, INF = float("nan"), float("inf")

@@ -6,15 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos import (
-    discounted_returns,
-    grpo_advantages,
-    has_signal,
-    masked_whiten,
-    reinforce_returns,
-    rloo_advantages,
-    spread,
-)
+from coati.algos.advantages import discounted_returns, grpo_advantages, has_signal, reinforce_returns, rloo_advantages
+from coati.algos.masked import masked_whiten, spread
 from coati.errors import DataError
 
 NAN, INF = float("nan"), float("inf")

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.skipif(
     reason="needs a CUDA device, or TRITON_INTERPRET=1",
 )
 
-from coati.algos import head_kernels, head_logprobs_and_entropy, head_operations  # noqa: E402
+from coati.algos import head_kernels, head_operations  # noqa: E402
 from coati.algos.head_operations import TorchHead, TritonHead, head_kernel_problem  # noqa: E402
+from coati.algos.logprobs import head_logprobs_and_entropy  # noqa: E402
 
 # Of float32 arithmetic, and of one rounding to the format that gradients are written in.
 EXACT = {"rtol": 1e-5, "atol": 2e-6}

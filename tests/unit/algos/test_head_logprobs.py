@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coati.algos import head_logprobs_and_entropy
+from coati.algos.logprobs import head_logprobs_and_entropy
 from coati.errors import ConfigError, DataError
 
 

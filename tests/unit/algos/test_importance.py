@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos import WeightSums, importance_weights, ratio_tails, weight_sums
+from coati.algos.importance import WeightSums, importance_weights, ratio_tails, weight_sums
 from coati.errors import ConfigError, DataError
 
 NAN, INF = float("nan"), float("inf")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos import k1, k2, k3, kl_estimate
+from coati.algos.kl import k1, k2, k3, kl_estimate
 
 NAN, INF = float("nan"), float("inf")
 KINDS = ("k1", "k2", "k3")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coati.algos import logprobs_and_entropy
+from coati.algos.logprobs import logprobs_and_entropy
 from coati.errors import ConfigError, DataError
 
 NAN, INF = float("nan"), float("inf")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos import clipped_policy_loss, clipped_value_loss, entropy_bonus
+from coati.algos.losses import clipped_policy_loss, clipped_value_loss, entropy_bonus
 from coati.errors import DataError
 
 NAN, INF = float("nan"), float("inf")

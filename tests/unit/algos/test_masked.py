@@ -3,8 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos import masked_mean, masked_moments, masked_sum, masked_whiten
-from coati.algos.masked import divide_by_count, zero_padding
+from coati.algos.masked import divide_by_count, masked_mean, masked_moments, masked_sum, masked_whiten, zero_padding
 from coati.errors import DataError
 
 NAN, INF = float("nan"), float("inf")

@@ -6,11 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos import (
-    clipped_policy_loss,
-    sequence_policy_loss,
-    spread,
-)
+from coati.algos.losses import clipped_policy_loss, sequence_policy_loss
+from coati.algos.masked import spread
 from coati.errors import DataError
 
 NAN, INF = float("nan"), float("inf")

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos import gae, vtrace
+from coati.algos.advantages import gae
+from coati.algos.importance import vtrace
 from coati.errors import ConfigError, DataError
 
 NAN, INF = float("nan"), float("inf")

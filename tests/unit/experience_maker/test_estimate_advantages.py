@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from coati.algos import masked_whiten, reinforce_returns, shaped_rewards
+from coati.algos.advantages import reinforce_returns, shaped_rewards
+from coati.algos.masked import masked_whiten
 from coati.experience import Experience
 from coati.experience_maker.scoring import estimate_advantages
 

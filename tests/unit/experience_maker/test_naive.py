@@ -20,7 +20,7 @@ from coati.experience_maker.scoring import NoSignal
 from coati.models import Actor, Critic, RewardModel, action_values
 from coati.rewards import Reward, RewardScorer
 from coati.rollout import ReferenceEngine
-from coati.weights import ServedModels
+from coati.weights.served import ServedModels
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10], [9, 10]]
 NAN, INF = float("nan"), float("inf")

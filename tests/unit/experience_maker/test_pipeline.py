@@ -14,7 +14,7 @@ from coati.experience_maker.pipeline import (
     ExperiencePipeline,
 )
 from coati.experience_maker.scoring import NoSignal
-from coati.weights import ServedModels, VerifiedUpdate
+from coati.weights.served import ServedModels, VerifiedUpdate
 
 
 class FakeMaker(ExperienceMaker):

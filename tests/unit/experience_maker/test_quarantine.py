@@ -18,7 +18,7 @@ from coati.models import Actor
 from coati.monitor.records import RecordLog
 from coati.peers import LocalPeers
 from coati.rewards import FunctionReward, RewardScorer
-from coati.weights import ServedModels
+from coati.weights.served import ServedModels
 
 SIZE = 2  # samples of each prompt
 RULES = LedgerRules(samples_per_version=8, total_samples=64, lead=0, max_staleness=0, group_size=SIZE)

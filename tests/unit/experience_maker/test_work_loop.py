@@ -19,7 +19,7 @@ from coati.models import Actor, Critic
 from coati.monitor.records import RecordLog
 from coati.rewards import FunctionReward, PendingScores, RewardScorer, WeightedSum
 from coati.rollout import ReferenceEngine
-from coati.weights import ServedModels, VerifiedUpdate
+from coati.weights.served import ServedModels, VerifiedUpdate
 
 SECONDS = 30  # far more than anything here takes
 SIZE = 2

@@ -11,7 +11,7 @@ from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.models import Actor, Critic, RewardModel
 from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
-from coati.weights import ServedModels, VerifiedUpdate
+from coati.weights.served import ServedModels, VerifiedUpdate
 
 CONFIG = LlamaConfig(
     hidden_size=16,

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from coati.algos import gae, masked_whiten, shaped_rewards
+from coati.algos.advantages import gae, shaped_rewards
+from coati.algos.masked import masked_whiten
 from coati.config import AlgorithmSettings, TrainSettings
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic, action_logprobs, action_values

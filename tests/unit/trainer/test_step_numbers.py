@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from coati.algos import masked_moments, masked_whiten, weight_sums
+from coati.algos.importance import weight_sums
+from coati.algos.masked import masked_moments, masked_whiten
 from coati.trainer.step_numbers import StepNumbers, explained_variance, joined_moments
 
 VALUES = torch.tensor([[3.0, 5.0, 1e30], [1.0, 9.0, 4.0], [7.0, 1e30, 1e30]], dtype=torch.float64)

@@ -10,8 +10,8 @@ from thread_peers import PATIENCE
 from weight_testing import Maker, header_of, messages_of
 
 from coati.errors import WeightUpdateError
-from coati.weights import ServedModels, VerifiedUpdate
 from coati.weights.canary import Canary
+from coati.weights.served import ServedModels, VerifiedUpdate
 
 
 @pytest.fixture
