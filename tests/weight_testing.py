@@ -14,8 +14,8 @@ from thread_peers import ThreadPeers
 
 from coati.config import Deadlines, TopologySettings
 from coati.models.lora import LoRAConstructor
+from coati.models.memory import iter_state_chunks
 from coati.monitor.timeline import Timeline
-from coati.trainer.strategies.state_chunks import iter_state_chunks
 from coati.weights.message import Chunk, UpdateHeader, WeightManifest, WeightMessage
 from coati.weights.receiver import WeightReceiver
 from coati.weights.recipients import Recipients

@@ -8,7 +8,7 @@ from weight_testing import Maker, deliver, header_of, messages_of
 from coati.errors import WeightUpdateError
 from coati.models import Actor, Critic, LoRASettings
 from coati.models.lora import LoRAConstructor, copy_without_adapters
-from coati.trainer.strategies.state_chunks import iter_state_chunks
+from coati.models.memory import iter_state_chunks
 
 CONFIG = LlamaConfig(
     hidden_size=16,

@@ -8,9 +8,9 @@ from transformers import LlamaConfig
 from coati.config import TrainSettings
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic
+from coati.models.memory import whole_tensor
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
-from coati.trainer.strategies.state_chunks import whole_tensor
 
 STRATEGIES = {
     "ddp": lambda **options: DDPStrategy(**options),

@@ -240,12 +240,8 @@ def _group_sums(values: Tensor, members: Tensor) -> Tensor:
 
 
 def _check_ids(group_ids: Tensor, expected: torch.Size) -> None:
-    if group_ids.shape != expected:
+    if group_ids.shape != expected or group_ids.is_floating_point() or group_ids.dtype == torch.bool:
         raise DataError(
-            f"group_ids must be {list(expected)}, one for each response, got shape {tuple(group_ids.shape)}. "
-            "Repeat each prompt's id once per response."
-        )
-    if group_ids.is_floating_point() or group_ids.dtype == torch.bool:
-        raise DataError(
-            f"group_ids must be integers, got {group_ids.dtype}. Number the prompts and pass their numbers."
+            f"group_ids must be {list(expected)} integers, one for each response, got {group_ids.dtype} of shape "
+            f"{tuple(group_ids.shape)}. Number the prompts, and repeat each number once per response."
         )

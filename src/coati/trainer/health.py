@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from coati.errors import CheckpointError, TrainingDiverged
 from coati.experience import Experience
+from coati.models.memory import local_part
 from coati.trainer.strategies import Strategy
-from coati.trainer.strategies.state_chunks import local_part
 
 logger = logging.getLogger(__name__)
 

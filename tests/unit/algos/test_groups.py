@@ -191,10 +191,10 @@ def test_what_cannot_be_compared_is_refused(estimator):
     ids = torch.tensor([0, 0])
     with pytest.raises(DataError, match=r"scores must be \[B\], one for each response, got shape \(2, 1\)"):
         estimator(torch.zeros(2, 1), ids)
-    with pytest.raises(DataError, match=r"group_ids must be \[3\], one for each response, got shape \(2,\)"):
+    with pytest.raises(DataError, match=r"group_ids must be \[3\] integers, .* of shape \(2,\)"):
         estimator(torch.zeros(3), ids)
     for wrong in (ids.float(), ids.bool()):
-        with pytest.raises(DataError, match=f"group_ids must be integers, got {wrong.dtype}"):
+        with pytest.raises(DataError, match=f"group_ids must be .* integers, .* got {wrong.dtype}"):
             estimator(torch.zeros(2), wrong)
     for bad in (NAN, -INF):
         with pytest.raises(DataError, match=f"scores must be finite to be compared, got {bad}"):

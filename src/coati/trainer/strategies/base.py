@@ -19,12 +19,11 @@ from torch.optim import Optimizer
 
 from coati.errors import ConfigError
 from coati.gpu import device_errors_explained
-from coati.models.memory import shapes_only, tied_names
+from coati.models.memory import iter_state_chunks, shapes_only, tied_names
 from coati.trainer.strategies.folders import copy_to_other_disks, replace_folder
 from coati.trainer.strategies.model_files import MODEL_MARKERS, copy_into, find_tensors, names_to_save, write_model
 from coati.trainer.strategies.optimizer_files import OPTIMIZER_MARKERS, iter_state, optimizer_writer, read_optimizer
 from coati.trainer.strategies.ranks import Ranks, seed_everything
-from coati.trainer.strategies.state_chunks import iter_state_chunks
 
 _PathLike = str | os.PathLike[str]
 

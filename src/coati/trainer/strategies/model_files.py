@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coati.errors import CheckpointError
-from coati.models.memory import state_tensors, tied_names
+from coati.models.memory import laid_out_like, local_part, state_tensors, tied_names
 from coati.trainer.strategies.folders import MANIFEST, check_files
-from coati.trainer.strategies.state_chunks import laid_out_like, local_part
 
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Adam, Optimizer
 
 from coati.errors import CheckpointError
+from coati.models.memory import laid_out_like, whole_tensor
 from coati.trainer.strategies.folders import check_files
-from coati.trainer.strategies.state_chunks import laid_out_like, whole_tensor
 
 _SETTINGS_FILE = "optimizer.json"
 _STATE_FILE = "optimizer.safetensors"
