@@ -53,7 +53,8 @@ from coati.ray.options import TrainerOptions
 from coati.ray.peers import RayPeers
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy
-from coati.weights import ServedModels, WeightReceiver
+from coati.weights.receiver import WeightReceiver
+from coati.weights.served import ServedModels
 
 TESTS = str(Path(__file__).resolve().parents[1] / "tests")
 sys.path.append(TESTS)
