@@ -59,16 +59,6 @@ def gae(
     return discounted_sums(td_errors(rewards, values, mask, gamma=gamma), mask, decay=gamma * lam)
 
 
-def discounted_returns(
-    rewards: Tensor,  # [B, T]
-    mask: Tensor,  # [B, T] bool, a prefix of True in each row
-    *,
-    gamma: float,
-) -> Tensor:
-    """Discounted sum of the rewards from each token on, `[B, T]`, zeros on padding."""
-    return discounted_sums(zero_padding(rewards, mask, name="rewards"), mask, decay=gamma)
-
-
 def td_errors(
     rewards: Tensor,  # [B, T]
     values: Tensor,  # [B, T] value of the state before each token
@@ -166,7 +156,7 @@ def reinforce_returns(
     With `group_ids`, the variant with a baseline: every token of a response gives up the mean return of its
     group, where a response's return is that of its first token, and rows without a token do not count.
     """
-    returns = discounted_returns(token_rewards.detach(), mask, gamma=gamma)  # [B, T]
+    returns = discounted_sums(zero_padding(token_rewards.detach(), mask, name="rewards"), mask, decay=gamma)  # [B, T]
     if group_ids is not None:
         _check_ids(group_ids, mask.shape[:1])
         has_tokens = mask.any(-1)

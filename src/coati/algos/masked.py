@@ -23,9 +23,7 @@ class MaskedMoments(NamedTuple):
 
 def at_least_float32(values: Tensor) -> Tensor:
     """`values` in the precision we compute in: float64 and float32 stay, all else becomes float32."""
-    if values.dtype in (torch.float32, torch.float64):
-        return values
-    return values.float()
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def zero_padding(values: Tensor, mask: Tensor, *, name: str = "values") -> Tensor:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos.advantages import discounted_returns, gae, shaped_rewards
+from coati.algos.advantages import gae, reinforce_returns, shaped_rewards
 from coati.errors import DataError
 
 NAN, INF = float("nan"), float("inf")
@@ -63,11 +63,11 @@ def test_gae_by_hand():
     assert gae(rewards, values, mask, gamma=0.5, lam=0.5).tolist() == [[-0.5, -6.0, 0.0]]
 
 
-def test_discounted_returns_by_hand():
+def test_reinforce_returns_by_hand():
     # γ = 0.5; rewards 1, 2, 4: 4;  2 + 0.5 · 4 = 4;  1 + 0.5 · 4 = 3
     rewards = torch.tensor([[1.0, 2.0, 4.0, NAN]])
     mask = torch.tensor([[True, True, True, False]])
-    assert discounted_returns(rewards, mask, gamma=0.5).tolist() == [[3.0, 4.0, 4.0, 0.0]]
+    assert reinforce_returns(rewards, mask, gamma=0.5).tolist() == [[3.0, 4.0, 4.0, 0.0]]
 
 
 @given(episode=episodes(), gamma=rates, lam=rates)
@@ -89,7 +89,7 @@ def test_with_lambda_one_advantage_plus_value_is_the_return(episode, gamma):
     rewards, values, mask = episode
     for discount in (1.0, gamma):
         targets = gae(rewards, values, mask, gamma=discount, lam=1.0) + values
-        returns = discounted_returns(rewards, mask, gamma=discount)
+        returns = reinforce_returns(rewards, mask, gamma=discount)
         torch.testing.assert_close(targets[mask], returns[mask], rtol=0, atol=1e-12)
 
 
@@ -101,8 +101,8 @@ def test_padding_and_the_order_of_rows_never_matter(episode, garbage, data):
     clean = gae(rewards, values, mask, gamma=0.9, lam=0.8)
     assert torch.equal(gae(dirty_rewards, dirty_values, mask[order], gamma=0.9, lam=0.8), clean[order])
     assert torch.equal(clean[~mask], torch.zeros_like(clean[~mask]))
-    returns = discounted_returns(rewards, mask, gamma=0.9)
-    assert torch.equal(discounted_returns(dirty_rewards, mask[order], gamma=0.9), returns[order])
+    returns = reinforce_returns(rewards, mask, gamma=0.9)
+    assert torch.equal(reinforce_returns(dirty_rewards, mask[order], gamma=0.9), returns[order])
     shaped = shaped_rewards(values.sum(-1).nan_to_num(), rewards, mask, kl_coef=0.3)
     assert torch.equal(shaped_rewards(values.sum(-1)[order], dirty_rewards, mask[order], kl_coef=0.3), shaped[order])
 
@@ -110,7 +110,7 @@ def test_padding_and_the_order_of_rows_never_matter(episode, garbage, data):
 def test_no_tokens_at_all():
     empty, mask = torch.zeros(3, 0), torch.zeros(3, 0, dtype=torch.bool)
     assert gae(empty, empty, mask, gamma=0.9, lam=0.9).shape == (3, 0)
-    assert discounted_returns(empty, mask, gamma=0.9).shape == (3, 0)
+    assert reinforce_returns(empty, mask, gamma=0.9).shape == (3, 0)
     assert shaped_rewards(torch.ones(3), empty, mask, kl_coef=0.1).shape == (3, 0)
 
 
@@ -118,7 +118,7 @@ def test_bfloat16_is_computed_in_float32_and_float64_stays():
     mask = torch.ones(1, 2, dtype=torch.bool)
     half = torch.tensor([[256.0, 1.0]], dtype=torch.bfloat16)
     # 256 + 1 does not exist in bfloat16
-    assert discounted_returns(half, mask, gamma=1.0).tolist() == [[257.0, 1.0]]
+    assert reinforce_returns(half, mask, gamma=1.0).tolist() == [[257.0, 1.0]]
     result = gae(half, torch.zeros(1, 2, dtype=torch.float64), mask, gamma=1.0, lam=1.0)
     assert result.dtype == torch.float64
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos.advantages import discounted_returns, grpo_advantages, has_signal, reinforce_returns, rloo_advantages
+from coati.algos.advantages import grpo_advantages, has_signal, reinforce_returns, rloo_advantages
 from coati.algos.masked import masked_whiten, spread
 from coati.errors import DataError
 
@@ -150,7 +150,7 @@ def test_reinforce_plus_plus_ignores_padding_and_order(seed, garbage, grouped):
     torch.testing.assert_close(dirty, clean[order], rtol=0, atol=1e-12)
     assert torch.equal(clean[~mask], torch.zeros_like(clean[~mask]))
     if not grouped:
-        returns = discounted_returns(rewards, mask, gamma=0.9)
+        returns = reinforce_returns(rewards, mask, gamma=0.9)
         assert torch.equal(clean, masked_whiten(returns, mask))
 
 
