@@ -70,30 +70,15 @@ class Ranks:
         if not timeout_seconds > 0 or math.isinf(timeout_seconds):
             raise ConfigError(f"timeout_seconds must be positive and finite, got {timeout_seconds}.")
         self.timeout_seconds = timeout_seconds
-        self._info = RankInfo.from_env()
-        self._device = choose_device(device, self._info.local_rank)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        self._made_group = False
-        if self._info.world_size > 1 or needs_group:
-            self._made_group = _join_process_group(
-                self._info, self._device, backend=backend, timeout_seconds=timeout_seconds
-            )
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks train together."""
-        return self._info.world_size
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank, from 0."""
-        return self._info.rank
-
-    @property
-    def device(self) -> torch.device:
+        info = RankInfo.from_env()
+        self.rank, self.world_size = info.rank, info.world_size
+        self.device = choose_device(device, info.local_rank)
         """Where models live and batches belong."""
-        return self._device
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._made_group = False
+        if self.world_size > 1 or needs_group:
+            self._made_group = _join_process_group(info, self.device, backend=backend, timeout_seconds=timeout_seconds)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum the tensor over all ranks: a new tensor on the same device (itself, for one rank)."""
