@@ -52,7 +52,7 @@ def test_nan_payloads_and_negative_zero_survive():
 
 
 def test_bfloat16_travels_in_two_bytes_per_number():
-    assert encode(torch.zeros(8, dtype=torch.bfloat16)).nbytes == 16
+    assert encode(torch.zeros(8, dtype=torch.bfloat16)).array.nbytes == 16
 
 
 def test_a_contiguous_cpu_tensor_is_not_copied_and_a_transposed_one_is_laid_out():
