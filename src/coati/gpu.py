@@ -88,17 +88,6 @@ _shares: weakref.WeakValueDictionary[int, ProcessorShare] = weakref.WeakValueDic
 """By the handle of their streams."""
 
 
-@contextlib.contextmanager
-def without_cudnn_attention() -> Iterator[None]:
-    """Use any attention kernel but cuDNN's, which plans for each new shape of a batch: 47 ms on the host of an H200."""
-    was_on = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(was_on)
-
-
 class SideStream:
     """A second stream: it runs after what was launched before this object was made, and concurrently with the rest.
 

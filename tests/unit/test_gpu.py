@@ -121,15 +121,3 @@ def test_a_cpu_has_no_side_stream(monkeypatch):
     monkeypatch.setattr(gpu, "side_stream", None)
     with gpu.SideStream(torch.device("cpu")).used():
         assert torch.ones(2).sum() == 2
-
-
-@pytest.mark.parametrize("was_on", [True, False])
-def test_cudnns_attention_is_off_inside_and_as_it_was_outside(was_on, monkeypatch):
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(was_on)
-    try:
-        with gpu.without_cudnn_attention():
-            assert not torch.backends.cuda.cudnn_sdp_enabled()
-        assert torch.backends.cuda.cudnn_sdp_enabled() == was_on
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
