@@ -25,12 +25,12 @@ class TensorSpec(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,10 +103,7 @@ class WeightMessage:
 
 def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     """Specs of tensors, in order."""
-    return tuple(
-        TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        for name, tensor in tensors.items()
-    )
+    return tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
 
 
 def layout(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
@@ -114,7 +111,7 @@ def layout(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
 
     Both sides compute it from the specs, so no offset travels and none can be wrong.
 
-    >>> layout((TensorSpec("a", (3,), "float32"), TensorSpec("b", (), "bool")))
+    >>> layout((TensorSpec("a", (3,), torch.float32), TensorSpec("b", (), torch.bool)))
     ((0, 256), 512)
     """
     offsets, end = [], 0
@@ -130,14 +127,6 @@ def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
     if size > buffer.numel():
         raise ValueError(f"a chunk of {size} bytes is not in a buffer of {buffer.numel()}")
     return {
-        spec.name: buffer[offset : offset + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
+        spec.name: buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)
         for spec, offset in zip(specs, offsets, strict=True)
     }
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that torch calls by this name."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
-    return dtype

@@ -135,7 +135,7 @@ def flip_a_bit(sent):
 
 def relabel_a_dtype(sent):
     first, *others = sent.chunks[0].info.tensors
-    return replaced(sent, 0, with_info(sent.chunks[0], tensors=(first._replace(dtype="float16"), *others)))
+    return replaced(sent, 0, with_info(sent.chunks[0], tensors=(first._replace(dtype=torch.float16), *others)))
 
 
 def unknown_dtype(sent):
