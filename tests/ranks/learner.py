@@ -21,14 +21,10 @@ from coati.experience_maker import Experience
 from coati.models import Actor, Critic
 from coati.models.actor import packed_scoring_problem
 from coati.models.lora import LoRASettings
+from coati.models.memory import whole_tensor
 from coati.models.value_head import packs
 from coati.trainer.ppo import PPOLearner
-from coati.trainer.strategies import (
-    DDPStrategy,
-    GeminiStrategy,
-    LowLevelZeroStrategy,
-    state_chunks,
-)
+from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
 from coati.trainer.strategies.sharded import ShardedStrategy
 
 VOCAB = 23
@@ -344,7 +340,7 @@ def mixed_precision(folder, name):
 
     def clip_grad_norm(model, max_norm):
         parameters = strategy.unwrap_model(model).named_parameters()
-        gradients.append({name: state_chunks.whole_tensor(parameter.grad).clone() for name, parameter in parameters})
+        gradients.append({name: whole_tensor(parameter.grad).clone() for name, parameter in parameters})
         return plain_clip(model, max_norm)
 
     strategy.clip_grad_norm = clip_grad_norm
