@@ -67,10 +67,10 @@ def test_tied_weights_travel_once_and_stay_tied(make_models, maker):
 def test_dtypes_travel_as_they_are(make_models):
     sent = messages_of(make_models(7))
     dtypes = {(info.module, spec.name): spec.dtype for info in sent.manifest.chunks for spec in info.tensors}
-    assert dtypes["actor", "embedding.weight"] == "bfloat16"
-    assert dtypes["actor", "body.weight"] == "float32"
-    assert dtypes["actor", "num_seen"] == "int64"
-    assert dtypes["actor", "is_open"] == "bool"
+    assert dtypes["actor", "embedding.weight"] == torch.bfloat16
+    assert dtypes["actor", "body.weight"] == torch.float32
+    assert dtypes["actor", "num_seen"] == torch.int64
+    assert dtypes["actor", "is_open"] == torch.bool
     # 20 bf16 (40) + 16 + 4 floats (80) + one int64 (8) + 2 flags + nothing; critic 4 + 1 floats (20)
     assert sent.nbytes == 40 + 80 + 8 + 2 + 20
 
