@@ -31,7 +31,7 @@ from coati.monitor.run_log import RunLog
 from coati.resume import changed_settings, resumed_settings
 from coati.run_folder import earlier_settings
 from coati.synchronous import SynchronousRun
-from coati.weights import ServedModels, VerifiedUpdate
+from coati.weights.served import ServedModels, VerifiedUpdate
 
 _DIGITS = 8  # of the digest of one tensor
 _HARMLESS_SECTIONS = ("run", "logging", "deadlines", "topology")

@@ -15,7 +15,7 @@ from coati.gpu import device_errors_explained
 from coati.models import Actor
 from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.trainer.strategies import DDPStrategy
-from coati.weights import ServedModels
+from coati.weights.served import ServedModels
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ from coati.peers import LocalPeers
 from coati.replay import replay
 from coati.synchronous import SynchronousRun
 from coati.trainer.checkpoints import find_checkpoint
-from coati.weights import Recipients, WeightReceiver, WeightSender
+from coati.weights.receiver import WeightReceiver
+from coati.weights.recipients import Recipients
+from coati.weights.sender import WeightSender
 
 REWARD = """
 def likes_c(completions):
