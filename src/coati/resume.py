@@ -19,8 +19,7 @@ logger = logging.getLogger(__name__)
 _FIXED_SECTIONS = ("prompts", "lora")
 _FIXED = (
     "run.name", "run.output", "run.seed", "model.path", "model.tokenizer", "algorithm.name",
-    "rollout.samples_per_prompt", "train.batch_size", "train.update_steps", "topology.trainers",
-    "topology.max_staleness",
+    "rollout.samples_per_prompt", "train.batch_size", "train.update_steps", "topology.max_staleness",
 )  # fmt: skip
 
 
@@ -70,6 +69,8 @@ class StartingPoint(NamedTuple):
     """None: at its beginning."""
     version: int = 0
     step: int = 0
+    events: tuple[int, ...] = ()
+    """Of each trainer's journal, those that led here."""
 
 
 def choose_checkpoint(config: RunSettings) -> StartingPoint:
@@ -83,7 +84,8 @@ def choose_checkpoint(config: RunSettings) -> StartingPoint:
             f"train.total_steps must be {fresh}, as it was, got {train.total_steps}: the last version of this run "
             f"took fewer than train.update_steps = {train.update_steps} batches. Train on from its model in a new run."
         )
-    return StartingPoint(path, state["version"], state["counters"]["batches"])
+    events = tuple(rank.get("events", 0) for rank in state["ranks"])
+    return StartingPoint(path, state["version"], state["counters"]["batches"], events)
 
 
 def choose_restart(config: RunSettings) -> StartingPoint:
@@ -100,8 +102,16 @@ def choose_restart(config: RunSettings) -> StartingPoint:
 
 def continue_files(config: RunSettings, log: RunLog, start: StartingPoint, *, is_restart: bool = False) -> None:
     """Cut off what the run's files, and its log, hold of later steps, which are made again."""
+    from coati import run
+    from coati.ledger.journal import Journal, resume_event
+    from coati.ledger.leases import Ledger
     from coati.trainer.checkpoints import clear_after
 
     clear_after(config.output_folder / "checkpoints", start.version)
+    for stream in range(config.topology.trainers, len(start.events)):  # of trainers that are gone, others have the rest
+        rules = run.ledger_rules(config, stream)
+        journal = Journal(run.journal_path(config, stream), rules, run=config.run.name, is_resumed=True)
+        journal.write([resume_event(start.version, start.events[stream], rules, state=Ledger(rules).state())])
+        journal.close()
     log.continue_from(start.step, start.version, is_restart=is_restart)
     logger.warning("the run continues from version %d, after step %d", start.version, start.step)

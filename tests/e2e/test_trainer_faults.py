@@ -14,6 +14,7 @@ import time
 import pytest
 
 from coati.faults import VARIABLE, Fault, Schedule
+from coati.ledger.audit import audit_run
 from coati.monitor import read_jsonl
 
 SETTINGS = (
@@ -101,3 +102,21 @@ def test_a_detached_run_whose_driver_is_killed_is_resumed_to_the_same_bits(film_
     assert resumed.returncode == 0, resumed.stderr
     assert "the run continues from version 2" in resumed.stderr
     check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_run_is_resumed_with_another_number_of_trainers(film_run, coati_command, coati_here, tmp_path, before, after):
+    def train(number, *arguments):
+        return coati_here("train", "--sync", *arguments) if number == 1 else coati_command("train", *arguments)
+
+    first = train(before, film_run, *changed(*SETTINGS, f"topology.trainers={before}", "train.total_steps=2"))
+    assert first.returncode == 0, first.stderr
+    more = changed(f"topology.trainers={after}", "train.total_steps=4")
+    resumed = train(after, "--resume", tmp_path / "out", *more)
+    assert resumed.returncode == 0, resumed.stderr
+    audit = coati_here("audit", tmp_path / "out")
+    assert audit.returncode == 0, audit.stdout
+    assert [row["step"] for row in read_jsonl(tmp_path / "out" / "metrics.jsonl")] == [1, 2, 3, 4]
+    groups = [group for stream in audit_run(tmp_path / "out").streams for group in stream.groups.values()]
+    assert sum(group.fate == "trained" for group in groups) == 24 * 2 * (before + after)

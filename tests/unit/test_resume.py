@@ -31,6 +31,7 @@ def test_settings_are_those_of_the_run_wherever_its_folder_is(folder, caplog):
         "train.total_steps=300",
         "topology.makers=3",
         "train.strategy=zero2",
+        "topology.trainers=2",
         "logging.samples_kept=3",
         "train.actor_lr=1",
     ],
@@ -47,7 +48,7 @@ def test_most_may_change_and_it_is_said(folder, caplog, change):
     [
         "model.path=other", "algorithm.name=grpo", "rollout.samples_per_prompt=4", "train.batch_size=32",
         "train.update_steps=2", "run.seed=3", "run.output=elsewhere", "run.name=other", "prompts.path=q.jsonl",
-        "prompts.shuffle=false", "topology.trainers=2", "topology.max_staleness=7", "lora.rank=2",
+        "prompts.shuffle=false", "topology.max_staleness=7", "lora.rank=2",
     ],
 )  # fmt: skip
 def test_some_cannot_change(folder, change):

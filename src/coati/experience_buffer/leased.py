@@ -2,7 +2,6 @@
 which are trained on next."""
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import secrets
@@ -17,8 +16,8 @@ from torch import Tensor
 from coati.errors import DataError, StorageError
 from coati.experience import EXPERIENCE_FIELDS, PER_SAMPLE_FIELDS, BufferItem, Experience, pad_items
 from coati.experience_buffer.buffer import SampleBuffer
-from coati.ledger.journal import Journal
-from coati.ledger.leases import Ledger
+from coati.ledger.journal import Journal, resume_event
+from coati.ledger.leases import Ledger, redistribute
 from coati.ledger.rules import Lease, LedgerRules
 from coati.wire import tensor_digest
 
@@ -226,8 +225,11 @@ class LeasedBuffer(SampleBuffer):
             items = [item for group in groups for item in group]
             return {"ledger": self._ledger.state(), "events": num_events}, _pack(items)
 
-    def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Continue from a `state`, before anything is leased. What makers held then is granted again."""
+    def restore(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, is_other: bool = False) -> None:
+        """Continue from a `state`, before anything is leased. What makers held then is granted again.
+
+        `is_other`: it is not what the events in the journal lead to.
+        """
         # A maker may have lived on with leases granted after the checkpoint, whose numbers will be granted again.
         first_epoch = secrets.randbits(40) << 20
         with self._lock:
@@ -237,14 +239,19 @@ class LeasedBuffer(SampleBuffer):
                 self._delivered.setdefault(Lease(*item.lease or ()).number, []).append(item)
             self._in_training = {number: self._delivered.pop(number) for number in self._ledger.picked}
             self._picked.extend(item for group in self._in_training.values() for item in group)
-            self._ledger.events = [
-                {
-                    "resume": self._ledger.version,
-                    "events": state["events"],
-                    "first_epoch": first_epoch,
-                    "rules": dataclasses.asdict(self.rules),
-                }
-            ]
+            other = state["ledger"] if is_other else None
+            version, events = self._ledger.version, state["events"]
+            self._ledger.events = [resume_event(version, events, self.rules, first_epoch=first_epoch, state=other)]
+
+    def take_over(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from the `state`s of another number of trainers, before anything is leased.
+
+        What was delivered to them and not trained on is made again.
+        """
+        stream = self.rules.stream
+        ledger = redistribute(self.rules, [state["ledger"] for state in states])
+        events = states[stream]["events"] if stream < len(states) else None
+        self.restore({"ledger": ledger, "events": events}, _pack([]), is_other=True)
 
     def start_over(self) -> None:
         """Begin the run again: what the journal holds is void, and what makers hold is refused."""

@@ -61,13 +61,17 @@ class StreamAccount:
         self.problems: list[str] = []
         """What must not be, with the numbers of the groups."""
         self._picked: list[int] = []
-        self._num_trained = 0  # of those
+        self._num_trained = 0
+        self._num_numbers = 0  # granted so far
+        self._num_before = 0  # groups that others had trained on when this one took over
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Follow an event."""
         kind = next(iter(event))
         if kind == "resume":
             self.rules = LedgerRules(**event["rules"])
+            if "state" in event:
+                self._take_over(event["state"])
             for group in self.groups.values():
                 group.state = "returned" if group.state == "open" else group.state
             return
@@ -79,16 +83,24 @@ class StreamAccount:
                 "version that wrote it."
             )
         if kind == "train":
-            end = event.get("samples", event["train"] * self.rules.samples_per_version)
-            numbers = self._picked[self._num_trained : end // self.rules.group_size]
+            end = event.get("samples", event["train"] * self.rules.samples_per_version) // self.rules.group_size
+            numbers = self._picked[self._num_trained - self._num_before : end - self._num_before]
         else:
             numbers = event[kind]
         for number in numbers:
             self._move(number, kind, event)
 
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        """The run has another number of trainers: groups without a fate were divided among them again."""
+        self.groups = {number: group for number, group in self.groups.items() if group.fate != "open"}
+        self.groups |= {work["number"]: Group("returned") for work in state["works"]}
+        self._picked, self._num_numbers = [], state["num_numbers"]
+        self._num_trained = self._num_before = state["num_trained"] // self.rules.group_size
+
     def _move(self, number: int, kind: str, event: Mapping[str, Any]) -> None:
         if kind == "grant" and number not in self.groups:
-            expected = len(self.groups) * self.rules.num_streams + self.rules.stream
+            expected = self._num_numbers * self.rules.num_streams + self.rules.stream
+            self._num_numbers += 1
             if number != expected:
                 self.problems.append(f"group {number}: granted when {expected} was the next")
         group = self.groups.setdefault(number, Group())
@@ -150,7 +162,7 @@ def account_of(journals: Sequence[JournalContent]) -> RunAccount:
     """Follow the events of all trainers' journals."""
     streams, notes = [], []
     for content in journals:
-        streams.append(StreamAccount(content.rules))
+        streams.append(StreamAccount(content.first_rules))
         for event in content.events:
             streams[-1].apply(event)
         if content.num_cut:

@@ -9,8 +9,9 @@ A process that dies while it writes leaves part of a record at the end. That par
 removed when it is opened again. A bad record with good ones after it is an error.
 
 A run that is resumed from a checkpoint appends {"resume": version, "events": n, "first_epoch": e, "rules": {…}}: the
-first n events led to that checkpoint, what comes between them and this one is void, leases that were open are returned,
-and epochs go on from e.
+first n events led to that checkpoint (all, if n is null), what comes between them and this one is void, leases that
+were open are returned, and epochs go on from e. If the run has another number of trainers now, "state" says which
+numbers the ledger has instead of its own; that of a trainer that is gone has none.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +41,8 @@ class JournalContent(NamedTuple):
 
     run: str
     rules: LedgerRules
+    """The last ones; a run that is resumed may change them."""
+    first_rules: LedgerRules
     events: list[Event]
     """Without those that a resumed run has made again."""
     num_events: int
@@ -75,10 +78,12 @@ def read_journal(path: Path) -> JournalContent:
     rules, valid = header["rules"], dict[int, Event]()
     for number, event in enumerate(events):
         if "resume" in event:
-            rules, valid = event["rules"], {index: valid[index] for index in valid if index < event["events"]}
+            end = number if event["events"] is None else event["events"]
+            rules, valid = event["rules"], {index: valid[index] for index in valid if index < end}
         valid[number] = event
     cut = len(data) - num_bytes
-    return JournalContent(header["run"], LedgerRules(**rules), [*valid.values()], len(events), num_bytes, cut)
+    both = LedgerRules(**rules), LedgerRules(**header["rules"])
+    return JournalContent(header["run"], *both, [*valid.values()], len(events), num_bytes, cut)
 
 
 def read_journals(folder: Path) -> list[JournalContent]:
@@ -94,7 +99,7 @@ def read_journals(folder: Path) -> list[JournalContent]:
         )
     contents.sort(key=lambda content: content.rules.stream)
     expected, found = contents[0].rules.num_streams, [content.rules.stream for content in contents]
-    if found != list(range(expected)):
+    if found[:expected] != list(range(expected)):  # there may be more, of trainers that are gone
         raise CheckpointError(
             f"{str(folder)!r} must have one journal for each of the run's {expected} trainers, got those of {found}. "
             "Restore the missing files from a copy."
@@ -187,6 +192,19 @@ class Journal:
             f"The journal {str(self.path)!r} cannot be written: {error.strerror}. What it holds so far is intact. "
             + ("Free space on that disk." if is_full else "Check the disk and the folder's permissions.")
         )
+
+
+def resume_event(
+    version: int,
+    events: int | None,
+    rules: LedgerRules,
+    *,
+    first_epoch: int = 0,
+    state: Mapping[str, Any] | None = None,
+) -> Event:
+    """The event with which a run continues from a checkpoint, as this module's description says."""
+    event: Event = {"resume": version, "events": events, "first_epoch": first_epoch, "rules": dataclasses.asdict(rules)}
+    return event if state is None else {**event, "state": state}
 
 
 def _record(events: Sequence[Any]) -> bytes:

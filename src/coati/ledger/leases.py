@@ -227,9 +227,10 @@ class Ledger:
                 return False
         if rules.max_staleness is None:
             return True
-        # Everything due by a deadline must fit before it, this group too. Returned ones will have the latest deadlines.
+        # Everything due by a deadline must fit before it, this group too. Returned ones before it will have the latest
+        # deadlines; those after it are granted when they fit.
         own, last = version + rules.max_staleness, self._pick_version + rules.max_staleness
-        returned = (len(self._returned) - (not is_new)) * size
+        returned = sum(one < number for one in self._returned) * size
         for deadline in {own, last, *self._due}:
             if deadline >= own:
                 due = sum(samples for one, samples in self._due.items() if one <= deadline)
@@ -289,7 +290,7 @@ class Ledger:
             return
         if kind == "resume":
             rules, first = LedgerRules(**event["rules"]), event["first_epoch"]
-            resumed = type(self).restored(rules, self.state(), first_epoch=first)
+            resumed = type(self).restored(rules, event.get("state") or self.state(), first_epoch=first)
             self.__dict__.update(resumed.__dict__)
             return
         for number in event[kind]:
@@ -387,3 +388,30 @@ class Ledger:
         for event in events:
             ledger.apply(event)
         return ledger
+
+
+def redistribute(rules: LedgerRules, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of one of `rules.num_streams` ledgers that take over from others, however many these were.
+
+    Groups that were not trained on, delivered or not, are made again, by whichever ledger their numbers belong to now.
+    """
+    num_before, version = len(states), int(states[0]["version"])
+    next_numbers = [state["num_numbers"] * num_before + stream for stream, state in enumerate(states)]
+    end = max(next_numbers)  # no ledger has granted this number or one above it
+    unfinished = {work["number"] for state in states for work in state["works"]}
+    for number in next_numbers:
+        unfinished.update(range(number, end, num_before))  # one that had dropped less is behind
+    own = sorted(number for number in unfinished if number % rules.num_streams == rules.stream)
+    num_numbers = -(-(end - rules.stream) // rules.num_streams)
+    num_samples = int(states[0]["num_trained"])
+    return {
+        "version": version,
+        "num_picked": num_samples,
+        "num_numbers": num_numbers,
+        # What was granted, less these, is what was trained on and what is unfinished. More ledgers than before have
+        # trained on more together than was ever granted, so it may be below 0.
+        "num_dropped": num_numbers - len(own) - num_samples // rules.group_size,
+        "num_trained": num_samples,
+        "picked": [],
+        "works": [dataclasses.asdict(_Work(number)) for number in own],
+    }

@@ -136,18 +136,23 @@ class Checkpoints:
     def restore(self, path: Path) -> dict[str, Any]:
         """Load everything from a checkpoint, before training; returns its version and the counters it was saved with.
 
-        Raises CheckpointError if it is not whole, or was made by another number of ranks.
+        With another number of ranks than saved it, samples that were not trained on are made again. Raises
+        CheckpointError if it is not whole.
         """
         learner, strategy = self._learner, self._learner.strategy
-        state = strategy.run_on_all(lambda: _read_state(path, strategy.world_size), f"read {path}")
+        state = strategy.run_on_all(lambda: _read_state(path), f"read {path}")
         for label, model in learner.models.items():
             strategy.load_model(model, path if label == "actor" else path / label)
         learner.load_optimizers(path / "optimizers")
         learner.restore(state["learner"])
-        tensors = safetensors.torch.load_file(path / f"rank-{strategy.rank}.safetensors")
-        restore_random_state(tensors, learner.device)
-        if self._buffer is not None:
-            self._buffer.restore(state["ranks"][strategy.rank], tensors)
+        ranks, own = state["ranks"], path / f"rank-{strategy.rank}.safetensors"
+        tensors = safetensors.torch.load_file(own) if strategy.rank < len(ranks) else {}
+        if tensors:
+            restore_random_state(tensors, learner.device)
+        if self._buffer is not None and len(ranks) == strategy.world_size:
+            self._buffer.restore(ranks[strategy.rank], tensors)
+        elif self._buffer is not None:
+            self._buffer.take_over(ranks)
         self._last = state["version"]
         return {"version": state["version"], **state["counters"]}
 
@@ -193,19 +198,14 @@ def _version_of(path: Path) -> int:
     return int(path.name.removeprefix("version-"))
 
 
-def _read_state(path: Path, num_ranks: int | None = None) -> dict[str, Any]:
+def _read_state(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((path / _STATE_FILE).read_text())
-        found, saved_by = state["format"], len(state["ranks"])
+        found = state["format"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(
             f"{path / _STATE_FILE} is missing or unreadable: {error!r}. Use another checkpoint."
         ) from error
     if found != _FORMAT:
         raise CheckpointError(f"{path} has format {found!r}, not {_FORMAT}. Use the coati that wrote it.")
-    if num_ranks not in (None, saved_by):
-        raise CheckpointError(
-            f"{path} was made by {saved_by} trainers, each with its own share of the prompts, and cannot be continued "
-            f"by {num_ranks}. Set topology.trainers to {saved_by}."
-        )
     return state

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import itertools
+import json
 import logging
 import os
 import random
@@ -326,11 +327,26 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(saved, tmp_path, monk
     assert find_checkpoint(tmp_path)[0].name == "version-3"
 
 
-def test_another_number_of_trainers_is_refused(saved, tmp_path, monkeypatch):
+def test_one_trainer_continues_what_two_have_saved_and_makes_their_unfinished_samples_again(tmp_path):
+    rules = [dataclasses.replace(RULES, stream=stream, num_streams=2) for stream in range(2)]
+    first, second = (Trainer(tmp_path, rules=rules[stream]) for stream in range(2))
+    for trainer, wanted in ((first, 5), (second, 3)):
+        deliver(trainer.buffer, 0, wanted)
+        trainer.buffer.try_sample(0.0)
+        trainer.buffer.train(1)
+    first.learner.step(tiny.experience(0, 2))
+    first.save(1, fresh=1)
     file = tmp_path / "version-1" / "state.json"
-    file.write_text(file.read_text().replace('"ranks": [{', '"ranks": [{}, {'))
-    with pytest.raises(CheckpointError, match="2 trainers"):
-        saved.checkpoints.restore(tmp_path / "version-1")
+    state = json.loads(file.read_text())
+    state["ranks"].append(second.buffer.state()[0])
+    file.write_text(json.dumps(state))
+    alone = Trainer(tmp_path, seed=5)
+    assert alone.checkpoints.restore(tmp_path / "version-1")["version"] == 1
+    assert equal(alone.weights(), first.weights())
+    # Trained on were 0, 2 and 1, 3; delivered and not trained on 4, 6, 8 and 5. The next of the second one was 7.
+    again = alone.buffer.lease(LeaseRequest("maker", 1, 1, 8))
+    assert [lease.number for lease in again] == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert alone.buffer.num_items_waiting == 0
 
 
 def test_later_versions_are_set_aside_and_unfinished_ones_deleted(saved, tmp_path):
