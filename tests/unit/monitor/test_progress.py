@@ -34,6 +34,11 @@ def test_a_plain_line():
     )
 
 
+def test_restarts_are_shown_once_there_are_some():
+    assert "restart" not in plain_line(halfway())
+    assert "2 restarts, 0:00:12 elapsed" in plain_line(halfway(restarts=2))
+
+
 def test_a_plain_line_before_anything_is_known():
     assert plain_line(RunSnapshot(step=0, total_steps=0, version=0)) == "step 0, version 0, 0:00:00 elapsed"
     starting = RunSnapshot(step=0, total_steps=9, version=0, samples_per_second=0.0, message="loading models")

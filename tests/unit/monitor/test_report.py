@@ -11,7 +11,7 @@ from rich.console import Console
 from coati.cli.report import run_report, time_table
 from coati.errors import ConfigError, DataError
 from coati.monitor.report.folder import read_run, trace_events
-from coati.monitor.report.page import chosen_samples, curve, render_page
+from coati.monitor.report.page import chosen_samples, curve, headline, render_page
 from coati.monitor.report.time_use import run_times, within
 from coati.monitor.timeline import Span
 
@@ -228,6 +228,17 @@ def test_the_page_holds_everything_and_loads_nothing(folder):
     assert page.count("<svg") == 2  # only the reward and its term have two points
     for part in ("reward term: brevity", "completed", "makers = 1", "[algorithm]"):
         assert part in page
+
+
+def test_faults_of_machines_and_of_data_are_counted_apart(folder):
+    run = read_run(folder)
+    assert not [name for name, _ in headline(run, None) if "restarts" in name or "quarantined" in name]
+    for row, number in zip(run.metrics, (0, 2, 2), strict=True):
+        row |= {"restarts/makers": 0.0, "restarts/trainers": float(number), "maker/quarantined": float(number)}
+    facts = dict(headline(run, None))
+    assert facts["restarts of trainers"] == "2", "a count so far"
+    assert facts["samples quarantined"] == "4", "a sum over versions"
+    assert "restarts of makers" not in facts
 
 
 def test_samples_are_of_the_first_and_the_last_version(folder):
