@@ -143,8 +143,8 @@ class PPOTrainer(DetachedTrainer):
             return
         counters = self._checkpoints.restore(self.options.resume)
         self.version, self._num_done = counters["version"], counters["fresh"]
-        self._num_batches, self._num_samples = counters["batches"], counters["samples"]
-        for record in counters["records"]:
+        self._num_batches, self._num_samples = counters["batches"], counters.get("samples", 0)
+        for record in counters.get("records", ()):  # a synchronous run has written them
             self._records.append(record)
 
     def _make_sender(self) -> WeightSender:
