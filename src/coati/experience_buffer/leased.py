@@ -230,8 +230,10 @@ class LeasedBuffer(SampleBuffer):
 
         `is_other`: it is not what the events in the journal lead to.
         """
-        # A maker may have lived on with leases granted after the checkpoint, whose numbers will be granted again.
-        first_epoch = secrets.randbits(40) << 20
+        # A maker may have lived on with leases granted after the checkpoint, whose numbers will be granted again. So
+        # epochs begin above all of the checkpoint, at another distance than those of any other start from it.
+        known = max((work["epoch"] for work in state["ledger"]["works"]), default=0)
+        first_epoch = known + (1 + secrets.randbits(30) << 20)
         with self._lock:
             self._ledger = Ledger.restored(self.rules, state["ledger"], first_epoch=first_epoch)
             self.num_sampled = state["ledger"]["num_trained"]

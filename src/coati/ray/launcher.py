@@ -223,7 +223,7 @@ class DetachedRun:
         start = choose_restart(self._config)
         continue_files(self._config, self._log, start, is_restart=True)
         number = self._restarts.counts["trainers"]
-        self._actors.create_trainers(start.checkpoint, makers=self._actors.makers, incarnation=number)
+        self._actors.create_trainers(start.checkpoint, incarnation=number)
         self._load(self._actors.trainers, self._tend_restart)
         self._show("")
 
@@ -312,6 +312,8 @@ class DetachedRun:
         """Have the leases of a maker that does not answer granted to others: what it delivers later is refused."""
         seconds = self._deadlines.stall_seconds
         was_stalled = followed.is_stalled
+        if name in self._actors.loading:
+            followed.asked_at = time.monotonic()
         followed.is_stalled = bool(followed.calls) and time.monotonic() - followed.asked_at >= seconds
         if followed.is_stalled and not was_stalled:
             logger.warning("%s has not answered for %g s; its work is given to others", name, seconds)

@@ -98,6 +98,7 @@ class MakerPool:
         for call in wait_any(self._loops, 0.0):
             self._end(self._loops.pop(call), call)
         self._replace_some()
+        self._actors.note_loaded()
         self._welcome()
         if self._joining:
             return f"{listed(self._joining)} loading models and waiting for weights"
@@ -105,7 +106,6 @@ class MakerPool:
 
     def _create(self, name: str) -> None:
         self._actors.create_newcomer(name)
-        self._actors.tell_trainers()
         self.start(name)
 
     def _welcome(self) -> None:

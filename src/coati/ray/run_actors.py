@@ -7,6 +7,7 @@ different versions, and the maker might miss one.
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,10 @@ class RunActors:
         checkpoints: Path,
         host: RayHost | None = None,
         parts: Parts | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host or RayHost()
+        self._clock = clock
         self._config = config
         self._parts = parts or Parts()
         self._checkpoints = checkpoints
@@ -61,6 +64,8 @@ class RunActors:
         self._placement = Placement(config, trainers=self._trainer_names, makers=names)
         self.makers: dict[str, Peer] = {}
         self.trainers: dict[str, Peer] = {}
+        self.loading: dict[str, tuple[PendingCall, float]] = {}
+        """Makers that joined and load their models: what they were asked, and when they were created."""
         self._is_private = False
         # What actors were told without waiting for it, by actor, method and the maker that it is about.
         self._orders: dict[tuple[str, str, str], tuple[PendingCall, Peer, tuple[Any, ...]]] = {}
@@ -81,8 +86,15 @@ class RunActors:
         for name in self._maker_names:
             self.makers[name] = self._create_maker(self._maker_options(name))
 
-    def create_trainers(self, resume: Path | None, *, makers: Iterable[str], incarnation: int = 0) -> None:
+    @property
+    def _loaded(self) -> list[str]:
+        return [name for name in self.makers if name not in self.loading]
+
+    def create_trainers(
+        self, resume: Path | None, *, makers: Iterable[str] | None = None, incarnation: int = 0
+    ) -> None:
         """Create the trainers, to continue from a checkpoint. `incarnation` counts how often they were before."""
+        makers = self._loaded if makers is None else makers
         places = self._places(self._trainer_names, self._config.topology.gpus_per_trainer)
         for rank, place in enumerate(places):
             self._create_trainer(rank, place, self._updated_by(rank, makers), resume, incarnation)
@@ -116,9 +128,33 @@ class RunActors:
         if self._is_private:
             options["num_cpus"] = 0
         self.makers[name] = self._create_maker(options)
+        self.loading[name] = self.makers[name].call("progress"), self._clock()
+
+    def note_loaded(self) -> None:
+        """Have trainers update the makers that have loaded their models, and not before: an update would wait for it.
+
+        One that takes too long is killed, so that its loop ends.
+        """
+        limit = self._deadlines.start_seconds
+        for name, (call, since) in list(self.loading.items()):
+            if call.done():
+                del self.loading[name]
+                try:
+                    call.result(0.0)
+                except PeerUnavailable:  # it was lost
+                    self.loading[name] = self.makers[name].call("progress"), since
+                except (PeerDied, RemoteError) as error:
+                    logger.debug("%s did not load: %s", name, error)  # its loop fails too, and says why
+                else:
+                    self.tell_trainers()
+            elif self._clock() - since > limit:
+                logger.error("%s did not load within %g s (deadlines.start_seconds) and is killed", name, limit)
+                self.loading[name] = call, float("inf")
+                self._host.kill(self.makers[name])
 
     def dismiss(self, name: str) -> None:
         """Kill a maker."""
+        self.loading.pop(name, None)
         if (actor := self.makers.pop(name, None)) is not None:
             self._host.kill(actor)
 
@@ -130,7 +166,7 @@ class RunActors:
     def tell_trainers(self) -> None:
         """Send each trainer the names of the makers that it updates now."""
         for rank, trainer in enumerate(self.trainers.values()):
-            self.order(trainer, "change_makers", self._updated_by(rank, self.makers))
+            self.order(trainer, "change_makers", self._updated_by(rank, self._loaded))
 
     def order(self, actor: Peer, method: str, *args: Any, about: str = "") -> None:
         """Call a method that may be repeated, and do not wait for it. A later order `about` the same replaces it."""

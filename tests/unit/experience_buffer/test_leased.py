@@ -121,6 +121,23 @@ def test_a_maker_whose_leases_were_released_may_get_them_again_and_only_the_new_
     assert story.sample() == [20_000, 20_001]
 
 
+def test_what_was_granted_after_a_checkpoint_is_refused_after_every_restart(monkeypatch):
+    distances = iter([7, 3])
+    monkeypatch.setattr("secrets.randbits", lambda bits: next(distances))
+    first, second, third = Story(), Story(), Story()
+    first.ask()
+    second.buffer.restore(*first.buffer.state())
+    between = second.buffer.state()  # leases wait to be granted again, with epochs of the second start
+    held = second.ask(maker="b")
+    third.buffer.restore(*between)
+    again = third.ask(maker="c")
+    assert numbers(held) == numbers(again)
+    third.deliver(held)
+    assert third.sample() is None
+    third.deliver(again)
+    assert third.sample() is not None
+
+
 def test_what_comes_to_nothing_is_replaced_by_another_lease(story):
     first = story.ask(100)
     endings = [Ending(first[0], "prompt skipped: too long"), Ending(first[1], "no reward", "quarantine")]

@@ -64,7 +64,7 @@ class Stage:
                 "topology": {"makers": makers, "trainers": trainers},
             }
         )
-        self.actors = RunActors(config, checkpoints=None, host=self)
+        self.actors = RunActors(config, checkpoints=None, host=self, clock=lambda: self.now)
         self.actors.create(should_stop=lambda: False, is_private=is_private)
         self.pool = MakerPool(
             self.actors,
@@ -157,7 +157,7 @@ def test_makers_that_join_work_at_once_and_have_joined_when_they_have_weights(st
     stage.until(lambda message: not message)
     stage.check_consistent()
     assert stage.alive == ["maker-0", "maker-1", "maker-2"]
-    assert stage.story == [("told", "maker-0", "maker-1"), ("told", "maker-0", "maker-1", "maker-2")]
+    assert stage.story[-1] == ("told", "maker-0", "maker-1", "maker-2")
 
 
 def test_makers_that_leave_finish_their_work_and_the_rest_of_it_goes_to_others(stage):
@@ -213,6 +213,7 @@ def test_each_maker_is_updated_by_one_trainer_which_it_keeps():
     stage.die("maker-0")
     stage.now += 1.0
     stage.pool.advance()
+    stage.until(lambda _: not stage.actors.loading)
     last = [stage.peers[f"trainer-{rank}"].drain() or stage[f"trainer-{rank}"].story[-1] for rank in range(2)]
     assert [sorted(told) for told in last] == [["maker-0", "maker-2", "told"], ["maker-1", "maker-3", "told"]]
 
@@ -280,8 +281,36 @@ def test_a_maker_that_dies_is_replaced_after_a_while_under_its_name(stage):
     stage.now += 0.2
     stage.pool.advance()
     assert stage.alive == stage.pool.working == ["maker-0"]
+    stage.until(lambda _: not stage.actors.loading)
     # Told twice: to trainers its successor is a maker that joins, and needs weights.
     assert stage.story == [("release", "maker-0", "died"), ("told",), ("told", "maker-0")]
+    stage.check_consistent()
+
+
+def test_trainers_do_not_update_a_maker_before_it_has_loaded(stage):
+    held = []
+    stage.on_create = lambda name: held.append(stage.peers.hold(name, "progress"))
+    stage.die("maker-0")
+    stage.now += 0.5
+    stage.pool.advance()
+    stage.pool.advance()
+    assert stage.story[-1] == ("told",), "or each update would wait for it"
+    held[0].release()
+    stage.until(lambda _: not stage.actors.loading)
+    assert stage.story[-1] == ("told", "maker-0")
+
+
+def test_a_maker_that_never_loads_is_killed_and_counts_as_dead(stage):
+    stage.on_create = lambda name: stage.peers.hold(name, "progress")
+    stage.die("maker-0")
+    stage.now += 0.5
+    stage.pool.advance()
+    stage.on_create = lambda name: None
+    stage.now += 10_000.0
+    stage.until(lambda _: stage.restarts.counts["makers"] == 2)
+    assert stage.killed.count("maker-0") >= 2
+    stage.now += 30.0
+    stage.until(lambda _: stage.alive == ["maker-0"] and not stage.actors.loading)
     stage.check_consistent()
 
 
