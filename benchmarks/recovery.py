@@ -32,7 +32,7 @@ from living_run import LivingRun, slope
 from coati.faults import Fault
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS_BETWEEN = 20.0
+SECONDS_BETWEEN = 45.0  # more than a recovery takes, or the next kill comes before the successor is seen to work
 PATIENCE = 180.0
 SLOW_STEP_SECONDS = 5.0  # a step of the demo's model takes about 0.1 s
 
