@@ -17,7 +17,8 @@ from coati.errors import DataError, StorageError
 from coati.experience import EXPERIENCE_FIELDS, PER_SAMPLE_FIELDS, BufferItem, Experience, pad_items
 from coati.experience_buffer.buffer import SampleBuffer
 from coati.ledger.journal import Journal, resume_event
-from coati.ledger.leases import Ledger, redistribute
+from coati.ledger.leases import Ledger
+from coati.ledger.redistribution import redistribute
 from coati.ledger.rules import Lease, LedgerRules
 from coati.wire import tensor_digest
 

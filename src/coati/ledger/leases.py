@@ -32,7 +32,7 @@ _NEVER = 2**62  # the deadline of leases in a run without a bound
 
 
 @dataclasses.dataclass(slots=True)
-class _Work:
+class Work:
     """A lease that has not come to its end."""
 
     number: int
@@ -71,7 +71,7 @@ class Ledger:
         self._num_numbers = 0  # granted at least once
         self._num_dropped = 0  # numbers
         self._num_trained = 0  # samples
-        self._works: dict[int, _Work] = {}
+        self._works: dict[int, Work] = {}
         self._picked: deque[int] = deque()  # numbers, not trained on yet
         self._returned: list[int] = []  # a heap of numbers
         self._delivered: list[tuple[int, int]] = []  # a heap of (deadline, number)
@@ -303,7 +303,7 @@ class Ledger:
         work = self._works.get(number)
         if work is None:
             self._num_numbers += 1
-            work = self._works[number] = _Work(number, epoch=self._first_epoch - 1)
+            work = self._works[number] = Work(number, epoch=self._first_epoch - 1)
             heapq.heappush(self._in_order, number)
         else:
             self._returned.remove(number)
@@ -311,7 +311,7 @@ class Ledger:
         work.deadline = _NEVER if self.rules.max_staleness is None else version + self.rules.max_staleness
         self._owe(work, self.rules.group_size)
 
-    def _apply_to(self, work: _Work, kind: str, event: Mapping[str, Any]) -> None:
+    def _apply_to(self, work: Work, kind: str, event: Mapping[str, Any]) -> None:
         if kind == "deliver":
             work.state = "delivered"
             heapq.heappush(self._delivered, (work.deadline, work.number))
@@ -337,7 +337,7 @@ class Ledger:
             del self._works[self._picked.popleft()]
         self._num_trained = samples
 
-    def _owe(self, work: _Work, samples: int) -> None:
+    def _owe(self, work: Work, samples: int) -> None:
         if self.rules.max_staleness is not None:
             self._due[work.deadline] += samples
             if not self._due[work.deadline]:
@@ -368,7 +368,7 @@ class Ledger:
             setattr(ledger, name, int(state[name.lstrip("_")]))
         ledger._picked = deque(state["picked"])
         for fields in state["works"]:
-            work = ledger._works[fields["number"]] = _Work(**fields)
+            work = ledger._works[fields["number"]] = Work(**fields)
             ledger._in_order.append(work.number)
             if work.state in ("open", "returned"):
                 work.epoch = max(first_epoch, work.epoch + (work.state == "open"))
@@ -388,30 +388,3 @@ class Ledger:
         for event in events:
             ledger.apply(event)
         return ledger
-
-
-def redistribute(rules: LedgerRules, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of one of `rules.num_streams` ledgers that take over from others, however many these were.
-
-    Groups that were not trained on, delivered or not, are made again, by whichever ledger their numbers belong to now.
-    """
-    num_before, version = len(states), int(states[0]["version"])
-    next_numbers = [state["num_numbers"] * num_before + stream for stream, state in enumerate(states)]
-    end = max(next_numbers)  # no ledger has granted this number or one above it
-    unfinished = {work["number"] for state in states for work in state["works"]}
-    for number in next_numbers:
-        unfinished.update(range(number, end, num_before))  # one that had dropped less is behind
-    own = sorted(number for number in unfinished if number % rules.num_streams == rules.stream)
-    num_numbers = -(-(end - rules.stream) // rules.num_streams)
-    num_samples = int(states[0]["num_trained"])
-    return {
-        "version": version,
-        "num_picked": num_samples,
-        "num_numbers": num_numbers,
-        # What was granted, less these, is what was trained on and what is unfinished. More ledgers than before have
-        # trained on more together than was ever granted, so it may be below 0.
-        "num_dropped": num_numbers - len(own) - num_samples // rules.group_size,
-        "num_trained": num_samples,
-        "picked": [],
-        "works": [dataclasses.asdict(_Work(number)) for number in own],
-    }
