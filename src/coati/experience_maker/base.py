@@ -138,6 +138,8 @@ class MakerBatch:
     """Samples on which the reward failed, as text, with the error: to be written down."""
     quarantined_ids: set[int] = dataclasses.field(default_factory=set)
     """The ids of these samples, and of all that were left out with them."""
+    quarantined_groups: set[int] = dataclasses.field(default_factory=set)
+    """Their groups; where the algorithm does not compare samples, each is a group of its own, by its id."""
 
     @property
     def is_ready(self) -> bool:

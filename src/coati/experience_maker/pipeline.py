@@ -148,7 +148,7 @@ class ExperiencePipeline:
         return batch.experience
 
     def _check_quarantine(self, batch: MakerBatch) -> None:
-        self._quarantined_groups |= {sample["group_id"] for sample in batch.quarantined}
+        self._quarantined_groups |= batch.quarantined_groups
         if batch.quarantined and len(self._quarantined_groups) > (limit := self.maker.reward_model.max_quarantined):
             raise RewardError(
                 f"the reward failed on {counted(len(self._quarantined_groups), 'group')} of this maker, more than "

@@ -123,8 +123,8 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     if batch.quarantined:
         failed = {record["sample_id"] for record in batch.quarantined}
         pairs = list(zip(experience.sample_ids.tolist(), groups.tolist(), strict=True))
-        bad_groups = {group for one, group in pairs if one in failed}
-        batch.quarantined_ids = {one for one, group in pairs if group in bad_groups}
+        batch.quarantined_groups = {group for one, group in pairs if one in failed}
+        batch.quarantined_ids = {one for one, group in pairs if group in batch.quarantined_groups}
         error = batch.quarantined[-1]["error"]
         parts.insert(0, f"the reward failed on {len(failed)} samples, which are in quarantine (the last: {error})")
     message = "; ".join(parts)

@@ -148,6 +148,16 @@ def test_over_the_budget_the_run_ends_with_the_reason(llama):
     assert len(batch.quarantined) == 3  # to be written down all the same
 
 
+def test_the_budget_counts_samples_where_they_are_not_compared(llama):
+    rig = Rig(llama, bad=[2, 3], max_quarantined=1, algorithm="reinforce++")
+    batch = rig.pipeline.begin(rig.prompts.poll())
+    with pytest.raises(RewardError, match=r"2 groups .* reward.max_quarantined \(1\)"):
+        rig.pipeline.finish(batch)
+    assert batch.quarantined_ids == {2, 3}
+    rig = Rig(llama, bad=[2, 3], max_quarantined=1)
+    assert rig.make().quarantined_groups == {1}
+
+
 def test_without_a_budget_the_reward_ends_the_run_with_its_own_error(llama):
     with pytest.raises(RewardError, match=r"^Reward function 'judge' raised KeyError: 'no 2'"):
         Rig(llama, bad=[2], max_quarantined=0).make()

@@ -48,6 +48,8 @@ def _spin():
         pass
 
 
+_AHEAD = b'{"number": 1000, "scores": [9.0]}'  # for a call that has not come yet
+
 _ACTIONS = {
     "raise": lambda: {}["no such word"],
     "exit": lambda: os._exit(3),
@@ -61,8 +63,15 @@ _ACTIONS = {
     "abort": os.abort,
     "kill the guard": lambda: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(1000)),
     "print": lambda: print('{"number": 1, "scores": [9.0]}', flush=True),
-    "scribble": lambda: [os.write(fd, b"nonsense\n") for fd in range(3, 256) if _is_pipe_to_write(fd)],
+    "scribble": lambda: _write_to_pipes(b"nonsense\n"),
+    "answer ahead": lambda: _write_to_pipes(len(_AHEAD).to_bytes(4, "big") + _AHEAD),
 }
+
+
+def _write_to_pipes(data):
+    for fd in range(3, 256):
+        if _is_pipe_to_write(fd):
+            os.write(fd, data)
 
 
 def _is_pipe_to_write(fd):
