@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from coati.config import RunSettings, load_config
-from coati.errors import CheckpointError, ConfigError
+from coati.errors import ConfigError
 
 if TYPE_CHECKING:
     from coati.monitor import RunLog
@@ -89,15 +89,20 @@ def choose_checkpoint(config: RunSettings) -> StartingPoint:
 
 
 def choose_restart(config: RunSettings) -> StartingPoint:
-    """Return where trainers that died in a run continue: at its newest whole checkpoint, or its beginning."""
-    try:
+    """Return where trainers that died in a run continue: at its newest whole checkpoint, or its beginning.
+
+    Raises CheckpointError if there are checkpoints and none can be read: perhaps the disk is not there.
+    """
+    from coati.trainer.checkpoints import saved_versions
+
+    if saved_versions(config.output_folder.resolve() / "checkpoints"):
         return choose_checkpoint(config)
-    except CheckpointError:
-        logger.error(
-            "there is no whole checkpoint, so the run starts again from its beginning: version 0, with its initial "
-            "weights. All steps so far are lost. Set train.save_every."
-        )
-        return StartingPoint()
+    logger.error(
+        "there is no checkpoint yet (train.save_every is %d), so the run starts again from its beginning: version 0, "
+        "with its initial weights. All steps so far are lost.",
+        config.train.save_every,
+    )
+    return StartingPoint()
 
 
 def continue_files(config: RunSettings, log: RunLog, start: StartingPoint, *, is_restart: bool = False) -> None:

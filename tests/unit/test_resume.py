@@ -3,8 +3,8 @@
 import pytest
 
 from coati.config import build_config, dump_config
-from coati.errors import ConfigError
-from coati.resume import resumed_settings
+from coati.errors import CheckpointError, ConfigError
+from coati.resume import StartingPoint, choose_restart, resumed_settings
 
 
 @pytest.fixture
@@ -54,3 +54,14 @@ def test_most_may_change_and_it_is_said(folder, caplog, change):
 def test_some_cannot_change(folder, change):
     with pytest.raises(ConfigError, match=change.partition("=")[0]):
         resumed_settings(folder, [change, "train.total_steps=7"])
+
+
+def test_trainers_start_from_the_beginning_only_where_nothing_was_ever_saved(folder, caplog):
+    config = resumed_settings(folder, [])
+    assert choose_restart(config) == StartingPoint()
+    assert "from its beginning" in caplog.text
+    for version in (100, 200):
+        (folder / "checkpoints" / f"version-{version}").mkdir(parents=True)  # of a disk that cannot be read
+    with pytest.raises(CheckpointError, match="version-200, version-100"):
+        choose_restart(config)
+    assert len(list((folder / "checkpoints").iterdir())) == 2

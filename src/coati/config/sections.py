@@ -319,7 +319,7 @@ class TopologySettings(Section, section="topology"):
     )
     max_restarts: int = setting(
         10,
-        "How often in a run makers or trainers that died are started again, before it ends with an error.",
+        "How often within an hour makers or trainers that died are started again, before the run ends with an error.",
         ge=0,
     )
     threads_per_actor: int = setting(

@@ -127,7 +127,7 @@ class PPOTrainer(DetachedTrainer):
 
     def _make_checkpoints(self) -> Checkpoints:
         return Checkpoints(
-            Path(self.options.save_folder),
+            self.options.save_folder,
             self._learner,
             self._leased,
             train=self.options.train,

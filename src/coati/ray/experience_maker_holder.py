@@ -276,9 +276,11 @@ class MakerHolder:
     def _await_first_weights(self) -> None:
         if self._sync_models_from_trainers:
             logger.info("maker %s waits for a full weight update from its trainers", self._name)
+            # In a run only makers that join wait here, for the next version or until the trainer waits for samples.
+            is_in_run = self._rules is not None
             wait_in_slices(
                 lambda seconds: self._stop.is_set() or self._served.wait_for_full_update(seconds),
-                deadline_seconds=self._deadlines.start_seconds,
+                deadline_seconds=self._deadlines.batch_seconds if is_in_run else self._deadlines.start_seconds,
                 what=lambda: (
                     f"a full weight update of maker {self._name} (call sync_models_to_remote_makers on its trainer)"
                 ),

@@ -45,6 +45,7 @@ from coati.ray.restarts import Restarts
 from coati.ray.run_actors import RunActors
 from coati.resume import choose_restart, continue_files
 from coati.run import Parts
+from coati.trainer.checkpoints import saved_versions
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +211,7 @@ class DetachedRun:
         if self._is_stopping:
             raise PeerDied(f"{death} It was stopping; to continue it: coati train --resume {self._folder}")
         seconds = self._restarts.take("trainers", death.name, death.reason)
-        logger.error("%s All trainers are started again in %g s.", death, seconds)
+        logger.error("all trainers are started again in %g s, because %s", seconds, death)
         self._show("a trainer died; starting the trainers again")
         for name in self._actors.trainers:
             self._forget(name)
@@ -224,6 +225,8 @@ class DetachedRun:
         continue_files(self._config, self._log, start, is_restart=True)
         number = self._restarts.counts["trainers"]
         self._actors.create_trainers(start.checkpoint, incarnation=number)
+        for followed in self._followed.values():
+            followed.is_stalled = False  # if it still is, the new trainers are told too
         self._load(self._actors.trainers, self._tend_restart)
         self._show("")
 
@@ -231,8 +234,8 @@ class DetachedRun:
         self._tend()
         if self._is_stopping:
             raise RunStopped(
-                "stopped while the trainers were started again, so there was nothing to save. To continue from the "
-                f"newest checkpoint, if there is one: coati train --resume {self._folder}"
+                "stopped while the trainers were started again, so the model could not be saved. To continue from the "
+                f"newest checkpoint: coati train --resume {self._folder}"
             )
 
     def _follow_makers(self) -> None:
@@ -275,7 +278,7 @@ class DetachedRun:
                 call.result(0)
             except RemoteError as error:
                 if isinstance(error.cause, RuntimeError) and not isinstance(error.cause, CoatiError):
-                    self._finish_some(waiting, timeout=_DEATH_SECONDS)  # raises if it is the death of another one
+                    self._look_for_death(waiting)
                 error.cause.add_note(f"raised in {name}")
                 raise error.cause from None
             except (PeerDied, PeerUnavailable) as error:
@@ -283,7 +286,15 @@ class DetachedRun:
                     waiting[repeat(name)] = name
                     continue
                 is_fault = name not in self._actors.trainers or isinstance(error, StartFailed)
+                if is_fault and len(self._actors.trainers) > 1:
+                    self._look_for_death(waiting)
                 raise (PeerDied(f"{name} died: {error}") if is_fault else _TrainerDied(name, error)) from None
+
+    def _look_for_death(self, waiting: dict[PendingCall, str]) -> None:
+        """Raise the death of a trainer, if there is one: others fail because of it, and may be the first to say so."""
+        deadline = time.monotonic() + _DEATH_SECONDS
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            self._finish_some(waiting, timeout=left)
 
     def poll_actors(self, *, timeout: float) -> None:
         """Fetch what the actors have recorded and show it. All are asked at once; a busy one is read later."""
@@ -358,8 +369,13 @@ class DetachedRun:
         if version and len(self._actors.trainers) == 1:
             run.save_after_failure(error, lambda place: self._save(place, seconds=_STOP_SECONDS), path, version)
         elif version and self._actors.trainers:
-            saved = "what train.save_every saved is there" if self._config.train.save_every else "nothing is saved"
-            error.add_note(f"a group of trainers cannot save alone, so {saved}. Set train.save_every for the next run.")
+            saved, every = saved_versions(self._checkpoints), self._config.train.save_every
+            where = (
+                f"its newest checkpoint is {saved[0]}"
+                if saved
+                else f"it had no checkpoint (train.save_every is {every})"
+            )
+            error.add_note(f"a group of trainers cannot save alone; {where}.")
 
     def _stop_all(self) -> None:
         if not self._is_stopping:

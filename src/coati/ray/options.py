@@ -37,8 +37,8 @@ class TrainerOptions:
     """CPU threads of torch; 0 leaves them alone."""
     max_response_tokens: int = 0
     """Longest response, which `algorithm.normalization = "constant"` divides by."""
-    save_folder: str | Path = "checkpoints"
-    """Where checkpoints go (`train.save_every`)."""
+    save_folder: Path | None = None
+    """Where checkpoints go (`train.save_every`); None saves none."""
     resume: Path | None = None
     """The checkpoint that training continues from; all ranks must see it."""
     tokenizer: Callable[[], Any] | None = None

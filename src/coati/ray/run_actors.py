@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from coati import run
 from coati.config import RunSettings
 from coati.counting import counted
-from coati.errors import PeerDied, PeerUnavailable, RemoteError, ScalingRefused
+from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError, ScalingRefused
 from coati.peers import Peer, PendingCall, answer
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
@@ -181,8 +181,14 @@ class RunActors:
                     call.result(0.0)
                 except PeerUnavailable:
                     self.order(actor, method, *args, about=about)
-                except (PeerDied, RemoteError) as error:
+                except PeerDied as error:
                     logger.debug("%s did not take %s: %s", name, method, error)
+                except RemoteError as error:
+                    if not isinstance(error.cause, DeadlineExceeded):  # that of a step it waited for, for example
+                        error.cause.add_note(f"raised in {name} by {method}")
+                        raise error.cause from None
+                    logger.warning("%s is told again: %s", name, error.cause)
+                    self.order(actor, method, *args, about=about)
 
     def _updated_by(self, rank: int, makers: Iterable[str]) -> list[str]:
         """The makers whose number falls to a trainer, as in dealing cards."""

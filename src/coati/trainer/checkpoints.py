@@ -45,7 +45,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         learner: PPOLearner,
         buffer: LeasedBuffer | None,
         *,
@@ -65,6 +65,8 @@ class Checkpoints:
 
     def is_due(self, version: int, *, was_stopped: bool) -> bool:
         """Whether this version is to be saved: every so many, and the one at which a run is stopped."""
+        if self._folder is None:
+            return False
         every = self._train.save_every
         return version != self._last and (was_stopped or (every > 0 and version % every == 0))
 
@@ -123,11 +125,13 @@ class Checkpoints:
         self._writing = None
 
     def _write(self, version: int, write: Callable[[Path], None]) -> None:
-        started = time.monotonic()
+        assert self._folder is not None
+        started, path = time.monotonic(), self._folder / f"version-{version}"
         try:
-            replace_folder(self._folder / f"version-{version}", write, markers=MODEL_MARKERS)
-            for path in _versions(self._folder)[self._train.checkpoints_kept :]:
-                shutil.rmtree(path)
+            replace_folder(path, write, markers=MODEL_MARKERS)
+            others = [other for other in saved_versions(self._folder) if (other / _STATE_FILE).is_file()]
+            for other in [other for other in others if other != path][self._train.checkpoints_kept - 1 :]:
+                shutil.rmtree(other)
         except Exception as error:
             logger.error("the checkpoint of version %d failed, and training continues without it: %s", version, error)
         else:
@@ -163,7 +167,7 @@ def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:
     Raises CheckpointError if there is none.
     """
     damaged = []
-    for path in _versions(folder):
+    for path in saved_versions(folder):
         try:
             check_files(path)
             return path, _read_state(path)
@@ -181,14 +185,14 @@ def clear_after(folder: Path, version: int) -> None:
     """Set aside what is there of later versions, which are made again, and delete what was never finished."""
     for path in folder.glob(".version-*"):
         shutil.rmtree(path, ignore_errors=True)
-    for path in _versions(folder):
+    for path in saved_versions(folder):
         if _version_of(path) > version:
             aside = path.with_name(f"{path.name}.damaged")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
 
 
-def _versions(folder: Path) -> list[Path]:
+def saved_versions(folder: Path) -> list[Path]:
     """The checkpoints of a folder, the newest first."""
     paths = [path for path in folder.glob("version-*") if re.fullmatch(r"version-\d+", path.name)]
     return sorted(paths, key=_version_of, reverse=True)

@@ -8,11 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 from ray_testing import Background
-from thread_peers import PATIENCE, ThreadPeers
+from thread_peers import PATIENCE, ThreadCall, ThreadPeers
 
 from coati import resume
 from coati.config import build_config
-from coati.errors import CoatiError, ConfigError, DataError, DeadlineExceeded, PeerDied, RewardError, RunStopped
+from coati.errors import (
+    CoatiError,
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    PeerDied,
+    RewardError,
+    RunStopped,
+    StartFailed,
+)
 from coati.monitor.control import ask_for_makers
 from coati.monitor.records import RecordLog
 from coati.monitor.run_log import RunLog
@@ -257,6 +266,7 @@ def test_when_a_trainer_dies_all_are_started_again_and_the_makers_live_on(stage,
     one = stage(makers=2, trainers=2)
     checkpoint = one.folder / "checkpoints" / f"version-{step}"
     if step:
+        checkpoint.mkdir(parents=True)
         monkeypatch.setattr(resume, "choose_checkpoint", lambda config: StartingPoint(checkpoint, step, step))
 
     def train(host):
@@ -317,6 +327,46 @@ def test_a_trainer_that_dies_while_it_loads_again_is_started_once_more(stage):
     one.go()
     assert one.host["trainer-0"].arguments["options"].incarnation == 3
     assert one.state["message"] == "completed"
+
+
+def test_new_trainers_hear_of_a_maker_that_does_not_answer(stage, clock):
+    one = stage(makers=2)
+
+    def begin(host):
+        one.held = host.peers.hold("maker-1", "records_since")
+        one.on_turn = stall
+
+    def stall(host):
+        if one.held.is_reached:
+            clock.now += 31.0
+            one.on_turn = die_when_released
+
+    def die_when_released(host):
+        if "maker-1" in host["trainer-0"].released:
+            one.first = host["trainer-0"]
+            host.peers.kill("trainer-0")
+            one.on_turn = end_when_the_new_one_was_told
+
+    def end_when_the_new_one_was_told(host):
+        if host["trainer-0"] is not one.first and "maker-1" in host["trainer-0"].released:
+            one.held.release()
+            end_training(host)
+
+    one.on_turn = begin
+    one.go()
+    assert one.host.started.count("trainer-0") == 2
+
+
+def test_a_rank_that_cannot_start_because_another_died_is_no_fault_of_its_own(stage):
+    one = stage(trainers=2)
+    waiting = {}
+    for name, error in (("trainer-0", StartFailed("connection closed by peer")), ("trainer-1", PeerDied("killed"))):
+        call = ThreadCall(name, "progress", (), {})
+        call.settle(error=error)
+        waiting[call] = name
+    one.run._actors.trainers = {"trainer-0": None, "trainer-1": None}
+    with pytest.raises(PeerDied, match="trainer-1 died: killed"):
+        one.run._finish_some(waiting, timeout=0.0)
 
 
 def test_when_trainers_die_too_often_the_run_ends_and_says_how_to_resume_it(stage):
@@ -672,7 +722,7 @@ def test_what_was_learnt_goes_to_another_disk_if_the_runs_own_is_full(stage, num
         assert place.startswith(str(tmp_path / "elsewhere")) == (num_full_disks == 1)
 
 
-@pytest.mark.parametrize(("save_every", "said"), [(0, "nothing"), (5, "train.save_every")])
+@pytest.mark.parametrize(("save_every", "said"), [(0, "is 0"), (5, "is 5")])
 def test_a_group_that_failed_says_what_is_saved(stage, save_every, said):
     one = stage(trainers=2, train={"save_every": save_every})
 

@@ -342,6 +342,16 @@ def test_after_so_many_restarts_a_death_is_the_end_and_has_a_name():
         stage.die("maker-1")
 
 
+def test_restarts_of_long_ago_do_not_count():
+    stage = Stage(max_restarts=1)
+    for _ in range(3):
+        stage.die("maker-0")
+        stage.now += 1.0
+        stage.until(lambda _: stage.alive == ["maker-0"])
+        stage.now += 3601.0
+    assert stage.restarts.counts["makers"] == 3
+
+
 def test_what_a_maker_raises_is_not_repaired_by_another(stage):
     stage["maker-0"].fail(RewardError("no such judge"))
     with pytest.raises(RewardError, match="no such judge") as caught:

@@ -21,6 +21,7 @@ from coati.experience_buffer.leased import LeasedBuffer, LeaseRequest
 from coati.ledger import Ledger, LedgerRules
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal, read_journal
+from coati.ray.options import TrainerOptions
 from coati.trainer import checkpoints as module
 from coati.trainer.checkpoints import Checkpoints, clear_after, find_checkpoint
 from coati.trainer.ppo import PPOLearner
@@ -232,6 +233,37 @@ def test_the_newest_few_are_kept(tmp_path):
     for version in (8, 9, 10, 11):
         trainer.save(version)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version-10", "version-11", "version-9"]
+
+
+def test_folders_that_are_not_ours_stay_and_so_does_what_was_just_written(tmp_path):
+    for version in (5, 250, 300):
+        (tmp_path / f"version-{version}").mkdir()
+        (tmp_path / f"version-{version}" / "mine.txt").write_text("mine")
+    trainer = Trainer(tmp_path, checkpoints_kept=1)
+    for version in (9, 10):
+        trainer.save(version)
+    assert {path.name for path in tmp_path.iterdir()} == {"version-5", "version-10", "version-250", "version-300"}
+
+
+def test_without_a_folder_nothing_is_saved():
+    assert TrainerOptions().save_folder is None
+    assert not Trainer(None, save_every=1).checkpoints.is_due(1, was_stopped=True)
+
+
+def test_without_host_memory_a_checkpoint_fails_and_training_continues(tmp_path, monkeypatch, caplog):
+    trainer = Trainer(tmp_path)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("coati.trainer.strategies.base._host_copy", fail)
+        trainer.save(1)
+    assert "host memory ran out of memory" in caplog.text
+    assert "train.save_every" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    trainer.save(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["version-2"]
 
 
 def test_which_versions_are_due(tmp_path):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from coati.errors import ConfigError
+from coati.errors import ConfigError, OutOfMemory
 from coati.gpu import device_errors_explained
 from coati.models.memory import iter_state_chunks, shapes_only, tied_names
 from coati.trainer.strategies.folders import copy_to_other_disks, replace_folder
@@ -224,6 +224,8 @@ class Strategy(Ranks, ABC):
         module = self.unwrap_model(model)
         chunks = iter_state_chunks(module, names=names_to_save(module))
         state = self._gathered((item for chunk in chunks for item in chunk.items()), into)
+        if isinstance(state, OutOfMemory):
+            return functools.partial(_refuse, state)
         return functools.partial(write_model, module, state, tied_names(module))
 
     def load_model(self, model: nn.Module, path: _PathLike) -> None:
@@ -244,7 +246,10 @@ class Strategy(Ranks, ABC):
         self, optimizer: Optimizer, *, into: dict[str, Tensor] | None = None
     ) -> Callable[[Path], None]:
         """As `model_writer`, for what `save_optimizer` saves."""
-        return optimizer_writer(optimizer, self._gathered(iter_state(optimizer), into))
+        state = self._gathered(iter_state(optimizer), into)
+        if isinstance(state, OutOfMemory):
+            return functools.partial(_refuse, state)
+        return optimizer_writer(optimizer, state)
 
     def load_optimizer(self, optimizer: Optimizer, path: _PathLike) -> None:
         """Load what `save_optimizer` wrote: moments, step counts, and settings such as the learning rate.
@@ -254,18 +259,30 @@ class Strategy(Ranks, ABC):
         state = self.run_on_all(lambda: read_optimizer(optimizer, Path(path)), f"load {path}")
         self.run_on_all(lambda: optimizer.load_state_dict(state), f"load all of {path}")
 
-    def _gathered(self, stream: Iterable[tuple[str, Any]], into: dict[str, Tensor] | None) -> dict[str, Any]:
-        """What all ranks gather by iterating `stream`, in rank 0's host memory; nothing on other ranks."""
+    def _gathered(
+        self, stream: Iterable[tuple[str, Any]], into: dict[str, Tensor] | None
+    ) -> dict[str, Any] | OutOfMemory:
+        """What all ranks gather by iterating `stream`, in rank 0's host memory; nothing on other ranks.
+
+        Returns, and does not raise, that there is too little: the other ranks go on with what they do together.
+        """
         kept: dict[str, Any] = {}
+        failure: OutOfMemory | None = None
         for name, value in stream:
-            if self.rank != 0:
+            if self.rank != 0 or failure is not None:
                 continue
-            if into is None or not isinstance(value, Tensor):
-                kept[name] = value.cpu() if isinstance(value, Tensor) else value
-                continue
-            if name not in into:
-                into[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-            kept[name] = into[name].copy_(value, non_blocking=True)
+            try:
+                with device_errors_explained(
+                    "copying models and optimizers to host memory",
+                    "It needs as much there as on the disk. Use a larger machine, or set train.save_every to 0.",
+                ):
+                    kept[name] = _host_copy(name, value, into)
+            except OutOfMemory as error:
+                failure = error
+        if failure is not None:
+            if into is not None:
+                into.clear()
+            return failure
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return kept
@@ -282,3 +299,15 @@ class Strategy(Ranks, ABC):
         self.run_on_all(work, f"save to {path}")
         if not only_rank0:
             copy_to_other_disks(path, self, markers=markers)
+
+
+def _host_copy(name: str, value: Any, into: dict[str, Tensor] | None) -> Any:
+    if into is None or not isinstance(value, Tensor):
+        return value.cpu() if isinstance(value, Tensor) else value
+    if name not in into:
+        into[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    return into[name].copy_(value, non_blocking=True)
+
+
+def _refuse(error: Exception, _: Path) -> None:
+    raise error
