@@ -50,9 +50,9 @@ class PassSize:
         self.tokens: int = auto if setting == "auto" else setting
 
     def restore(self, tokens: int) -> None:
-        """Continue with the size that a checkpoint holds, if it is not set."""
+        """Continue with a checkpoint's size, if none is set, or with what a run begins with, if that is smaller."""
         if self._train.micro_batch_tokens == "auto":
-            self.tokens = tokens
+            self.tokens = min(self.tokens, tokens)
 
     def is_proven(self, tokens: int) -> bool:
         """Whether a pass of so many tokens has fitted before, so that ranks may exchange gradients during it."""
@@ -68,7 +68,7 @@ class PassSize:
         if not batches.may_start_over:
             yield
             return
-        tokens, failure = self.tokens, "a pass of another rank ran out of memory; its own message has the size."
+        tokens, failure = self.tokens, "a pass of another rank ran out of memory (its own message has the size)"
         try:
             yield
         except OutOfMemory as error:

@@ -194,7 +194,7 @@ class PPOLearner:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`, after weights and optimizers were loaded."""
         self._health.counts = state["counts"]
-        self._pass_size.restore(state["pass_tokens"])
+        self._pass_size.restore(state.get("pass_tokens", self._pass_size.tokens))
         if steps := self._health.num_steps:
             for schedule in self._schedules:
                 schedule.load_state_dict({**schedule.state_dict(), "last_epoch": steps - 1, "_step_count": steps + 1})

@@ -13,7 +13,7 @@ from coati.errors import OutOfMemory
 from coati.experience import make_experience_batch
 from coati.models import Actor, Critic, LoRASettings
 from coati.trainer import batches as batches_module
-from coati.trainer.batches import FIXED_PASS, LARGEST_PASS, PassSize
+from coati.trainer.batches import FIXED_PASS, LARGEST_PASS, PassSize, PassTooLarge
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
 
@@ -155,6 +155,18 @@ def test_a_number_is_not_changed(tokens):
     assert all(torch.equal(tensor, before[name]) for name, tensor in published(learner).items())
 
 
+def test_a_rank_is_told_of_a_pass_of_another_that_ran_out_of_memory(caplog):
+    strategy = SimpleNamespace(device=torch.device("cpu"), world_size=1, shards_parameters=False)
+    strategy.all_gather = lambda mine: torch.stack([mine, mine // 2])
+    size = PassSize(TrainSettings(), strategy)
+    with pytest.raises(PassTooLarge), size.agreed(SimpleNamespace(may_start_over=True)):
+        pass
+    assert size.tokens == 32
+    (message,) = caplog.messages
+    assert "another rank" in message
+    assert ".;" not in message
+
+
 def test_the_hosts_memory_is_not_a_matter_of_passes():
     learner = make_learner()
     error = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
@@ -174,6 +186,14 @@ def test_a_checkpoint_holds_the_size_unless_it_is_set():
     assert [each["train/micro_batch_tokens"] for each in metrics] == [16, 32]
 
 
+def test_a_checkpoint_without_a_size_leaves_the_one_that_a_run_begins_with():
+    learner, resumed = make_learner(), make_learner()
+    state = learner.state()
+    del state["pass_tokens"]
+    resumed.restore(state)
+    assert resumed.state() == learner.state()
+
+
 @pytest.mark.parametrize(
     ("device", "world_size", "shards", "expected"),
     [
@@ -188,5 +208,9 @@ def test_a_checkpoint_holds_the_size_unless_it_is_set():
 def test_auto_begins_with(monkeypatch, device, world_size, shards, expected):
     monkeypatch.setattr(batches_module, "FIXED_PASS", FIXED_PASS)
     strategy = SimpleNamespace(device=torch.device(device), world_size=world_size, shards_parameters=shards)
-    assert PassSize(TrainSettings(), strategy).tokens == expected
+    size = PassSize(TrainSettings(), strategy)
+    assert size.tokens == expected
+    for saved, continued in ((LARGEST_PASS, expected), (8, 8)):  # by a single GPU, say
+        size.restore(saved)
+        assert size.tokens == continued
     assert PassSize(TrainSettings(micro_batch_tokens=7), strategy).tokens == 7
