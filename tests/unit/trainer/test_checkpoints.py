@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import shutil
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import pytest
 import tiny
 import torch
 from learner_settings import sections
+from thread_peers import PATIENCE
 
+from coati.background import run_in_background
 from coati.errors import CheckpointError, DeadlineExceeded
 from coati.experience_buffer.leased import LeasedBuffer, LeaseRequest
 from coati.ledger import Ledger, LedgerRules
@@ -120,6 +123,42 @@ def test_models_in_training_are_not_asked_for_their_state_by_what_writes_it(save
         calls[0]()
     assert asked == []
     assert find_checkpoint(tmp_path)[0].name == "version-2"
+
+
+def test_the_next_checkpoint_is_copied_only_after_the_one_before_it_is_written(tmp_path, monkeypatch):
+    trainer = Trainer(tmp_path, warmup_steps=0)
+    at_wait_or_copied, may_write = threading.Event(), threading.Event()
+    wait, replace_folder = trainer.checkpoints.wait, module.replace_folder
+
+    def noted_wait():
+        at_wait_or_copied.set()
+        wait()
+
+    def held(path, *args, **kwargs):
+        assert path.name != "version-1" or may_write.wait(PATIENCE)
+        replace_folder(path, *args, **kwargs)
+
+    monkeypatch.setattr(module, "replace_folder", held)
+    before = trainer.weights()
+    trainer.checkpoints.save(1, {})
+    trainer.learner.step(tiny.experience(0, 2))
+    after = trainer.weights()
+    monkeypatch.setattr(trainer.checkpoints, "wait", noted_wait)
+
+    def save_next():
+        trainer.checkpoints.save(2, {})
+        at_wait_or_copied.set()
+
+    second = run_in_background(save_next, name="second")
+    assert at_wait_or_copied.wait(PATIENCE)
+    may_write.set()
+    second.result(PATIENCE)
+    wait()
+    for version, expected in ((1, before), (2, after)):
+        other = Trainer(tmp_path, seed=5)
+        other.checkpoints.restore(tmp_path / f"version-{version}")
+        assert equal(other.weights(), expected), version
+    assert not equal(before, after)
 
 
 def test_a_write_that_does_not_end_is_waited_for_until_its_deadline(saved, monkeypatch):
