@@ -20,7 +20,7 @@ whatever the kind and level, and effective sample size 1.
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, assert_never
 
 import torch
 from torch import Tensor
@@ -122,7 +122,9 @@ def importance_weights(
     weights = finite_ratio(log_ratio)
     if kind == "truncate":
         return zero_padding(weights.clamp(max=cap), mask)
-    return zero_padding(weights, mask & (weights <= cap))
+    if kind == "mask":
+        return zero_padding(weights, mask & (weights <= cap))
+    assert_never(kind)
 
 
 def weight_sums(

@@ -8,13 +8,14 @@ split over micro-batches.
 Only the first argument of each loss is differentiated. Everything else is data, and is detached here.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, assert_never
 
 import torch
 from torch import Tensor
 
 from coati.algos.kl import k3
 from coati.algos.masked import divide_by_count, masked_sum, spread, zero_padding
+from coati.errors import ConfigError
 
 LossNormalization = Literal["token", "sequence", "constant"]
 
@@ -165,9 +166,9 @@ def loss_weights(
     mask: Tensor,  # [B, T] bool, True on response tokens
     *,
     mode: LossNormalization,
-    num_tokens: Tensor | float = 0,  # scalar: response tokens in the whole step, over all ranks
-    num_sequences: Tensor | float = 0,  # scalar: responses in the whole step, over all ranks
-    max_length: int = 0,  # most tokens that a response may have
+    num_tokens: Tensor | float | None = None,  # scalar: response tokens in the whole step, over all ranks
+    num_sequences: Tensor | float | None = None,  # scalar: responses in the whole step, over all ranks
+    max_length: int | None = None,  # most tokens that a response may have
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Weights `[B, T]`, zeros on padding, so that Σ weight · loss is a step's loss.
@@ -186,11 +187,19 @@ def loss_weights(
     """
     ones = zero_padding(torch.ones(mask.shape, dtype=dtype, device=mask.device), mask)
     if mode == "token":
-        return divide_by_count(ones, num_tokens)
-    per_sequence = divide_by_count(ones, num_sequences)
+        return divide_by_count(ones, _needed(num_tokens, "num_tokens", mode))
+    per_sequence = divide_by_count(ones, _needed(num_sequences, "num_sequences", mode))
     if mode == "sequence":
         return divide_by_count(per_sequence, mask.sum(-1, keepdim=True))
-    return divide_by_count(per_sequence, max_length)
+    if mode == "constant":
+        return divide_by_count(per_sequence, _needed(max_length, "max_length", mode))
+    assert_never(mode)
+
+
+def _needed(denominator: Tensor | float | None, name: str, mode: str) -> Tensor | float:
+    if denominator is None:
+        raise ConfigError(f"loss_weights with mode {mode!r} divides by {name}, which must be given, got None.")
+    return denominator
 
 
 def sequence_policy_loss(

@@ -232,6 +232,12 @@ def test_a_cap_that_would_cut_on_policy_data_is_refused(cap):
         importance_weights(one, one, mask, level="token", kind="mask", cap=cap)
 
 
+def test_an_unknown_kind_is_none_of_the_known_ones():
+    one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(AssertionError, match="clamp"):
+        importance_weights(one, one, mask, level="token", kind="clamp", cap=2.0)
+
+
 def test_wrong_shapes_are_refused_by_name():
     one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
     with pytest.raises(DataError, match="behavior_logprobs must have the shape"):
