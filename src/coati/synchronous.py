@@ -16,6 +16,7 @@ from torch import nn
 from coati import run
 from coati.config import RunSettings
 from coati.cpu import set_up_cpu
+from coati.errors import DeadlineExceeded
 from coati.experience import Experience, split_experience_batch
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker.base import PromptBatch, build_maker
@@ -102,7 +103,10 @@ class SynchronousRun(FitSteps):
             self.fit()
             self._log_spans()
         except Exception as error:
-            self._checkpoints.wait()
+            try:
+                self._checkpoints.wait()
+            except DeadlineExceeded as late:  # the run's own error is the one to report
+                error.add_note(str(late))
             if self._num_batches > 0:
                 run.save_after_failure(error, self.save, f"{model_path}-at-failure", self._num_batches)
             raise

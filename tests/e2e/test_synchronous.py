@@ -1,6 +1,8 @@
 """The whole system in one process, on a model of a few hundred weights."""
 
 import itertools
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -12,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from coati.config import build_config
 from coati.config.algorithm import ALGORITHMS
-from coati.errors import DataError, RewardError, TrainingDiverged
+from coati.errors import DataError, DeadlineExceeded, RewardError, TrainingDiverged
 from coati.ledger.audit import audit_run
 from coati.monitor import read_jsonl
 from coati.monitor.run_log import RunLog
@@ -248,6 +250,28 @@ def test_a_learning_rate_that_breaks_the_models_ends_with_an_error_that_names_it
         run(train={rate: 1e9, "total_steps": 40})
     (saved,) = tmp_path.glob("*/model-at-failure/model.safetensors")
     assert all(bool(tensor.isfinite().all()) for tensor in load_file(saved).values())
+
+
+def test_a_checkpoint_that_is_never_written_does_not_hide_why_a_run_failed(tmp_path):
+    def never_written():
+        raise DeadlineExceeded("waited 1 s for checkpoint 3 to be written.")
+
+    def diverge():
+        raise TrainingDiverged("the loss is nan.")
+
+    run = SynchronousRun.__new__(SynchronousRun)
+    for name, value in {
+        "_log": RunLog(tmp_path, total_steps=0),
+        "_num_batches": 3,
+        "_checkpoints": SimpleNamespace(wait=never_written),
+        "fit": diverge,
+        "save": lambda path: Path(path).mkdir(),
+    }.items():
+        setattr(run, name, value)
+    with pytest.raises(TrainingDiverged) as caught:
+        run.run(str(tmp_path / "model"))
+    assert (tmp_path / "model-at-failure").is_dir()
+    assert any("checkpoint 3" in note for note in caught.value.__notes__)
 
 
 def test_a_reward_that_always_raises_ends_with_a_reward_error(run):
