@@ -108,15 +108,12 @@ def choose_restart(config: RunSettings) -> StartingPoint:
 def continue_files(config: RunSettings, log: RunLog, start: StartingPoint, *, is_restart: bool = False) -> None:
     """Cut off what the run's files, and its log, hold of later steps, which are made again."""
     from coati import run
-    from coati.ledger.journal import Journal, resume_event
-    from coati.ledger.leases import Ledger
+    from coati.ledger.redistribution import retire_journals
     from coati.trainer.checkpoints import clear_after
 
     clear_after(config.output_folder / "checkpoints", start.version)
-    for stream in range(config.topology.trainers, len(start.events)):  # of trainers that are gone, others have the rest
-        rules = run.ledger_rules(config, stream)
-        journal = Journal(run.journal_path(config, stream), rules, run=config.run.name, is_resumed=True)
-        journal.write([resume_event(start.version, start.events[stream], rules, state=Ledger(rules).state())])
-        journal.close()
+    events = None if start.checkpoint is None else start.events
+    rules, name = run.ledger_rules(config), config.run.name
+    retire_journals(config.output_folder.resolve(), rules, run=name, version=start.version, events=events)
     log.continue_from(start.step, start.version, is_restart=is_restart)
     logger.warning("the run continues from version %d, after step %d", start.version, start.step)

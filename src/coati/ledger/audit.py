@@ -137,7 +137,16 @@ class RunAccount:
     @property
     def problems(self) -> list[str]:
         """Why the account does not close; empty if it does."""
-        return [problem for stream in self.streams for problem in stream.problems]
+        trained_by: dict[int, list[int]] = {}  # a number may move to another trainer, as long as it has no fate
+        for stream in self.streams:
+            for number, group in stream.groups.items():
+                if group.state == "trained":
+                    trained_by.setdefault(number, []).append(stream.rules.stream)
+        twice = {number: trainers for number, trainers in sorted(trained_by.items()) if len(trainers) > 1}
+        return [
+            *(problem for stream in self.streams for problem in stream.problems),
+            *(f"group {number}: trained by each of trainers {trainers}" for number, trainers in twice.items()),
+        ]
 
     @property
     def oldest(self) -> int:

@@ -9,9 +9,10 @@ A process that dies while it writes leaves part of a record at the end. That par
 removed when it is opened again. A bad record with good ones after it is an error.
 
 A run that is resumed from a checkpoint appends {"resume": version, "events": n, "first_epoch": e, "rules": {…}}: the
-first n events led to that checkpoint (all, if n is null), what comes between them and this one is void, leases that
-were open are returned, and epochs go on from e. If the run has another number of trainers now, "state" says which
-numbers the ledger has instead of its own; that of a trainer that is gone has none.
+first n events led to that checkpoint, what comes between them and this one is void, leases that were open are returned,
+and epochs go on from e. If n is null, the checkpoint knows no such trainer, and those up to the first resume from that
+version or a later one led to it. If the run has another number of trainers now, "state" says which numbers the ledger
+has instead of its own; that of a trainer that is gone has none.
 """
 
 import dataclasses
@@ -78,7 +79,8 @@ def read_journal(path: Path) -> JournalContent:
     rules, valid = header["rules"], dict[int, Event]()
     for number, event in enumerate(events):
         if "resume" in event:
-            end = number if event["events"] is None else event["events"]
+            later = (index for index in valid if valid[index].get("resume", -1) >= event["resume"])
+            end = next(later, number) if event["events"] is None else event["events"]
             rules, valid = event["rules"], {index: valid[index] for index in valid if index < end}
         valid[number] = event
     cut = len(data) - num_bytes

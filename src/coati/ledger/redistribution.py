@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from coati.ledger.leases import Work
+from coati.ledger.journal import Journal, resume_event
+from coati.ledger.leases import Ledger, Work
 from coati.ledger.rules import LedgerRules
 
 
@@ -33,3 +35,20 @@ def redistribute(rules: LedgerRules, states: Sequence[Mapping[str, Any]]) -> dic
         "picked": [],
         "works": [dataclasses.asdict(Work(number)) for number in own],
     }
+
+
+def retire_journals(folder: Path, rules: LedgerRules, *, run: str, version: int, events: Sequence[int] | None) -> None:
+    """Write into the journals of trainers that are gone that the others have their unfinished groups from `version` on.
+
+    `rules` are those of any trainer of the run in `folder`. `events`, of each trainer that the checkpoint knows, led to
+    it; None if the run starts over, and all they hold is void.
+    """
+    for path in sorted((folder / "ledger").glob("stream-*.jsonl")):
+        stream = int(path.stem.removeprefix("stream-"))
+        if stream < rules.num_streams:
+            continue
+        own = dataclasses.replace(rules, stream=stream)
+        num_valid = 0 if events is None else events[stream] if stream < len(events) else None
+        journal = Journal(path, own, run=run, is_resumed=True)
+        journal.write([resume_event(version, num_valid, own, state=Ledger(own).state())])
+        journal.close()

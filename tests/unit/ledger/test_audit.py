@@ -87,6 +87,16 @@ def test_a_group_that_is_trained_on_twice_is_named(tmp_path, capsys):
     assert "group 0: train after it was trained" in capsys.readouterr().out
 
 
+def test_a_group_that_two_trainers_have_trained_on_is_named(tmp_path):
+    trained = [{"deliver": [0]}, {"pick": [0]}, {"train": 1, "samples": 2}]
+    rules = [dataclasses.replace(RULES, stream=stream, num_streams=2) for stream in range(2)]
+    write(tmp_path, rules[0], [grant(0), *trained])
+    moved = dataclasses.asdict(rules[1])
+    state = {"works": [{"number": 0}], "num_numbers": 0, "num_trained": 0}
+    write(tmp_path, rules[1], [{"resume": 0, "events": 0, "rules": moved, "state": state}, grant(0), *trained])
+    assert audit_run(tmp_path).problems == ["group 0: trained by each of trainers [0, 1]"]
+
+
 def test_a_group_that_two_makers_hold_is_named(tmp_path):
     found = problems_of(tmp_path, grant(0), grant(0, maker="maker-1"))
     assert found == ["group 0: grant after it was open"]

@@ -12,7 +12,8 @@ import tiny
 from coati.experience_buffer.leased import Ending, LeasedBuffer, LeaseRequest
 from coati.ledger import Ledger, LedgerRules
 from coati.ledger.audit import audit_run
-from coati.ledger.journal import Journal, read_journal, resume_event
+from coati.ledger.journal import Journal, read_journal
+from coati.ledger.redistribution import retire_journals
 
 VERSIONS = 6
 SIZE = 2  # of a batch, and of a version
@@ -70,21 +71,34 @@ class Trainers:
         return states
 
 
+def begun(folder, number, states, version, **settings):
+    """Trainers that continue from the states of others."""
+    trainers = Trainers(folder, number, **settings)
+    for buffer in trainers.buffers:
+        buffer.take_over(states)
+    events = [state["events"] for state in states]
+    retire_journals(folder, trainers.buffers[0].rules, run="r", version=version, events=events)
+    return trainers
+
+
+@pytest.mark.parametrize("given_up", [(), (1, 0)], ids=["at_once", "after_others_gave_up"])
 @pytest.mark.parametrize("max_staleness", [0, 2, None])
 @pytest.mark.parametrize("numbers", [(1, 2), (2, 1), (4, 1), (2, 3), (3, 2, 3), (1, 4, 1)], ids=str)
-def test_trainers_take_over_from_others(numbers, max_staleness, tmp_path):
-    dice, version, trained, states = random.Random(str(numbers)), 0, [], None
-    for number in numbers:
-        trainers = Trainers(tmp_path, number, dice=dice, max_staleness=max_staleness)
-        if states is not None:
-            for buffer in trainers.buffers:
-                buffer.take_over(states)
-            for stream in range(number, len(states)):
-                rules = dataclasses.replace(trainers.buffers[0].rules, stream=stream)
-                journal = Journal(tmp_path / "ledger" / f"stream-{stream}.jsonl", rules, run="r", is_resumed=True)
-                journal.write([resume_event(version, states[stream]["events"], rules, state=Ledger(rules).state())])
-                journal.close()
-        for version in range(version, version + 2):  # noqa: B020
+def test_trainers_take_over_from_others(numbers, max_staleness, given_up, tmp_path):
+    """`given_up`: attempts before, from the same states, with so many trainers more."""
+    settings = {"dice": random.Random(str(numbers)), "max_staleness": max_staleness}
+    version, trained, states = 2, [], []
+    for step, number in enumerate(numbers):
+        if step == 0:
+            trainers = Trainers(tmp_path, number, **settings)
+        else:
+            for more in given_up:
+                if number + more != len(states):  # else they would restore their own
+                    trainers = begun(tmp_path, number + more, states, version, **settings)
+                    trainers.train(version)
+                    trainers.close()
+            trainers = begun(tmp_path, number, states, version, **settings)
+        for version in range(2 * step, 2 * step + 2):
             trainers.train(version)
         version += 1
         trained += trainers.trained
@@ -100,3 +114,25 @@ def test_trainers_take_over_from_others(numbers, max_staleness, tmp_path):
     for stream, state in enumerate(states):
         content = read_journal(tmp_path / "ledger" / f"stream-{stream}.jsonl")
         assert Ledger.replayed(content.first_rules, content.events).state() == state["ledger"]
+
+
+def test_a_run_that_starts_over_voids_what_trainers_that_are_gone_did(tmp_path):
+    settings = {"dice": random.Random(0), "max_staleness": 2}
+    both = Trainers(tmp_path, 2, **settings)
+    both.train(0)
+    states = both.close()
+    alone = begun(tmp_path, 1, states, 1, **settings)
+    alone.train(1)
+    alone.close()
+    alone = Trainers(tmp_path, 1, **settings)
+    alone.buffers[0].start_over()
+    retire_journals(tmp_path, alone.buffers[0].rules, run="r", version=0, events=None)
+    alone.train(0)
+    alone.train(1)
+    alone.close()
+    account = audit_run(tmp_path)
+    assert account.problems == []
+    trained = [
+        number for stream in account.streams for number, group in stream.groups.items() if group.fate == "trained"
+    ]
+    assert sorted(trained) == sorted(alone.trained)
