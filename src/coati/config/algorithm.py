@@ -130,12 +130,14 @@ class AlgorithmSettings(Section, section="algorithm"):
         """Write the algorithm's own defaults out, so that a saved config says what it means; a text is the name."""
         if isinstance(data, str):
             data = {"name": data}
-        row = ALGORITHMS.get(data.get("name", "ppo")) if isinstance(data, dict) else None
+        name = data.get("name", "ppo") if isinstance(data, dict) else None
+        row = next((row for known, row in ALGORITHMS.items() if known == name), None)
         if row is None:
             return data  # the field's own rule says what is wrong with it
         filled = {**row.defaults, **data}
-        if "eps_clip" in data and row.defaults.get("eps_clip") == row.defaults.get("eps_clip_high"):
-            filled.setdefault("eps_clip_high", data["eps_clip"])  # a symmetric range stays symmetric
+        clip, is_symmetric = data.get("eps_clip"), row.defaults.get("eps_clip") == row.defaults.get("eps_clip_high")
+        if is_symmetric and isinstance(clip, float) and 0 < clip < 1:  # a wrong one is one error, not two
+            filled.setdefault("eps_clip_high", clip)  # a symmetric range stays symmetric
         return filled
 
     @property

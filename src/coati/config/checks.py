@@ -172,12 +172,13 @@ def load_reward_function(name: str, search_paths: Sequence[Path] = ()) -> Callab
         module = importlib.import_module(module_name)
         if not callable(function := getattr(module, attribute, None)):
             sys.modules.pop(module_name)  # to be read again when it is corrected
-            own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+            public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+            own = [key for key, value in public.items() if getattr(value, "__module__", "") == module_name]
             raise AttributeError(f"it has no function {attribute!r}, but {', '.join(own) or 'none'}")
     except Exception as error:  # a module may raise anything
         raise ConfigError(
             f"Reward function {name!r} cannot be loaded from {where or ', '.join(paths) or 'the installed packages'}: "
-            f"{type(error).__name__}: {error}. Check reward.function and reward.search_paths."
+            f"{type(error).__name__}: {error}. Check the name and reward.search_paths."
         ) from error
     finally:
         for path in paths:

@@ -5,18 +5,38 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from coati.errors import ConfigError
+
+# What TRL, verl and OpenRLHF call the settings that people change most; docs/from-trl.md has more of TRL's.
+_FOREIGN_NAMES = {
+    "lr": "train.actor_lr",
+    "learning_rate": "train.actor_lr",
+    "max_steps": "train.total_steps",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "train_batch_size": "train.batch_size",
+    "num_generations": "rollout.samples_per_prompt",
+    "max_completion_length": "rollout.max_new_tokens",
+    "generate_max_len": "rollout.max_new_tokens",
+    "beta": "algorithm.kl_coef",
+    "kl_loss_coef": "algorithm.kl_coef",
+    "clip_ratio": "algorithm.eps_clip",
+    "algorithm": "algorithm.name",
+    "adv_estimator": "algorithm.name",
+    "resume": "coati train --resume RUN",
+    "wandb": "the argument trackers of coati.train",
+}
+_CLOSE = 0.75  # how much of two names must be alike for one to be a misspelling of the other
 
 
 def setting(default: Any = ..., about: str = "", *, rule: str = "", remedy: str = "", **constraints: Any) -> Any:
     """Declare a field; `...` as the default makes it required.
 
-    `rule` says what a value must be where pydantic would not say it well, `remedy` how to correct a wrong one.
+    `rule` says what a value must be where type and bounds do not say it all, `remedy` how to correct a wrong one.
     """
     return Field(default, description=about, json_schema_extra={"rule": rule, "remedy": remedy}, **constraints)
 
@@ -81,6 +101,36 @@ def describe(model: type[Section], error: ValidationError) -> list[str]:
     return [line for detail in error.errors(include_url=False) for line in _lines(model, detail)]
 
 
+def rule_of(field: FieldInfo) -> str:
+    """Say in words what a setting must be: its own rule, or what its type and bounds say.
+
+    >>> rule_of(FieldInfo.from_annotated_attribute(int, setting(1, ge=1)))
+    'a whole number, 1 or more'
+    """
+    if rule := _extra(field, "rule"):
+        return rule
+    kind = field.annotation
+    names = ("ge", "gt", "le", "lt", "min_length")
+    bounds = {name: getattr(bound, name) for bound in field.metadata for name in names if hasattr(bound, name)}
+    if get_origin(kind) is Literal:
+        *first, last = (f'"{name}"' for name in get_args(kind))
+        return f"{', '.join(first)} or {last}"
+    plain: dict[Any, str] = {
+        bool: "true or false",
+        str: "a non-empty string" if "min_length" in bounds else "a string",
+        tuple: "a list of strings",
+        JsonValue: "a string, number, boolean, list or table",
+    }
+    if (kind := get_origin(kind) or kind) in plain:
+        return plain[kind]
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    words = {"ge": f", {low} or more", "gt": f" above {low}", "le": f" and at most {high}", "lt": f" and below {high}"}
+    if "ge" in bounds and high is not None:
+        words = {"ge": f" from {low}", "le": f" to {high}", "lt": f" to below {high}"}
+    noun = "a whole number" if field.annotation in (int, int | None) else "a number"
+    return noun + "".join(word for key, word in words.items() if key in bounds)
+
+
 def spell(value: Any) -> str:
     """Write one value as a TOML file does; Python's spelling where TOML has none.
 
@@ -94,14 +144,17 @@ def _lines(model: type[Section], detail: Any) -> list[str]:
     """Say one pydantic error; a validator of a section may have found several problems."""
     owner: type[BaseModel] = model
     field: FieldInfo | None = None
+    item: FieldInfo | None = None
     location: list[int | str] = [model.section] if model.section else []
-    for part in detail["loc"]:  # down to the innermost setting; deeper parts are pydantic's own
+    for part in detail["loc"]:  # down to the innermost setting, or an item of it; deeper parts are pydantic's own
         inner = None if field is None else _inner_model(field)
         if isinstance(part, str) and (field is None or inner is not None):
             owner = inner or owner
             field = owner.model_fields.get(part)
-        elif field is not None and inner is None and len(location) > 2:
-            break
+        elif field is not None and inner is None:
+            if item is not None:
+                break
+            item = FieldInfo.from_annotation([kind for kind in get_args(field.annotation) if kind is not ...][-1])
         location.append(part)
     key, kind, value = _dotted(location), detail["type"], detail["input"]
     is_table = field is not None and _inner_model(field) is not None
@@ -111,14 +164,12 @@ def _lines(model: type[Section], detail: Any) -> list[str]:
     if kind == "extra_forbidden" or field is None:
         return [_unknown(location, owner)]
     if is_table and kind in ("model_type", "model_attributes_type"):
-        return [must_be(key, "a table of settings", value, f"Write its keys under [{key}].")]
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    # pydantic says "Input should be …", or "String should have at least …".
-    rule = extra.get("rule") or detail["msg"].replace("should have", "should be a text of").partition(" should be ")[2]
-    remedy = str(extra.get("remedy", ""))
+        return [must_be(key, "a table of settings", value, _extra(field, "remedy") or f"Write its keys under [{key}].")]
+    rule = "a finite number" if kind == "finite_number" else rule_of(item or field)
+    remedy = _extra(field, "remedy")
     if not remedy and not field.is_required():
         remedy = f"Leave it out for the default, {_short(field.get_default(call_default_factory=True))}."
-    return [f"{key} is required. {remedy}" if kind == "missing" else must_be(key, str(rule), value, remedy)]
+    return [f"{key} is required. {remedy}" if kind == "missing" else must_be(key, rule, value, remedy)]
 
 
 def must_be(key: str, rule: str, got: Any, remedy: str) -> str:
@@ -129,7 +180,9 @@ def must_be(key: str, rule: str, got: Any, remedy: str) -> str:
 def _unknown(location: Sequence[int | str], owner: type[BaseModel]) -> str:
     key, name, known = _dotted(location), str(location[-1]), list(owner.model_fields)
     elsewhere = [f"{section}.{name}" for section, other in _SECTIONS.items() if name in other.model_fields]
-    if close := difflib.get_close_matches(name, known, n=1):
+    if name in _FOREIGN_NAMES:
+        remedy = f"Did you mean {_FOREIGN_NAMES[name]}?"
+    elif close := difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE):
         remedy = f"Did you mean {_dotted((*location[:-1], close[0]))}?"
     elif elsewhere:
         remedy = f"Did you mean {' or '.join(elsewhere)}?"
@@ -138,6 +191,10 @@ def _unknown(location: Sequence[int | str], owner: type[BaseModel]) -> str:
     else:
         remedy = f"[{location[0]}] has {', '.join(known)}; docs/from-trl.md has the names that TRL uses."
     return f"Unknown {'section' if len(location) == 1 else 'setting'} {key}. {remedy}"
+
+
+def _extra(field: FieldInfo, name: str) -> str:
+    return str(field.json_schema_extra.get(name, "")) if isinstance(field.json_schema_extra, dict) else ""
 
 
 def _inner_model(field: FieldInfo) -> type[BaseModel] | None:

@@ -159,7 +159,9 @@ class RewardSettings(Section, section="reward"):
         """Find no or several ways to reward, and terms that share a name."""
         ways = [key for key in ("function", "model", "terms") if getattr(self, key)]
         if len(ways) != 1:
-            remedy = "Keep one; to add rewards up, list them in reward.terms."
+            remedy = (
+                "Give one (--set reward.terms=[] removes a file's terms); to add rewards up, list them in reward.terms."
+            )
             yield "", "given as exactly one of function, model and terms", ways, remedy
         labels = [term.label for term in self.terms]
         if len(set(labels)) < len(labels):

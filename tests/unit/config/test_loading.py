@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from coati.config import RunSettings, build_config, dump_config, load_config
+from coati.config.section import _FOREIGN_NAMES, _SECTIONS
 from coati.errors import ConfigError
 
 MINIMAL = '[model]\npath = "m"\n[prompts]\npath = "p.jsonl"\n[reward]\nfunction = "rewards:praise"\n'
@@ -87,43 +88,48 @@ def test_config_is_frozen_and_strict():
 
 # One line per broken setting: the key, the rule, the value that came and the remedy must all be there.
 BROKEN = [
-    ("rollout.top_p=1.5", "less than or equal to 1", "1.5", "Use 1.0"),
-    ("rollout.top_p=0", "greater than 0", "0", "Use 1.0"),
-    ("rollout.temperature=-1", "equal to 0", "-1", "default, 1.0"),
+    ("rollout.top_p=1.5", "a number above 0 and at most 1", "1.5", "Use 1.0"),
+    ("rollout.top_p=0", "above 0", "0", "Use 1.0"),
+    ("rollout.temperature=-1", "a number, 0 or more", "-1", "default, 1.0"),
     ("rollout.generate=3", "a table of options", "3", "stop_strings"),
-    ("rollout.generate.min_p=inf", "a table of options", "inf", "stop_strings"),
-    ("rollout.prompts_per_batch=0", "equal to 1", "0", "default, 16"),
-    ("topology.makers=0", "equal to 1", "0", "default, 1"),
-    ("topology.makers=65", "equal to 64", "65", "default, 1"),
-    ("topology.trainers=0", "equal to 1", "0", "default, 1"),
-    ("topology.trainers=65", "equal to 64", "65", "default, 1"),
-    ("topology.placement=scatter", "'auto', 'pack' or 'spread'", '"scatter"', 'default, "auto"'),
-    ("topology.max_staleness=-2", "equal to -1", "-2", "default, 1"),
+    ("rollout.generate.min_p=inf", "a finite number", "inf", "stop_strings"),
+    ("rollout.prompts_per_batch=0", "1 or more", "0", "default, 16"),
+    ("topology.makers=0", "from 1 to 64", "0", "default, 1"),
+    ("topology.makers=65", "from 1 to 64", "65", "default, 1"),
+    ("topology.trainers=0", "from 1 to 64", "0", "default, 1"),
+    ("topology.trainers=65", "from 1 to 64", "65", "default, 1"),
+    ("topology.placement=scatter", '"auto", "pack" or "spread"', '"scatter"', 'default, "auto"'),
+    ("topology.max_staleness=-2", "-1 or more", "-2", "default, 1"),
     ("topology.gpus_per_maker=1.5", "whole number", "1.5", "default, 0.0"),
     ("topology.gpu_sharing=mps", "above 0, and at most 1 together", "[0.0, 0.0]", 'gpu_sharing to "slices"'),
-    ("train.batch_size=0", "equal to 1", "0", "default, 16"),
-    ("train.actor_lr=0.0", "greater than 0", "0.0", "default, 1e-06"),
-    ("train.lr_schedule=step", "'constant', 'linear' or 'cosine'", '"step"', 'default, "constant"'),
-    ("train.strategy=fsdp", "'ddp', 'zero1', 'zero2' or 'gemini'", '"fsdp"', 'default, "ddp"'),
+    ("train.batch_size=0", "a whole number, 1 or more", "0", "default, 16"),
+    ("train.actor_lr=0.0", "above 0", "0.0", "default, 1e-06"),
+    ("train.lr_schedule=step", '"constant", "linear" or "cosine"', '"step"', 'default, "constant"'),
+    ("train.strategy=fsdp", '"ddp", "zero1", "zero2" or "gemini"', '"fsdp"', 'default, "ddp"'),
     ("train.placement_policy=cpu", 'while train.strategy is "ddp"', '"cpu"', 'train.strategy to "gemini"'),
     ("train.cpu_offload=true", 'while train.strategy is "ddp"', "true", 'train.strategy to "zero2"'),
     ("train.mixed_precision=true", 'while model.dtype is "float32"', "true", 'model.dtype to "bfloat16"'),
     ("train.update_steps=101", "at most train.total_steps (100)", "101", "Lower it"),
     ("train.warmup_steps=101", "at most the optimizer steps", "101", "Lower it"),
-    ("algorithm.gamma=1.1", "equal to 1", "1.1", "default, 1.0"),
+    ("algorithm.gamma=1.1", "from 0 to 1", "1.1", "default, 1.0"),
     ("algorithm.kl_estimator=k4", '"k1"', '"k4"', 'default, "k1"'),
     ("algorithm.kl_coef=nan", "finite", "nan", "default, 0.1"),
     ("algorithm.value_clip=inf", "finite", "inf", "default, 0.4"),
-    ("model.dtype=float16", "'float32' or 'bfloat16'", '"float16"', "default"),
-    ("model.path=''", "at least 1 character", '""', "runs/demo/model"),
+    ("model.dtype=float16", '"float32" or "bfloat16"', '"float16"', "default"),
+    ("model.path=''", "a non-empty string", '""', "runs/demo/model"),
     ("run.name=a/b", "letters, digits", '"a/b"', "Set run.name"),
-    ("run.seed=-1", "equal to 0", "-1", "default, 0"),
-    ("lora.dropout=1.0", "less than 1", "1.0", "default, 0.0"),
-    ("lora.target_modules=[1]", "string", "1", "default, []"),
-    ("deadlines.batch_seconds=0", "greater than 0", "0", "default, 1800.0"),
-    ("logging.samples_kept=-1", "equal to 0", "-1", "default, 4"),
+    ("run.seed=-1", "from 0", "-1", "default, 0"),
+    ("lora.dropout=1.0", "below 1", "1.0", "default, 0.0"),
+    ("lora.target_modules=[1]", "a string", "1", "default, []"),
+    ('lora.target_modules="q"', "a list of strings", '"q"', "default, []"),
+    ("reward.environment={ a = 1 }", "a list of strings", '{"a": 1}', "default, []"),
+    ("rollout.generate={ x = 2020-01-01 }", "x must be a string, number", '"2020-01-01"', "stop_strings"),
+    ("algorithm.eps_clip=-0.1", "above 0 and below 1", "-0.1", "default, 0.2"),
+    ("algorithm.name=[3]", '"ppo", "grpo"', "[3]", 'default, "ppo"'),
+    ("deadlines.batch_seconds=0", "above 0", "0", "default, 1800.0"),
+    ("logging.samples_kept=-1", "0 or more", "-1", "default, 4"),
     ("reward.function=praise", '"module:function"', '"praise"', "rewards:praise"),
-    ("reward.timeout_seconds=0", "greater than 0", "0", "default, 120.0"),
+    ("reward.timeout_seconds=0", "above 0", "0", "default, 120.0"),
     ("topology.update_lora_weights=true", "while lora.rank is 0", "true", "Set lora.rank"),
 ]
 
@@ -185,6 +191,11 @@ def test_missing_required_keys_are_named_with_an_example():
         ("train.batch_sise=3", "Did you mean train.batch_size?"),
         ("rolout.top_k=3", "Did you mean rollout?"),
         ("train.gamma=0.9", "Did you mean algorithm.gamma?"),
+        ("rollout.num_generations=8", "Did you mean rollout.samples_per_prompt?"),
+        ("train.algorithm=grpo", "Did you mean algorithm.name?"),
+        ("run.resume=true", "coati train --resume"),
+        ("logging.wandb=true", "trackers"),
+        ("train.cosine=1", "[train] has"),  # resembles train.compile
         ("lora.zzz=1", "[lora] has rank, alpha, dropout, target_modules; docs/from-trl.md"),
     ],
 )
@@ -192,6 +203,12 @@ def test_an_unknown_key_suggests_a_known_one(override, suggestion):
     message = error_of(override)
     assert f"Unknown {'section' if override.startswith('rolout') else 'setting'}" in message
     assert suggestion in message
+
+
+def test_foreign_names_stand_for_settings_that_exist():
+    names = [name for name in _FOREIGN_NAMES.values() if " " not in name]
+    assert len(names) > 5
+    assert [name for name in names if name.split(".")[1] not in _SECTIONS[name.split(".")[0]].model_fields] == []
 
 
 @pytest.mark.parametrize("section", [{"logging": {"api_key": "sesame"}}, {"secrets": {"api_key": "sesame"}}])
@@ -205,6 +222,11 @@ def test_an_unknown_key_in_a_term_is_found_where_it_is():
     message = error_of('reward.terms=[{ functon = "a:b" }]', without="reward")
     assert "Unknown setting reward.terms[0].functon" in message
     assert "Did you mean reward.terms[0].function?" in message
+
+
+def test_a_term_that_is_no_table():
+    message = error_of("reward.terms=[3]", without="reward")
+    assert "reward.terms[0] must be a table of settings, got 3. For example reward.terms = [{ function" in message
 
 
 def test_a_section_that_is_no_table(tmp_path):
@@ -256,7 +278,7 @@ def test_paths_of_a_file_count_from_its_folder_first(tmp_path, monkeypatch):
     ("reward", "message"),
     [
         ({}, r"exactly one of function, model and terms, got \[\]"),
-        ({"function": "a:b", "model": "m"}, r'got \["function", "model"\]'),
+        ({"function": "a:b", "model": "m"}, r'got \["function", "model"\].*--set reward.terms=\[\]'),
         (
             {"terms": [{"weight": 1.0}]},
             r"reward.terms\[0\] must be given as exactly one of function and model, got \[\]",

@@ -61,8 +61,8 @@ def test_a_missing_module_names_the_folders_searched(folder):
 
 
 def test_a_missing_function_lists_those_there_are(folder):
-    (folder / "near.py").write_text("def praise(): ...\ndef blame(): ...\n")
-    with pytest.raises(ConfigError, match=r"near\.py.*praise, blame"):
+    (folder / "near.py").write_text("def praise(): ...\ndef _help(): ...\ndef blame(): ...\n")
+    with pytest.raises(ConfigError, match=r"near\.py.*but praise, blame\."):
         load_reward_function("near:zzz", [folder])
 
 
