@@ -2,12 +2,18 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
-from coati.config import RunSettings
+from coati.cli.train import run_train
+from coati.config import RunSettings, load_config
+from coati.errors import ConfigError
+from coati.run_folder import open_run_folder
+from coati.trainer.modes import check_compiler
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -58,3 +64,61 @@ def test_links_between_pages_lead_somewhere(page):
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
 
     assert [target for target in targets if target and not (page.parent / target).exists()] == []
+
+
+@pytest.fixture
+def dry_run(tmp_path, monkeypatch):
+    """Returns the error of a dry run with these overrides, in a folder that has all that a run needs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "rewards", raising=False)
+    for name, text in {
+        "model/config.json": "{}",
+        "prompts.jsonl": '{"prompt": "the film"}\n',
+        "texts.jsonl": '{"text": "the film"}\n',
+        "rewards.py": "def praise(completions): ...\n",
+        "run.toml": "model.path = './model'\nprompts.path = 'prompts.jsonl'\nreward.function = 'math:sqrt'\n",
+        "other/notes.txt": "",
+        "runs/film/.coati-run": "",
+        "runs/film/model/config.json": "{}",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    usual = {"resume": None, "address": None, "sync": False, "dry_run": True, "overwrite": False, "verbose": False}
+
+    def run(*overrides, **options):
+        with pytest.raises(ConfigError) as caught:
+            run_train(Path("run.toml"), overrides=list(overrides), **(usual | options))
+        return str(caught.value)
+
+    return run
+
+
+def test_troubleshooting_quotes_the_messages_before_a_run_as_they_are(dry_run, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError) as no_compiler:
+        check_compiler(torch.device("cpu"))
+    with open_run_folder(load_config(Path("run.toml"), ["run.output=busy"]), overwrite=False):
+        in_use = dry_run("run.output=busy")
+    said = [
+        dry_run("train.batchsize=3"),
+        dry_run("total_steps=3"),
+        dry_run("model.path=./nothing"),
+        dry_run("reward.function=rewards:prais"),
+        dry_run("reward.function=my_rewards:f"),
+        dry_run("reward.terms=[{ function = 'rewards:praise' }]"),
+        dry_run("prompts.path=texts.jsonl"),
+        dry_run("algorithm=grpo", "rollout.samples_per_prompt=3"),
+        dry_run("rollout.generate.max_tokens=5"),
+        dry_run("run.output=runs/film"),
+        dry_run("run.output=other", overwrite=True),
+        in_use,
+        dry_run("run.output=runs/film", "model.path=runs/film/model", overwrite=True),
+        dry_run("topology.makers=2", sync=True),
+        str(no_compiler.value),
+    ]
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quotes = re.findall(r"^\*\*`(.*?)`\*\*", page.partition("## Before the run")[2].partition("\n## ")[0], re.MULTILINE)
+    patterns = [r"(?m)^ *" + ".*".join(map(re.escape, quote.split("…"))) for quote in quotes]
+    assert [one for one, text in zip(patterns, said, strict=True) if not re.search(one, text)] == []
