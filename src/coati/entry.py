@@ -154,7 +154,7 @@ def prepare(
     if (config is None) == (resume is None):
         raise ConfigError("a run needs settings, or the folder of a run to resume (--resume), and not both.")
     if resume is not None:
-        settings = resumed_settings(Path(resume), overrides)
+        settings = resumed_settings(Path(resume), overrides, sync=sync)
     elif isinstance(config, RunSettings | Mapping):
         sections = config.model_dump() if isinstance(config, RunSettings) else config
         settings = build_config(sections, overrides)

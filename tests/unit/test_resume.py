@@ -3,6 +3,7 @@
 import pytest
 
 from coati.config import build_config, dump_config
+from coati.entry import prepare
 from coati.errors import CheckpointError, ConfigError
 from coati.resume import StartingPoint, choose_restart, resumed_settings
 
@@ -54,6 +55,16 @@ def test_most_may_change_and_it_is_said(folder, caplog, change):
 def test_some_cannot_change(folder, change):
     with pytest.raises(ConfigError, match=change.partition("=")[0]):
         resumed_settings(folder, [change, "train.total_steps=7"])
+
+
+def test_a_run_that_was_not_on_policy_cannot_be_resumed_in_one_process(folder):
+    before = resumed_settings(folder, [])
+    assert before.topology.max_staleness > 0
+    with pytest.raises(ConfigError, match=r"max_staleness.*--sync"):
+        prepare(None, resume=folder, sync=True)
+    on_policy = before.topology.model_copy(update={"max_staleness": 0})
+    (folder / "config.toml").write_text(dump_config(before.model_copy(update={"topology": on_policy})))
+    assert resumed_settings(folder, [], sync=True).topology.max_staleness == 0
 
 
 def test_trainers_start_from_the_beginning_only_where_nothing_was_ever_saved(folder, caplog):
