@@ -73,7 +73,7 @@ class LeasedBuffer(SampleBuffer):
         self._open_journal = open_journal
         self._journal: Journal | None = None
         self._clock = clock
-        self._is_behind = False  # whether events wait for room on the disk
+        self._failure: StorageError | None = None  # why events wait for room on the disk
         self._delivered: dict[int, list[BufferItem]] = {}  # by the number of their lease
         self._picked: deque[BufferItem] = deque()  # in no batch
         self._in_training: dict[int, list[BufferItem]] = {}  # picked and not trained on
@@ -204,24 +204,28 @@ class LeasedBuffer(SampleBuffer):
                 self._journal = self._open_journal()
             self._journal.write(self._ledger.events)
         except StorageError as error:
-            if not self._is_behind:
+            if self._failure is None:
                 logger.error("the journal is behind, and training continues: %s", error)
-            self._is_behind = True
+            self._failure = error
             return
         self._ledger.events.clear()
-        self._is_behind = False
+        self._failure = None
 
     # Saved and restored
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What a checkpoint between two versions holds: the ledger as JSON, and the samples not trained on."""
+        """What a checkpoint between two versions holds: the ledger as JSON, and the samples not trained on.
+
+        Raises StorageError while the journal is behind: it could end before the events that led to the checkpoint.
+        """
         with self._lock:
             self._write_down()
-            num_events = len(self._ledger.events)
+            if self._failure is not None:
+                raise StorageError(str(self._failure))
+            num_events = 0
             if self._journal is not None:
-                num_events += self._journal.num_events
-                with contextlib.suppress(StorageError):  # it says so when it is written next
-                    self._journal.sync()
+                self._journal.sync()
+                num_events = self._journal.num_events
             groups = [*self._in_training.values(), *self._delivered.values()]
             items = [item for group in groups for item in group]
             return {"ledger": self._ledger.state(), "events": num_events}, _pack(items)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from coati.background import run_in_background
 from coati.config import Deadlines, TrainSettings
-from coati.errors import CheckpointError, DeadlineExceeded
+from coati.errors import CheckpointError, DeadlineExceeded, StorageError
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies.folders import check_files, replace_folder, write_manifest
@@ -81,8 +81,7 @@ class Checkpoints:
         for label, optimizer in learner.optimizers.items():
             name = f"optimizers/{label}"
             writers[name] = strategy.optimizer_writer(optimizer, into=copies.setdefault(name, {}))
-        of_rank, tensors = ({}, {}) if self._buffer is None else self._buffer.state()
-        ranks = [(of_rank, safetensors.torch.save({**tensors, **random_state(learner.device)}))]
+        ranks = [self._state_of_rank()]
         if strategy.world_size > 1:
             mine, ranks = ranks[0], [ranks[0]] * strategy.world_size
             dist.gather_object(mine, ranks if strategy.rank == 0 else None)
@@ -92,7 +91,7 @@ class Checkpoints:
             "version": version,
             "counters": counters,
             "learner": learner.state(),
-            "ranks": [of_rank for of_rank, _ in ranks],
+            "ranks": [of_rank for of_rank, _, _ in ranks],
         }
         text = json.dumps(state, default=str)
 
@@ -105,11 +104,20 @@ class Checkpoints:
             if self._tokenizer is not None:
                 self._tokenizer().save_pretrained(folder)
             (folder / _STATE_FILE).write_text(text)
-            for rank, (_, data) in enumerate(ranks):
+            for rank, (_, data, _) in enumerate(ranks):
                 (folder / f"rank-{rank}.safetensors").write_bytes(data)
 
         if strategy.rank == 0:
-            self._writing = run_in_background(lambda: self._write(version, write), name="checkpoint")
+            failure = next((failure for _, _, failure in ranks if failure is not None), None)
+            self._writing = run_in_background(lambda: self._write(version, write, failure), name="checkpoint")
+
+    def _state_of_rank(self) -> tuple[dict[str, Any], bytes, StorageError | None]:
+        """What only this rank has, as JSON and as a file; or why there is none, which the first rank has to know."""
+        try:
+            of_rank, tensors = ({}, {}) if self._buffer is None else self._buffer.state()
+        except StorageError as error:
+            return {}, b"", error
+        return of_rank, safetensors.torch.save({**tensors, **random_state(self._learner.device)}), None
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written, or has failed to be."""
@@ -124,10 +132,12 @@ class Checkpoints:
             ) from None
         self._writing = None
 
-    def _write(self, version: int, write: Callable[[Path], None]) -> None:
+    def _write(self, version: int, write: Callable[[Path], None], failure: StorageError | None) -> None:
         assert self._folder is not None
         started, path = time.monotonic(), self._folder / f"version-{version}"
         try:
+            if failure is not None:
+                raise failure
             replace_folder(path, write, markers=MODEL_MARKERS)
             others = [other for other in saved_versions(self._folder) if (other / _STATE_FILE).is_file()]
             for other in [other for other in others if other != path][self._train.checkpoints_kept - 1 :]:

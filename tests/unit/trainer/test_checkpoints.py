@@ -236,7 +236,7 @@ def test_a_journal_leaves_out_what_a_resumed_run_made_again(tmp_path):
     account = audit_run(tmp_path)
     assert account.problems == []
     assert account.table()[0][2] == 4  # trained
-    assert Ledger.replayed(RULES, content.events).state() == again.buffer.state()[0]["ledger"]
+    assert Ledger.replayed(RULES, content.events).state() == again.buffer._ledger.state()
 
 
 def test_a_run_that_starts_over_voids_its_journal_and_refuses_what_makers_hold(tmp_path):
@@ -396,6 +396,38 @@ def test_a_full_disk_costs_the_checkpoint_and_nothing_else(saved, tmp_path, monk
     assert [path.name for path in tmp_path.iterdir()] == ["version-1"]
     saved.save(3)
     assert find_checkpoint(tmp_path)[0].name == "version-3"
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_journal_that_is_behind_costs_the_checkpoint_of_all_ranks(tmp_path, monkeypatch, caplog, call):
+    """Else the run could continue from events that the journal never got."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    sent = []
+    monkeypatch.setattr(module.dist, "gather_object", lambda mine, into: sent.append((mine, into)))
+    journal = tmp_path / "ledger" / "stream-1.jsonl"
+    trainer = Trainer(tmp_path / "saved", journal=lambda: Journal(journal, RULES, run="r"))
+    deliver(trainer.buffer, 0, 2)
+    strategy = trainer.learner.strategy
+    with monkeypatch.context() as patch:
+        patch.setattr(strategy, "world_size", 2)
+        patch.setattr(strategy, "rank", 1)
+        patch.setattr(os, call, full)
+        deliver(trainer.buffer, 0, 2)
+        trainer.save(1)
+    ((of_other, _),) = sent
+    monkeypatch.setattr(strategy, "world_size", 2)
+    monkeypatch.setattr(module.dist, "gather_object", lambda mine, into: into.__setitem__(1, of_other))
+    trainer.save(1)
+    assert "checkpoint of version 1 failed" in caplog.text
+    assert not list((tmp_path / "saved").glob("version-*"))
+    of_other = trainer.checkpoints._state_of_rank()
+    trainer.save(2)
+    events = read_journal(journal).num_events
+    assert [rank["events"] for rank in find_checkpoint(tmp_path / "saved")[1]["ranks"]] == [events] * 2
+    trainer.buffer.close()
 
 
 def test_one_trainer_continues_what_two_have_saved_and_makes_their_unfinished_samples_again(tmp_path):
