@@ -1,18 +1,24 @@
 """Errors of a device, wherever they come from: ours, with the work, its size and what to change."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny import llama, maker_models, prompts
 from torch import nn
+from weight_testing import PlainStrategy, make_sender
 
 from coati import run
-from coati.config import load_config
+from coati.config import TrainSettings, load_config
 from coati.errors import AcceleratorFailed, OutOfMemory
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.gpu import device_errors_explained
 from coati.models import Actor
+from coati.peers import LocalPeers
+from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.trainer.strategies import DDPStrategy
 from coati.weights.served import ServedModels
@@ -110,6 +116,17 @@ def publish():
     FitLoop(Publishing()).run(1, 1)
 
 
+def send():
+    strategy = PlainStrategy()
+    strategy.get_model_state_dict_shard = Full()
+    make_sender({"actor": Actor(llama())}, LocalPeers(), [], strategy=strategy).send(1)
+
+
+def resume():
+    learner = SimpleNamespace(strategy=SimpleNamespace(run_on_all=Full()))
+    Checkpoints(Path("folder"), learner, None, train=TrainSettings()).restore(Path("folder"))
+
+
 @pytest.mark.parametrize(
     ("work", "what"),
     [
@@ -119,6 +136,8 @@ def publish():
         (load, "loading model.path 'm'.*model.dtype"),
         (place, "placing models on cpu.*zero2"),
         (publish, "between passes.*topology.gpus_per_trainer"),
+        (send, "reading the weights to send.*topology.gpus_per_trainer"),
+        (resume, "loading a checkpoint.*train.cpu_offload"),
     ],
 )
 def test_every_kind_of_work_says_what_it_was_and_what_to_change(work, what):

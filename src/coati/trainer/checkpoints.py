@@ -29,6 +29,7 @@ from coati.background import run_in_background
 from coati.config import Deadlines, TrainSettings
 from coati.errors import CheckpointError, DeadlineExceeded, StorageError
 from coati.experience_buffer.leased import LeasedBuffer
+from coati.gpu import device_errors_explained
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies.folders import check_files, replace_folder, write_manifest
 from coati.trainer.strategies.model_files import MODEL_MARKERS
@@ -147,6 +148,11 @@ class Checkpoints:
         else:
             logger.info("checkpoint of version %d written in %.1f s", version, time.monotonic() - started)
 
+    @device_errors_explained(
+        "loading a checkpoint",
+        "Resume on as much of a GPU as the run had, shard the trainer (train.strategy), or keep optimizer state in "
+        "host memory (train.cpu_offload, train.placement_policy).",
+    )
     def restore(self, path: Path) -> dict[str, Any]:
         """Load everything from a checkpoint, before training; returns its version and the counters it was saved with.
 

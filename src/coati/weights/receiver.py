@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from coati import faults
-from coati.errors import WeightUpdateError
+from coati.errors import AcceleratorFailed, OutOfMemory, WeightUpdateError
 from coati.models.lora import LayerLoRA, LoRAConstructor, as_layer_lora, has_adapters
 from coati.models.memory import state_tensors, tied_names
 from coati.weights.message import Chunk, ChunkInfo, UpdateHeader, WeightManifest, WeightMessage
@@ -75,14 +75,15 @@ class WeightReceiver:
         """Why this receiver cannot read chunks in the sender's memory; None if it can."""
         try:
             ChunkReader(self.device).read(probe)
-        except (OSError, RuntimeError, ValueError) as error:  # another host, container, user, system or card
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:  # another host, container, user or card
             return f"it cannot read memory of the sender's process: {error}"
         return None
 
     def receive(self, message: WeightMessage) -> None:
         """Take part of an update, or all of it; commits it when it is whole. WeightUpdateError rejects the update.
 
-        The same chunk may come twice, and chunks in any order.
+        OutOfMemory and AcceleratorFailed do so too, for reasons of this maker's. The same chunk may come twice, and
+        chunks in any order.
         """
         header = message.header
         if header.incarnation < self._served.newest_incarnation:
@@ -172,6 +173,8 @@ class WeightReceiver:
     def _add(self, stage: _Stage, chunk: Chunk) -> None:
         try:
             stage.chunks[chunk.index] = (chunk.info, self._reader.read(chunk))
+        except (OutOfMemory, AcceleratorFailed) as error:
+            raise type(error)(f"chunk {chunk.index} of {stage.header} could not be staged: {error} {_KEPT}") from error
         except Exception as error:
             raise WeightUpdateError(f"chunk {chunk.index} of {stage.header} is unreadable: {error}. {_KEPT}") from error
 

@@ -23,6 +23,7 @@ from coati import faults
 from coati.background import BackgroundThread
 from coati.config import TopologySettings
 from coati.errors import DeadlineExceeded
+from coati.gpu import device_errors_explained
 from coati.models.lora import LoRAConstructor
 from coati.monitor.timeline import WEIGHTS, Timeline
 from coati.weights.canary import make_canary
@@ -40,6 +41,10 @@ logger = logging.getLogger(__name__)
 # Chunks by value that may be on their way at once; with 64 MiB chunks a quarter of a GiB of the object store.
 MAX_CHUNKS_IN_FLIGHT = 4
 _GRACE_SECONDS = 5.0
+_NO_ROOM = (
+    "Makers on the same card copy the weights from a second copy: give the trainer more of the GPU "
+    "(topology.gpus_per_trainer), or the makers another card. Elsewhere a lower topology.chunk_mib needs less."
+)
 
 
 class WeightSender:
@@ -115,6 +120,7 @@ class WeightSender:
         self.recipients.change(names)
         self._must_probe = True  # one that could not share memory may have left
 
+    @device_errors_explained("reading the weights to send", _NO_ROOM)
     def begin(
         self,
         version: int,

@@ -28,9 +28,14 @@ import xxhash
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from coati.gpu import device_errors_explained
 from coati.weights.message import Chunk, ChunkInfo, layout, specs_of, views
 from coati.wire import tensor_of
 
+_NO_ROOM = (
+    "An update is staged beside the weights that serve: give the maker more of the GPU (topology.gpus_per_maker), or "
+    "leave it more memory (rollout.prompts_per_batch, rollout.max_new_tokens)."
+)
 # Position of the device among what `reduce_tensor` gives for `rebuild_cuda_tensor`.
 _DEVICE_ARGUMENT = 6
 # Checksums on a card look at 64-bit words in rows of so many.
@@ -178,12 +183,14 @@ class ChunkReader:
     def read(self, chunk: Chunk) -> dict[str, Tensor]:
         """The chunk's tensors, in memory that stays as it is. Raises an error if they are not what was sent."""
         info = chunk.info
+        size = layout(info.tensors)[1]
         with self._side_stream():
-            if chunk.handle is None:
-                data = tensor_of(np.asarray(chunk.data))
-            else:
-                data = self._copied(chunk.handle, layout(info.tensors)[1])
-            if info.checksum is not None and (found := checksum_of(info, data)) != info.checksum:
+            # Not the GPU's failure, if it fails: it may be the handle of a sender that is gone.
+            buffer = None if chunk.handle is None else self._opened(chunk.handle)
+            with device_errors_explained(f"staging {size} bytes of weights", _NO_ROOM):
+                data = tensor_of(np.asarray(chunk.data)) if buffer is None else _copied(buffer[:size])
+                found = None if info.checksum is None else checksum_of(info, data)
+            if found != info.checksum:
                 raise ValueError(f"its checksum is {found:#x}, but was {info.checksum:#x} when it was sent")
         return views(data, info.tensors)
 
@@ -192,14 +199,11 @@ class ChunkReader:
         self._open = {handle: buffer for handle, buffer in self._open.items() if handle in self._used}
         self._used = set()
 
-    def _copied(self, handle: CardHandle, size: int) -> Tensor:
+    def _opened(self, handle: CardHandle) -> Tensor:
         if handle not in self._open:
             self._open[handle] = handle.open(self.device)
         self._used.add(handle)
-        data = self._open[handle][:size].clone()
-        if data.is_cuda:
-            torch.cuda.current_stream(data.device).synchronize()
-        return data
+        return self._open[handle]
 
     def _side_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Staging must not queue up behind the generation that runs meanwhile."""
@@ -208,6 +212,13 @@ class ChunkReader:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._stream)
+
+
+def _copied(lent: Tensor) -> Tensor:
+    data = lent.clone()
+    if data.is_cuda:
+        torch.cuda.current_stream(data.device).synchronize()
+    return data
 
 
 def card_of(device: torch.device) -> str:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weight_testing import deliver, header_of, messages_of
 
-from coati.errors import WeightUpdateError
+from coati.errors import OutOfMemory, WeightUpdateError
 from coati.weights import transports
 from coati.weights.transports import CardHandle, CardMemory, copy_all, device_checksum
 
@@ -176,6 +176,27 @@ def test_a_damaged_update_is_rejected_whole_and_the_next_works(
     assert fingerprint(maker.models) == before
     deliver(messages_of(make_models(7), memory=memory), maker)
     assert fingerprint(maker.models) == fingerprint(make_models(7))
+
+
+@pytest.mark.parametrize("is_lent", [True, False])
+def test_a_maker_without_room_for_an_update_says_so_and_the_next_works(
+    is_lent, make_models, memory, maker, fingerprint, monkeypatch
+):
+    before = fingerprint(maker.models)
+    sent = messages_of(make_models(7), memory=memory if is_lent else None)
+    with monkeypatch.context() as patch:
+        patch.setattr(transports, "checksum_of", no_room)
+        with pytest.raises(OutOfMemory, match=r"not be staged: .* ran out of memory.*topology\.gpus_per_maker"):
+            deliver(sent, maker)
+        assert "out of memory" in maker.sharing_fault(sent.chunks[0])
+    assert maker.open_updates == ()
+    assert fingerprint(maker.models) == before
+    deliver(sent, maker)
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
+
+
+def no_room(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 # Who can use it.
