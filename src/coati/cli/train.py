@@ -78,6 +78,7 @@ def run_train(
     if config.logging.writes_tensorboard:
         console.print(f"TensorBoard: tensorboard --logdir {folder / 'tensorboard'}", highlight=False)
     if outcome.was_stopped:
+        console.print(f"Continue:    coati train --resume {folder}", highlight=False)
         raise SystemExit(EXIT_STOPPED)
 
 

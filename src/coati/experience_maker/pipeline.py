@@ -208,7 +208,7 @@ class _DropLimit:
         self._num_faults_in_a_row = 0 if is_by_design else self._num_faults_in_a_row + num_samples
         self._largest_batch = max(self._largest_batch, num_samples)
         level = logging.DEBUG if is_by_design else logging.WARNING
-        logger.log(level, "a whole batch was dropped (%d samples in a row): %s", self._num_in_a_row, error)
+        logger.log(level, "a whole batch was dropped: %s", error)
         for count, max_batches in (
             (self._num_faults_in_a_row, MAX_EMPTY_BATCHES),
             (self._num_in_a_row, MAX_BATCHES_WITHOUT_SIGNAL),

@@ -84,10 +84,9 @@ class FunctionReward(Reward):
             if isinstance(error, FutureTimeout) and not call.done():
                 if self._process is not None:
                     self._process.kill()
-                what, remedy = (
-                    f"did not return within {seconds:.3g} s",
-                    "Make it faster, or raise reward.timeout_seconds",
-                )
+                is_share = seconds < self.timeout_seconds
+                what = f"did not return within {'its share of ' * is_share}{self.timeout_seconds:g} s"
+                remedy = "Make it faster, or raise reward.timeout_seconds"
                 raise self._error(what, remedy, request, RewardFailed) from None
             if not call.done():  # ours, for example Ctrl-C
                 raise
