@@ -36,7 +36,7 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
     )
     base = output / "base"
     config = demo_config(base, seed=seed, output=output)
-    with open_run_folder(config, overwrite=True):
+    with open_run_folder(config, overwrite=True):  # which marks it as a run's: `execute` refuses one with other files
         with console.status("building the base model"):
             from coati.demo.base_model import pretrain
 
