@@ -82,7 +82,8 @@ class ItemSender:
     def collect(self) -> None:
         """Note answers that have come, and send again what was lost: trainers may wait for it. Waits for no answer."""
         for flight in [flight for flight in self._in_flight if flight.call.done()]:
-            self._settle(flight)
+            if flight in self._in_flight:  # sending again what another lost may have settled it
+                self._settle(flight)
 
     def flush(self) -> None:
         """Wait until everything sent is acknowledged."""

@@ -117,6 +117,21 @@ def test_a_trainer_that_dies_after_it_took_items_may_have_trained_on_them_and_th
     assert sorted(sinks["t1"].sample_ids) == [0, 1]
 
 
+def test_collecting_what_a_dead_trainer_lost_may_settle_the_answers_of_others(make_sender, peers, sinks):
+    sender = make_sender("t0", "t1")
+    held = peers.hold("t0", "buffer_extend")
+    sender.send(parcels(0, 2))
+    sender.send(parcels(2, 2))  # two sends to each are in flight, as many as may be
+    held.reached()
+    peers["t1"].call("buffer_extend", []).result(PATIENCE)  # calls run in order: it has answered both
+    peers.kill("t0")
+    held.release()
+    sender.collect()
+    sender.flush()
+    assert sorted(sinks["t1"].sample_ids) == [0, 1, 2, 3]
+    assert sender.num_delivered == 4
+
+
 def test_with_every_trainer_dead_the_maker_is_told(make_sender, peers):
     sender = make_sender("t0")
     sender.send(parcels(0, 1))
