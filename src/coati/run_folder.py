@@ -86,9 +86,13 @@ def _begin(config: RunSettings, *, is_resumed: bool) -> None:
         path, settings = folder / "config.toml", dump_config(config.with_absolute_paths())
         if not is_resumed:
             _delete(folder, _RESULTS + _RECORDS)
-        elif path.read_text(encoding="utf-8") != settings:
-            path.rename(folder / "ledger" / f"config-{len(earlier_settings(folder))}.toml")
-        path.write_text(settings, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") == settings:
+            return
+        else:
+            shutil.copyfile(path, folder / "ledger" / f"config-{len(earlier_settings(folder))}.toml")
+        written = path.with_name(".config.toml")
+        written.write_text(settings, encoding="utf-8")
+        written.replace(path)  # a kill leaves the old settings or the new ones
 
 
 def earlier_settings(folder: Path) -> list[Path]:

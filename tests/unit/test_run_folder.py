@@ -2,12 +2,20 @@
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
 from coati.config import build_config, load_config
 from coati.errors import ConfigError
-from coati.run_folder import MARKER, RUN_FILES, check_inputs_outside, check_run_folder, open_run_folder
+from coati.run_folder import (
+    MARKER,
+    RUN_FILES,
+    check_inputs_outside,
+    check_run_folder,
+    earlier_settings,
+    open_run_folder,
+)
 
 
 def make_config(tmp_path, **sections):
@@ -102,6 +110,30 @@ def test_saved_settings_name_files_that_were_written_after_the_folder_was_opened
         begin()
     saved = load_config(tmp_path / "out" / "config.toml")
     assert (saved.model.path, saved.prompts.path) == (str(tmp_path / "out/base"), str(tmp_path / "out/prompts.jsonl"))
+
+
+def test_a_kill_while_a_run_is_resumed_leaves_its_settings(config, tmp_path, monkeypatch):
+    path = tmp_path / "out" / "config.toml"
+    (tmp_path / "out" / "ledger").mkdir()
+    before, other = path.read_text(), make_config(tmp_path, train={"total_steps": 7})
+
+    def resume(config):
+        with open_run_folder(config, overwrite=False, is_resumed=True) as begin:
+            begin()
+
+    def killed(file, text, **_):
+        file.open("w").close()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            resume(other)
+        assert path.read_text() == before
+        resume(config)  # nothing has changed, so nothing is written
+    resume(other)
+    assert load_config(path).train.total_steps == 7
+    assert {earlier.read_text() for earlier in earlier_settings(tmp_path / "out")} == {before}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
