@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from coati.errors import ConfigError
+
 VARIABLE = "COATI_FAULTS"
 """The environment variable that names the folder of a schedule. Actors of a private Ray inherit it."""
 
@@ -176,4 +178,14 @@ def set_actor(name: str) -> None:
         _active.actor = name
 
 
-_active: Schedule | None = Schedule(Path(os.environ[VARIABLE])) if VARIABLE in os.environ else None
+def _schedule_of(folder: str) -> Schedule:
+    try:
+        return Schedule(Path(folder))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"the environment variable {VARIABLE} must name a folder with a schedule.json (coati.faults.Schedule), "
+            f"got {folder!r}: {error!r}. Unset it to run without faults."
+        ) from error
+
+
+_active: Schedule | None = _schedule_of(os.environ[VARIABLE]) if VARIABLE in os.environ else None

@@ -122,6 +122,19 @@ def test_every_point_is_in_the_code_and_no_other(tmp_path):
         Fault("maker.generating", "explode")
 
 
+@pytest.mark.parametrize("content", [None, "{}", '{"began": 0, "faults": [{"point": "nowhere", "action": "kill"}]}'])
+def test_a_variable_that_names_no_schedule_is_an_error_that_names_it(tmp_path, content):
+    if content is not None:
+        (tmp_path / "schedule.json").write_text(content)
+    environment = {**os.environ, faults.VARIABLE: str(tmp_path), "PYTHONPATH": str(SOURCE.parent)}
+    program = "import runpy, sys; runpy.run_path(sys.argv[1])"
+    command = [sys.executable, "-c", program, faults.__file__]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert "ConfigError" in result.stderr
+    assert faults.VARIABLE in result.stderr
+    assert str(tmp_path) in result.stderr
+
+
 def test_only_records_read_the_wall_clock():
     reads = re.compile(r"\btime\.time\b|datetime\.(?:now|today|utcnow)|time\.(?:localtime|gmtime|ctime)\b")
     found = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if reads.search(path.read_text())}
