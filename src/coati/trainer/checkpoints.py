@@ -94,7 +94,7 @@ class Checkpoints:
             "learner": learner.state(),
             "ranks": [of_rank for of_rank, _, _ in ranks],
         }
-        text = json.dumps(state, default=str)
+        text = json.dumps(state)
 
         def write(folder: Path) -> None:
             for name, write_part in writers.items():
