@@ -58,7 +58,7 @@ class ReplayedBuffer(LeasedBuffer):
         self.on_late_weights: Callable[[Event], None] = lambda _: None
         """Called where some makers got weights that may be those of the middle of a version."""
         picks = [number for event in journal.events for number in event.get("pick", ())]
-        self._trained = set(picks[: self.ends.get(self.last, 0) // self.rules.group_size])
+        self._trained = set(picks[: -(-self.ends.get(self.last, 0) // self.rules.group_size)])
         self._events = deque(event for event in journal.events if self._is_followed(event))
         self._late = deque(event for event in self._events if "publish" in event)
         self._grants: dict[int, Event] = {}  # by number, the last
@@ -292,7 +292,8 @@ def replay(
     contents = read_journals(folder)
     if len(contents) > 1 or any("resume" in event and "state" in event for event in contents[0].events):
         raise ConfigError(
-            f"coati replay follows runs with one trainer from start to end, got {str(folder)!r}, which has or had more."
+            f"coati replay follows runs with one trainer from start to end, got {str(folder)!r}, which has or had "
+            "more, or continued from a version that a stop had ended early."
         )
     if problems := account_of(contents).problems:
         raise CheckpointError(

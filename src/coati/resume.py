@@ -80,12 +80,6 @@ def choose_checkpoint(config: RunSettings) -> StartingPoint:
     from coati.trainer.checkpoints import find_checkpoint
 
     path, state = find_checkpoint(config.output_folder.resolve() / "checkpoints")
-    train, fresh = config.train, state["counters"]["fresh"]
-    if fresh % train.update_steps and train.total_steps > fresh:
-        raise ConfigError(
-            f"train.total_steps must be {fresh}, as it was, got {train.total_steps}: the last version of this run "
-            f"took fewer than train.update_steps = {train.update_steps} batches. Train on from its model in a new run."
-        )
     events = tuple(rank.get("events", 0) for rank in state["ranks"])
     return StartingPoint(path, state["version"], state["counters"]["batches"], events)
 

@@ -235,7 +235,7 @@ class SynchronousRun(FitSteps):
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
         """Save a checkpoint if `train.save_every` says so, or the run is stopped; all steps so far are in the log."""
-        if self._checkpoints.is_due(self._version, was_stopped=was_stopped):
+        if self._checkpoints.is_due(self._version, num_fresh, was_stopped=was_stopped):
             with self._timeline.span("save"):
                 self._log.flush()
                 self._checkpoints.save(self._version, {"fresh": num_fresh, "batches": self._num_batches})

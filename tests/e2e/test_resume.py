@@ -156,10 +156,46 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(film_run, u
     assert audit_run(tmp_path / "out").problems == []
 
 
-def test_a_version_that_ended_early_cannot_be_continued_with_more_steps(film_run, fails_at, tmp_path):
+def test_after_a_short_last_version_a_run_may_train_longer(film_run, fails_at, tmp_path):
     coati.train(film_run, overrides=SETTINGS, sync=True)
-    with pytest.raises(ConfigError, match=r"train\.total_steps must be 5"):
-        coati.train(resume=tmp_path / "out", overrides=["train.total_steps=6"], sync=True)
+    out = tmp_path / "out"
+    coati.train(resume=out, overrides=["train.total_steps=7"], sync=True)
+    assert [row["version"] for row in rows(out)] == [0] * 4 + [1] * 4 + [2] * 2 + [3] * 2  # the sixth batch is left out
+    assert audit_run(out).problems == []
+
+
+GROUPS = ["algorithm.name=grpo", "rollout.samples_per_prompt=16", "rollout.prompts_per_batch=1"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_groups"),
+    [([], (24, 120)), (GROUPS, (2, 8))],  # of the second group half is in the first batch
+    ids=["samples", "groups across batches"],
+)
+def test_a_stop_in_the_middle_of_a_version_ends_it_early_and_the_run_goes_on(
+    film_run, fails_at, tmp_path, settings, num_groups
+):
+    steps, out = [], tmp_path / "out"
+
+    def num_trained():
+        account = audit_run(out)
+        assert account.problems == []
+        return sum(group.state == "trained" for group in account.streams[0].groups.values())
+
+    coati.train(
+        film_run,
+        overrides=["train.total_steps=6", *settings],
+        sync=True,
+        on_progress=lambda snapshot: steps.append(snapshot.step),
+        should_stop=lambda: 1 in steps,
+    )
+    assert [row["version"] for row in rows(out)] == [0, 0]  # one batch, gone over twice
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["version-1"]
+    assert num_trained() == num_groups[0]
+    coati.train(resume=out, sync=True)
+    assert [row["version"] for row in rows(out)] == [0] * 2 + [1] * 4 + [2] * 4
+    assert [row["step"] for row in rows(out)] == list(range(1, 11))
+    assert num_trained() == num_groups[1]
 
 
 def test_there_is_never_a_silent_fresh_start(film_run, fails_at, tmp_path):

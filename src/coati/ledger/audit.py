@@ -83,7 +83,8 @@ class StreamAccount:
                 "version that wrote it."
             )
         if kind == "train":
-            end = event.get("samples", event["train"] * self.rules.samples_per_version) // self.rules.group_size
+            samples = event.get("samples", event["train"] * self.rules.samples_per_version)
+            end = -(-samples // self.rules.group_size)  # a stop may leave a group trained on in part
             numbers = self._picked[self._num_trained - self._num_before : end - self._num_before]
         else:
             numbers = event[kind]

@@ -333,7 +333,8 @@ class Ledger:
 
     def _apply_train(self, version: int, samples: int) -> None:
         self.version = version
-        for _ in range((samples - self._num_trained) // self.rules.group_size):
+        size = self.rules.group_size
+        for _ in range(-(-samples // size) - -(-self._num_trained // size)):  # a stop may leave one trained on in part
             del self._works[self._picked.popleft()]
         self._num_trained = samples
 

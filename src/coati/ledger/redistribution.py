@@ -13,7 +13,8 @@ from coati.ledger.rules import LedgerRules
 def redistribute(rules: LedgerRules, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The state of one of `rules.num_streams` ledgers that take over from others, however many these were.
 
-    Groups that were not trained on, delivered or not, are made again, by whichever ledger their numbers belong to now.
+    A version that a stop ended early counts as a whole one. Groups that were not trained on, delivered or not, are made
+    again, by whichever ledger their numbers belong to now.
     """
     num_before, version = len(states), int(states[0]["version"])
     next_numbers = [state["num_numbers"] * num_before + stream for stream, state in enumerate(states)]
@@ -23,7 +24,7 @@ def redistribute(rules: LedgerRules, states: Sequence[Mapping[str, Any]]) -> dic
         unfinished.update(range(number, end, num_before))  # one that had dropped less is behind
     own = sorted(number for number in unfinished if number % rules.num_streams == rules.stream)
     num_numbers = -(-(end - rules.stream) // rules.num_streams)
-    num_samples = int(states[0]["num_trained"])
+    num_samples = -(-int(states[0]["num_trained"]) // rules.samples_per_version) * rules.samples_per_version
     return {
         "version": version,
         "num_picked": num_samples,

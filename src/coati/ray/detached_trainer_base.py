@@ -230,6 +230,11 @@ class DetachedTrainer(FitSteps):
         if not self._is_exhausted:
             self._buffer.prefetch(self._prepared)
 
+    def give_back(self, batch: Experience) -> None:
+        """Note that a batch is not trained on after all: it counts as waiting in the ledger."""
+        if self._leased is not None:
+            self._leased.num_sampled -= batch.num_samples
+
     def train_on(self, batch: Experience) -> dict[str, Any]:
         """Take a training step, and record its time and metrics."""
         with self._timeline.span("train"):

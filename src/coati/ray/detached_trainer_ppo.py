@@ -300,7 +300,8 @@ class PPOTrainer(DetachedTrainer):
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
         """Save a checkpoint if `train.save_every` says so, or a run is stopped."""
-        if self._checkpoints.is_due(self.version, was_stopped=was_stopped and self._leased is not None):
+        was_stopped = was_stopped and self._leased is not None
+        if self._checkpoints.is_due(self.version, num_fresh, was_stopped=was_stopped):
             with self._timeline.span("save"), self._hold_weights():
                 records = self._records.since(0).records[-_RECORDS_SAVED:]
                 counters = {

@@ -60,16 +60,22 @@ class Checkpoints:
         self._train = train
         self._tokenizer = tokenizer
         self.write_seconds = write_seconds
-        self._last = 0  # the version saved last
+        self._last = -1  # the version saved last
         self._writing: Future[None] | None = None
         self._copies: dict[str, dict[str, Tensor]] = {}  # host memory that each checkpoint is copied to
 
-    def is_due(self, version: int, *, was_stopped: bool) -> bool:
-        """Whether this version is to be saved: every so many, and the one at which a run is stopped."""
+    def is_due(self, version: int, num_fresh: int, *, was_stopped: bool) -> bool:
+        """Whether this version is to be saved: every so many, and the one at which a run is stopped.
+
+        One that the stop ended early is not if the one before it was: from that, a run continues to the same bits.
+        """
         if self._folder is None:
             return False
+        if was_stopped:
+            is_short = num_fresh % self._train.update_steps > 0
+            return version - is_short > self._last
         every = self._train.save_every
-        return version != self._last and (was_stopped or (every > 0 and version % every == 0))
+        return version != self._last and every > 0 and version % every == 0
 
     def save(self, version: int, counters: Mapping[str, Any]) -> None:
         """Copy the state and write it in the background, after the checkpoint before it is written."""
@@ -156,8 +162,8 @@ class Checkpoints:
     def restore(self, path: Path) -> dict[str, Any]:
         """Load everything from a checkpoint, before training; returns its version and the counters it was saved with.
 
-        With another number of ranks than saved it, samples that were not trained on are made again. Raises
-        CheckpointError if it is not whole.
+        With another number of ranks than saved it, or after a version that a stop ended early and that counts as a
+        whole one from now on, samples that were not trained on are made again. CheckpointError if it is not whole.
         """
         learner, strategy = self._learner, self._learner.strategy
         state = strategy.run_on_all(lambda: _read_state(path), f"read {path}")
@@ -169,12 +175,16 @@ class Checkpoints:
         tensors = safetensors.torch.load_file(own) if strategy.rank < len(ranks) else {}
         if tensors:
             restore_random_state(tensors, learner.device)
-        if self._buffer is not None and len(ranks) == strategy.world_size:
+        counters = state["counters"]
+        num_missing = -counters.get("fresh", 0) % self._train.update_steps
+        if self._buffer is not None and len(ranks) == strategy.world_size and not num_missing:
             self._buffer.restore(ranks[strategy.rank], tensors)
         elif self._buffer is not None:
             self._buffer.take_over(ranks)
         self._last = state["version"]
-        return {"version": state["version"], **state["counters"]}
+        if num_missing:
+            counters["fresh"] += num_missing
+        return {"version": state["version"], **counters}
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, dict[str, Any]]:

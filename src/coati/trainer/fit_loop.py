@@ -23,6 +23,9 @@ class FitSteps(ABC):
     def next_batch(self) -> Experience | None:
         """Return a fresh batch; None when no more data will come, or a stop came."""
 
+    def give_back(self, batch: Experience) -> None:  # noqa: B027
+        """Note that a batch is not trained on after all."""
+
     @abstractmethod
     def train_on(self, batch: Experience) -> dict[str, Any]:
         """Take a training step and return its metrics."""
@@ -32,7 +35,10 @@ class FitSteps(ABC):
         """Send the weights of a new version to the makers."""
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:  # noqa: B027
-        """Save where training stands, if it is due: after so many fresh batches, between two versions."""
+        """Save where training stands, if it is due: after so many fresh batches, between two versions.
+
+        A stop may have ended the last version early.
+        """
 
     def finish(self) -> None:  # noqa: B027
         """Do what remains after the last episode."""
@@ -83,19 +89,17 @@ class FitLoop:
         self._steps.notify("on_fit_start")
         self._num_wanted = total_steps - num_done
         self.num_episodes += num_done // update_steps
-        is_whole = True  # whether the weights are those of a whole episode
         while num_done < total_steps and self._steps.agree(True, self._steps.should_stop()):
             wanted = min(update_steps, total_steps - num_done)
             num_fresh = self._episode(self.num_episodes, wanted, train_epochs)
             num_done += num_fresh
-            is_whole = num_fresh in (0, wanted)
             if num_fresh == wanted:
                 self._steps.checkpoint(num_done)
             else:
                 reason = "it was stopped" if self._steps.should_stop() else "no more data came"
                 logger.warning("training ends after %d of %d batches: %s", num_done, total_steps, reason)
                 break
-        if is_whole and 0 < num_done < total_steps:
+        if 0 < num_done < total_steps:
             self._steps.checkpoint(num_done, was_stopped=True)
         self._steps.finish()
         self._steps.notify("on_fit_end")
@@ -128,6 +132,7 @@ class FitLoop:
             if not self._steps.agree(batch is not None, batch is None and self._steps.should_stop()):
                 if batch is not None:
                     logger.warning("dropped a batch of %d samples: another rank was stopped", batch.num_samples)
+                    self._steps.give_back(batch)
                 break
             if batch is None:
                 batch = Experience.empty()

@@ -257,6 +257,16 @@ def test_leases_are_granted_version_by_version_while_fit_trains(leasing):
     assert ask(leasing, 5) == [], "the run has all its samples"
 
 
+def test_a_batch_that_is_given_back_does_not_count_as_trained_on(leasing):
+    leasing.buffer_extend(leased_items(ask(leasing, 1)))
+    answers = iter([True, True, False])  # the second batch comes, and another rank was stopped
+    leasing.agree = lambda *_: next(answers)
+    leasing.fit(total_steps=2, update_steps=2)
+    assert leasing.trained == [[0, 1]]
+    state, _ = leasing._leased.state()
+    assert (state["ledger"]["num_trained"], state["ledger"]["picked"]) == (2, [2, 3])
+
+
 def test_fit_waits_for_leased_work_though_makers_are_finished_or_gone(leasing, makers):
     """The driver looks after them, and others make what they have left."""
     makers["maker"].target.state = "finished"

@@ -286,7 +286,7 @@ def test_folders_that_are_not_ours_stay_and_so_does_what_was_just_written(tmp_pa
 
 def test_without_a_folder_nothing_is_saved():
     assert TrainerOptions().save_folder is None
-    assert not Trainer(None, save_every=1).checkpoints.is_due(1, was_stopped=True)
+    assert not Trainer(None, save_every=1).checkpoints.is_due(1, 1, was_stopped=True)
 
 
 def test_without_host_memory_a_checkpoint_fails_and_training_continues(tmp_path, monkeypatch, caplog):
@@ -307,12 +307,15 @@ def test_without_host_memory_a_checkpoint_fails_and_training_continues(tmp_path,
 
 def test_which_versions_are_due(tmp_path):
     every = Trainer(tmp_path, save_every=2).checkpoints
-    assert [every.is_due(version, was_stopped=False) for version in (1, 2, 3, 4)] == [False, True, False, True]
-    assert every.is_due(3, was_stopped=True)
-    never = Trainer(tmp_path, save_every=0)
-    assert not never.checkpoints.is_due(2, was_stopped=False)
+    assert [every.is_due(version, version, was_stopped=False) for version in (1, 2, 3, 4)] == [False, True, False, True]
+    assert every.is_due(3, 3, was_stopped=True)
+    never = Trainer(tmp_path, save_every=0, update_steps=2)
+    assert not never.checkpoints.is_due(2, 4, was_stopped=False)
+    assert never.checkpoints.is_due(1, 1, was_stopped=True)  # ended early, and there is no other
     never.save(2)
-    assert not never.checkpoints.is_due(2, was_stopped=True)  # it is there
+    assert not never.checkpoints.is_due(2, 4, was_stopped=True)  # it is there
+    assert not never.checkpoints.is_due(3, 5, was_stopped=True)  # ended early, and the one before it is there
+    assert never.checkpoints.is_due(4, 7, was_stopped=True)
 
 
 class Killed(BaseException):

@@ -22,6 +22,8 @@ class Recorder(FitSteps):
     def __init__(self, *, num_available=1000, agree=None, should_stop=lambda: False, seed=0):
         self.events = []
         self.trained = []
+        self.saved = []
+        self.given_back = []
         self._numbers = iter(range(num_available))
         self._agree = agree or super().agree
         self._should_stop = should_stop
@@ -35,6 +37,12 @@ class Recorder(FitSteps):
 
     def publish(self):
         self.events.append("publish")
+
+    def checkpoint(self, num_fresh, *, was_stopped=False):
+        self.saved.append((num_fresh, was_stopped))
+
+    def give_back(self, batch):
+        self.given_back.append(int(batch.values.item()))
 
     def next_batch(self):
         number = next(self._numbers, None)
@@ -140,6 +148,7 @@ def test_a_stop_in_the_middle_of_an_episode_is_called_a_stop(caplog):
     recorder = Recorder(num_available=3, should_stop=lambda: len(recorder.trained) >= 3)
     assert recorder.loop.run(10, 2) == 3
     assert recorder.events.count("publish") == 2
+    assert recorder.saved == [(2, False), (3, True)]
     assert "training ends after 3 of 10 batches: it was stopped" in caplog.text
 
 
@@ -156,6 +165,7 @@ def test_a_batch_is_dropped_with_a_warning_if_another_rank_was_stopped(caplog):
     with caplog.at_level(logging.WARNING):
         assert recorder.loop.run(4, 4) == 1
     assert recorder.trained == [0]
+    assert recorder.given_back == [1]
     assert asked == [(True, False)] * 3
     assert "dropped a batch of 1 samples: another rank was stopped" in caplog.text
     assert recorder.events.count("publish") == 1
