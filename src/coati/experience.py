@@ -4,15 +4,19 @@ Shapes: B samples, P prompt tokens (left-padded), A response tokens (right-padde
 
 A sample takes these forms on its way from prompt to gradient:
 
+    Lease               trainer     ledger/             the right to make one prompt group; its number is the prompt's
     row of a dataset    dict        prompts/            one prompt and its columns
     PromptBatch         maker       experience_maker/   prompts, tokenized and left-padded
+    RolloutRequest      maker       rollout/            those, and how to continue them
     Rollout             maker       rollout/            with responses and their log-probs
+    RewardRequest       maker       rewards/            the responses as text and tokens; PendingScores of it come later
     MakerBatch          maker       experience_maker/   carries the batch while it is scored, and then the experience
     Experience          maker                           with rewards, KL and advantages
     BufferItem          maker                           one sample without padding
     ItemBundle          the wire                        the items for one trainer, an array for each field
     Experience          trainer                         items of several makers, padded again; checked once, on arrival
-    PackedRows          trainer     models/             a micro-batch, its rows joined end to end for the models
+    MicroBatch          trainer     trainer/            the rows of one pass
+    PackedRows          trainer     models/             those, joined end to end for the models
 """
 
 import dataclasses

@@ -15,7 +15,10 @@ class Lease(NamedTuple):
     number: int
     """Of the run; it decides the prompt and the ids of the samples, whoever makes them."""
     epoch: int
-    """How often the number was granted before: what was made for an earlier grant is refused."""
+    """Which grant of the number this is: what was made for an earlier one is refused.
+
+    It rises when the lease is returned and when it is granted, and begins at a random number after a restart.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

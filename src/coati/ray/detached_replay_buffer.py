@@ -1,4 +1,5 @@
-"""The replay buffer between makers and a trainer: items in, whole batches out, through a Ray queue.
+"""The replay buffer of a trainer without leases, whose makers have data loaders of their own: items in, whole batches
+out, through a Ray queue. `coati train` leases work and uses `LeasedBuffer` instead.
 
 An item is in one of three places: among the items that do not fill a batch yet, in the queue, or in the prefetched
 batch, which is unpacked and prepared in another thread while the consumer works on the one before.

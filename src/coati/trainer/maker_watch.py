@@ -1,4 +1,5 @@
-"""Whether more experience can still come: what a trainer asks its makers while it waits for a batch."""
+"""Whether more experience can still come: what a trainer without leases asks its makers, which have data loaders of
+their own. `coati train` uses leases instead: the ledger knows what is still to come."""
 
 import time
 from collections.abc import Callable, Sequence
