@@ -7,6 +7,7 @@ Every model is seeded; keyword arguments change its configuration. Tests of Ray 
 by value (tests/ray/conftest.py), so imports of transformers stay inside.
 """
 
+import copy
 import json
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from coati.experience import BufferItem, make_experience_batch
 from coati.models import Actor, Critic
+from coati.models.lora import has_adapters
 
 PAD, EOS, VOCAB = 0, 1, 20
 
@@ -65,6 +67,17 @@ def gpt2(seed=0, **changes):
 
     torch.manual_seed(seed)
     return GPT2LMHeadModel(gpt2_config(**changes)).eval()
+
+
+def copy_without_adapters(model):
+    """A copy of a transformers model as it was before it got adapters."""
+    duplicate = copy.deepcopy(model)
+    return duplicate.unload() if hasattr(duplicate, "unload") else duplicate
+
+
+def adapters_of(model):
+    """The adapters in a model's state dict."""
+    return {name: tensor for name, tensor in model.state_dict().items() if has_adapters([name])}
 
 
 def actor_and_critic(seed=0, **changes):

@@ -1,13 +1,14 @@
 """Adapters from a trainer to a maker: what their base is, what is rejected, how little they weigh."""
 
 import pytest
+import tiny
 import torch
 from transformers import LlamaConfig
 from weight_testing import Maker, deliver, header_of, messages_of
 
 from coati.errors import WeightUpdateError
 from coati.models import Actor, Critic, LoRASettings
-from coati.models.lora import LoRAConstructor, copy_without_adapters
+from coati.models.lora import LoRAConstructor
 from coati.models.memory import iter_state_chunks
 
 CONFIG = LlamaConfig(
@@ -35,8 +36,8 @@ def trainer():
 @pytest.fixture
 def plain_maker(trainer):
     """The same models as they were before LoRA."""
-    critic = Critic(copy_without_adapters(trainer["critic"].body))
-    return {"actor": Actor(copy_without_adapters(trainer["actor"].model)), "critic": critic}
+    critic = Critic(tiny.copy_without_adapters(trainer["critic"].body))
+    return {"actor": Actor(tiny.copy_without_adapters(trainer["actor"].model)), "critic": critic}
 
 
 @torch.no_grad()
@@ -87,7 +88,7 @@ def test_the_base_of_an_adapter_is_the_pending_weight_if_one_waits_for_a_batch_t
     with maker.served.use():  # a batch is in work: both updates wait for it
         maker.receiver.receive_plain(dicts, {}, fully_update=True)
         settings = {"actor": LoRAConstructor.extract_lora_config(trainer["actor"])}
-        adapters = LoRAConstructor.filter_state_dict_lora(trainer["actor"].state_dict())
+        adapters = tiny.adapters_of(trainer["actor"])
         maker.receiver.receive_plain({"actor": adapters}, settings)
     layer = trainer["actor"].model.get_submodule(f"base_model.model.{name}")
     delta = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
@@ -99,7 +100,7 @@ def test_adapters_without_their_settings_are_rejected_and_change_nothing(trainer
     maker = Maker(plain_maker, allow_partial_plain=True)
     train(trainer, 1)
     before = [tensor.clone() for tensor in outputs(plain_maker)]
-    adapters = LoRAConstructor.filter_state_dict_lora(trainer["actor"].state_dict())
+    adapters = tiny.adapters_of(trainer["actor"])
     with pytest.raises(WeightUpdateError, match="without settings"):
         maker.receiver.receive_plain({"actor": adapters}, {})
     assert all(torch.equal(one, other) for one, other in zip(before, outputs(plain_maker), strict=True))

@@ -4,6 +4,7 @@ import copy
 import random
 
 import pytest
+import tiny
 import torch
 from torch import nn
 from transformers import LlamaConfig
@@ -11,7 +12,7 @@ from weight_testing import Maker, deliver, header_of, messages_of
 
 from coati.errors import WeightUpdateError
 from coati.models import Actor, LoRASettings
-from coati.models.lora import copy_without_adapters, plain_name
+from coati.models.lora import plain_name
 
 NUM_UPDATES = 1000
 # The smallest models that have everything: some layers with adapters, some frozen, and a critic trained as it is.
@@ -34,7 +35,8 @@ def models_with_adapters(seed=0):
 
 
 def without_adapters(models):
-    return {"actor": Actor(copy_without_adapters(models["actor"].model)), "critic": copy.deepcopy(models["critic"])}
+    actor = Actor(tiny.copy_without_adapters(models["actor"].model))
+    return {"actor": actor, "critic": copy.deepcopy(models["critic"])}
 
 
 def trainable(models):

@@ -32,7 +32,7 @@ def make_models(device):
     actor = Actor.from_config(CONFIG)
     reward = RewardModel.from_config(CONFIG)
     torch.nn.init.normal_(reward.value_head.weight)
-    models = (actor, Critic.from_actor(actor), reward, copy.deepcopy(actor))
+    models = (actor, Critic(copy.deepcopy(actor.model)), reward, copy.deepcopy(actor))
     return tuple(model.to(device).eval() for model in models)
 
 

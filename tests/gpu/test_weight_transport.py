@@ -1,5 +1,7 @@
 """Trainer and maker in two processes on one card: weights stay on it, and generation hardly pauses."""
 
+import copy
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -22,13 +24,13 @@ CONFIG = LlamaConfig(
 def trainer_models(seed):
     torch.manual_seed(seed)
     actor = Actor.from_config(CONFIG, dtype=torch.bfloat16)
-    return actor, Critic.from_actor(actor)
+    return actor, Critic(copy.deepcopy(actor.model))
 
 
 def maker_models():
     actor, critic = trainer_models(0)
     reference, _ = trainer_models(0)
-    return actor, critic, Critic.from_actor(actor), reference
+    return actor, critic, Critic(copy.deepcopy(actor.model)), reference
 
 
 def digests(modules):

@@ -1,6 +1,5 @@
 """LoRA through peft: how adapters get onto a model and off it again, and what they add up to."""
 
-import copy
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
@@ -48,12 +47,6 @@ def add_lora(model: PreTrainedModel | nn.Module, settings: LoRASettings | None, 
         task_type=task,
     )
     return get_peft_model(model, config)
-
-
-def copy_without_adapters(model: nn.Module) -> Any:
-    """A copy of the transformers model as it was before `add_lora`."""
-    duplicate: Any = copy.deepcopy(model)
-    return duplicate.unload() if hasattr(duplicate, "unload") else duplicate
 
 
 def plain_name(name: str) -> str:
@@ -128,11 +121,6 @@ class LoRAConstructor:
                 scale=float(scaling[adapter]), is_transposed=bool(getattr(module, "fan_in_fan_out", False))
             )
         return found
-
-    @staticmethod
-    def filter_state_dict_lora(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Only the adapters of a state dict."""
-        return {name: tensor for name, tensor in state_dict.items() if _ADAPTER_NAME.match(name)}
 
     @torch.no_grad()
     def reconstruct(

@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from coati.config import LoRASettings
 from coati.errors import CheckpointError, ConfigError, DataError
-from coati.models.actor import Actor, unwrap
 from coati.models.calls import accepts, last_real_position, own_config, position_ids_from_mask
-from coati.models.lora import add_lora, copy_without_adapters
+from coati.models.lora import add_lora
 from coati.models.memory import are_shapes_enough, own_memory
 from coati.models.packing import (
     SCORED_TOKENS,
@@ -115,11 +114,6 @@ class Critic(ValueHeadModel):
 
     The value *before* response token t, which GAE needs, is the entry at the position before it.
     """
-
-    @classmethod
-    def from_actor(cls, actor: Actor | PreTrainedModel, *, lora: LoRASettings | None = None) -> Self:
-        """Start from a copy of the actor's body: reads as well as the actor, shares no weights with it."""
-        return cls(copy_without_adapters(unwrap(actor)).base_model, lora=lora)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Values at each position, [B, S]."""

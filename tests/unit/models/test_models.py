@@ -12,7 +12,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     GPT2ForSequenceClassification,
     LlamaForSequenceClassification,
-    LlamaModel,
 )
 
 import coati.models.actor
@@ -299,30 +298,6 @@ def test_a_head_of_another_size_is_a_checkpoint_error(llama, tmp_path):
     save_file({"weight": torch.zeros(1, 3)}, tmp_path / HEAD_FILE)
     with pytest.raises(CheckpointError, match=HEAD_FILE):
         Critic.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("wrap", [Actor, lambda model: model], ids=["Actor", "plain"])
-def test_a_critic_from_the_actor_starts_with_its_body_and_shares_no_storage(request, family, wrap):
-    model = request.getfixturevalue(family)()
-    critic = Critic.from_actor(wrap(model))
-    body = dict(critic.body.state_dict())
-    assert all(torch.equal(body[name], value) for name, value in model.base_model.state_dict().items())
-    mine = {value.data_ptr() for value in model.state_dict().values()}
-    assert mine.isdisjoint(value.data_ptr() for value in critic.state_dict().values())
-    with torch.no_grad():
-        next(critic.body.parameters()).add_(1.0)
-    assert not torch.equal(body[next(iter(body))], next(iter(model.base_model.state_dict().values())))
-
-
-def test_a_critic_from_an_actor_with_adapters_has_none(llama):
-    model = llama()
-    expected = {name: value.clone() for name, value in model.model.state_dict().items()}
-    critic = Critic.from_actor(Actor(model, lora=LoRASettings(rank=2)))
-    assert isinstance(critic.body, LlamaModel)
-    body = critic.body.state_dict()
-    assert body.keys() == expected.keys()
-    assert all(torch.equal(body[name], value) for name, value in expected.items())
 
 
 def test_a_critic_with_adapters_trains_adapters_and_head_only(llama):

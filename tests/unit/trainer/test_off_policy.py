@@ -35,7 +35,7 @@ def models():
     actor = Actor.from_config(config).double()
     with torch.no_grad():
         actor.model.lm_head.weight.mul_(20.0)
-    critic = Critic.from_actor(actor)
+    critic = Critic(copy.deepcopy(actor.model))
     nn.init.normal_(critic.value_head.weight, std=0.3)
     return actor.eval(), critic.eval()
 

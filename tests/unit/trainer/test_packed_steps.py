@@ -45,7 +45,7 @@ def one_process(monkeypatch):
 def template():
     torch.manual_seed(0)
     actor = Actor.from_config(CONFIG).double()
-    critic = Critic.from_actor(actor)
+    critic = Critic(copy.deepcopy(actor.model))
     nn.init.normal_(critic.value_head.weight, std=0.3)
     return actor, critic
 

@@ -44,7 +44,7 @@ def _template():
     actor = Actor.from_config(config).double()
     with torch.no_grad():  # the default scale makes a policy so flat that nothing would be seen
         actor.model.lm_head.weight.mul_(20.0)
-    critic = Critic.from_actor(actor)
+    critic = Critic(copy.deepcopy(actor.model))
     nn.init.normal_(critic.value_head.weight, std=0.3)
     return actor, critic
 
@@ -488,7 +488,7 @@ def test_dropout_is_off_so_the_ratio_is_exactly_one_on_its_own_data():
     )
     actor = Actor(GPT2LMHeadModel(config))
     actor.train()
-    learner = make_learner(models=(actor, Critic.from_actor(actor)))
+    learner = make_learner(models=(actor, Critic(copy.deepcopy(actor.model))))
     batch = make_batch()
     batch = dataclasses.replace(batch, **{name: t.float() for name, t in batch.tensors() if t.is_floating_point()})
     with torch.no_grad():
