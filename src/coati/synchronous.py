@@ -110,6 +110,8 @@ class SynchronousRun(FitSteps):
             if self._num_batches > 0:
                 run.save_after_failure(error, self.save, f"{model_path}-at-failure", self._num_batches)
             raise
+        finally:
+            self._buffer.close()  # this process may resume the run
         log.flush()
         self._on_progress(log.snapshot())
         self.save(model_path)

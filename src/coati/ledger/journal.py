@@ -17,10 +17,12 @@ has instead of its own; that of a trainer that is gone has none.
 
 import dataclasses
 import errno
+import fcntl
 import io
 import json
 import logging
 import os
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +31,7 @@ from typing import Any, NamedTuple
 
 from coati import faults
 from coati.counting import counted
-from coati.errors import CheckpointError, StorageError
+from coati.errors import CheckpointError, DeadlineExceeded, StorageError
 from coati.ledger.rules import Event, LedgerRules
 
 logger = logging.getLogger(__name__)
@@ -110,14 +112,18 @@ def read_journals(folder: Path) -> list[JournalContent]:
 
 
 class Journal:
-    """Append the events of one ledger to a file. A new file begins with the rules and the id of the run.
+    """Append the events of one ledger to a file, which nobody else can then do. A new file begins with the rules and
+    the id of the run.
 
     Raises:
         CheckpointError: when the file is there and damaged, or belongs to another run or to other rules.
         StorageError: when it cannot be written.
+        DeadlineExceeded: when another process still writes to it after `lock_seconds`.
     """
 
-    def __init__(self, path: Path, rules: LedgerRules, *, run: str, is_resumed: bool = False) -> None:
+    def __init__(
+        self, path: Path, rules: LedgerRules, *, run: str, is_resumed: bool = False, lock_seconds: float = 60.0
+    ) -> None:
         self.path = path
         self.num_events = 0
         """Events in the file."""
@@ -129,6 +135,7 @@ class Journal:
         except OSError as error:
             raise self._failure(error) from error
         try:
+            self._lock(lock_seconds)
             if header.startswith(path.read_bytes()):  # new, or its writer died before it had recorded anything
                 self._append(header)
             else:
@@ -157,7 +164,28 @@ class Journal:
 
     def close(self) -> None:
         """Close the file, without `sync`."""
+        with suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # which a process that was forked from this one would hold on to
         os.close(self._file)
+
+    def _lock(self, seconds: float) -> None:
+        """Wait for the end of a writer before this one: a trainer that is killed may take a while to be gone."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise DeadlineExceeded(
+                        f"waited {seconds:g} s for the journal {str(self.path)!r}, which another process has open to "
+                        "write, probably a trainer of this run that should have ended. `fuser` names it: end it."
+                    ) from None
+                time.sleep(0.05)
+            except OSError as error:  # some network file systems have no locks
+                logger.warning("%s cannot be locked (%s); make sure that nothing else writes it.", self.path, error)
+                return
+            else:
+                return
 
     def _continue(self, rules: LedgerRules | None, run: str) -> None:
         there = read_journal(self.path)

@@ -5,11 +5,12 @@ import logging
 import os
 import random
 import resource
+import time
 
 import pytest
 from lease_world import World
 
-from coati.errors import CheckpointError, StorageError
+from coati.errors import CheckpointError, DeadlineExceeded, StorageError
 from coati.ledger.journal import Journal, read_journal
 from coati.ledger.leases import Ledger
 from coati.ledger.rules import LedgerRules
@@ -217,3 +218,20 @@ def test_a_later_format_is_named(path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=r"format 2.*reads format 1"):
         read_journal(path)
+
+
+def test_a_journal_has_one_writer_and_the_next_waits_for_its_end(path, monkeypatch):
+    first = Journal(path, RULES, run="a-run")
+    first.write(BATCHES[0])
+    with pytest.raises(DeadlineExceeded, match=path.name):
+        Journal(path, RULES, run="a-run", lock_seconds=0.0)
+
+    def last_words(_):
+        first.write(BATCHES[1])
+        first.close()
+
+    monkeypatch.setattr(time, "sleep", last_words)
+    second = Journal(path, RULES, run="a-run")
+    second.write(BATCHES[2])
+    second.close()
+    assert read_journal(path).events == joined(BATCHES[:3])
