@@ -67,6 +67,7 @@ def film_run(tmp_path, base_model):
     """A folder with run.toml, prompts and rewards for a short run on the demo's model."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt, "topic": "film"}) + "\n" for prompt in PROMPTS))
+    sys.modules.pop("film_rewards", None)  # of another test, in this process
     (tmp_path / "film_rewards.py").write_text(FILM_REWARDS)
     (tmp_path / "run.toml").write_text(
         f"""

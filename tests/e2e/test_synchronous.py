@@ -345,7 +345,7 @@ def test_weights_reach_the_maker_as_in_a_detached_run(run, monkeypatch):
     manifests = [message.manifest for message in messages if message.manifest is not None]
     assert [manifest.is_full for manifest in manifests] == [True, False, False]
     dtypes = {spec.dtype for manifest in manifests for info in manifest.chunks for spec in info.tensors}
-    assert dtypes == {"bfloat16"}
+    assert dtypes == {torch.bfloat16}
     assert all(info.checksum is not None for manifest in manifests for info in manifest.chunks)
     assert len(manifests[0].chunks) > 4, "in small chunks, as asked"
 
