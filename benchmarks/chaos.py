@@ -4,12 +4,14 @@
 
 The seed decides who fails when, at which named point of the code (`coati.faults`), and is printed with the schedule. At
 the end the run is stopped as a person would. It fails, with exit code 1, if the run ends before, if `coati audit` does
-not close (a sample lost, trained on twice, or older than the bound), or if a process or a folder is left behind. On a
-busy machine, where actors take long to start, give them more time: --every 30 45.
+not close (a sample lost, trained on twice, or older than the bound), or if a process or a folder is left behind. The
+growth of each process's memory is only printed: no limit holds for soaks of every length. On a busy machine, where
+actors take long to start, give them more time: --every 30 45.
 """
 
 import argparse
 import collections
+import math
 import shutil
 import tempfile
 import time
@@ -39,7 +41,10 @@ def choices(makers: int, *, trainer: bool) -> list[Fault]:
         )
     ]
     of_trainer = [Fault(point, "kill", actor="trainer-0") for point in TRAINER_POINTS]
-    return of_makers * 3 + (of_trainer * makers * 4)[: len(of_makers)] if trainer else of_makers
+    if not trainer:
+        return of_makers
+    total = math.lcm(len(of_makers), len(of_trainer))  # so that each of them is there as often as the others
+    return of_makers * (3 * total // len(of_makers)) + of_trainer * (total // len(of_trainer))
 
 
 def main() -> None:
