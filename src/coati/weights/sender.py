@@ -174,8 +174,8 @@ class WeightSender:
             with self._timeline.span("deliver", WEIGHTS, version=version):
                 attempt.send(manifest=manifest)
                 attempt.wait()
-                if self._shared is not None:
-                    self._shared.returned_by(attempt.ended)
+                if memory is not None:
+                    memory.returned_by(attempt.ended)
                 self.recipients.note(attempt, is_full=is_full)
             faults.reach("trainer.after_ack")
             on_arrival(time.perf_counter() - started, sum(info.nbytes for info in infos))
@@ -248,8 +248,6 @@ class WeightSender:
             except RuntimeError as error:
                 logger.warning("sending weights by value: %s", error)
                 can_share = False
-            if self._shared is not None and not can_share:
-                self._shared.drop()
             self.memory = self._shared if can_share else None
         return self.memory
 

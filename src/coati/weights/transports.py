@@ -142,15 +142,6 @@ class CardMemory:
         for snapshot in (self._snapshot, *self._replaced):
             snapshot.readers -= frozenset(receivers)
         self._replaced = [snapshot for snapshot in self._replaced if snapshot.readers]
-        if not self._snapshot.readers:
-            # An update of adapters uses fewer than the sync of all weights before it.
-            del self._snapshot.buffers[self._num_used :]
-
-    def drop(self) -> None:
-        """Keep only what a receiver may still copy: the next updates travel by value."""
-        if self._snapshot.readers:
-            self._replaced.append(self._snapshot)
-        self._snapshot = _Snapshot()
 
     def make_chunk(self, index: int, module: str, tensors: Mapping[str, Tensor]) -> MadeChunk:
         """Copy the tensors into the snapshot."""

@@ -627,41 +627,6 @@ def test_weights_travel_by_value_if_one_maker_cannot_open_the_senders_memory(oth
     assert [method for method, *_ in peers["near"].calls].count("sharing_fault") == 2
 
 
-def test_memory_of_a_sync_is_freed_when_updates_need_less_or_travel_by_value(make_models, trained):
-    trained["actor"].requires_grad_(False)
-    peers, shared = LocalPeers(near=Maker(make_models(0)), far=Elsewhere(make_models(0))), Lent()
-    sender = make_sender(trained, peers, ["near"], shared=shared, update_lora_weights=True)
-    sender.send(1, fully_update=True)
-    num_all = len(shared._snapshot.buffers)
-    sender.send(2)
-    assert 0 < len(shared._snapshot.buffers) < num_all
-    sender.change_makers(["near", "far"])
-    sender.send(3)
-    assert sender.memory is None
-    assert shared._snapshot.buffers == []
-
-
-def test_memory_that_a_maker_may_still_copy_is_kept_until_it_answers_an_update_by_value(make_models, trained):
-    makers = {"old": Maker(make_models(0)), "new": Maker(make_models(0))}
-    peers, shared = ThreadPeers(**makers), Lent()
-    sender = make_sender(trained, peers, list(makers), shared=shared)
-    sender.send(1)
-    lent = shared._snapshot
-    peers.drop_reply("new", UPDATE, nth=2)  # whether it has copied all chunks is not known
-    sender.send(2)
-    peers.add("far", Elsewhere(make_models(0)))
-    sender.change_makers(["old", "new", "far"])
-    started = peers.hold("new", UPDATE)
-    sending = in_background(sender.send, 3)
-    started.reached()
-    assert shared._replaced == [lent]
-    assert lent.buffers
-    started.release()
-    sending()
-    assert sender.memory is None
-    assert shared._replaced == []
-
-
 def test_a_system_that_shares_no_memory_sends_by_value_and_says_so(trained, make_models, monkeypatch, caplog):
     def refuse(buffer):
         raise RuntimeError("IPC is not supported")
