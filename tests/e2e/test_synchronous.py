@@ -264,6 +264,7 @@ def test_a_checkpoint_that_is_never_written_does_not_hide_why_a_run_failed(tmp_p
         "_log": RunLog(tmp_path, total_steps=0),
         "_num_batches": 3,
         "_checkpoints": SimpleNamespace(wait=never_written),
+        "_buffer": SimpleNamespace(close=lambda: None),
         "fit": diverge,
         "save": lambda path: Path(path).mkdir(),
     }.items():
