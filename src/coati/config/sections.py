@@ -320,9 +320,7 @@ class TopologySettings(Section, section="topology"):
         ge=-1,
     )
     max_restarts: int = setting(
-        10,
-        "How often within an hour makers or trainers that died are started again, before the run ends with an error.",
-        ge=0,
+        10, "Restarts of makers and trainers that died, within an hour, before the run ends with an error.", ge=0
     )
     threads_per_actor: int = setting(
         0, "torch threads in each actor; 0 = the machine's cores divided among the actors.", ge=0

@@ -11,7 +11,6 @@ makers wait for them; that is a resume without leaving the driver. What an actor
 it with everything trained so far saved.
 """
 
-import dataclasses
 import functools
 import logging
 import math
@@ -41,8 +40,8 @@ from coati.monitor.timeline import Span
 from coati.peers import Peer, PendingCall, wait_all, wait_any, wait_in_slices
 from coati.ray.cluster import HeadWatch, connected
 from coati.ray.maker_pool import MakerPool
-from coati.ray.restarts import Restarts
-from coati.ray.run_actors import RunActors
+from coati.ray.restarts import Restarts, TrainerDied
+from coati.ray.run_actors import Followed, RunActors
 from coati.resume import choose_restart, continue_files
 from coati.run import Parts
 from coati.trainer.checkpoints import saved_versions
@@ -55,26 +54,6 @@ _STOP_SECONDS = 60.0
 _QUICK_STOP_SECONDS = 5.0
 # After a rank of a group raised: until Ray says that another one died, which breaks what they compute together.
 _DEATH_SECONDS = 20.0
-
-
-@dataclasses.dataclass
-class _Followed:
-    """What the driver has read of an actor, and what it has asked."""
-
-    record_cursor: int = 0
-    span_cursor: int = 0
-    calls: list[PendingCall] = dataclasses.field(default_factory=list)
-    asked_at: float = 0.0
-    is_stalled: bool = False
-
-
-class _TrainerDied(PeerDied):
-    """A trainer is gone, and not by its own fault."""
-
-    def __init__(self, name: str, reason: Exception) -> None:
-        super().__init__(f"{name} died: {reason}")
-        self.name = name
-        self.reason = reason
 
 
 class DetachedRun:
@@ -109,7 +88,7 @@ class DetachedRun:
             remedy=f"To continue from the newest checkpoint, if there is one: coati train --resume {self._folder}",
         )
         log.restarts = self._restarts.counts
-        self._followed: dict[str, _Followed] = {}
+        self._followed: dict[str, Followed] = {}
         self._is_stopping = False
         self._is_scaling = False
 
@@ -164,14 +143,14 @@ class DetachedRun:
         for name in self._actors.makers:
             self._pool.start(name)
         self._control.report(status="running")
-        death: _TrainerDied | None = None
+        death: TrainerDied | None = None
         while True:
             try:
                 if death is not None:
                     self._restart_trainers(death)
                 self._fit()
                 break
-            except _TrainerDied as error:
+            except TrainerDied as error:
                 death = error
         self._stop_all()
         patience = _QUICK_STOP_SECONDS if self._should_stop() else _STOP_SECONDS
@@ -206,7 +185,7 @@ class DetachedRun:
         if not self._is_stopping:
             self._follow_makers()
 
-    def _restart_trainers(self, death: _TrainerDied) -> None:
+    def _restart_trainers(self, death: TrainerDied) -> None:
         """Start all trainers again from the newest checkpoint, while makers keep what they have and wait."""
         if self._is_stopping:
             raise PeerDied(f"{death} It was stopping; to continue it: coati train --resume {self._folder}")
@@ -288,7 +267,7 @@ class DetachedRun:
                 is_fault = name not in self._actors.trainers or isinstance(error, StartFailed)
                 if is_fault and len(self._actors.trainers) > 1:
                     self._look_for_death(waiting)
-                raise (PeerDied(f"{name} died: {error}") if is_fault else _TrainerDied(name, error)) from None
+                raise (PeerDied(f"{name} died: {error}") if is_fault else TrainerDied(name, error)) from None
 
     def _look_for_death(self, waiting: dict[PendingCall, str]) -> None:
         """Raise the death of a trainer, if there is one: others fail because of it, and may be the first to say so."""
@@ -299,7 +278,7 @@ class DetachedRun:
     def poll_actors(self, *, timeout: float) -> None:
         """Fetch what the actors have recorded and show it. All are asked at once; a busy one is read later."""
         for name, actor in self._actors.running.items():
-            followed = self._followed.setdefault(name, _Followed())
+            followed = self._followed.setdefault(name, Followed())
             if not followed.calls:
                 followed.calls = [
                     actor.call("records_since", followed.record_cursor),
@@ -319,7 +298,7 @@ class DetachedRun:
                 self._note_stall(name, followed)
         self._on_progress(self._log.snapshot())
 
-    def _note_stall(self, name: str, followed: _Followed) -> None:
+    def _note_stall(self, name: str, followed: Followed) -> None:
         """Have the leases of a maker that does not answer granted to others: what it delivers later is refused."""
         seconds = self._deadlines.stall_seconds
         was_stalled = followed.is_stalled
@@ -333,7 +312,7 @@ class DetachedRun:
             logger.warning("%s answers again", name)
 
     def _read(
-        self, name: str, followed: _Followed, page: RecordPage[Any], spans: RecordPage[Span], buffer_batches: int = 0
+        self, name: str, followed: Followed, page: RecordPage[Any], spans: RecordPage[Span], buffer_batches: int = 0
     ) -> None:
         followed.record_cursor, followed.span_cursor = page.cursor, spans.cursor
         self._log.spans(name, spans.records)

@@ -15,6 +15,15 @@ _RECOVERED_SECONDS = 60.0
 _WINDOW_SECONDS = 3600.0
 
 
+class TrainerDied(PeerDied):
+    """A trainer is gone, and not by its own fault."""
+
+    def __init__(self, name: str, reason: Exception) -> None:
+        super().__init__(f"{name} died: {reason}")
+        self.name = name
+        self.reason = reason
+
+
 class Restarts:
     """The budget of a run: deaths of one actor in a row are followed by longer and longer waits, and after the last
     restart that is allowed within an hour a death ends the run."""

@@ -5,6 +5,7 @@ by exactly one of them, by its number, and keeps it when others join or leave: t
 different versions, and the maker might miss one.
 """
 
+import dataclasses
 import functools
 import logging
 import time
@@ -35,6 +36,17 @@ _TRAINER: Any = DetachedPPOTrainer
 
 # Name, actor options and env_info of one actor.
 _Place = tuple[str, dict[str, Any], dict[str, str] | None]
+
+
+@dataclasses.dataclass
+class Followed:
+    """What the driver has read of an actor, and what it has asked."""
+
+    record_cursor: int = 0
+    span_cursor: int = 0
+    calls: list[PendingCall] = dataclasses.field(default_factory=list)
+    asked_at: float = 0.0
+    is_stalled: bool = False
 
 
 class RunActors:
