@@ -68,7 +68,8 @@ def test_one_of_two_makers_is_killed_and_then_one_stalls(faulty_run):
     settings = ("topology.makers=2", "topology.max_staleness=2", "deadlines.stall_seconds=2")
     reasons = faulty_run(faults, *settings, steps=40)
     assert any("died" in reason for reason in reasons)
-    assert any("respond" in reason for reason in reasons)
+    # Its leases are taken back when it does not respond, or before if the other one has nothing to do.
+    assert any("respond" in reason or "slow" in reason for reason in reasons)
 
 
 @pytest.mark.long

@@ -99,14 +99,16 @@ class Ledger:
             self.release(maker, "its maker was started again")
         pace = self._paces.asking(maker, now)
         numbers: list[int] = []
-        for _ in range(wanted // self.rules.group_size):
+        size = self.rules.group_size
+        for _ in range(min(wanted, self._share(maker, now) - pace.held) // size):
             number = self._next_for(maker, now)
             if not self._may_grant(number, version) or not self._can_finish(maker, now):
                 break
             self._apply_grant(number, maker, version)
-            pace.hold(self.rules.group_size, now)
+            pace.hold(size, now)
             numbers.append(number)
         if numbers:
+            pace.note_request()
             self.events.append({"grant": numbers, "maker": maker, "version": version})
         pace.room = 0 if numbers else wanted
         leases = [Lease(number, self._works[number].epoch) for number in numbers]
@@ -237,6 +239,11 @@ class Ledger:
                 if due + size + (returned if deadline >= last else 0) > self._room_until(deadline):
                     return False
         return True
+
+    def _share(self, maker: str, now: float) -> int:
+        """Samples that a maker may hold, so that others that are about as quick are not left without."""
+        share = self.rules.limit // (1 + len(self._paces.rivals_of(maker, now)))
+        return max(share, self.rules.group_size)
 
     def _can_finish(self, maker: str, now: float) -> bool:
         """Whether a maker usually finishes a group before its deadline; where there is none, it need not."""

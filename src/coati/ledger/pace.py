@@ -7,7 +7,8 @@ import dataclasses
 
 # A lease is taken back from a maker that another one outpaces by this factor.
 _MUCH_QUICKER = 2.0
-# How much a maker's earlier groups count in its speed, each time it delivers one.
+# How much what a maker has done before counts in its speed, each time it gets leases: one batch with a long response
+# says little, however many groups it has.
 _MEMORY = 0.98
 
 
@@ -29,8 +30,11 @@ class Pace:
     def note_delivery(self, groups: int, size: int, now: float) -> None:
         """It has delivered groups of `size` samples."""
         self.hold(-groups * size, now)
-        forget = _MEMORY**groups
-        self.samples, self.seconds = self.samples * forget + groups * size, self.seconds * forget
+        self.samples += groups * size
+
+    def note_request(self) -> None:
+        """It has got leases."""
+        self.samples, self.seconds = self.samples * _MEMORY, self.seconds * _MEMORY
 
     def speed(self, now: float, *, more: int = 0) -> float:
         """One over the seconds that it holds a sample on average; as if it had delivered so many `more`."""
@@ -76,3 +80,7 @@ class Paces(dict[str, Pace]):
         limit = _MUCH_QUICKER * self[maker].speed(now, more=self._group_size)
         speeds = {other: pace.speed(now) for other, pace in self.items()}
         return sorted((other for other in speeds if speeds[other] > limit), key=lambda other: -speeds[other])
+
+    def rivals_of(self, maker: str, now: float) -> list[str]:
+        """All other makers but those that this one is much quicker than."""
+        return [other for other in self if other != maker and maker not in self.quicker_than(other, now)]

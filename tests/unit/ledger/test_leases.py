@@ -143,6 +143,29 @@ def test_long_groups_of_equal_makers_are_left_alone() -> None:
     assert not any("return" in event for ledger in world.ledgers for event in ledger.events)
 
 
+def test_equal_makers_share_the_lead_however_much_they_ask_for() -> None:
+    ledger = Ledger(LedgerRules(samples_per_version=4, total_samples=40, lead=1, max_staleness=4))
+    alone = ledger.lease("one", ask=1, version=0, wanted=8, now=0.0)
+    assert len(alone) == 8
+    assert ledger.lease("other", ask=1, version=0, wanted=8, now=0.0) == []
+    ledger.deliver(alone, now=1.0)
+    assert [ledger.pick() for _ in range(4)] == [0, 1, 2, 3]
+    ledger.train(version=1)
+    assert len(ledger.lease("one", ask=2, version=1, wanted=8, now=1.0)) == 4
+    assert ledger.lease("one", ask=3, version=1, wanted=8, now=1.0) == []
+
+
+@pytest.mark.parametrize("makers", [2, 4])
+def test_equal_makers_that_work_in_batches_of_the_whole_lead_make_little_twice(makers: int) -> None:
+    world = World(
+        seed=0, speeds=[1] * makers, slots=[128] * makers, versions=20, groups_per_version=64, in_batches=True
+    )
+    assert world.run()
+    events = world.ledgers[0].events
+    granted, returned = (sum(len(event.get(kind, ())) for event in events) for kind in ("grant", "return"))
+    assert returned < 0.2 * granted
+
+
 def test_a_maker_that_is_too_slow_for_the_bound_gets_one_group_at_a_time() -> None:
     ledger, slow = ledger_of_a_quick_and_a_slow_maker(max_staleness=1)
     assert ledger.take_back(now=8.0) == slow[:3]
