@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from coati import run
+from coati import build
 from coati.cli.train import quiet_libraries
 from coati.config import RunSettings, build_config
 from coati.demo.evaluation import evaluate
@@ -168,9 +168,9 @@ class StaleRun(FitSteps):
         self._config = config
         self._schedule, self._ages = schedule, schedule.ages
         self._version = 0
-        strategy = run.make_strategy(config, "trainer")
+        strategy = build.make_strategy(config, "trainer")
         self.learner = PPOLearner(
-            *run.trainer_models(config),
+            *build.trainer_models(config),
             strategy,
             config.train,
             config.algorithm,
@@ -183,7 +183,7 @@ class StaleRun(FitSteps):
             self.learner.models, strategy, recipients, config.topology, timeline=self._pipeline.timeline
         )
         self._items: dict[int, BufferItem] = {}  # by number, until they are trained on
-        self._prompts = run.make_prompts(config)
+        self._prompts = build.make_prompts(config)
         self.rewards_by_version: dict[int, list[float]] = defaultdict(list)
         self.metrics: dict[str, list[float]] = defaultdict(list)
 
@@ -194,7 +194,7 @@ class StaleRun(FitSteps):
 
     def _make_pipeline(self) -> ExperiencePipeline:
         config = self._config
-        actor, critic, scorer, reference = run.maker_models(config)
+        actor, critic, scorer, reference = build.maker_models(config)
         maker = NaiveExperienceMaker(
             actor,
             critic,

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 # Without Ray itself, which reads its worker's environment when it is imported.
-PRELOADED = ("coati.run", "coati.trainer.ppo", "coati.experience_maker", "transformers.models.llama.modeling_llama")
+PRELOADED = ("coati.build", "coati.trainer.ppo", "coati.experience_maker", "transformers.models.llama.modeling_llama")
 RUNTIME_ENV = "--serialized-runtime-env-context="
 LENGTH = struct.Struct("!I")
 

@@ -204,7 +204,7 @@ def execute(
 ) -> RunResult:
     """Run to the end (or until stopped), and save the model.
 
-    `on_begin` is called when everything is loaded and training begins; `parts` are fields of `coati.run.Parts`.
+    `on_begin` is called when everything is loaded and training begins; `parts` are fields of `coati.build.Parts`.
     A run that `is_resumed` continues from its newest whole checkpoint.
     """
 
@@ -227,7 +227,7 @@ def execute(
         with contextlib.closing(log):
             log.message = "loading libraries"
             on_progress(log.snapshot())
-            from coati.run import Parts, check_inputs
+            from coati.build import Parts, check_inputs
 
             start = choose_checkpoint(config) if is_resumed else None
             check_inputs(config)

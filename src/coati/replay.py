@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coati import run
+from coati import build
 from coati.config import RunSettings, load_config
 from coati.config.checks import avoid_hub_without_network
 from coati.counting import counted
@@ -228,7 +228,7 @@ class ReplayedRun(SynchronousRun):
         config: RunSettings,
         buffer: ReplayedBuffer,
         *,
-        parts: run.Parts | None = None,
+        parts: build.Parts | None = None,
         on_version: Callable[[int, int], None],
     ) -> None:
         super().__init__(config, RunLog(None, total_steps=0), parts=parts, buffer=buffer)
@@ -276,7 +276,7 @@ def replay(
     folder: Path,
     *,
     until: int | None = None,
-    parts: run.Parts | None = None,
+    parts: build.Parts | None = None,
     on_version: Callable[[int, int], None] = lambda _version, _last: None,
 ) -> ReplayResult:
     """Re-execute the run in a folder up to version `until`, and compare everything with its journal.
@@ -318,7 +318,7 @@ def _settings(folder: Path) -> RunSettings:
     avoid_hub_without_network(config)
     for earlier in map(load_config, earlier_settings(folder)):
         said = {key: text for key, text in changed_settings(earlier, config).items() if _matters(key, config)}
-        if run.threads_per_actor(earlier) != run.threads_per_actor(config):
+        if build.threads_per_actor(earlier) != build.threads_per_actor(config):
             said["threads"] = "topology.makers changed the number of threads"
         if said:
             raise ConfigError(

@@ -103,13 +103,13 @@ def choose_restart(config: RunSettings) -> StartingPoint:
 
 def continue_files(config: RunSettings, log: RunLog, start: StartingPoint, *, is_restart: bool = False) -> None:
     """Cut off what the run's files, and its log, hold of later steps, which are made again."""
-    from coati import run
+    from coati import build
     from coati.ledger.redistribution import retire_journals
     from coati.trainer.checkpoints import clear_after
 
     clear_after(config.output_folder / "checkpoints", start.version)
     events = None if start.checkpoint is None else start.events
-    rules, name = run.ledger_rules(config), config.run.name
+    rules, name = build.ledger_rules(config), config.run.name
     retire_journals(config.output_folder.resolve(), rules, run=name, version=start.version, events=events)
     log.continue_from(start.step, start.version, is_restart=is_restart)
     logger.warning("the run continues from version %d, after step %d", start.version, start.step)

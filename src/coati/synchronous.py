@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from coati import run
+from coati import build
+from coati.build import Parts
 from coati.config import RunSettings
 from coati.cpu import set_up_cpu
 from coati.errors import DeadlineExceeded
@@ -28,7 +29,6 @@ from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Timeline
 from coati.peers import LocalPeers
-from coati.run import Parts
 from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.trainer.ppo import PPOLearner
@@ -55,7 +55,7 @@ class SynchronousRun(FitSteps):
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """`buffer` decides what is made and trained on; None for one that keeps the run on-policy."""
-        set_up_cpu(run.threads_per_actor(config))
+        set_up_cpu(build.threads_per_actor(config))
         self._config = config
         self._parts = parts or Parts()
         self._log = log
@@ -71,13 +71,13 @@ class SynchronousRun(FitSteps):
         with torch.random.fork_rng([]):  # what a maker draws when it is built would not be the trainer's elsewhere
             self._pipeline = self._make_pipeline()
         self._sender = self._make_sender()
-        self._stream = run.make_prompts(config)
+        self._stream = build.make_prompts(config)
         self._checkpoints = Checkpoints(
             config.output_folder / "checkpoints",
             self._learner,
             self._buffer,
             train=config.train,
-            tokenizer=functools.partial(run.load_tokenizer, config),
+            tokenizer=functools.partial(build.load_tokenizer, config),
             write_seconds=config.deadlines.update_seconds,
         )
         self._prompts = LeasedPrompts(
@@ -108,7 +108,7 @@ class SynchronousRun(FitSteps):
             except DeadlineExceeded as late:  # the run's own error is the one to report
                 error.add_note(str(late))
             if self._num_batches > 0:
-                run.save_after_failure(error, self.save, f"{model_path}-at-failure", self._num_batches)
+                build.save_after_failure(error, self.save, f"{model_path}-at-failure", self._num_batches)
             raise
         finally:
             self._buffer.close()  # this process may resume the run
@@ -126,22 +126,22 @@ class SynchronousRun(FitSteps):
 
     def save(self, path: str) -> None:
         """Write the actor and the tokenizer to a folder."""
-        tokenizer = run.load_tokenizer(self._config)
+        tokenizer = build.load_tokenizer(self._config)
         self._learner.strategy.save_model(self._learner.actor, path, add=tokenizer.save_pretrained)
 
     def _make_buffer(self, *, is_resumed: bool) -> LeasedBuffer:
         config = self._config
         # Whatever the topology says: here one maker does all the work, for one trainer.
-        rules = dataclasses.replace(run.ledger_rules(config), lead=0, max_staleness=0, num_streams=1)
-        path = run.journal_path(config)
+        rules = dataclasses.replace(build.ledger_rules(config), lead=0, max_staleness=0, num_streams=1)
+        path = build.journal_path(config)
         open_journal = functools.partial(Journal, path, rules, run=config.run.name, is_resumed=is_resumed)
         return LeasedBuffer(rules, config.train.batch_size, open_journal=open_journal)
 
     def _make_learner(self) -> PPOLearner:
         config = self._config
-        strategy = run.make_strategy(config, "trainer")
+        strategy = build.make_strategy(config, "trainer")
         with strategy.model_init_context():
-            models = run.trainer_models(config)
+            models = build.trainer_models(config)
         return self._parts.learner(
             *models,
             strategy,
@@ -154,7 +154,7 @@ class SynchronousRun(FitSteps):
 
     def _make_pipeline(self) -> ExperiencePipeline:
         config = self._config
-        models = run.maker_models(config, self._parts.reward)
+        models = build.maker_models(config, self._parts.reward)
         strategy = self._learner.strategy
         maker = build_maker(
             self._parts.maker,

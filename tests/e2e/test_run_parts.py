@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from coati import run
+from coati import build
 from coati.config import build_config
 from coati.errors import ConfigError
 from coati.experience_maker import NaiveExperienceMaker
@@ -101,7 +101,7 @@ def test_trainers_get_the_chosen_strategy_and_makers_one_process(train, expected
         run={"seed": 5},
         deadlines={"batch_seconds": 70, "update_seconds": 50},
     )
-    strategy = run.make_strategy(config, "trainer")
+    strategy = build.make_strategy(config, "trainer")
     try:
         assert type(strategy) is expected
         assert {name: getattr(strategy, name) for name in private} == private
@@ -109,7 +109,7 @@ def test_trainers_get_the_chosen_strategy_and_makers_one_process(train, expected
         assert strategy.timeout_seconds == 70
     finally:
         strategy.close()
-    maker = run.make_strategy(config, "maker")
+    maker = build.make_strategy(config, "maker")
     assert type(maker) is DDPStrategy
     assert maker.compute_dtype is None
     assert maker.timeout_seconds == 70
@@ -117,7 +117,7 @@ def test_trainers_get_the_chosen_strategy_and_makers_one_process(train, expected
 
 def test_ranks_wait_for_each_other_as_long_as_one_may_wait_for_an_update():
     config = config_of(model={"device": "cpu"}, deadlines={"batch_seconds": 30, "update_seconds": 90})
-    assert run.make_strategy(config, "trainer").timeout_seconds == 90
+    assert build.make_strategy(config, "trainer").timeout_seconds == 90
 
 
 def test_mixed_precision_trains_in_float32_and_makes_in_bfloat16(model_folder):
@@ -126,8 +126,8 @@ def test_mixed_precision_trains_in_float32_and_makes_in_bfloat16(model_folder):
         train={"mixed_precision": True},
         reward={"function": "builtins:len"},
     )
-    trained = run.trainer_models(config)
-    made = run.maker_models(config)
+    trained = build.trainer_models(config)
+    made = build.maker_models(config)
     assert {parameter.dtype for model in trained for parameter in model.parameters()} == {torch.float32}
     assert {parameter.dtype for model in (*made[:2], made[3]) for parameter in model.parameters()} == {torch.bfloat16}
 
@@ -138,8 +138,8 @@ def test_an_algorithm_without_a_critic_and_with_a_kl_term():
     )
     algorithm = config.algorithm
     assert (algorithm.kl_loss_coef, algorithm.kl_reward_coef) == (0.02, 0.0)
-    assert run.ledger_rules(config).group_size == 4
-    assert run.ledger_rules(config_of(rollout={"samples_per_prompt": 4})).group_size == 1  # PPO's stand alone
+    assert build.ledger_rules(config).group_size == 4
+    assert build.ledger_rules(config_of(rollout={"samples_per_prompt": 4})).group_size == 1  # PPO's stand alone
 
 
 def test_what_makers_lease_by():
@@ -147,7 +147,7 @@ def test_what_makers_lease_by():
         train={"total_steps": 10, "update_steps": 2, "batch_size": 8},
         topology={"makers": 3, "trainers": 2, "lead": 2, "max_staleness": 4},
     )
-    assert run.ledger_rules(config, stream=1) == LedgerRules(
+    assert build.ledger_rules(config, stream=1) == LedgerRules(
         samples_per_version=16,  # 2 batches of 8
         total_samples=80,
         lead=2,
@@ -155,7 +155,7 @@ def test_what_makers_lease_by():
         stream=1,
         num_streams=2,
     )
-    assert run.ledger_rules(config_of(topology={"max_staleness": -1})).max_staleness is None
+    assert build.ledger_rules(config_of(topology={"max_staleness": -1})).max_staleness is None
 
 
 def test_deadlines_and_generate_options_arrive():
@@ -190,22 +190,22 @@ def test_deadlines_and_generate_options_arrive():
 )
 def test_threads_are_shared_out_unless_set(num_cores, topology, expected, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: num_cores)
-    assert run.threads_per_actor(config_of(topology=topology)) == expected
+    assert build.threads_per_actor(config_of(topology=topology)) == expected
 
 
 def test_cores_are_divided_among_makers_and_trainers(monkeypatch):
     config = config_of(topology={"makers": 3, "trainers": 2})
-    assert run.num_actors(config) == 5
+    assert build.num_actors(config) == 5
     monkeypatch.setattr("os.cpu_count", lambda: 24)
-    assert run.threads_per_actor(config) == 4
+    assert build.threads_per_actor(config) == 4
 
 
 def test_models_are_the_same_in_every_process_that_builds_them(model_folder):
     config = config_of(model={"path": str(model_folder), "dtype": "bfloat16", "device": "cpu"})
     torch.manual_seed(123)
-    first = run.trainer_models(config)
+    first = build.trainer_models(config)
     torch.manual_seed(456)
-    second = run.trainer_models(config)
+    second = build.trainer_models(config)
     for one, other in zip(first, second, strict=True):
         assert one.state_dict().keys() == other.state_dict().keys()
         assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
@@ -215,7 +215,7 @@ def test_models_are_the_same_in_every_process_that_builds_them(model_folder):
 def test_a_maker_takes_updates_for_actor_and_critic_alone(model_folder):
     reward = {"function": "", "model": str(model_folder)}
     config = config_of(model={"path": str(model_folder), "device": "cpu"}, reward=reward)
-    actor, critic, scorer, initial_model = run.maker_models(config)
+    actor, critic, scorer, initial_model = build.maker_models(config)
     maker = NaiveExperienceMaker(actor, critic, scorer, initial_model)
     assert list(maker.trained_models.values()) == [actor, critic]
 
@@ -235,7 +235,7 @@ def test_makers_compile_what_only_scores(model_folder, monkeypatch, train, expec
         reward={"function": "", "model": str(model_folder)},
         train=train,
     )
-    actor, critic, scorer, reference = run.maker_models(config)
+    actor, critic, scorer, reference = build.maker_models(config)
     reward = scorer.reward._model
     models = {"actor": actor, "critic": critic, "reference": reference, "reward": reward}
     of = {part: name for name, model in models.items() for part in model.modules()}
@@ -243,7 +243,7 @@ def test_makers_compile_what_only_scores(model_folder, monkeypatch, train, expec
     assert {of[part] for part in compiled} == expected
     assert len(compiled) == 2 * len(expected)
     compiled.clear()
-    run.make_scorer(config)  # as an evaluation does, which scores once
+    build.make_scorer(config)  # as an evaluation does, which scores once
     assert compiled == []
 
 
@@ -255,7 +255,7 @@ def test_prompts_keep_to_the_sections(model_folder, tmp_path):
         prompts={"path": str(path), "shuffle": False},
         rollout={"prompts_per_batch": 2, "samples_per_prompt": 3, "max_new_tokens": 4},
     )
-    batch = next(iter(run.make_prompts(config)))
+    batch = next(iter(build.make_prompts(config)))
     assert batch["sample_ids"].tolist() == [0, 1, 2, 3, 4, 5]
     assert batch["group_ids"].tolist() == [0, 0, 0, 1, 1, 1]
     assert batch["input_ids"].tolist() == [[3]] * 3 + [[4]] * 3
@@ -264,10 +264,10 @@ def test_prompts_keep_to_the_sections(model_folder, tmp_path):
 @pytest.mark.parametrize(
     ("call", "model", "key"),
     [
-        (run.trainer_models, {}, r"model\.path"),
-        (run.load_tokenizer, {}, r"model\.tokenizer"),
-        (run.maker_models, {"reference": "missing"}, r"model\.reference"),
-        (run.trainer_models, {"critic": "missing"}, r"model\.critic"),
+        (build.trainer_models, {}, r"model\.path"),
+        (build.load_tokenizer, {}, r"model\.tokenizer"),
+        (build.maker_models, {"reference": "missing"}, r"model\.reference"),
+        (build.trainer_models, {"critic": "missing"}, r"model\.critic"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(call, model, key, model_folder, tmp_path):
@@ -295,7 +295,7 @@ def test_a_run_refuses_vocabularies_that_do_not_go_together(key, size, is_wrong,
         model["reference"] = str(tmp_path)
     config = config_of(model=model, prompts={"path": str(tmp_path / "prompts.jsonl")}, rollout={"max_new_tokens": 4})
     with pytest.raises(ConfigError, match="share a vocabulary") if is_wrong else contextlib.nullcontext():
-        run.check_inputs(config)
+        build.check_inputs(config)
 
 
 def test_prompts_of_a_model_without_a_config_name_the_model(tmp_path):
@@ -304,7 +304,7 @@ def test_prompts_of_a_model_without_a_config_name_the_model(tmp_path):
     path.write_text(json.dumps({"prompt": "a"}) + "\n")
     config = config_of(model={"path": str(tmp_path / "empty")}, prompts={"path": str(path)})
     with pytest.raises(ConfigError, match=r"model\.path"):
-        run.make_prompts(config)
+        build.make_prompts(config)
 
 
 def test_a_model_with_code_of_its_own_is_refused_without_a_question(tmp_path, monkeypatch):
@@ -317,7 +317,7 @@ def test_a_model_with_code_of_its_own_is_refused_without_a_question(tmp_path, mo
     asked = []
     monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "n")
     config = config_of(model={"path": str(tmp_path)})
-    for load in (run.trainer_models, run.load_tokenizer):
+    for load in (build.trainer_models, build.load_tokenizer):
         with pytest.raises(ConfigError):
             load(config)
     assert asked == []
@@ -329,4 +329,4 @@ def test_weights_in_a_bin_file_that_cannot_be_read_are_an_error_of_ours(content,
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "model" / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(ConfigError, match=r"model\.path"):
-        run.trainer_models(config_of(model={"path": str(tmp_path / "model")}))
+        build.trainer_models(config_of(model={"path": str(tmp_path / "model")}))

@@ -9,7 +9,7 @@ from tiny import llama, maker_models, prompts
 from torch import nn
 from weight_testing import PlainStrategy, make_sender
 
-from coati import run
+from coati import build
 from coati.config import TrainSettings, load_config
 from coati.errors import AcceleratorFailed, OutOfMemory
 from coati.experience_maker import NaiveExperienceMaker
@@ -92,7 +92,7 @@ def make_in_own_way():
 
 def load():
     config = load_config(None, ["model.path=m", "prompts.path=p.jsonl", "reward.model=r"])
-    run._loaded(config, "model.path", "m", Full())
+    build._loaded(config, "model.path", "m", Full())
 
 
 def place():

@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 
-from coati import run
+from coati import build
 from coati.cli.main import main
 from coati.config import build_config, dump_config
 from coati.errors import CheckpointError, ConfigError, ReplayDiffers
@@ -78,9 +78,9 @@ class Interleaved(SynchronousRun):
 
     def __init__(self, config, *, seed, stops_at=None, dies=False, checkpoint=None):
         self._dice, self._stops_at, self._dies = random.Random(seed), stops_at, dies
-        rules = run.ledger_rules(config)
+        rules = build.ledger_rules(config)
         journal = functools.partial(
-            Journal, run.journal_path(config), rules, run=config.run.name, is_resumed=checkpoint is not None
+            Journal, build.journal_path(config), rules, run=config.run.name, is_resumed=checkpoint is not None
         )
         buffer = LeasedBuffer(rules, config.train.batch_size, open_journal=journal)
         super().__init__(config, RunLog(None, total_steps=0), buffer=buffer, checkpoint=checkpoint)
@@ -284,7 +284,7 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(settings, tmp_path):
     with pytest.raises(CheckpointError, match="has no journals"):
         replay(tmp_path)
     config = settings(tmp_path / "run")
-    journal = Journal(run.journal_path(config), run.ledger_rules(config), run="r")
+    journal = Journal(build.journal_path(config), build.ledger_rules(config), run="r")
     journal.write([{"grant": [0], "maker": "m", "version": 0}, {"train": 1, "samples": 0}])
     with pytest.raises(ConfigError, match="GPU"):
         replay(tmp_path / "run")
@@ -293,6 +293,6 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(settings, tmp_path):
         replay(tmp_path / "run")
     two = settings(tmp_path / "two", topology={"trainers": 2})
     for stream in range(2):
-        Journal(run.journal_path(two, stream), run.ledger_rules(two, stream), run="r")
+        Journal(build.journal_path(two, stream), build.ledger_rules(two, stream), run="r")
     with pytest.raises(ConfigError, match="one trainer"):
         replay(tmp_path / "two")

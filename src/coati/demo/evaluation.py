@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from coati import run
+from coati import build
 from coati.config import AlgorithmSettings, RunSettings
 from coati.cpu import set_up_cpu
 from coati.demo.grammar import is_grammatical
@@ -51,7 +51,7 @@ def evaluate(config: RunSettings, model_path: str, *, num_samples: int = 64) -> 
     """Sample the model at `model_path` with the run's prompts and generate options; keep samples that have a score."""
     set_up_cpu()
     actor, reference = Actor.from_pretrained(model_path), Actor.from_pretrained(config.reference_path)
-    scorer = run.make_scorer(config)
+    scorer = build.make_scorer(config)
     maker = NaiveExperienceMaker(
         *(actor, None, scorer, reference),
         algorithm=AlgorithmSettings(name="reinforce++"),  # needs neither a critic nor groups
@@ -59,7 +59,7 @@ def evaluate(config: RunSettings, model_path: str, *, num_samples: int = 64) -> 
         engine=config.rollout.engine,
     )
     samples: list[EvaluatedSample] = []
-    for number, prompts in enumerate(map(PromptBatch.parse, run.make_prompts(config))):
+    for number, prompts in enumerate(map(PromptBatch.parse, build.make_prompts(config))):
         made = maker.make_experience(
             prompts.input_ids,
             prompts.attention_mask,

@@ -19,7 +19,7 @@ import ray
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
-from coati import run
+from coati import build
 from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import ConfigError, HeadLost, RunStopped
@@ -59,7 +59,7 @@ def connected(config: RunSettings, *, address: str | None, namespace: str, log_t
         try:
             if not config.topology.allow_open_cluster:
                 _check_authentication(address)
-            _check_resources(config, num_cpus=run.num_actors(config))
+            _check_resources(config, num_cpus=build.num_actors(config))
             yield False
         finally:
             ray.shutdown()
@@ -71,7 +71,7 @@ def connected(config: RunSettings, *, address: str | None, namespace: str, log_t
 
 @contextlib.contextmanager
 def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) -> Iterator[None]:
-    num_actors = run.num_actors(config)
+    num_actors = build.num_actors(config)
     # Ray announces its token authentication on every start. It stays on; the hint is not for our users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     # Only we may enter it; Ray opens its own folder inside to everybody. Short: socket paths have a length limit.

@@ -20,7 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coati import run
+from coati import build
+from coati.build import Parts
 from coati.config import RunSettings
 from coati.counting import listed
 from coati.errors import (
@@ -43,7 +44,6 @@ from coati.ray.maker_pool import MakerPool
 from coati.ray.restarts import Restarts, TrainerDied
 from coati.ray.run_actors import Followed, RunActors
 from coati.resume import choose_restart, continue_files
-from coati.run import Parts
 from coati.trainer.checkpoints import saved_versions
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class DetachedRun:
             self._control = RunControl(self._folder, makers=self._config.topology.makers)
             self._pool = MakerPool(
                 self._actors,
-                functools.partial(run.make_prompts, self._config),
+                functools.partial(build.make_prompts, self._config),
                 restarts=self._restarts,
                 before_end=self._take_leave,
                 after_death=self._forget,
@@ -346,7 +346,7 @@ class DetachedRun:
         """Save what a lone trainer has learned, if it still answers. A group can only save together."""
         version = self._log.trainer_version
         if version and len(self._actors.trainers) == 1:
-            run.save_after_failure(error, lambda place: self._save(place, seconds=_STOP_SECONDS), path, version)
+            build.save_after_failure(error, lambda place: self._save(place, seconds=_STOP_SECONDS), path, version)
         elif version and self._actors.trainers:
             saved, every = saved_versions(self._checkpoints), self._config.train.save_every
             where = (

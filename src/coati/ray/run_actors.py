@@ -16,7 +16,8 @@ from typing import Any
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from coati import run
+from coati import build
+from coati.build import Parts
 from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError, ScalingRefused
@@ -26,7 +27,6 @@ from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.options import MakerOptions, TrainerOptions
 from coati.ray.peers import RayHost
 from coati.ray.placement import Placement
-from coati.run import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -224,8 +224,8 @@ class RunActors:
             _TRAINER,
             options,
             experience_maker_holder_name_list=makers,
-            strategy_fn=functools.partial(run.make_strategy, config, "trainer"),
-            model_fn=functools.partial(run.trainer_models, config),
+            strategy_fn=functools.partial(build.make_strategy, config, "trainer"),
+            model_fn=functools.partial(build.trainer_models, config),
             env_info=env_info,
             train_batch_size=config.train.batch_size,
             options=TrainerOptions(
@@ -234,14 +234,14 @@ class RunActors:
                 topology=config.topology,
                 deadlines=self._deadlines,
                 seed=config.run.seed,
-                num_threads=run.threads_per_actor(config),
+                num_threads=build.threads_per_actor(config),
                 max_response_tokens=config.rollout.max_new_tokens,
                 save_folder=self._checkpoints,
                 resume=resume,
                 incarnation=incarnation,
-                tokenizer=functools.partial(run.load_tokenizer, config),
-                rules=run.ledger_rules(config, stream=rank),
-                journal=run.journal_path(config, stream=rank),
+                tokenizer=functools.partial(build.load_tokenizer, config),
+                rules=build.ledger_rules(config, stream=rank),
+                journal=build.journal_path(config, stream=rank),
                 run_name=config.run.name,
                 learner=self._parts.learner,
             ),
@@ -254,8 +254,8 @@ class RunActors:
             _MAKER,
             options,
             detached_trainer_name_list=self._trainer_names,
-            strategy_fn=functools.partial(run.make_strategy, config, "maker"),
-            model_fn=functools.partial(run.maker_models, config, self._parts.reward),
+            strategy_fn=functools.partial(build.make_strategy, config, "maker"),
+            model_fn=functools.partial(build.maker_models, config, self._parts.reward),
             sync_models_from_trainers=True,
             update_lora_weights=config.topology.update_lora_weights,
             options=MakerOptions(
@@ -264,9 +264,9 @@ class RunActors:
                 deadlines=self._deadlines,
                 logging=config.logging,
                 seed=config.run.seed,
-                num_threads=run.threads_per_actor(config),
+                num_threads=build.threads_per_actor(config),
                 incarnation=self._num_created,
-                rules=run.ledger_rules(config),
+                rules=build.ledger_rules(config),
                 maker=self._parts.maker,
             ),
         )

@@ -7,7 +7,7 @@ import pytest
 from tiny import llama
 from transformers import dynamic_module_utils
 
-from coati import entry, run
+from coati import build, entry
 from coati.config import build_config
 from coati.errors import ConfigError
 
@@ -41,9 +41,9 @@ def config(tmp_path, monkeypatch):
 
 def test_a_models_own_code_runs_only_if_it_is_trusted(config, tmp_path):
     with pytest.raises(ConfigError, match=r"model\.path"):
-        run.trainer_models(config(False))
+        build.trainer_models(config(False))
     assert not (tmp_path / "trace").exists()
-    actor, _ = run.trainer_models(config(True))
+    actor, _ = build.trainer_models(config(True))
     assert (tmp_path / "trace").exists()
     assert type(actor.model).__name__ == "OwnLM"
 

@@ -103,7 +103,7 @@ def test_a_warden_ends_what_a_killed_driver_left_running_and_deletes_the_folder(
     script = """if True:
         import os, subprocess, sys, time, types
         from pathlib import Path
-        sys.modules["coati.run"] = types.ModuleType("coati.run")  # which would import torch
+        sys.modules["coati.build"] = types.ModuleType("coati.build")  # which would import torch
         from coati.ray.cluster import _warden
         folder, sleep = Path(sys.argv[1]), [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
         with _warden(folder):

@@ -176,7 +176,7 @@ def stage(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "connected", here)
     monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(restarts, "_FIRST_BACKOFF_SECONDS", 0.0)
-    monkeypatch.setattr(launcher.run.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(launcher.build.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
     (tmp_path / "out").mkdir()
     return functools.partial(Stage, tmp_path / "out")
 

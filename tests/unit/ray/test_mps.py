@@ -122,7 +122,7 @@ def test_a_private_ray_starts_inside_of_the_daemon_and_ends_before_it(gpu_sharin
     monkeypatch.setattr(cluster.ray, "init", lambda **_: seen.append(("init", len(mps_variables()))))
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: seen.append(("shutdown", len(told()))))
     monkeypatch.setattr(cluster, "_check_resources", lambda *_, **__: None)
-    monkeypatch.setattr(cluster.run, "num_actors", lambda _: 2)
+    monkeypatch.setattr(cluster.build, "num_actors", lambda _: 2)
     config = SimpleNamespace(topology=SimpleNamespace(gpu_sharing=gpu_sharing, environment=()))
     with cluster.connected(config, address=None, namespace="n", log_to_driver=False):
         pass
