@@ -21,7 +21,7 @@ from coati.config import RunSettings, build_config, load_config, preflight
 from coati.config.checks import avoid_hub_without_network
 from coati.errors import ConfigError
 from coati.monitor import RunLog, RunSnapshot, TensorBoardTracker, Tracker
-from coati.resume import choose_checkpoint, continue_files, resumed_settings
+from coati.resume import check_incomplete, choose_checkpoint, continue_files, resumed_settings
 from coati.run_folder import check_inputs_outside, open_run_folder
 
 if TYPE_CHECKING:
@@ -155,6 +155,7 @@ def prepare(
         raise ConfigError("a run needs settings, or the folder of a run to resume (--resume), and not both.")
     if resume is not None:
         settings = resumed_settings(Path(resume), overrides, sync=sync)
+        check_incomplete(settings)
     elif isinstance(config, RunSettings | Mapping):
         sections = config.model_dump() if isinstance(config, RunSettings) else config
         settings = build_config(sections, overrides)
@@ -230,6 +231,9 @@ def execute(
             from coati.build import Parts, check_inputs
 
             start = choose_checkpoint(config) if is_resumed else None
+            if start is not None:
+                log.message = f"the run continues from {start}"
+                on_progress(log.snapshot())
             check_inputs(config)
             training = _kind_of_run(sync=sync, address=address, log_to_driver=log_to_driver)(
                 config,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from coati.config import RunSettings, load_config
 from coati.errors import ConfigError
+from coati.monitor import read_jsonl
 
 if TYPE_CHECKING:
     from coati.monitor import RunLog
@@ -64,6 +65,20 @@ def _settings(folder: Path, overrides: Sequence[str]) -> RunSettings:
     return config.model_copy(update={"run": config.run.model_copy(update={"output": str(folder)})})  # it may have moved
 
 
+def check_incomplete(config: RunSettings) -> None:
+    """Raise ConfigError if the run has nothing left to train: all steps are done, and the model was saved after."""
+    metrics, model = config.output_folder / "metrics.jsonl", config.output_folder / "model"
+    if not (metrics.is_file() and model.is_dir()):
+        return
+    steps, was_saved = config.train.optimizer_steps, model.stat().st_mtime_ns >= metrics.stat().st_mtime_ns
+    if was_saved and max((row["step"] for row in read_jsonl(metrics)), default=0) >= steps:
+        raise ConfigError(
+            f"--resume takes a run that has steps left to train, got {str(config.output_folder)!r}, which is complete: "
+            f"all {steps} optimizer steps are done, and its model is {str(model)!r}. To train longer, add "
+            "--set train.total_steps=N."
+        )
+
+
 class StartingPoint(NamedTuple):
     """Where a run continues."""
 
@@ -73,6 +88,9 @@ class StartingPoint(NamedTuple):
     step: int = 0
     events: tuple[int, ...] = ()
     """Of each trainer's journal, those that led here."""
+
+    def __str__(self) -> str:
+        return f"version {self.version}, after step {self.step}"
 
 
 def choose_checkpoint(config: RunSettings) -> StartingPoint:
@@ -112,4 +130,4 @@ def continue_files(config: RunSettings, log: RunLog, start: StartingPoint, *, is
     rules, name = build.ledger_rules(config), config.run.name
     retire_journals(config.output_folder.resolve(), rules, run=name, version=start.version, events=events)
     log.continue_from(start.step, start.version, is_restart=is_restart)
-    logger.warning("the run continues from version %d, after step %d", start.version, start.step)
+    logger.info("the run continues from %s", start)

@@ -1,11 +1,14 @@
 """Which settings of a run may change when it is resumed."""
 
+import contextlib
+import os
+
 import pytest
 
 from coati.config import build_config, dump_config
 from coati.entry import prepare
 from coati.errors import CheckpointError, ConfigError
-from coati.resume import StartingPoint, choose_restart, resumed_settings
+from coati.resume import StartingPoint, check_incomplete, choose_restart, resumed_settings
 
 
 @pytest.fixture
@@ -65,6 +68,18 @@ def test_a_run_that_was_not_on_policy_cannot_be_resumed_in_one_process(folder):
     on_policy = before.topology.model_copy(update={"max_staleness": 0})
     (folder / "config.toml").write_text(dump_config(before.model_copy(update={"topology": on_policy})))
     assert resumed_settings(folder, [], sync=True).topology.max_staleness == 0
+
+
+@pytest.mark.parametrize(("steps", "is_saved"), [(4, True), (3, True), (4, False)])
+def test_a_run_that_is_complete_says_so(folder, steps, is_saved):
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)))
+    (folder / "model").mkdir()
+    if not is_saved:  # it is of an earlier stop
+        os.utime(folder / "model", ns=(0, 0))
+    config = resumed_settings(folder, ["train.total_steps=4"])
+    with pytest.raises(ConfigError, match="complete") if steps == 4 and is_saved else contextlib.nullcontext():
+        check_incomplete(config)
+    check_incomplete(resumed_settings(folder, ["train.total_steps=5"]))
 
 
 def test_trainers_start_from_the_beginning_only_where_nothing_was_ever_saved(folder, caplog):

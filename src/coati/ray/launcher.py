@@ -202,6 +202,7 @@ class DetachedRun:
         # Not before: what the old trainers still wrote, they have written.
         start = choose_restart(self._config)
         continue_files(self._config, self._log, start, is_restart=True)
+        self._show(f"a trainer died; the run continues from {start}")
         number = self._restarts.counts["trainers"]
         self._actors.create_trainers(start.checkpoint, incarnation=number)
         for followed in self._followed.values():

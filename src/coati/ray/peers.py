@@ -23,6 +23,7 @@ from coati.peers import Peer, Peers, PendingCall, remote_error
 logger = logging.getLogger(__name__)
 
 _RAY_FIELD = re.compile(r"\t\w+: ")  # "\tpid: 4711", in the text of an ActorDiedError
+_RAY_ADVICE = re.compile(r"\.? (Some common causes|There are some potential root causes).*")  # of any death
 
 
 class RayCall(PendingCall):
@@ -136,7 +137,11 @@ def original_error(error: RayTaskError) -> Exception:
 
 
 def death_reason(error: RayError) -> str:
-    """Say in one line why an actor died: what its constructor raised, or what Ray says of its process."""
+    """Say in one line why an actor died: what its constructor raised, or what Ray says of its process.
+
+    All that Ray says is logged at the level INFO.
+    """
+    logger.info("%s", error)
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     # The message of an exception comes after its traceback, which is indented with spaces; what Ray says of a process
     # comes after the fields of its actor, and may be indented with a tab itself.
@@ -145,4 +150,4 @@ def death_reason(error: RayError) -> str:
     reason = " ".join(line.strip() for line in lines[begin:] if not _RAY_FIELD.match(line))
     if reason in ("", ActorDiedError.BASE_ERROR_MSG):
         return f"its node is gone or its process was killed; Ray gives no reason ({type(error).__name__}). See the log."
-    return re.sub(r"^coati\.errors\.\w+: ", "", reason)
+    return _RAY_ADVICE.sub("", re.sub(r"^coati\.errors\.\w+: ", "", reason))

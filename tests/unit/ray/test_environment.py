@@ -42,6 +42,12 @@ def test_env_info_touches_five_names_and_refuses_others(monkeypatch):
             "health check failed due to missing too many heartbeats",
         ),
         ("its worker process has died. Worker exit type: SYSTEM_ERROR", "its worker process has died. .*SYSTEM_ERROR"),
+        (
+            "its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits "
+            "with a connection error code 2. End of file. Some common causes include: (1) the process was killed by "
+            "the OOM killer due to high memory usage, (2) ray stop --force was called.",
+            "its worker process has died. .* code 2. End of file",
+        ),
         ("", "its node is gone or its process was killed; Ray gives no reason .*See the log."),
     ],
 )
