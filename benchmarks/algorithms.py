@@ -59,6 +59,7 @@ def run(name: str, seed: int, options: dict) -> dict:
     from coati.cli.train import quiet_libraries
     from coati.demo.evaluation import evaluate
     from coati.demo.grammar import PROMPTS
+    from coati.ledger.audit import audit_run
     from coati.monitor import RunLog
     from coati.synchronous import SynchronousRun
 
@@ -70,6 +71,7 @@ def run(name: str, seed: int, options: dict) -> dict:
         training = SynchronousRun(config, log)
         before = evaluate(config, config.model.path, num_samples=256)
         training.run(f"{folder}/model")
+        account = audit_run(config.output_folder)
         after = evaluate(config, f"{folder}/model", num_samples=256)
     return {
         "algorithm": name,
@@ -80,7 +82,7 @@ def run(name: str, seed: int, options: dict) -> dict:
         "kl": after.numbers["kl"],
         "distinct": after.numbers["distinct"],
         "samples": [sample.prompt + sample.response for sample in after.samples[:3]],
-        "dropped": log.num_dropped,
+        "dropped": sum(row[3] for row in account.table() if row[0] == "dropped"),
     }
 
 

@@ -19,19 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 from coati.config import RunSettings, build_config, load_config, preflight
 from coati.config.checks import avoid_hub_without_network
-from coati.errors import ConfigError
+from coati.errors import CheckpointError, ConfigError
 from coati.monitor import RunLog, RunSnapshot, TensorBoardTracker, Tracker
 from coati.resume import check_incomplete, choose_checkpoint, continue_files, resumed_settings
 from coati.run_folder import check_inputs_outside, open_run_folder
 
 if TYPE_CHECKING:
+    from coati.ledger.audit import RunAccount
     from coati.ray.launcher import DetachedRun
     from coati.synchronous import SynchronousRun
     from coati.trainer.ppo import PPOLearner
 
 logger = logging.getLogger(__name__)
-
-_TOTALS = ("rewards", "kls", "num_samples", "num_dropped", "num_quarantined", "num_skipped_prompts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,17 +43,18 @@ class RunResult:
     """(weight version, mean reward of the samples that it wrote)."""
     kls: Sequence[tuple[float, float]]
     """(weight version, mean KL of those samples to the reference)."""
-    num_samples: int
-    num_dropped: int
-    """Samples dropped because their prompt did not fit or their reward was not a finite number."""
-    num_quarantined: int
-    """Samples put aside because the reward failed on one of their group; quarantine.jsonl has those it failed on."""
-    num_skipped_prompts: int
+    account: RunAccount
+    """What became of every group of samples, as `coati audit` shows it."""
     num_restarts: Mapping[str, int]
     """How often makers and trainers that died were started again."""
     seconds: float
     was_stopped: bool
     """Whether it ended before all steps were trained, because it was told to."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that were trained on."""
+        return self.account.num_trained
 
     @property
     def model(self) -> Path:
@@ -247,11 +247,23 @@ def execute(
             was_stopped = should_stop() and log.snapshot().step < config.train.optimizer_steps
     return RunResult(
         config=config,
-        **{name: getattr(log, name) for name in _TOTALS},
+        rewards=log.rewards,
+        kls=log.kls,
+        account=_account(folder),
         num_restarts=dict(log.restarts),
         seconds=time.monotonic() - started,
         was_stopped=was_stopped,
     )
+
+
+def _account(folder: Path) -> RunAccount:
+    from coati.ledger.audit import RunAccount, audit_run
+
+    try:
+        return audit_run(folder)
+    except CheckpointError as error:  # the model is saved all the same
+        logger.warning("what became of the samples is not known: %s", error)
+        return RunAccount([], [str(error)])
 
 
 def _own_trackers(config: RunSettings) -> list[Tracker]:

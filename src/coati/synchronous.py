@@ -184,7 +184,8 @@ class SynchronousRun(FitSteps):
         try:
             experience = self._pipeline.finish(batch)
         finally:
-            self._log.maker_records({"quarantined": sample} for sample in batch.quarantined)
+            failed = [{"quarantined": sample, "version": batch.version} for sample in batch.quarantined]
+            self._log.maker_records(failed)
         if experience is None:
             self._prompts.settle(batch, [])
             return

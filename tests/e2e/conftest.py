@@ -113,6 +113,13 @@ def raises(prompts, completions):
     raise KeyError("no such lexicon")
 
 
+def picky(prompts, completions):
+    for text in completions:
+        if len(text) % 4 == 0:
+            raise ValueError(f"cannot judge {text!r}")
+    return film_sentiment(completions, prompts)
+
+
 def always_nan(prompts, completions):
     return [float("nan")] * len(completions)
 

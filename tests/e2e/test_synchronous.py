@@ -289,7 +289,7 @@ def test_samples_that_a_reward_fails_on_are_put_aside_and_the_run_continues(run,
     outcome = run(reward=function, reward_settings={"isolation": isolation})
     assert outcome.column("train/samples") == [8.0] * 2
     records = read_jsonl(folder / "quarantine.jsonl")
-    assert outcome.log.num_quarantined == sum(outcome.column("maker/quarantined")) == len(records) > 0
+    assert sum(outcome.column("maker/quarantined")) == len(records) > 0
     assert all("g" in record["completion"] and error in record["error"] for record in records)
     account = audit_run(folder)
     assert not account.problems

@@ -81,6 +81,18 @@ def test_a_run_leaves_config_metrics_samples_and_a_model(film_run, coati_here, t
     assert "--overwrite" in again.stderr
 
 
+def test_a_stranger_can_follow_a_run_whose_reward_often_fails(film_run, coati_here, tmp_path):
+    out = tmp_path / "out"
+    often = ("--set", "reward.function=film_rewards:picky", "--set", "reward.max_quarantined=1000")
+    finished = coati_here("train", film_run, "--sync", *often)
+    assert finished.returncode == 0, finished.stderr
+    num_failed = len((out / "quarantine.jsonl").read_text().splitlines())
+    assert f"Quarantined: {num_failed} groups of 1 sample: Reward function 'picky' raised ValueError" in finished.stdout
+    assert "120 samples made, 120 trained on" in finished.stdout
+    (row,) = [line for line in coati_here("audit", out).stdout.splitlines() if "quarantined" in line]
+    assert row.count(f" {num_failed} ") == 2  # groups and samples, one row for all of them
+
+
 @pytest.mark.parametrize("can_save", [True, False])
 def test_a_synchronous_run_that_fails_says_what_was_saved(film_run, coati_here, tmp_path, monkeypatch, can_save):
     if not can_save:

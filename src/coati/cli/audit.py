@@ -19,11 +19,11 @@ def run_audit(folder: Path) -> None:
     table = Table("fate", "details", title=f"Account of {folder}", title_justify="left")
     table.add_column("groups", justify="right")
     table.add_column("samples", justify="right")
-    *rows, leased = account.table()
-    for fate, details, groups, samples in rows:
-        table.add_row(fate, details, f"{groups:,}", f"{samples:,}")
-    table.add_section()
-    table.add_row(leased[0], "", f"{leased[2]:,}", f"{leased[3]:,}", style="bold")
+    *fates, leased = account.table()
+    for rows, style in ((fates, None), ([leased], "bold"), (account.repeated(), None)):
+        for fate, details, groups, samples in rows:
+            table.add_row(fate, details, f"{groups:,}", f"{samples:,}", style=style)
+        table.add_section()
     console.print(table)
     bound = account.streams[0].rules.max_staleness
     limit = "no bound" if bound is None else f"max_staleness {bound}"

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 
 from coati import entry
 from coati.config import RunSettings, plan_lines
@@ -49,31 +50,25 @@ def run_train(
         return
     options = {"is_resumed": is_resumed, "overwrite": overwrite, "sync": sync, "address": address}
     outcome = execute(config, console, verbose=verbose, **options)
-    rewards = outcome.rewards
+    rewards, account, folder = outcome.rewards, outcome.account, outcome.folder
     console.print(
-        f"{'Stopped' if outcome.was_stopped else 'Done'} after {outcome.seconds:.0f} s and "
-        f"{outcome.num_samples:,} samples."
+        f"{'Stopped' if outcome.was_stopped else 'Done'} after {outcome.seconds:.0f} s. "
+        f"{counted(account.num_made, 'sample')} made, {account.num_trained:,} trained on."
         + (f" Mean reward {rewards[0][1]:.3f} → {rewards[-1][1]:.3f}." if rewards else "")
     )
     if sum(outcome.num_restarts.values()):
         counts = " and ".join(counted(number, kind[:-1]) for kind, number in outcome.num_restarts.items() if number)
         console.print(f"[yellow]Actors died and were started again[/]: {counts}.")
-    if outcome.num_dropped:
-        console.print(
-            f"[yellow]{outcome.num_dropped:,} samples were dropped[/] because their prompt did not fit or their "
-            "reward was not a finite number. Run with --verbose for details."
-        )
-    if outcome.num_quarantined:
-        console.print(
-            f"[yellow]{outcome.num_quarantined:,} samples were put into quarantine[/] because the reward failed on one "
-            f"of their group: see {outcome.folder / 'quarantine.jsonl'}."
-        )
-    if outcome.num_skipped_prompts:
-        console.print(f"[yellow]Prompts were skipped {outcome.num_skipped_prompts:,} times[/]: they do not fit.")
-    folder = outcome.folder
+    for fate, reason, groups, samples in account.table():
+        if fate in ("dropped", "quarantined"):
+            size = f"{counted(groups, 'group')} of {counted(samples // groups, 'sample')}"
+            console.print(f"[yellow]{fate.capitalize()}[/]: {size}: {escape(reason)}", highlight=False)
     console.print(f"Model:       {outcome.model}", highlight=False)
     console.print(f"Metrics:     {folder / 'metrics.jsonl'}", highlight=False)
     console.print(f"Samples:     {folder / 'samples.jsonl'}", highlight=False)
+    if (failures := folder / "quarantine.jsonl").exists():
+        console.print(f"Failures:    {failures}, the samples on which the reward failed", highlight=False)
+    console.print(f"Account:     coati audit {folder}", highlight=False)
     console.print(f"Report:      coati report {folder}", highlight=False)
     if config.logging.writes_tensorboard:
         console.print(f"TensorBoard: tensorboard --logdir {folder / 'tensorboard'}", highlight=False)

@@ -81,7 +81,7 @@ class LeasedPrompts:
         numbers = sorted(self._request())
         raw, unusable = self._stream.batch(numbers, group_size=self._rules.group_size) if numbers else (None, {})
         for number, reason in unusable.items():
-            self._end(number, f"prompt skipped: {reason}")
+            self._end(number, f"prompt skipped, {reason}")
         return None if raw is None else PromptBatch.parse(raw)
 
     def settle(self, batch: MakerBatch, items: Sequence[BufferItem]) -> list[BufferItem]:

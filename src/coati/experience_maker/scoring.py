@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from coati.algos.advantages import gae, grpo_advantages, reinforce_returns, rloo_advantages, shaped_rewards
 from coati.algos.masked import spread, zero_padding
 from coati.config import AlgorithmSettings
+from coati.counting import counted
 from coati.experience import Experience
 from coati.experience_maker.base import AllSamplesDropped, MakerBatch
 from coati.models import action_logprobs, action_values
@@ -126,7 +127,7 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
         batch.quarantined_groups = {group for one, group in pairs if one in failed}
         batch.quarantined_ids = {one for one, group in pairs if group in batch.quarantined_groups}
         error = batch.quarantined[-1]["error"]
-        parts.insert(0, f"the reward failed on {len(failed)} samples, which are in quarantine (the last: {error})")
+        parts.insert(0, f"the reward failed on {counted(len(failed), 'sample')}, now in quarantine (the last: {error})")
     message = "; ".join(parts)
     if not bool(is_good.any()):
         remedy = "The learning rates (train.actor_lr, train.critic_lr) may be too high, or the models' weights damaged."

@@ -150,7 +150,7 @@ class WorkLoop:
         finally:
             if self._records is not None:
                 for sample in batch.quarantined:
-                    self._records.append({"quarantined": sample})
+                    self._records.append({"quarantined": sample, "version": batch.version})
         if experience is None:
             self._settle(batch, [])
         else:

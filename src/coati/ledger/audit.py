@@ -5,17 +5,22 @@ ledger shows too: a number that was trained on twice, granted to two makers at o
 """
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coati.counting import counted
 from coati.errors import CheckpointError
 from coati.ledger.journal import JournalContent, read_journals
 from coati.ledger.rules import LedgerRules
 
 FATES = ("trained", "dropped", "quarantined", "open")
 """How a lease can end, and that it has not ended."""
+
+_MOST_DETAILS = 5  # of one fate; rarer ones are counted together
+_DETAIL_CHARACTERS = 60
 
 # For each kind of event: the state that a number must be in, and the one it is in afterwards.
 _MOVES = {
@@ -27,6 +32,10 @@ _MOVES = {
     "drop": (("open",), "dropped"),
     "quarantine": (("open",), "quarantined"),
 }
+
+
+Row = tuple[str, str, int, int]
+"""Of the account: fate, details, groups and samples."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,7 +57,7 @@ class Group:
     def details(self) -> str:
         """Why it was dropped, or where it is."""
         if self.fate != "open":
-            return self.reason.partition(" (samples ")[0]  # so that groups with the same reason are counted together
+            return _kind(self.reason)
         return f"being made by {self.maker}" if self.state == "open" else self.state
 
 
@@ -60,6 +69,8 @@ class StreamAccount:
         self.groups: dict[int, Group] = {}
         self.problems: list[str] = []
         """What must not be, with the numbers of the groups."""
+        self.repeats: Counter[tuple[str, str]] = Counter()
+        """How often groups were returned, and refused when they were delivered, with the reasons."""
         self._picked: list[int] = []
         self._num_trained = 0
         self._num_numbers = 0  # granted so far
@@ -73,9 +84,14 @@ class StreamAccount:
             if "state" in event:
                 self._take_over(event["state"])
             for group in self.groups.values():
-                group.state = "returned" if group.state == "open" else group.state
+                if group.state == "open":
+                    group.state = "returned"
+                    self.repeats["returned", "the run was resumed"] += 1
             return
         if kind == "publish":
+            return
+        if kind == "refuse":
+            self.repeats["refused", "delivered too late, or twice"] += len(event[kind])
             return
         if kind not in _MOVES:
             raise CheckpointError(
@@ -110,6 +126,8 @@ class StreamAccount:
             self.problems.append(f"group {number}: {kind} after it was {group.state or 'never granted'}")
         if kind == "grant":
             group.maker, group.granted_at = event["maker"], event["version"]
+        elif kind == "return":
+            self.repeats["returned", _kind(event["reason"])] += 1
         elif kind == "pick":
             self._picked.append(number)
         elif kind == "train":
@@ -152,15 +170,51 @@ class RunAccount:
     @property
     def oldest(self) -> int:
         """The greatest age of a group that was trained on, in versions."""
-        groups = (group for stream in self.streams for group in stream.groups.values())
-        return max((group.trained_at - group.granted_at for group in groups if group.state == "trained"), default=0)
+        trained = (group for group in self._groups if group.state == "trained")
+        return max((group.trained_at - group.granted_at for group in trained), default=0)
 
-    def table(self) -> list[tuple[str, str, int, int]]:
-        """Fate, details, groups and samples; the last row is the sum, what was leased."""
-        size = self.streams[0].rules.group_size
-        counts = Counter((g.fate, g.details) for stream in self.streams for g in stream.groups.values())
-        rows = sorted(counts.items(), key=lambda row: (FATES.index(row[0][0]), -row[1], row[0][1]))
-        return [(*row, count, count * size) for row, count in [*rows, (("leased", ""), counts.total())]]
+    @property
+    def num_trained(self) -> int:
+        """Samples that were trained on."""
+        return sum(group.state == "trained" for group in self._groups) * self._group_size
+
+    @property
+    def num_made(self) -> int:
+        """Samples that were delivered, with those that were refused."""
+        num_accepted = sum(group.state in ("delivered", "picked", "trained") for group in self._groups)
+        return num_accepted * self._group_size + sum(row[3] for row in self.repeated() if row[0] == "refused")
+
+    def table(self) -> list[Row]:
+        """What became of the groups; the last row is the sum, what was leased."""
+        groups = self._groups
+        rows = self._rows(Counter((group.fate, group.details) for group in groups))
+        return [*rows, ("leased", "", len(groups), len(groups) * self._group_size)]
+
+    def repeated(self) -> list[Row]:
+        """What was done more than once, which is no fate: groups that were returned, and refused deliveries."""
+        return self._rows(sum((stream.repeats for stream in self.streams), Counter()))
+
+    @property
+    def _groups(self) -> list[Group]:
+        return [group for stream in self.streams for group in stream.groups.values()]
+
+    @property
+    def _group_size(self) -> int:
+        return self.streams[0].rules.group_size if self.streams else 1
+
+    def _rows(self, counts: Counter[tuple[str, str]]) -> list[Row]:
+        rows: list[Row] = []
+        for fate in (*FATES, "returned", "refused"):
+            own = sorted((-count, details) for (one, details), count in counts.items() if one == fate)
+            if rare := own[_MOST_DETAILS:]:
+                own[_MOST_DETAILS:] = [(sum(count for count, _ in rare), counted(len(rare), "other reason"))]
+            rows += [(fate, details, -count, -count * self._group_size) for count, details in own]
+        return rows
+
+
+def _kind(reason: str) -> str:
+    """What groups with such a reason are counted under: without what tells one from the other."""
+    return re.split(r": | \(|\n", reason, maxsplit=1)[0][:_DETAIL_CHARACTERS]
 
 
 def audit_run(folder: Path) -> RunAccount:

@@ -22,7 +22,7 @@ Whatever changes is an event (`Ledger.events`), and the same events make the sam
 import dataclasses
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 from coati.ledger.pace import Paces
@@ -64,7 +64,6 @@ class Ledger:
         self.rules = rules
         self.version = 0
         self.num_picked = 0  # samples
-        self.num_refused = 0  # groups that came too late, or twice
         self.events: list[Event] = []
         """What has changed; the owner takes it from here."""
         self._first_epoch = 0
@@ -115,9 +114,11 @@ class Ledger:
         self._answers[maker] = (incarnation, ask), leases
         return leases
 
-    def deliver(self, leases: Iterable[Lease], *, now: float) -> list[Lease]:
+    def deliver(self, leases: Collection[Lease], *, now: float) -> list[Lease]:
         """Take in groups that were made; returns those that are wanted. The others were fenced, or came before."""
         fresh = [lease for lease in leases if self._is_open(lease)]
+        if refused := [lease.number for lease in leases if lease not in fresh]:
+            self.events.append({"refuse": refused})
         by_maker = Counter(self._works[lease.number].maker for lease in fresh)
         for maker, groups in by_maker.items():
             self._paces[maker].note_delivery(groups, self.rules.group_size, now)
@@ -135,9 +136,7 @@ class Ledger:
 
     def _is_open(self, lease: Lease) -> bool:
         work = self._works.get(lease.number)
-        is_open = work is not None and work.state == "open" and work.epoch == lease.epoch
-        self.num_refused += not is_open
-        return is_open
+        return work is not None and work.state == "open" and work.epoch == lease.epoch
 
     # What becomes of makers
 
@@ -293,7 +292,7 @@ class Ledger:
         if kind == "train":
             self._apply_train(event["train"], event["samples"])
             return
-        if kind == "publish":
+        if kind in ("publish", "refuse"):
             return
         if kind == "resume":
             rules, first = LedgerRules(**event["rules"]), event["first_epoch"]

@@ -67,10 +67,7 @@ class RunLog:
         self._warnings: set[str] = set()
         self.rewards: list[tuple[float, float]] = []  # (version, mean reward)
         self.kls: list[tuple[float, float]] = []  # (version, KL per sample)
-        self.num_dropped = 0
-        self.num_quarantined = 0
-        self._num_quarantine_left = _MAX_QUARANTINED
-        self.num_skipped_prompts = 0
+        self._quarantined: set[int] = set()  # ids of the samples in quarantine.jsonl
         self.restarts: Mapping[str, int] = {}
         """How often makers and trainers that died were started again; the owner keeps it up to date."""
         self._restarted_at: list[int] = []  # versions from which trainers continued
@@ -97,18 +94,18 @@ class RunLog:
             self._restarted_at.append(version)
         rows = cut_jsonl(self._folder / "metrics.jsonl", lambda row: row["step"] <= step)
         cut_jsonl(self._folder / "samples.jsonl", lambda row: row["version"] < version)
+        failed = cut_jsonl(self._folder / "quarantine.jsonl", lambda row: row["version"] < version)
+        self._quarantined = {row["sample_id"] for row in failed}
         self._rows = deque(row for row in self._rows if row["step"] <= step)
         self._made = {made_by: made for made_by, made in self._made.items() if made_by < version}
         self._step = int([{"step": 0}, *rows, *self._rows][-1]["step"])
         self._maker_version = self.trainer_version = self._next_sampled_version = version
-        self.num_samples = self.num_dropped = self.num_quarantined = self.num_skipped_prompts = 0
         written = {float(row["version"]): row for row in rows if "reward/mean" in row}
         for series, name in ((self.rewards, "reward/mean"), (self.kls, "kl/per_sample")):
             known = {number: value for number, value in series if number < version}
             series[:] = sorted(({number: row[name] for number, row in written.items()} | known).items())
-        for numbers in (*rows, *map(values_of, self._made.values())):
-            self.num_samples += int(numbers.get("maker/samples", 0.0))
-            self._count_losses(numbers)
+        made = [*rows, *map(values_of, self._made.values())]
+        self.num_samples = int(sum(numbers.get("maker/samples", 0.0) for numbers in made))
         for tracker in self._trackers:
             if isinstance(tracker, TensorBoardTracker):
                 tracker.continue_from(self._step + 1)
@@ -119,9 +116,7 @@ class RunLog:
             if "warning" in record:
                 continue
             if "quarantined" in record:
-                if self._num_quarantine_left:
-                    self._num_quarantine_left -= 1
-                    self._append("quarantine", [record["quarantined"]])
+                self._quarantine({"version": record["version"], **record["quarantined"]})
                 continue
             version = int(record["version"])
             if any(start <= version for start in self._restarted_at[record.get("incarnation", 0) :]):
@@ -214,12 +209,6 @@ class RunLog:
         values = values_of(made)
         self.rewards.append((float(self._maker_version), values["reward/mean"]))
         self.kls.append((float(self._maker_version), values["kl/per_sample"]))
-        self._count_losses(values)
-
-    def _count_losses(self, numbers: Mapping[str, float]) -> None:
-        self.num_dropped += int(numbers.get("maker/dropped", 0.0))
-        self.num_quarantined += int(numbers.get("maker/quarantined", 0.0))
-        self.num_skipped_prompts += int(numbers.get("maker/skipped_prompts", 0.0))
 
     def _write_rows(self, *, is_end: bool = False) -> None:
         """Write the rows that are complete, in order."""
@@ -239,6 +228,12 @@ class RunLog:
             self._append("metrics", [row])
             numbers = {name: value for name, value in row.items() if name not in ("step", "time")}
             self._track("log", int(row["step"]), numbers)
+
+    def _quarantine(self, sample: Mapping[str, Any]) -> None:
+        """Write a sample down, once: a group that is granted again has the same samples."""
+        if sample["sample_id"] not in self._quarantined and len(self._quarantined) < _MAX_QUARANTINED:
+            self._quarantined.add(sample["sample_id"])
+            self._append("quarantine", [sample])
 
     def _keep_samples(self, version: int, samples: list[dict[str, Any]]) -> None:
         if not samples or version < self._next_sampled_version:

@@ -140,7 +140,7 @@ def test_what_was_granted_after_a_checkpoint_is_refused_after_every_restart(monk
 
 def test_what_comes_to_nothing_is_replaced_by_another_lease(story):
     first = story.ask(100)
-    endings = [Ending(first[0], "prompt skipped: too long"), Ending(first[1], "no reward", "quarantine")]
+    endings = [Ending(first[0], "prompt skipped, too long"), Ending(first[1], "no reward", "quarantine")]
     assert numbers(story.ask(100, endings=endings)) == [2 * VERSION, 2 * VERSION + 1]
     story.deliver(first)
     assert story.sample() == [2, 3]

@@ -121,7 +121,7 @@ def test_prompts_that_cannot_be_used_are_given_back_with_the_reason():
     story = Story(lead=0, unusable=[0, 2, 4])
     assert ids(story.prompts.poll()) == [1, 3]
     assert ids(story.prompts.poll()) == [5]
-    assert story.endings() == [(0, "prompt skipped: too long"), (2, "prompt skipped: too long")]
+    assert story.endings() == [(0, "prompt skipped, too long"), (2, "prompt skipped, too long")]
     assert ids(story.prompts.poll()) == [6]
 
 

@@ -101,6 +101,12 @@ def test_a_group_with_a_bad_sample_is_left_out_as_a_whole_and_its_lease_says_why
     assert (metrics["maker/quarantined"].value, metrics["maker/dropped"].value) == (4.0, 0.0)
 
 
+@pytest.mark.parametrize(("bad", "expected"), [([2], "on 1 sample,"), ([2, 7], "on 2 samples,")])
+def test_a_warning_says_on_how_many_samples_it_failed(llama, caplog, bad, expected):
+    Rig(llama, bad=bad).make()
+    assert expected in caplog.text
+
+
 def test_what_is_written_down_has_the_input_the_completion_and_the_error(llama):
     (record,) = Rig(llama, bad=[2]).make().quarantined
     assert (record["sample_id"], record["group_id"], record["prompt"]) == (2, 1, "prompt 1")

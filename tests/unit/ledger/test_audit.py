@@ -77,6 +77,42 @@ def test_every_group_has_one_fate_with_its_reason(tmp_path, capsys):
     assert "over the limit" in capsys.readouterr().out
 
 
+def test_what_was_made_twice_is_shown_below_the_account(tmp_path, capsys):
+    rules = dataclasses.asdict(RULES)
+    events = [
+        grant(0, 1, 2), {"return": [0, 1], "reason": "slow maker", "is_slow": True}, grant(0, 1, maker="maker-1"),
+        {"deliver": [0]}, {"refuse": [0]}, {"refuse": [1]},
+        {"resume": 0, "events": 6, "first_epoch": 9, "rules": rules},
+    ]  # fmt: skip
+    write(tmp_path, RULES, events)
+    account = audit_run(tmp_path)
+    assert account.repeated() == [
+        ("returned", "slow maker", 2, 4),
+        ("returned", "the run was resumed", 2, 4),
+        ("refused", "delivered too late, or twice", 2, 4),
+    ]
+    assert (account.num_made, account.num_trained) == (6, 0)  # 0, and both that were refused
+    assert account.table()[-1] == ("leased", "", 3, 6)
+    run_audit(tmp_path)
+    below = capsys.readouterr().out.partition("leased")[2]
+    assert "slow maker" in below
+    assert "refused" in below
+
+
+def test_a_table_is_short_whatever_reasons_there_are(tmp_path):
+    fault = "Reward function 'judge' raised KeyError: 'no {0}' (at rewards.py:3) (samples {0})"
+    reasons = [fault.format(number) for number in range(4)] + [f"{'x' * number} no good" for number in range(90, 97)]
+    ends = [{"quarantine": [number], "reason": reason} for number, reason in enumerate(reasons)]
+    write(tmp_path, RULES, [grant(*range(11)), *ends])
+    rows = audit_run(tmp_path).table()
+    assert rows[1] == ("quarantined", "Reward function 'judge' raised KeyError", 4, 8)
+    assert len(rows) < 8
+    assert max(len(row[1]) for row in rows) <= 60
+    ends = [{"drop": [number], "reason": f"reason {number}"} for number in range(11, 20)]
+    write(tmp_path / "many", RULES, [grant(*range(20)), *ends])
+    assert audit_run(tmp_path / "many").table()[5] == ("dropped", "4 other reasons", 4, 8)
+
+
 def test_a_group_that_is_trained_on_twice_is_named(tmp_path, capsys):
     again = [{"deliver": [0]}, {"pick": [0]}, {"pick": [0]}, {"train": 1}]
     found = problems_of(tmp_path, grant(0), *again)

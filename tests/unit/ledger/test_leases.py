@@ -81,6 +81,8 @@ def test_what_was_made_for_a_lease_before_a_restore_is_refused(first_epoch: int)
     assert [lease.number for lease in again] == [lease.number for lease in before]
     assert min(lease.epoch for lease in again) >= first_epoch
     assert restored.deliver([*before, *again], now=2.0) == again
+    assert restored.events[1:] == [{"refuse": [0, 1]}, {"deliver": [0, 1]}]
+    assert Ledger.replayed(ledger.rules, restored.events).makers == []  # which knows all these events
 
 
 def test_a_version_ends_with_what_was_picked_for_it() -> None:

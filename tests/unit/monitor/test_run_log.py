@@ -353,8 +353,19 @@ def test_on_begin_is_called_when_training_begins(make_log):
 
 def test_the_first_samples_in_quarantine_are_written_down(tmp_path):
     log = RunLog(tmp_path, total_steps=1)
-    log.maker_records({"quarantined": {"sample_id": number}} for number in range(1200))
+    log.maker_records({"quarantined": {"sample_id": number}, "version": 0} for number in range(1200))
     assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == list(range(1000))
+
+
+def test_a_sample_is_in_quarantine_once_however_often_it_is_made(tmp_path):
+    log = RunLog(tmp_path, total_steps=1)
+    failed = [{"quarantined": {"sample_id": number}, "version": number} for number in range(3)]
+    log.maker_records([*failed, failed[0]])  # its group was granted again
+    log = RunLog(tmp_path, total_steps=1)
+    log.continue_from(2, 2)
+    assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == [0, 1]
+    log.maker_records(failed)
+    assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == [0, 1, 2]
 
 
 def test_when_trainers_are_started_again_what_came_after_their_checkpoint_is_made_again(tmp_path):
