@@ -44,12 +44,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "naive": {"correction": "none"},
     "decoupled": {"correction": "decoupled", "importance": "truncate", "importance_cap": NO_CAP},
     "truncated": {"correction": "decoupled", "importance": "truncate", "importance_cap": 2.0},
-    "vtrace": {
-        "correction": "decoupled",
-        "importance": "truncate",
-        "importance_cap": 2.0,
-        "estimator": "vtrace",
-    },
 }
 
 # Further variants, run when asked for by name.

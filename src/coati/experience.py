@@ -69,8 +69,6 @@ class _SampleFields:
     temperatures: Tensor | None = None
     # log-probs under the weights with which the learner first saw the batch, [B, A]; written by the learner.
     proximal_log_probs: Tensor | None = None
-    # The critic's target where it is not advantages + values (V-trace), [B, A]; written by the learner.
-    returns: Tensor | None = None
     # log-probs under the initial model, [B, A]; only where the KL penalty is a term of the loss.
     reference_log_probs: Tensor | None = None
 
@@ -379,8 +377,6 @@ def _default(item: BufferItem, name: str) -> Tensor:
         return torch.ones_like(item.action_log_probs, dtype=torch.bool)
     if name in ("proximal_log_probs", "reference_log_probs"):
         return item.action_log_probs
-    if name == "returns":
-        return item.advantages + item.values
     if name == "temperatures":
         return torch.ones((), device=item.sequences.device)
     if name == "policy_versions":

@@ -38,7 +38,7 @@ STRATEGIES = {
 }
 TRAIN = TrainSettings(actor_lr=1e-3, critic_lr=2e-3, micro_batch_size=2, max_grad_norm=0.5)
 ALGORITHM = AlgorithmSettings(entropy_coef=0.01, correction="none")
-OFF_POLICY = AlgorithmSettings(entropy_coef=0.01, correction="decoupled", estimator="vtrace")
+OFF_POLICY = AlgorithmSettings(entropy_coef=0.01, correction="decoupled")
 
 
 def write_models(folder):

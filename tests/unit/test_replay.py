@@ -220,12 +220,12 @@ def test_a_run_that_was_stopped_and_resumed_replays_to_the_bit(finished):
     assert seen == [(version, 7) for version in range(8)]
 
 
-def test_so_does_one_with_groups_adapters_with_dropout_epochs_and_the_other_engine(settings, tmp_path):
+def test_so_does_one_with_groups_adapters_epochs_and_the_other_engine(settings, tmp_path):
     config = settings(
         tmp_path / "run",
         rollout={"engine": "reference", "samples_per_prompt": 2},
         algorithm={"name": "grpo"},
-        lora={"rank": 2, "dropout": 0.2},
+        lora={"rank": 2},
         train={"epochs": 2},
     )
     Interleaved(config, seed=3, dies=True)

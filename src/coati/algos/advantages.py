@@ -56,36 +56,20 @@ def gae(
     >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), mask, gamma=1.0, lam=1.0).tolist()
     [[0.5, 0.5]]
     """
-    return discounted_sums(td_errors(rewards, values, mask, gamma=gamma), mask, decay=gamma * lam)
-
-
-def td_errors(
-    rewards: Tensor,  # [B, T]
-    values: Tensor,  # [B, T] value of the state before each token
-    mask: Tensor,  # [B, T] bool, a prefix of True in each row
-    *,
-    gamma: float,
-) -> Tensor:
-    """δ_t = r_t + γ V_{t+1} - V_t, `[B, T]`, with V = 0 after the last response token; zeros on padding."""
     clean_rewards = zero_padding(rewards, mask, name="rewards")
     clean_values = zero_padding(values, mask, name="values")
-    return clean_rewards + gamma * one_later(clean_values) - clean_values
-
-
-def one_later(values: Tensor) -> Tensor:
-    """At each position what `values` `[B, T]` hold one position later, and 0 at the last."""
-    return torch.nn.functional.pad(values, (0, 1))[:, 1:]
+    next_values = torch.nn.functional.pad(clean_values, (0, 1))[:, 1:]
+    return discounted_sums(clean_rewards + gamma * next_values - clean_values, mask, decay=gamma * lam)
 
 
 def discounted_sums(
     terms: Tensor,  # [B, T] zeros on padding
     mask: Tensor,  # [B, T] bool, a prefix of True in each row
     *,
-    decay: float | Tensor,  # one number, or [B, T]
+    decay: float,
 ) -> Tensor:
-    """S_t = terms_t + decay_t · S_{t+1} for each t, `[B, T]`, and 0 after the end."""
+    """S_t = terms_t + decay · S_{t+1} for each t, `[B, T]`, and 0 after the end."""
     if terms.is_cuda:  # hundreds of sums so small that the host is done with all of them before a GPU has begun them
-        decay = decay.cpu() if isinstance(decay, Tensor) else decay
         return discounted_sums(terms.cpu(), mask.cpu(), decay=decay).to(terms.device)
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         raise DataError(
@@ -95,11 +79,10 @@ def discounted_sums(
     if terms.shape[1] == 0:
         return terms
     columns = terms.unbind(dim=1)
-    decays = (decay if isinstance(decay, Tensor) else torch.full_like(terms, decay)).unbind(dim=1)
     sums = [columns[-1]]
     # Backwards through the padding first: its terms are zero, so each row starts at its own last token.
-    for column, factor in zip(columns[-2::-1], decays[-2::-1], strict=True):
-        sums.append(column + factor * sums[-1])
+    for column in columns[-2::-1]:
+        sums.append(column + decay * sums[-1])
     return torch.stack(sums[::-1], dim=1)
 
 

@@ -1,9 +1,9 @@
-"""Training on data that an older policy sampled: importance weights, and V-trace.
+"""Training on data that an older policy sampled: importance weights.
 
 Three policies are told apart. The *behavior* policy sampled the tokens, perhaps several versions ago; the *proximal*
 policy is the one the step starts from, whose neighbourhood the clip keeps; the *current* policy is being trained.
 Decoupled PPO is `clipped_policy_loss` around the proximal policy, its advantages times importance weights. On-policy,
-behavior and proximal are the same, and it and `vtrace` become, bit for bit, plain PPO and `gae`.
+behavior and proximal are the same, and it becomes, bit for bit, plain PPO.
 
 With d = log policy(token) - log behavior(token), a token's weight is w = exp(d), and a response's is the
 product over its tokens, exp(Σ d). Weighted by w, data of an older policy is unbiased for the newer one; the
@@ -25,7 +25,6 @@ from typing import Literal, NamedTuple, assert_never
 import torch
 from torch import Tensor
 
-from coati.algos.advantages import discounted_sums, one_later, td_errors
 from coati.algos.losses import largest
 from coati.algos.masked import divide_by_count, zero_padding
 from coati.errors import ConfigError
@@ -77,15 +76,6 @@ class WeightSums(NamedTuple):
         # Rounding may step over 1; -inf - -inf of an empty sum is nan.
         share = log_share.exp().clamp(max=1.0)
         return torch.where(self.log_sum == -math.inf, torch.zeros_like(share), share)
-
-
-class VTraceOutput(NamedTuple):
-    """Both `[B, T]`, zeros on padding."""
-
-    targets: Tensor
-    """What the critic should answer."""
-    advantages: Tensor
-    """What the policy loss should weigh the tokens by, before any importance weight."""
 
 
 def importance_weights(
@@ -170,48 +160,3 @@ def _samples(log_ratios: Tensor, mask: Tensor, level: ImportanceLevel) -> tuple[
     """Log-weights, 0 where there is no sample, and where there is: `[B, T]` tokens or `[B]` responses."""
     clean = zero_padding(log_ratios.detach(), mask, name="log_ratios")
     return (clean, mask) if level == "token" else (clean.sum(-1), mask.any(-1))
-
-
-def vtrace(
-    rewards: Tensor,  # [B, T]
-    values: Tensor,  # [B, T] value of the state before each token
-    log_ratios: Tensor,  # [B, T] proximal - behavior
-    mask: Tensor,  # [B, T] bool, a prefix of True in each row
-    *,
-    gamma: float,
-    lam: float,
-    rho_bar: float,
-    c_bar: float,
-) -> VTraceOutput:
-    """IMPALA's corrected targets with a λ on the traces, and advantages to go with them.
-
-    With w_t = exp(log_ratio_t), ρ_t = min(rho_bar, w_t), c_t = min(c_bar, w_t), V = 0 after the last response
-    token and δ_t = r_t + γ V_{t+1} - V_t,
-
-        D_t       = Σ_{s ≥ t} (γλ)^{s-t} · (c_t ⋯ c_{s-1}) · ρ_s δ_s
-        target_t  = V_t + D_t
-        A_t       = δ_t + γλ · D_{t+1}
-
-    `rho_bar` decides which policy's value the targets converge to (∞: the proximal one's), `c_bar` only how
-    fast.
-
-    The advantage is IMPALA's r_t + γ target_{t+1} - V_t at λ = 1; at smaller λ the bootstrap is the mixture
-    (1 - λ) V_{t+1} + λ target_{t+1}, which makes A the GAE of the same λ when all ratios are 1. Its leading ρ_t is left
-    out: the importance weight of the token itself belongs to the loss, and would count twice.
-    """
-    if not rho_bar >= c_bar >= 0:
-        raise ConfigError(
-            f"V-trace needs rho_bar ≥ c_bar ≥ 0, got rho_bar {rho_bar} and c_bar {c_bar}. "
-            "Use 1.0 for both; without the order the targets need not converge."
-        )
-    deltas = td_errors(rewards, values, mask, gamma=gamma)  # [B, T]
-    # In the dtype of the deltas, so that γλ · 1 is rounded as it is in `gae`.
-    clean_log_ratios = zero_padding(log_ratios.detach(), mask, name="log_ratios").to(deltas.dtype)
-    ratios = finite_ratio(clean_log_ratios)  # [B, T], 1 on padding
-    corrections = discounted_sums(
-        ratios.clamp(max=rho_bar) * deltas, mask, decay=gamma * lam * ratios.clamp(max=c_bar)
-    )  # [B, T] D_t
-    return VTraceOutput(
-        targets=corrections + zero_padding(values, mask, name="values"),
-        advantages=deltas + gamma * lam * one_later(corrections),
-    )

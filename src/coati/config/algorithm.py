@@ -118,11 +118,6 @@ class AlgorithmSettings(Section, section="algorithm"):
         "token", "Importance weights of single tokens, or of whole responses."
     )
     importance_cap: float = setting(2.0, "Largest importance weight.", ge=1)
-    estimator: Literal["gae", "vtrace"] = setting(
-        "gae",
-        "PPO's advantages and critic targets: the maker's (gae), or corrected by the trainer for the data's age "
-        "(vtrace).",
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -187,8 +182,6 @@ class AlgorithmSettings(Section, section="algorithm"):
         if self.kl_in == "loss" and self.kl_coef > 0 and self.kl_estimator == "k1":
             rule = '"k2" or "k3" while algorithm.kl_in is "loss" (the gradient of k1 averages to zero)'
             yield "kl_estimator", rule, "k1", "Use k3."
-        if self.estimator == "vtrace" and not self.uses_critic:
-            yield "estimator", f'"gae" {with_name} has no critic', "vtrace", "Leave it out, or use ppo."
         if self.dynamic_sampling and not self.uses_groups:
             rule = f"false {with_name} does not compare the samples of a prompt"
             yield "dynamic_sampling", rule, True, "Use dapo or grpo."

@@ -70,7 +70,6 @@ class LoRASettings(Section, section="lora"):
 
     rank: int = setting(0, "Rank of the adapters; 0 = off.", ge=0)
     alpha: float = setting(16.0, "Adapters are scaled by alpha / rank.", gt=0)
-    dropout: float = setting(0.0, "Dropout on the adapters' input.", ge=0, lt=1)
     target_modules: Texts = setting(
         (), "Names of the layers that get adapters; empty = all linear layers but the output head."
     )

@@ -42,7 +42,6 @@ def add_lora(model: PreTrainedModel | nn.Module, settings: LoRASettings | None, 
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
-        lora_dropout=settings.dropout,
         target_modules=list(settings.target_modules) or "all-linear",
         task_type=task,
     )

@@ -19,21 +19,14 @@ from coati.trainer.strategies.sharded import transformer_blocks
 
 
 def set_learning_mode(model: nn.Module) -> None:
-    """Turn dropout off, except LoRA's: it would make the ratio to the sampling policy differ from 1 on its own data.
+    """Turn dropout off: it would make the ratio to the sampling policy differ from 1 on its own data.
 
     Layers that compute their activations twice do so only in training mode, so these alone stay in it.
     """
     model.eval()
-    for name, module in model.named_modules():
-        if "lora_dropout" in name:
-            module.train()
-        elif isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
             module.training = True
-
-
-def is_random(model: nn.Module) -> bool:
-    """Whether two passes give two results: LoRA's dropout is on."""
-    return any("lora_dropout" in name and getattr(module, "p", 0.0) > 0 for name, module in model.named_modules())
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -1,16 +1,15 @@
 """The policy's objective: which ratio is clipped around what, how tokens add up, the KL term, the correction for age.
 
-A batch is prepared once, when the learner first sees it: the log-probs of the weights it starts from are the
-*proximal* policy, and the ratio proximal / behavior says how far the policy has moved since the tokens were sampled.
-The prepared fields stay on the batch, so that later epochs are held to the same proximal policy.
+The first step on a batch writes the log-probs of the weights that it starts from onto it: they are the *proximal*
+policy, and the ratio proximal / behavior says how far the policy has moved since the tokens were sampled. Later epochs
+are held to the same proximal policy.
 """
 
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from coati.algos.advantages import shaped_rewards
-from coati.algos.importance import importance_weights, ratio_tails, vtrace, weight_sums
+from coati.algos.importance import importance_weights, ratio_tails, weight_sums
 from coati.algos.kl import kl_penalty
 from coati.algos.losses import PolicyLossOutput, clipped_policy_loss, loss_weights, sequence_policy_loss
 from coati.config import AlgorithmSettings
@@ -48,7 +47,7 @@ def policy_objective(
     counts: StepCounts,
     algorithm: AlgorithmSettings,
 ) -> PolicyObjective:
-    """Apply the algorithm, its `correction` resolved, to a micro-batch; a decoupled one needs a prepared batch."""
+    """Apply the algorithm, its `correction` resolved, to a micro-batch; a decoupled one needs proximal log-probs."""
     mask = part.full_action_mask()
     shares = loss_weights(
         mask,
@@ -99,36 +98,8 @@ def _reference_of(part: Experience, algorithm: AlgorithmSettings) -> Tensor:
     return part.reference_log_probs
 
 
-def prepare(
-    experience: Experience,
-    algorithm: AlgorithmSettings,
-    *,
-    proximal_log_probs: Tensor,  # [B, A] under the weights that the step starts from
-    values: Tensor,  # [B, A] by the critic that the step starts from
-) -> None:
-    """Write the proximal log-probs onto the batch and, for V-trace, new advantages, values and targets."""
-    mask = experience.full_action_mask()
-    proximal = proximal_log_probs.masked_fill(~mask, 0.0)
-    experience.proximal_log_probs = proximal
-    if algorithm.estimator == "vtrace":
-        rewards = shaped_rewards(experience.reward, experience.kl, mask, kl_coef=algorithm.kl_reward_coef)
-        corrected = vtrace(
-            rewards,
-            values,
-            proximal - experience.action_log_probs,
-            mask,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            rho_bar=1.0,
-            c_bar=1.0,
-        )
-        experience.values = values.masked_fill(~mask, 0.0)
-        experience.advantages = corrected.advantages
-        experience.returns = corrected.targets
-
-
 def token_weights(part: Experience, algorithm: AlgorithmSettings) -> Tensor:
-    """Importance weight of each response token of a prepared batch, [B, A]."""
+    """Importance weight of each response token of a batch with proximal log-probs, [B, A]."""
     assert part.proximal_log_probs is not None
     return importance_weights(
         part.proximal_log_probs,
@@ -143,7 +114,7 @@ def token_weights(part: Experience, algorithm: AlgorithmSettings) -> Tensor:
 def measure_off_policy(
     numbers: StepNumbers, experience: Experience, algorithm: AlgorithmSettings, *, num_tokens: Tensor
 ) -> None:
-    """Add this rank's part of how far the data is from the policy that learns from it, if the batch was prepared."""
+    """Add this rank's part of how far the data is from the policy that learns from it, if the batch says so."""
     if experience.proximal_log_probs is None:
         return
     mask = experience.full_action_mask()

@@ -28,7 +28,6 @@ from coati.trainer.modes import (
     check_compiler,
     checkpoint_activations,
     compile_blocks,
-    is_random,
     make_optimizer,
     set_learning_mode,
 )
@@ -38,11 +37,9 @@ from coati.trainer.objective import (
     measure_off_policy,
     off_policy_metrics,
     policy_objective,
-    prepare,
 )
 from coati.trainer.step_numbers import StepNumbers, explained_variance
 from coati.trainer.strategies import Strategy
-from coati.trainer.strategies.ranks import random_state, restore_random_state
 
 
 class PPOLearner:
@@ -65,8 +62,6 @@ class PPOLearner:
         optimizer_class: type[Optimizer] = torch.optim.Adam,
     ) -> None:
         train, algorithm = train or TrainSettings(), algorithm or AlgorithmSettings()
-        if critic is None and algorithm.estimator == "vtrace":
-            raise ConfigError("algorithm.estimator = 'vtrace' needs a critic, got none. Use 'gae', or pass a critic.")
         if algorithm.normalization == "constant" and max_response_tokens < 1:
             raise ConfigError(
                 "max_response_tokens must be 1 or more with algorithm.normalization = 'constant', which divides by it, "
@@ -97,9 +92,6 @@ class PPOLearner:
             set_learning_mode(model)
         self._health = TrainingHealth(self.models, self.optimizers, strategy)
         self._pass_size = PassSize(train, strategy)
-        # The log-probs of a step's own pass are those of the weights it starts from, so no extra pass is needed; unless
-        # V-trace wants advantages before the pass, or dropout makes every pass another policy.
-        self._is_prepared_by_its_pass = algorithm.estimator == "gae" and not is_random(self.models["actor"])
         self._schedules = [
             get_scheduler(
                 "constant_with_warmup" if train.lr_schedule == "constant" else train.lr_schedule,
@@ -138,32 +130,25 @@ class PPOLearner:
         """
         experience.validate()
         experience.to_device(self.device)
-        before, random = dataclasses.replace(experience), random_state(self.device)
         while True:
-            try:
+            with contextlib.suppress(PassTooLarge):
                 return self._try_step(experience)
-            except PassTooLarge:
-                vars(experience).update(vars(before))  # what was prepared, by passes that no step is made of
-                restore_random_state(dict(random), self.device)
             free_memory()
 
     def _try_step(self, experience: Experience) -> dict[str, float]:
         """Make the passes of a step and the step; raises `PassTooLarge`, with all as it was, if it must start over."""
         batches = MicroBatches(experience, self.actor, self.critic, self.strategy, self.train_settings, self._pass_size)
-        needs_proximal = self.algorithm.correction == "decoupled" or self.algorithm.estimator == "vtrace"
-        is_new = needs_proximal and experience.proximal_log_probs is None
         numbers = StepNumbers()
         rates = {
             f"optim/{label}_lr": float(optimizer.param_groups[0]["lr"]) for label, optimizer in self.optimizers.items()
         }
         has_state = self._health.num_steps > 0  # the optimizers make theirs in the first step
         try:
-            if is_new and not self._is_prepared_by_its_pass:
-                self._prepare(experience, batches)
             counts, advantages = self._counts_and_advantages(experience)
             logprobs = self._passes(batches, advantages, counts, numbers)
-            if is_new and self._is_prepared_by_its_pass:
-                prepare(experience, self.algorithm, proximal_log_probs=logprobs, values=experience.values)
+            if self.algorithm.correction == "decoupled" and experience.proximal_log_probs is None:
+                # The log-probs of a step's own pass are those of the weights that it starts from.
+                experience.proximal_log_probs = logprobs.masked_fill(~experience.full_action_mask(), 0.0)
             faults.reach("trainer.after_backward")
             norms = self._apply_gradients(experience, int(counts.tokens))
             faults.reach("trainer.after_step")
@@ -227,36 +212,6 @@ class PPOLearner:
             advantages = masked_whiten(advantages, mask, moments=numbers.moments["advantages"])
         return StepCounts(numbers.shares["tokens"], numbers.shares["sequences"], self._max_response_tokens), advantages
 
-    @torch.no_grad()
-    def _prepare(self, experience: Experience, batches: MicroBatches) -> None:
-        """First sight of a batch: note what the weights that we start from think of it."""
-        logprobs, values = [], []
-        for model in self.models.values():
-            model.eval()  # LoRA's dropout too: the proximal policy is one policy, not a random one
-        try:
-            with self._pass_size.agreed(batches):
-                for one in batches.passes(experience.advantages):
-                    part = one.part
-                    forward = (part.sequences, part.attention_mask, part.num_actions)
-                    with self._pass_size.explained("actor", one):
-                        proximal, _ = action_logprobs(self.actor, *forward, temperatures=part.temperatures)
-                    value = part.values
-                    if self.algorithm.estimator == "vtrace":
-                        with self._pass_size.explained("critic", one):
-                            value = action_values(self.models["critic"], *forward)
-                    if one.is_real:
-                        logprobs.append(proximal)
-                        values.append(value)
-        finally:
-            for model in self.models.values():
-                set_learning_mode(model)
-        prepare(
-            experience,
-            self.algorithm,
-            proximal_log_probs=batches.joined(logprobs),
-            values=batches.joined(values),
-        )
-
     def _passes(self, batches: MicroBatches, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> Tensor:
         """Add up the gradients of all passes; returns the log-probs of the batch, [B, A]."""
         logprobs: list[Tensor] = []
@@ -314,7 +269,7 @@ class PPOLearner:
         value = clipped_value_loss(
             values,
             part.values,
-            _targets(part),
+            part.advantages + part.values,
             part.full_action_mask(),
             clip=self.algorithm.value_clip,
             num_tokens=counts.tokens,
@@ -361,7 +316,7 @@ class PPOLearner:
         mask = experience.full_action_mask()
         measure_off_policy(numbers, experience, self.algorithm, num_tokens=counts.tokens)
         if self.critic is not None:
-            returns = _targets(experience)
+            returns = experience.advantages + experience.values
             numbers.moments["returns"] = masked_moments(returns, mask)
             numbers.moments["residuals"] = masked_moments(returns - experience.values, mask)
         numbers = numbers.over_all_ranks(self.strategy.all_gather)
@@ -384,8 +339,3 @@ class PPOLearner:
                 ),
             }
         return metrics
-
-
-def _targets(experience: Experience) -> Tensor:
-    """What the critic should have said, [B, A]."""
-    return experience.advantages + experience.values if experience.returns is None else experience.returns

@@ -58,7 +58,6 @@ def test_a_saved_config_says_everything_and_loads_to_the_same(tmp_path):
     [
         (["algorithm=gpro"], 'algorithm.name must be "ppo", "grpo"'),
         (["algorithm=grpo", "algorithm.kl_estimator=k1"], 'algorithm.kl_estimator must be "k2" or "k3"'),
-        (["algorithm=grpo", "algorithm.estimator=vtrace"], "which has no critic"),
         (["algorithm.dynamic_sampling=true"], "algorithm.dynamic_sampling must be false"),
         (["algorithm=gspo", "algorithm.normalization=token"], 'algorithm.normalization must be "sequence"'),
         (["algorithm=grpo", "rollout.samples_per_prompt=1"], "rollout.samples_per_prompt must be 2 or more"),

@@ -119,7 +119,7 @@ BROKEN = [
     ("model.path=''", "a non-empty string", '""', "runs/demo/model"),
     ("run.name=a/b", "letters, digits", '"a/b"', "Set run.name"),
     ("run.seed=-1", "from 0", "-1", "default, 0"),
-    ("lora.dropout=1.0", "below 1", "1.0", "default, 0.0"),
+    ("lora.alpha=0", "above 0", "0", "default, 16.0"),
     ("lora.target_modules=[1]", "a string", "1", "default, []"),
     ('lora.target_modules="q"', "a list of strings", '"q"', "default, []"),
     ("reward.environment={ a = 1 }", "a list of strings", '{"a": 1}', "default, []"),
@@ -196,7 +196,7 @@ def test_missing_required_keys_are_named_with_an_example():
         ("run.resume=true", "coati train --resume"),
         ("logging.wandb=true", "trackers"),
         ("train.cosine=1", "[train] has"),  # resembles train.compile
-        ("lora.zzz=1", "[lora] has rank, alpha, dropout, target_modules; docs/from-trl.md"),
+        ("lora.zzz=1", "[lora] has rank, alpha, target_modules; docs/from-trl.md"),
     ],
 )
 def test_an_unknown_key_suggests_a_known_one(override, suggestion):
@@ -236,7 +236,7 @@ def test_a_section_that_is_no_table(tmp_path):
 
 def test_all_problems_come_at_once_and_rules_between_sections_when_those_are_sound():
     between = "topology.update_lora_weights=true"
-    message = error_of("train.batch_size=true", "train.zzz=1", "lora.dropout=0.5", "rollout.top_k=-1", between)
+    message = error_of("train.batch_size=true", "train.zzz=1", "lora.alpha=0.5", "rollout.top_k=-1", between)
     lines = message.splitlines()
     assert lines[0] == "3 settings are wrong:"
     keys = ["rollout.top_k", "train.batch_size", "train.zzz"]

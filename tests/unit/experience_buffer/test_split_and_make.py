@@ -59,7 +59,6 @@ def samples(draw):
         policy_versions=torch.full((actions,), draw(st.integers(0, 9))),
         temperatures=torch.tensor(draw(st.floats(0.5, 2, width=32))),
         proximal_log_probs=torch.arange(actions) - 0.25,
-        returns=torch.arange(actions) + 0.75,
         reference_log_probs=torch.arange(actions) - 0.5,
         **floats,
     )
@@ -139,18 +138,16 @@ def test_what_samples_of_a_hand_written_maker_lack_gets_a_neutral_value(item):
         temperatures=torch.tensor(0.5),
         proximal_log_probs=torch.tensor([-5.0, -6.0]),
         reference_log_probs=torch.tensor([-7.0, -8.0]),
-        returns=torch.tensor([9.0, 10.0]),
         group_ids=torch.tensor(11),
     )
     lacking = ("attention_mask", "action_mask", "policy_versions", "temperatures", "proximal_log_probs")
-    lacking += ("reference_log_probs", "returns", "group_ids", "sample_ids")
+    lacking += ("reference_log_probs", "group_ids", "sample_ids")
     theirs = dataclasses.replace(item(2, prompt=2, actions=1), **dict.fromkeys(lacking))
     batch = make_experience_batch([ours, theirs])
     assert batch.attention_mask.tolist() == [[0, 1, 1, 1], [1, 1, 1, 0]]
     assert batch.action_mask.tolist() == [[True, True], [True, False]]
     assert batch.policy_versions.tolist() == [[3, 4], [-1, 0]]
     assert batch.temperatures.tolist() == [0.5, 1.0]
-    assert batch.returns.tolist() == [[9.0, 10.0], [(theirs.advantages + theirs.values).item(), 0.0]]
     assert batch.proximal_log_probs.tolist() == [[-5.0, -6.0], [theirs.action_log_probs.item(), 0.0]]
     assert batch.reference_log_probs.tolist() == [[-7.0, -8.0], [theirs.action_log_probs.item(), 0.0]]
     assert (batch.group_ids.tolist(), batch.sample_ids.tolist()) == ([11, -1], [1, -1])

@@ -84,8 +84,8 @@ def test_trainable_weights_that_are_not_lora_pass_through():
     assert constructor.reconstruct(head, {})["value_head.weight"].eq(1.0).all()
 
 
-def test_rank_alpha_dropout_and_scale_are_read_off_the_model():
-    critic = Critic.from_config(LLAMA, lora=LoRASettings(rank=4, alpha=8.0, dropout=0.25, target_modules=("q_proj",)))
+def test_rank_alpha_and_scale_are_read_off_the_model():
+    critic = Critic.from_config(LLAMA, lora=LoRASettings(rank=4, alpha=8.0, target_modules=("q_proj",)))
     settings = LoRAConstructor.extract_lora_config(critic)
     assert set(settings) == {f"body.layers.{layer}.self_attn.q_proj" for layer in range(2)}
     assert settings["body.layers.0.self_attn.q_proj"] == LayerLoRA(scale=2.0)
@@ -141,8 +141,8 @@ def test_plain_names():
 def test_settings_name_the_rule():
     with pytest.raises(ConfigError, match=r"lora\.target_modules .* lora\.rank"):
         LoRASettings(target_modules=("q_proj",))
-    with pytest.raises(ConfigError, match=r"lora\.dropout must be"):
-        LoRASettings(rank=1, dropout=1.0)
+    with pytest.raises(ConfigError, match=r"lora\.alpha must be"):
+        LoRASettings(rank=1, alpha=0.0)
     with pytest.raises(ConfigError, match=r"lora\.target_modules .*'query'"):
         Actor.from_config(LLAMA, lora=LoRASettings(rank=1, target_modules=("q_proj", "query")))
 

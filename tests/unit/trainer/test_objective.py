@@ -184,5 +184,3 @@ def test_a_kl_term_alone_pulls_the_policy_to_the_reference(actor):
 def test_settings_that_cannot_be_are_refused(actor):
     with pytest.raises(ConfigError, match="max_response_tokens must be 1 or more"):
         learner_of(actor, normalization="constant")
-    with pytest.raises(ConfigError, match="needs a critic"):
-        learner_of(actor, estimator="vtrace")

@@ -90,8 +90,6 @@ CORRECTIONS = [
     {"correction": "decoupled"},
     {"correction": "decoupled", "importance": "mask", "importance_level": "sequence"},
     {"correction": "decoupled", "importance": "none"},
-    {"estimator": "vtrace"},
-    {"correction": "decoupled", "estimator": "vtrace"},
 ]
 
 
@@ -153,23 +151,11 @@ def test_later_epochs_are_held_to_the_proximal_policy_of_the_first(models):
     assert metrics["policy/ratio_max"] > 1.0  # the policy has moved away from it
 
 
-@pytest.mark.parametrize(
-    ("correction", "has_dropout", "passes"),
-    [
-        ({"correction": "decoupled"}, False, [2, 2]),  # two micro-batches, each asked once
-        ({"correction": "decoupled"}, True, [4, 2]),  # LoRA's dropout: the proximal policy is asked without it
-        ({"correction": "decoupled", "estimator": "vtrace"}, False, [4, 2]),  # advantages are wanted before the pass
-    ],
-    ids=["decoupled", "dropout", "vtrace"],
-)
-def test_the_proximal_policy_is_asked_in_the_pass_itself_where_that_is_the_same(
-    models, correction, has_dropout, passes
-):
+def test_the_proximal_policy_is_asked_in_the_pass_itself(models):
     batch = make_batch(models, shift=0.5)
     expected, _ = action_logprobs(models[0], batch.sequences, batch.attention_mask, batch.num_actions)
-    if has_dropout:
-        models[0].lora_dropout = torch.nn.Dropout(0.5)
-    learner = learner_of(models, micro_batch_size=3, **correction)
+    models[0].lora_dropout = torch.nn.Dropout(0.5)  # which is off
+    learner = learner_of(models, micro_batch_size=3, correction="decoupled")
     calls = []
     learner.actor.register_forward_pre_hook(lambda *_: calls.append(1))
     counts = []
@@ -177,29 +163,16 @@ def test_the_proximal_policy_is_asked_in_the_pass_itself_where_that_is_the_same(
         calls.clear()
         learner.step(batch)
         counts.append(len(calls))
-    assert counts == passes
+    assert counts == [2, 2]  # two micro-batches, each asked once
     mask = batch.full_action_mask()
     torch.testing.assert_close(batch.proximal_log_probs, expected.masked_fill(~mask, 0.0).detach(), atol=1e-12, rtol=0)
 
 
-def test_an_empty_batch_is_prepared_once_like_those_of_other_ranks(models):
-    # Ranks make the passes of a preparation together: in a second epoch none of them may want any.
-    learner = learner_of(models, correction="decoupled", estimator="vtrace")
+def test_an_empty_batch_gets_proximal_log_probs_like_those_of_other_ranks(models):
     batch = Experience.empty()
-    learner.step(batch)
+    learner_of(models, correction="decoupled").step(batch)
     assert batch.num_samples == 0
-    assert batch.proximal_log_probs.shape == batch.returns.shape == (0, 1)
-    learner._prepare = None
-    learner.step(batch)
-
-
-def test_vtrace_targets_are_the_critics_and_whitening_leaves_them_alone(models):
-    batch = make_batch(models, shift=0.5)
-    learner_of(models, estimator="vtrace").step(batch)
-    assert batch.returns is not None
-    # Corrected advantages and targets belong together only on-policy; here the ratio tells them apart.
-    difference = (batch.returns - batch.advantages - batch.values).masked_fill(~batch.action_mask, 0.0)
-    assert difference.abs().max() > 1e-3
+    assert batch.proximal_log_probs.shape == (0, 1)
 
 
 def test_a_batch_that_was_prepared_travels_through_dataclass_copies(models):

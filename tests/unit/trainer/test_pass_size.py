@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from learner_settings import sections
-from tiny import actor_and_critic, items, llama_config
+from tiny import actor_and_critic, items
 
 from coati.config import TrainSettings
 from coati.errors import OutOfMemory
 from coati.experience import make_experience_batch
-from coati.models import Actor, Critic, LoRASettings
 from coati.trainer import batches as batches_module
 from coati.trainer.batches import FIXED_PASS, LARGEST_PASS, PassSize, PassTooLarge
 from coati.trainer.ppo import PPOLearner
@@ -87,19 +86,14 @@ def assert_same_steps(learner, twin, num_steps=2):
             assert all(torch.equal(mine[key][name], value) for name, value in state.items()), label
 
 
-@pytest.mark.parametrize("algorithm", ["none", "decoupled", "vtrace"])
+@pytest.mark.parametrize("correction", ["none", "decoupled"])
 @pytest.mark.parametrize(("label", "backward"), [("actor", False), ("actor", True), ("critic", False)])
-def test_a_step_that_starts_over_is_that_of_the_smaller_size(label, backward, algorithm):
-    settings = (
-        {"correction": "decoupled", "estimator": "vtrace"} if algorithm == "vtrace" else {"correction": algorithm}
-    )
-    learner, twin = make_learner(**settings), make_learner(16, **settings)
+def test_a_step_that_starts_over_is_that_of_the_smaller_size(label, backward, correction):
+    learner, twin = make_learner(correction=correction), make_learner(16, correction=correction)
     with memory_for(20, learner, label, backward=backward) as seen:
         assert_same_steps(learner, twin)
     # 40 tokens fail, and so do the 30 that fit into half of 64; the second step begins with what fits.
-    # V-trace looks at a batch first, which needs no backward pass, and looks again when it starts over.
-    looks = 2 if backward and algorithm == "vtrace" else 1
-    assert [tokens for tokens in seen if tokens > 20] == [40] * looks + [30] * looks
+    assert [tokens for tokens in seen if tokens > 20] == [40, 30]
     assert learner.step(make_batch())["train/micro_batch_tokens"] == 16
 
 
@@ -109,33 +103,6 @@ def test_a_sharded_model_of_one_rank_starts_over_too(strategy):
     with memory_for(20, learner, "critic"):
         assert_same_steps(learner, twin)
     learner.strategy.close()
-
-
-def test_dropout_is_drawn_as_if_the_step_had_not_started_over():
-    def models():
-        torch.manual_seed(0)
-        lora = LoRASettings(rank=2, dropout=0.5)
-        return Actor.from_config(llama_config(), lora=lora), Critic.from_config(llama_config(), lora=lora)
-
-    learner, twin = make_learner(models=models()), make_learner(16, models=models())
-    torch.manual_seed(1)
-    twin.step(make_batch())
-    torch.manual_seed(1)
-    calls = iter([True])
-    with pytest.MonkeyPatch.context() as patch:
-        original = learner._critic_pass
-
-        def fail_once(*args):
-            if next(calls, False):
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return original(*args)
-
-        patch.setattr(learner, "_critic_pass", fail_once)
-        learner._pass_size.tokens = 32  # 40 tokens are two passes; the first, of 30, fails once
-        learner.step(make_batch())
-    assert learner._pass_size.tokens == 16
-    weights = published(twin)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in published(learner).items())
 
 
 def test_a_single_sample_that_does_not_fit_is_an_error_and_leaves_nothing_behind():
