@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from coati.algos.kl import k3
-from coati.algos.masked import divide_by_count, masked_sum, spread, zero_padding
-from coati.errors import ConfigError
+from coati.algos.masked import divide_by_count, masked_sum, zero_padding
 
 LossNormalization = Literal["token", "sequence", "constant"]
+RatioLevel = Literal["token", "sequence"]
 
 
 class PolicyLossOutput(NamedTuple):
@@ -55,6 +55,7 @@ def clipped_policy_loss(
     clip_low: float,
     clip_high: float,
     num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
+    ratio: RatioLevel = "token",
     reduction: Tensor | None = None,  # [B, T] share of each token, from `loss_weights`; None divides by num_tokens
     proximal_logprobs: Tensor | None = None,  # [B, T] policy whose neighbourhood the clip keeps; None: behavior
 ) -> PolicyLossOutput:
@@ -65,6 +66,11 @@ def clipped_policy_loss(
     tokens are samples of the behavior policy. Importance weights are factors of the advantages: w · min(x, y) is
     min(w · x, w · y) for w ≥ 0, and a weight of 0 stops a token before its ratio is taken, which may overflow.
 
+    With `ratio` "sequence" it is GSPO: every token of a response has the ratio s = exp(mean over its tokens of log
+    ratio), and `reduction` must be that of mode "sequence", by which each of its n tokens gets the gradient s · A / n.
+    Where advantages differ within a response it is the paper's GSPO-token. A clip range for s must be much narrower
+    than one for tokens: 3e-4 and 4e-4 in the paper.
+
     >>> logprobs, behavior = torch.tensor([[1.5, 0.5]]).log(), torch.zeros(1, 2)
     >>> advantages, mask = torch.tensor([[1.0, -1.0]]), torch.tensor([[True, True]])
     >>> out = clipped_policy_loss(
@@ -73,9 +79,17 @@ def clipped_policy_loss(
     >>> round(out.loss.item(), 4), out.clip_fraction.item()  # -(1.2 - 0.8) / 2
     (-0.2, 1.0)
     """
-    current, behavior, center = _clean_logprobs(logprobs, behavior_logprobs, proximal_logprobs, mask)
+    current = zero_padding(logprobs, mask, name="logprobs")
+    behavior = zero_padding(behavior_logprobs.detach(), mask, name="behavior_logprobs")
+    center = behavior
+    if proximal_logprobs is not None:
+        center = zero_padding(proximal_logprobs.detach(), mask, name="proximal_logprobs")
     gains = zero_padding(advantages.detach(), mask, name="advantages")
     log_ratio = current - center  # [B, T], 0 on padding
+    if ratio == "sequence":
+        log_s = divide_by_count(log_ratio.detach().sum(-1, keepdim=True), mask.sum(-1, keepdim=True))  # [B, 1]
+        # The value of log s at every token, and the gradient of the token's own log-prob.
+        log_ratio = log_s + (current - current.detach())
     surrogate, is_clipped = clipped_surrogate(log_ratio, gains, clip_low=clip_low, clip_high=clip_high)
     if reduction is None:
         loss = divide_by_count(-surrogate.sum(), num_tokens)
@@ -87,17 +101,6 @@ def clipped_policy_loss(
         approx_kl=divide_by_count(k3(behavior, current.detach()).sum(), num_tokens),
         ratio_max=largest(zero_padding(log_ratio.detach().exp(), mask)),
     )
-
-
-def _clean_logprobs(
-    logprobs: Tensor, behavior: Tensor, proximal: Tensor | None, mask: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the current policy, of the behavior policy, and of the one that ratios are taken to; 0 on padding."""
-    current = zero_padding(logprobs, mask, name="logprobs")
-    behavior = zero_padding(behavior.detach(), mask, name="behavior_logprobs")
-    if proximal is None:
-        return current, behavior, behavior
-    return current, behavior, zero_padding(proximal.detach(), mask, name="proximal_logprobs")
 
 
 def clipped_surrogate(
@@ -166,9 +169,9 @@ def loss_weights(
     mask: Tensor,  # [B, T] bool, True on response tokens
     *,
     mode: LossNormalization,
-    num_tokens: Tensor | float | None = None,  # scalar: response tokens in the whole step, over all ranks
-    num_sequences: Tensor | float | None = None,  # scalar: responses in the whole step, over all ranks
-    max_length: int | None = None,  # most tokens that a response may have
+    num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
+    num_sequences: Tensor | float,  # scalar: responses in the whole step, over all ranks
+    max_length: int,  # most tokens that a response may have
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Weights `[B, T]`, zeros on padding, so that Σ weight · loss is a step's loss.
@@ -179,60 +182,18 @@ def loss_weights(
     - "constant": 1 / (max_length · num_sequences). Every token counts the same, in this step and in any
       other, whatever the lengths (Dr. GRPO).
 
-    Only what the mode divides by must be given. Whether responses without a token count is the caller's choice.
+    Whether responses without a token count is the caller's choice.
 
     >>> mask = torch.tensor([[True, True], [True, False]])
-    >>> loss_weights(mask, mode="sequence", num_sequences=2).tolist()
+    >>> loss_weights(mask, mode="sequence", num_tokens=3, num_sequences=2, max_length=2).tolist()
     [[0.25, 0.25], [0.5, 0.0]]
     """
     ones = zero_padding(torch.ones(mask.shape, dtype=dtype, device=mask.device), mask)
     if mode == "token":
-        return divide_by_count(ones, _needed(num_tokens, "num_tokens", mode))
-    per_sequence = divide_by_count(ones, _needed(num_sequences, "num_sequences", mode))
+        return divide_by_count(ones, num_tokens)
+    per_sequence = divide_by_count(ones, num_sequences)
     if mode == "sequence":
         return divide_by_count(per_sequence, mask.sum(-1, keepdim=True))
     if mode == "constant":
-        return divide_by_count(per_sequence, _needed(max_length, "max_length", mode))
+        return divide_by_count(per_sequence, max_length)
     assert_never(mode)
-
-
-def _needed(denominator: Tensor | float | None, name: str, mode: str) -> Tensor | float:
-    if denominator is None:
-        raise ConfigError(f"loss_weights with mode {mode!r} divides by {name}, which must be given, got None.")
-    return denominator
-
-
-def sequence_policy_loss(
-    logprobs: Tensor,  # [B, T] current policy
-    behavior_logprobs: Tensor,  # [B, T] policy that sampled the tokens
-    advantages: Tensor,  # [B] one per response, or [B, T]
-    mask: Tensor,  # [B, T] bool, True on response tokens
-    *,
-    clip_low: float,
-    clip_high: float,
-    num_sequences: Tensor | float,  # scalar: responses in the whole step, over all ranks
-    proximal_logprobs: Tensor | None = None,  # [B, T] as for `clipped_policy_loss`
-) -> PolicyLossOutput:
-    """GSPO: PPO's clipped surrogate with one ratio per response, s = exp(mean over its tokens of log ratio).
-
-    With advantages `[B]` the loss is -Σ min(s · A, clip(s) · A) / num_sequences, and each of the n tokens of a response
-    gets the gradient s · A / n. With advantages `[B, T]` it is the paper's GSPO-token, where a token's A is its own.
-
-    `clip_fraction` and `approx_kl` are means over responses of means over their tokens, and `ratio_max` is of s. A clip
-    range for s must be much narrower than one for tokens: 3e-4 and 4e-4 in the paper.
-    """
-    current, behavior, center = _clean_logprobs(logprobs, behavior_logprobs, proximal_logprobs, mask)
-    gains = spread(advantages, mask) if advantages.dim() == 1 else advantages
-    gains = zero_padding(gains.detach(), mask, name="advantages")
-    log_s = divide_by_count((current.detach() - center).sum(-1, keepdim=True), mask.sum(-1, keepdim=True))  # [B, 1]
-    # The value of log s at every token, and the gradient of the token's own log-prob. The weight 1 / n of the
-    # token below then makes it the gradient through the mean.
-    log_ratio = log_s + (current - current.detach())  # [B, T]
-    surrogate, is_clipped = clipped_surrogate(log_ratio, gains, clip_low=clip_low, clip_high=clip_high)
-    weights = loss_weights(mask, mode="sequence", num_sequences=num_sequences, dtype=surrogate.dtype)
-    return PolicyLossOutput(
-        loss=-(weights * surrogate).sum(),
-        clip_fraction=zero_padding(weights, is_clipped).sum(),
-        approx_kl=(weights * k3(behavior, current.detach())).sum(),
-        ratio_max=largest(zero_padding(log_ratio.detach().exp(), mask)),
-    )

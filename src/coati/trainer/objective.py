@@ -5,13 +5,13 @@ policy, and the ratio proximal / behavior says how far the policy has moved sinc
 are held to the same proximal policy.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from coati.algos.importance import importance_weights, ratio_tails, weight_sums
 from coati.algos.kl import kl_penalty
-from coati.algos.losses import PolicyLossOutput, clipped_policy_loss, loss_weights, sequence_policy_loss
+from coati.algos.losses import clipped_policy_loss, loss_weights
 from coati.config import AlgorithmSettings
 from coati.errors import DataError
 from coati.experience import Experience
@@ -57,36 +57,24 @@ def policy_objective(
         max_length=counts.max_response_tokens,
         dtype=logprobs.dtype,
     )
-    policy = _clipped(logprobs, part, advantages, counts, shares, algorithm)
+    proximal = part.proximal_log_probs if algorithm.correction == "decoupled" else None
+    policy = clipped_policy_loss(
+        logprobs,
+        part.action_log_probs,
+        advantages if proximal is None else advantages * token_weights(part, algorithm),
+        mask,
+        clip_low=algorithm.eps_clip,
+        clip_high=algorithm.eps_clip_high,
+        num_tokens=counts.tokens,
+        ratio=algorithm.ratio,
+        reduction=None if algorithm.normalization == "token" else shares,
+        proximal_logprobs=proximal,
+    )
     kl_term = logprobs.new_zeros(())
     if algorithm.kl_loss_coef:
         reference = _reference_of(part, algorithm)
         kl_term = kl_penalty(logprobs, reference, mask, kind=algorithm.kl_estimator, weights=shares)
     return PolicyObjective(policy.loss, kl_term, policy.clip_fraction, policy.approx_kl, policy.ratio_max)
-
-
-def _clipped(
-    logprobs: Tensor,
-    part: Experience,
-    advantages: Tensor,
-    counts: StepCounts,
-    shares: Tensor,  # [B, A] from `loss_weights`
-    algorithm: AlgorithmSettings,
-) -> PolicyLossOutput:
-    """The clipped surrogate around the policy that sampled the tokens, or around the proximal one."""
-    proximal = part.proximal_log_probs if algorithm.correction == "decoupled" else None
-    if proximal is not None:
-        advantages = advantages * token_weights(part, algorithm)
-    inputs = (logprobs, part.action_log_probs, advantages, part.full_action_mask())
-    clip: dict[str, Any] = {
-        "clip_low": algorithm.eps_clip,
-        "clip_high": algorithm.eps_clip_high,
-        "proximal_logprobs": proximal,
-    }
-    if algorithm.ratio == "sequence":
-        return sequence_policy_loss(*inputs, **clip, num_sequences=counts.sequences)
-    reduction = None if algorithm.normalization == "token" else shares
-    return clipped_policy_loss(*inputs, **clip, num_tokens=counts.tokens, reduction=reduction)
 
 
 def _reference_of(part: Experience, algorithm: AlgorithmSettings) -> Tensor:

@@ -116,7 +116,9 @@ def test_a_token_of_weight_zero_may_overflow():
 )
 def test_padding_never_matters_and_micro_batches_add_up(is_reduced, seed, garbage, cuts):
     tensors, mask = random_batch(seed)
-    tensors.append(loss_weights(mask, mode="sequence", num_sequences=5, dtype=torch.float64))
+    tensors.append(
+        loss_weights(mask, mode="sequence", num_tokens=9, num_sequences=5, max_length=9, dtype=torch.float64)
+    )
     count = mask.sum()
 
     def loss_at(inputs, rows):
@@ -139,7 +141,7 @@ def test_padding_never_matters_and_micro_batches_add_up(is_reduced, seed, garbag
 
 def test_another_reduction_is_the_weighted_loss_of_weighted_advantages():
     (current, proximal, behavior, advantages, weights), mask = random_batch(5)
-    reduction = loss_weights(mask, mode="constant", num_sequences=5, max_length=9, dtype=torch.float64)
+    reduction = loss_weights(mask, mode="constant", num_tokens=9, num_sequences=5, max_length=9, dtype=torch.float64)
     out = decoupled(current, proximal, behavior, advantages, weights, mask, mask.sum(), reduction)
     expected = clipped_policy_loss(
         current, proximal, advantages * weights, mask, **CLIP, reduction=reduction, num_tokens=mask.sum()

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos.losses import clipped_policy_loss, sequence_policy_loss
+from coati.algos.losses import clipped_policy_loss, loss_weights
 from coati.algos.masked import spread
-from coati.errors import DataError
 
 NAN, INF = float("nan"), float("inf")
 GARBAGE = [NAN, INF, -INF, 1e308]
@@ -24,14 +23,18 @@ def random_batch(seed, *, batch=5, length=4):
 
 
 def sequence_loss(logprobs, behavior, advantages, mask, num_sequences):
-    return sequence_policy_loss(logprobs, behavior, advantages, mask, **CLIP, num_sequences=num_sequences)
-
-
-def per_response_loss(logprobs, behavior, advantages, mask, num_sequences):
-    return sequence_loss(logprobs, behavior, advantages[:, 0], mask, num_sequences)
-
-
-LOSSES = pytest.mark.parametrize("loss_of", [sequence_loss, per_response_loss])
+    """GSPO's loss, with the other numbers as means over 20 tokens of the step."""
+    shares = loss_weights(
+        mask,
+        mode="sequence",
+        num_tokens=20,
+        num_sequences=num_sequences,
+        max_length=4,
+        dtype=torch.promote_types(logprobs.dtype, torch.float32),
+    )
+    return clipped_policy_loss(
+        *(logprobs, behavior, advantages, mask), **CLIP, num_tokens=20, ratio="sequence", reduction=shares
+    )
 
 
 def with_gradient(loss_of, first, *rest, **options):
@@ -50,11 +53,10 @@ def test_sequence_loss_by_hand():
     ratios = torch.tensor([[4.0, 0.25], [2.25, 1.0], [0.25, 1.0], [1.0, 1.0]], dtype=torch.float64)
     behavior = torch.tensor([[-1.0, -2.0], [-3.0, NAN], [-1.0, -1.0], [INF, NAN]], dtype=torch.float64)
     mask = torch.tensor([[True, True], [True, False], [True, True], [False, False]])
-    advantages = torch.tensor([3.0, 2.0, 4.0, 100.0], dtype=torch.float64)
+    advantages = torch.tensor([3.0, 2.0, 4.0, 100.0], dtype=torch.float64).unsqueeze(1).expand(4, 2)
     out, grad = with_gradient(sequence_loss, behavior + ratios.log(), behavior, advantages, mask, 4)
     kl = [r - 1 - math.log(r) for r in (4.0, 0.25, 2.25, 0.25, 1.0)]
-    expected_kl = ((kl[0] + kl[1]) / 2 + kl[2] + (kl[3] + kl[4]) / 2) / 4
-    assert [x.item() for x in out] == pytest.approx([-7.6 / 4, 0.25, expected_kl, 2.25])
+    assert [x.item() for x in out] == pytest.approx([-7.6 / 4, 1 / 20, sum(kl) / 20, 2.25])
     expected = torch.tensor([[-3 / 8, -3 / 8], [0.0, 0.0], [-2 / 8, -2 / 8], [0.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(grad, expected)
 
@@ -74,10 +76,9 @@ def test_sequence_loss_differentiates_through_the_ratio_of_the_paper(seed):
         return (total / 5 + 0 * logprobs.sum(),)
 
     (expected,), expected_grad = with_gradient(by_definition, logprobs)
-    for shape in (advantages, spread(advantages, mask)):
-        out, grad = with_gradient(sequence_loss, logprobs, behavior, shape, mask, 5)
-        torch.testing.assert_close(out[0], expected, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
+    out, grad = with_gradient(sequence_loss, logprobs, behavior, spread(advantages, mask), mask, 5)
+    torch.testing.assert_close(out[0], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-12, atol=1e-12)
 
 
 def test_with_advantages_per_token_each_token_follows_its_own():
@@ -96,28 +97,25 @@ def test_responses_of_one_token_make_it_the_clipped_loss():
     mask = torch.tensor([[True], [True], [False], [True], [True]])
     out, grad = with_gradient(sequence_loss, logprobs, behavior, advantages, mask, 4)
     plain, plain_grad = with_gradient(clipped_policy_loss, logprobs, behavior, advantages, mask, **CLIP, num_tokens=4)
-    torch.testing.assert_close(out, plain, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out[0], plain[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grad, plain_grad, rtol=1e-12, atol=1e-12)
 
 
-@LOSSES
 @given(
     seed=st.integers(0, 2**31),
     garbage=st.lists(st.sampled_from(GARBAGE), min_size=3, max_size=3),
     cuts=st.sets(st.integers(1, 4)),
 )
-def test_padding_never_matters_and_micro_batches_add_up(loss_of, seed, garbage, cuts):
+def test_padding_never_matters_and_micro_batches_add_up(seed, garbage, cuts):
     *tensors, mask = random_batch(seed)
-    if loss_of is per_response_loss:
-        mask[:, 0] = mask.any(-1)  # what is [:, 0] must be real
-    whole, whole_grad = with_gradient(loss_of, *tensors, mask, 5)
+    whole, whole_grad = with_gradient(sequence_loss, *tensors, mask, 5)
     dirty = [torch.where(mask, x, fill) for x, fill in zip(tensors, garbage, strict=True)]
-    dirty_out, dirty_grad = with_gradient(loss_of, *dirty, mask, 5)
+    dirty_out, dirty_grad = with_gradient(sequence_loss, *dirty, mask, 5)
     assert dirty_out == whole
     assert torch.equal(dirty_grad, whole_grad)
     assert torch.equal(whole_grad[~mask], torch.zeros_like(whole_grad[~mask]))
     pieces = [
-        with_gradient(loss_of, *(x[a:b] for x in dirty), mask[a:b], 5)
+        with_gradient(sequence_loss, *(x[a:b] for x in dirty), mask[a:b], 5)
         for a, b in itertools.pairwise([0, *sorted(cuts), 5])
     ]
     for which, full in enumerate(whole):
@@ -127,12 +125,11 @@ def test_padding_never_matters_and_micro_batches_add_up(loss_of, seed, garbage, 
     torch.testing.assert_close(torch.cat([p[1] for p in pieces]), whole_grad, rtol=0, atol=1e-12)
 
 
-@LOSSES
-def test_the_order_of_the_batch_does_not_matter(loss_of):
+def test_the_order_of_the_batch_does_not_matter():
     *tensors, mask = random_batch(11, batch=8)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
-    there, there_grad = with_gradient(loss_of, *tensors, mask, 8)
-    here, here_grad = with_gradient(loss_of, *(x[order] for x in tensors), mask[order], 8)
+    there, there_grad = with_gradient(sequence_loss, *tensors, mask, 8)
+    here, here_grad = with_gradient(sequence_loss, *(x[order] for x in tensors), mask[order], 8)
     torch.testing.assert_close(there, here, rtol=0, atol=1e-12)
     torch.testing.assert_close(there_grad[order], here_grad, rtol=0, atol=1e-12)
 
@@ -140,7 +137,7 @@ def test_the_order_of_the_batch_does_not_matter(loss_of):
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_match_finite_differences_and_reach_only_the_policy(seed):
     logprobs, behavior, advantages, mask = random_batch(seed)
-    advantages = advantages[:, 0]
+    advantages = advantages[:, :1].repeat(1, 4)
     for tensor in (logprobs, behavior, advantages):
         tensor.requires_grad_()
     out = sequence_loss(logprobs, behavior, advantages, mask, 5)
@@ -154,12 +151,10 @@ def test_gradients_match_finite_differences_and_reach_only_the_policy(seed):
     )
 
 
-@LOSSES
 @pytest.mark.parametrize("shape", [(2, 3), (2, 0), (0, 3)])
-def test_no_response_tokens_give_zero(loss_of, shape):
+def test_no_response_tokens_give_zero(shape):
     garbage, mask = torch.full(shape, NAN), torch.zeros(shape, dtype=torch.bool)
-    advantages = garbage if loss_of is sequence_loss else torch.full((shape[0], 1), NAN)
-    out, grad = with_gradient(loss_of, garbage, garbage, advantages, mask, 0)
+    out, grad = with_gradient(sequence_loss, garbage, garbage, garbage, mask, 0)
     assert [x.item() for x in out] == [0.0] * 4
     assert torch.equal(grad, torch.zeros(shape))
 
@@ -173,15 +168,6 @@ def test_bfloat16_is_computed_in_float32_and_a_clipped_overflow_is_no_nan():
     assert out == wide
     assert grad.dtype == torch.bfloat16
     huge, mask = torch.tensor([[1000.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool)
-    out, grad = with_gradient(sequence_loss, huge, torch.zeros(1, 2), torch.tensor([1.0]), mask, 1)
+    out, grad = with_gradient(sequence_loss, huge, torch.zeros(1, 2), torch.ones(1, 2), mask, 1)
     assert out[0].item() == pytest.approx(-1.3)
     assert grad.tolist() == [[0.0, 0.0]]
-
-
-def test_advantages_of_another_shape_are_refused():
-    mask = torch.ones(2, 2, dtype=torch.bool)
-    zero = torch.zeros(2, 2)
-    with pytest.raises(DataError, match=r"advantages must be \[2\]"):
-        sequence_loss(zero, zero, torch.zeros(3), mask, 2)
-    with pytest.raises(DataError, match=r"advantages must have the shape of its mask"):
-        sequence_loss(zero, zero, torch.zeros(2, 1), mask, 2)
