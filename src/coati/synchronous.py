@@ -32,6 +32,7 @@ from coati.peers import LocalPeers
 from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.trainer.ppo import PPOLearner
+from coati.trainer.step_numbers import plain_metrics
 from coati.weights.receiver import WeightReceiver
 from coati.weights.recipients import Recipients
 from coati.weights.sender import WeightSender
@@ -198,7 +199,7 @@ class SynchronousRun(FitSteps):
     def train_on(self, batch: Experience) -> dict[str, float]:
         """Take a training step and log it."""
         with self._timeline.span("train"):
-            metrics = self._learner.step(batch)
+            metrics = plain_metrics(self._learner.step(batch))
         self._num_batches += 1
         metrics |= {
             "version": float(self._version),

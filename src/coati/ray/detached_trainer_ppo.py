@@ -30,6 +30,7 @@ from coati.ray.peers import RayPeers
 from coati.trainer.batches import BatchMover
 from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.ppo import PPOLearner
+from coati.trainer.step_numbers import plain_metrics
 from coati.trainer.strategies import Strategy
 from coati.weights.recipients import Recipients
 from coati.weights.sender import WeightSender
@@ -172,7 +173,7 @@ class PPOTrainer(DetachedTrainer):
             )
         processors = self._processors.used() if self._processors else contextlib.nullcontext()
         with self._hold_weights(), processors:
-            metrics = self._learner.step(experience)
+            metrics = plain_metrics(self._learner.step(experience))
             self._num_steps_unpublished += 1
         return {
             **metrics,

@@ -7,13 +7,15 @@ process group, so it is tested in one process.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coati.algos.importance import WeightSums
 from coati.algos.masked import MaskedMoments
+from coati.errors import DataError
 
 
 @dataclasses.dataclass
@@ -103,3 +105,22 @@ def joined_moments(means: Tensor, variances: Tensor, counts: Tensor) -> MaskedMo
 def explained_variance(target: MaskedMoments, residual: MaskedMoments) -> float:
     """1 - Var(target - value) / Var(target): 1 is a perfect critic, 0 one that knows only the mean."""
     return float(1.0 - residual.variance / target.variance) if float(target.variance) > 0.0 else 0.0
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Turn a learner's metrics into floats, which logs and checkpoints hold.
+
+    Example:
+        >>> plain_metrics({"policy/loss": torch.tensor(0.5), "policy/steps": 3})
+        {'policy/loss': 0.5, 'policy/steps': 3.0}
+    """
+    plain = {}
+    for name, value in metrics.items():
+        try:
+            plain[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise DataError(
+                f"metrics of a learner must be single numbers, got {name!r}: a {type(value).__name__}. Return its mean "
+                "or sum from `step`, or leave it out."
+            ) from None
+    return plain

@@ -1,5 +1,6 @@
 """The options of the actors, and the contract's arguments beside them."""
 
+import json
 import pydoc
 
 import pytest
@@ -7,7 +8,7 @@ from ray_testing import QUICK, strategy
 from tiny import actor_and_critic, experience, maker_models
 
 from coati.config import AlgorithmSettings, RolloutSettings, TrainSettings
-from coati.errors import ConfigError
+from coati.errors import ConfigError, DataError
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer, PPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder, MakerHolder
 from coati.ray.options import MakerOptions, TrainerOptions
@@ -51,6 +52,25 @@ def test_a_changed_loss_is_one_method():
     plain, doubled = trainer(), trainer(learner=Doubled)
     losses = [made.training_step(experience(0, 4))["actor_loss"] for made in (plain, doubled)]
     assert losses[1] == pytest.approx(2 * losses[0])
+
+
+class Chatty(PPOLearner):
+    """Reports a metric of its own."""
+
+    def step(self, experience):
+        return {**super().step(experience), "mine/reward": experience.reward.mean()}
+
+
+class Wordy(PPOLearner):
+    def step(self, experience):
+        return {**super().step(experience), "mine/rewards": experience.reward}
+
+
+def test_metrics_of_a_learner_are_numbers_when_they_reach_logs_and_checkpoints():
+    batch = experience(0, 4)
+    assert json.dumps(trainer(learner=Chatty).training_step(batch)["mine/reward"]) == str(batch.reward.mean().item())
+    with pytest.raises(DataError, match=r"mine/rewards.*Tensor"):
+        trainer(learner=Wordy).training_step(batch)
 
 
 @pytest.mark.parametrize(
