@@ -34,17 +34,17 @@ class PassSize:
     "auto" starts with `LARGEST_PASS` on a GPU, and halves it when a pass runs out of memory, for the rest of the run.
     It never tries more, because that would not be faster: so many tokens keep all processors of a large card busy in
     every kernel, even those of a small model, and the memory may be wanted by a maker on the same card. Where a step
-    cannot start over it is `FIXED_PASS`: on a CPU, whose bits must not depend on the machine, and where several ranks
-    hold shards, because a rank that leaves a pass leaves the others waiting for its part of the weights.
+    cannot start over it is `FIXED_PASS`: on a CPU, whose bits must not depend on the machine, and where parameters are
+    sharded, because FSDP2 cannot leave a pass halfway, and the other ranks wait for this one's part of the weights.
     """
 
     def __init__(self, train: TrainSettings, strategy: Strategy) -> None:
         self._train = train
         self._strategy = strategy
         self._proven = 0  # tokens of the largest pass that has fitted beside the optimizer's state
-        setting, is_alone = train.micro_batch_tokens, strategy.world_size == 1
-        is_gpu = strategy.device.type != "cpu"
-        self.starts_over = setting == "auto" and (is_alone or (is_gpu and not strategy.shards_parameters))
+        setting, is_gpu = train.micro_batch_tokens, strategy.device.type != "cpu"
+        can_leave_a_pass = not strategy.shards_parameters and (is_gpu or strategy.world_size == 1)
+        self.starts_over = setting == "auto" and can_leave_a_pass
         """Whether a step whose pass runs out of memory is made again with smaller ones."""
         auto = LARGEST_PASS if is_gpu and self.starts_over else FIXED_PASS
         self.tokens: int = auto if setting == "auto" else setting

@@ -155,7 +155,7 @@ class PPOLearner:
         finally:
             # Also when a pass raises: the next batch must not inherit half of this one's gradient.
             for model in self.models.values():
-                self.strategy.discard_gradients(model)
+                model.zero_grad(set_to_none=True)
         if has_state:
             self._pass_size.note_fitting(batches.largest)
         return {**self._metrics(experience, counts, numbers, norms), **rates}

@@ -14,12 +14,11 @@ from coati.experience import make_experience_batch
 from coati.trainer import batches as batches_module
 from coati.trainer.batches import FIXED_PASS, LARGEST_PASS, PassSize, PassTooLarge
 from coati.trainer.ppo import PPOLearner
-from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
+from coati.trainer.strategies import DDPStrategy
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
 NUM_SAMPLES, SAMPLE_TOKENS = 8, 5
-STRATEGIES = {"ddp": DDPStrategy, "zero1": lambda **o: LowLevelZeroStrategy(stage=1, **o), "gemini": GeminiStrategy}
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +31,8 @@ def make_batch(first=0):
     return make_experience_batch(items(first, NUM_SAMPLES))
 
 
-def make_learner(tokens="auto", models=None, strategy="ddp", **settings):
-    strategy = STRATEGIES[strategy](device="cpu")
+def make_learner(tokens="auto", models=None, **settings):
+    strategy = DDPStrategy(device="cpu")
     train, algorithm = sections(micro_batch_tokens=tokens, actor_lr=1e-2, critic_lr=1e-2, **settings)
     models = models or actor_and_critic(num_hidden_layers=2)
     return PPOLearner(*models, strategy, train, algorithm, optimizer_class=strategy.optimizer_class)
@@ -95,14 +94,6 @@ def test_a_step_that_starts_over_is_that_of_the_smaller_size(label, backward, co
     # 40 tokens fail, and so do the 30 that fit into half of 64; the second step begins with what fits.
     assert [tokens for tokens in seen if tokens > 20] == [40, 30]
     assert learner.step(make_batch())["train/micro_batch_tokens"] == 16
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "gemini"])
-def test_a_sharded_model_of_one_rank_starts_over_too(strategy):
-    learner, twin = make_learner(strategy=strategy), make_learner(16, strategy=strategy)
-    with memory_for(20, learner, "critic"):
-        assert_same_steps(learner, twin)
-    learner.strategy.close()
 
 
 def test_a_single_sample_that_does_not_fit_is_an_error_and_leaves_nothing_behind():
@@ -167,7 +158,7 @@ def test_a_checkpoint_without_a_size_leaves_the_one_that_a_run_begins_with():
         ("cpu", 1, False, FIXED_PASS),
         ("cpu", 2, False, FIXED_PASS),
         ("cuda", 1, False, LARGEST_PASS),
-        ("cuda", 1, True, LARGEST_PASS),
+        ("cuda", 1, True, FIXED_PASS),  # FSDP2 cannot leave a pass halfway
         ("cuda", 2, False, LARGEST_PASS),
         ("cuda", 2, True, FIXED_PASS),  # a rank cannot leave a pass that gathers shards
     ],

@@ -141,10 +141,6 @@ class Strategy(Ranks, ABC):
         """Keep gradients on this rank if they are whole; sharded ones are exchanged all the same."""
         return nullcontext()
 
-    def discard_gradients(self, model: nn.Module) -> None:
-        """Drop all gradients, also after a forward or backward pass that raised: the next pass starts afresh."""
-        model.zero_grad(set_to_none=True)
-
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Clip to the global 2-norm over ranks and shards; returns the norm before clipping, a scalar.
 
