@@ -31,7 +31,7 @@ from coati.errors import CheckpointError, DeadlineExceeded, StorageError
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.gpu import device_errors_explained
 from coati.trainer.ppo import PPOLearner
-from coati.trainer.strategies.folders import check_files, replace_folder, write_manifest
+from coati.trainer.strategies.folders import check_files, replace_folder
 from coati.trainer.strategies.model_files import MODEL_MARKERS
 from coati.trainer.strategies.ranks import random_state, restore_random_state
 
@@ -106,8 +106,6 @@ class Checkpoints:
             for name, write_part in writers.items():
                 (folder / name).mkdir(parents=True, exist_ok=True)
                 write_part(folder / name)
-                if name:
-                    write_manifest(folder / name)
             if self._tokenizer is not None:
                 self._tokenizer().save_pretrained(folder)
             (folder / _STATE_FILE).write_text(text)

@@ -368,12 +368,12 @@ def test_optimizer_state_of_something_else_is_refused(make_strategy, tmp_path):
     strategy = make_strategy()
     net = nn.Linear(2, 2)
     strategy.save_optimizer(torch.optim.Adam(net.parameters()), tmp_path / "optimizer")
-    with pytest.raises(CheckpointError, match="holds the state of Adam, but the optimizer is SGD"):
+    with pytest.raises(CheckpointError, match="with Adam, not SGD"):
         strategy.load_optimizer(torch.optim.SGD(net.parameters()), tmp_path / "optimizer")
-    with pytest.raises(CheckpointError, match=r"parameter 0 has shape \[2, 2\] there and \[3, 2\] here"):
+    with pytest.raises(CheckpointError, match=r"\[2, 2\] as parameter 0, not \[3, 2\]"):
         strategy.load_optimizer(torch.optim.Adam(nn.Linear(2, 3).parameters()), tmp_path / "optimizer")
     two_groups = torch.optim.Adam([{"params": [net.weight]}, {"params": [net.bias]}])
-    with pytest.raises(CheckpointError, match=r"groups of \[2\] parameters, the optimizer has groups of \[1, 1\]"):
+    with pytest.raises(CheckpointError, match=r"groups of \[2\] parameters, not groups of \[1, 1\]"):
         strategy.load_optimizer(two_groups, tmp_path / "optimizer")
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -20,9 +19,15 @@ from torch.optim import Optimizer
 from coati.errors import ConfigError, OutOfMemory
 from coati.gpu import device_errors_explained
 from coati.models.memory import iter_state_chunks, shapes_only, tied_names
-from coati.trainer.strategies.folders import copy_to_other_disks, replace_folder
-from coati.trainer.strategies.model_files import MODEL_MARKERS, copy_into, find_tensors, names_to_save, write_model
-from coati.trainer.strategies.optimizer_files import OPTIMIZER_MARKERS, iter_state, optimizer_writer, read_optimizer
+from coati.trainer.strategies.folders import replace_folder
+from coati.trainer.strategies.model_files import MODEL_MARKERS, copy_into, names_to_save, read_tensors, write_model
+from coati.trainer.strategies.optimizer_files import (
+    OPTIMIZER_MARKERS,
+    iter_state,
+    optimizer_settings,
+    read_optimizer,
+    write_optimizer,
+)
 from coati.trainer.strategies.ranks import Ranks, seed_everything
 
 _PathLike = str | os.PathLike[str]
@@ -191,16 +196,16 @@ class Strategy(Ranks, ABC):
         self,
         model: nn.Module,
         path: _PathLike,
-        only_rank0: bool = False,
+        only_rank0: bool = False,  # noqa: ARG002
         *,
         add: Callable[[Path], object] | None = None,
     ) -> None:
         """Write the model to the folder `path`, by its own `save_pretrained` if it has one.
 
-        Rank 0 gathers the weights in host memory and writes them; unless `only_rank0`, each node that does not see its
-        folder gets a copy. The folder appears whole or not at all; a model folder that is there already is replaced,
-        with all that is in it. `add` may write more into the new folder, a tokenizer for example. With LoRA only the
-        adapters are gathered and written. A model with NaN or infinite weights is not saved.
+        Rank 0 gathers the weights in host memory and writes them, whatever `only_rank0` says: the folder holds all of
+        the model. It appears whole or not at all; a model folder that is there already is replaced, with all that is in
+        it. `add` may write more into the new folder, a tokenizer for example. With LoRA only the adapters are gathered
+        and written. A model with NaN or infinite weights is not saved.
         """
         write_weights = self.model_writer(model)
 
@@ -209,7 +214,7 @@ class Strategy(Ranks, ABC):
             if add is not None:
                 add(folder)
 
-        self._save_folder(Path(path), write, MODEL_MARKERS, only_rank0)
+        self._save_folder(Path(path), write, MODEL_MARKERS)
 
     def model_writer(self, model: nn.Module, *, into: dict[str, Tensor] | None = None) -> Callable[[Path], None]:
         """Gather what `save_model` saves in rank 0's host memory; returns what writes it into a folder, for rank 0.
@@ -218,34 +223,29 @@ class Strategy(Ranks, ABC):
         first time and written over the next, which takes a fraction of the time that new memory does.
         """
         module = self.unwrap_model(model)
-        chunks = iter_state_chunks(module, names=names_to_save(module))
-        state = self._gathered((item for chunk in chunks for item in chunk.items()), into)
-        if isinstance(state, OutOfMemory):
-            return functools.partial(_refuse, state)
-        return functools.partial(write_model, module, state, tied_names(module))
+        chunks, tied = iter_state_chunks(module, names=names_to_save(module)), tied_names(module)
+        gathered = self._gathered((item for chunk in chunks for item in chunk.items()), into)
+        return lambda folder: write_model(module, gathered(), tied, folder)
 
     def load_model(self, model: nn.Module, path: _PathLike) -> None:
         """Load what any strategy saved; names and shapes must match on every rank, or nothing is loaded on any."""
         module = self.unwrap_model(model)
-        with ExitStack() as stack:
-            found = self.run_on_all(lambda: find_tensors(module, Path(path), stack), f"load {path}")
-            self.run_on_all(lambda: copy_into(module, found, Path(path)), f"load all of {path}")
+        tensors = self.run_on_all(lambda: read_tensors(module, Path(path)), f"load {path}")
+        self.run_on_all(lambda: copy_into(module, tensors), f"load all of {path}")
 
-    def save_optimizer(self, optimizer: Optimizer, path: _PathLike, only_rank0: bool = False) -> None:
+    def save_optimizer(self, optimizer: Optimizer, path: _PathLike, only_rank0: bool = False) -> None:  # noqa: ARG002
         """Write the optimizer's whole state to the folder `path`: safetensors and JSON, as `save_model` does.
 
         State is keyed by the parameter's number in the groups, so any strategy with any number of ranks loads it.
         """
-        self._save_folder(Path(path), self.optimizer_writer(optimizer), OPTIMIZER_MARKERS, only_rank0)
+        self._save_folder(Path(path), self.optimizer_writer(optimizer), OPTIMIZER_MARKERS)
 
     def optimizer_writer(
         self, optimizer: Optimizer, *, into: dict[str, Tensor] | None = None
     ) -> Callable[[Path], None]:
         """As `model_writer`, for what `save_optimizer` saves."""
-        state = self._gathered(iter_state(optimizer), into)
-        if isinstance(state, OutOfMemory):
-            return functools.partial(_refuse, state)
-        return optimizer_writer(optimizer, state)
+        settings, gathered = optimizer_settings(optimizer), self._gathered(iter_state(optimizer), into)
+        return lambda folder: write_optimizer(settings, gathered(), folder)
 
     def load_optimizer(self, optimizer: Optimizer, path: _PathLike) -> None:
         """Load what `save_optimizer` wrote: moments, step counts, and settings such as the learning rate.
@@ -257,10 +257,10 @@ class Strategy(Ranks, ABC):
 
     def _gathered(
         self, stream: Iterable[tuple[str, Any]], into: dict[str, Tensor] | None
-    ) -> dict[str, Any] | OutOfMemory:
-        """What all ranks gather by iterating `stream`, in rank 0's host memory; nothing on other ranks.
+    ) -> Callable[[], dict[str, Any]]:
+        """Copy what all ranks gather by iterating `stream` to rank 0's host memory.
 
-        Returns, and does not raise, that there is too little: the other ranks go on with what they do together.
+        Returns what gives it, or raises that there was too little memory: the other ranks wait for this one meanwhile.
         """
         kept: dict[str, Any] = {}
         failure: OutOfMemory | None = None
@@ -275,26 +275,24 @@ class Strategy(Ranks, ABC):
                     kept[name] = _host_copy(name, value, into)
             except OutOfMemory as error:
                 failure = error
-        if failure is not None:
-            if into is not None:
-                into.clear()
-            return failure
+                for copies in filter(None, (kept, into)):
+                    copies.clear()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return kept
 
-    def _save_folder(
-        self, path: Path, write: Callable[[Path], None], markers: tuple[str, ...], only_rank0: bool
-    ) -> None:
-        path = Path(os.path.realpath(path))
+        def result() -> dict[str, Any]:
+            if failure is not None:
+                raise failure
+            return kept
 
+        return result
+
+    def _save_folder(self, path: Path, write: Callable[[Path], None], markers: tuple[str, ...]) -> None:
         def work() -> None:
             if self.rank == 0:
                 replace_folder(path, write, markers=markers)
 
         self.run_on_all(work, f"save to {path}")
-        if not only_rank0:
-            copy_to_other_disks(path, self, markers=markers)
 
 
 def _host_copy(name: str, value: Any, into: dict[str, Tensor] | None) -> Any:
@@ -303,7 +301,3 @@ def _host_copy(name: str, value: Any, into: dict[str, Tensor] | None) -> Any:
     if name not in into:
         into[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
     return into[name].copy_(value, non_blocking=True)
-
-
-def _refuse(error: Exception, _: Path) -> None:
-    raise error

@@ -1,30 +1,22 @@
-"""Folders that appear whole or not at all, on rank 0's disk and on those of other nodes."""
+"""Folders that appear whole or not at all, with a digest of every file."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import platform
 import shutil
 import uuid
-import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import xxhash
 
 from coati import faults
 from coati.errors import CheckpointError
-from coati.trainer.strategies.ranks import Ranks
 
 MANIFEST = "manifest.json"
 """Lists the digest of every other file of a folder that we wrote."""
-
-_PIECE = 1 << 26
 
 
 def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collection[str]) -> None:
@@ -40,8 +32,7 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
     try:
         temporary.mkdir(parents=True)
         write(temporary)
-        if not (temporary / MANIFEST).exists():  # a copy has the original's
-            write_manifest(temporary)
+        _write_manifest(temporary)
         for place in (*temporary.rglob("*"), temporary):
             _sync(place)
         faults.reach("checkpoint.before_rename")
@@ -65,7 +56,7 @@ def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collec
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-def write_manifest(folder: Path) -> None:
+def _write_manifest(folder: Path) -> None:
     """List the digests of all files in a folder and in those below it."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     digests = {file.relative_to(folder).as_posix(): _digest(file) for file in files}
@@ -126,44 +117,3 @@ def _refuse_foreign(path: Path, markers: Collection[str]) -> None:
             )
     elif path.exists():
         raise CheckpointError(f"{path} exists and is a file, but a folder goes there. Choose another path.")
-
-
-def copy_to_other_disks(path: Path, ranks: Ranks, *, markers: Collection[str]) -> None:
-    """Copy the folder that rank 0 wrote to nodes that do not see it: one rank of each writes. All ranks must call."""
-    if ranks.world_size == 1:
-        return
-    written_at = path.stat().st_mtime_ns if path.is_dir() else 0
-    rows = ranks.all_gather(torch.tensor([written_at, zlib.crc32(platform.node().encode())]))
-    lacking = [rank for rank, row in enumerate(rows.tolist()) if row[0] != rows[0, 0]]
-    if not lacking:
-        return
-    on_my_node = [rank for rank in lacking if rows[rank, 1] == rows[ranks.rank, 1]]
-    pieces = _pieces(path, ranks)
-
-    def write(folder: Path) -> None:
-        for name, piece in pieces:
-            with (folder / name).open("ab") as file:
-                file.write(piece.cpu().numpy().data)
-
-    def work() -> None:
-        try:
-            if ranks.rank in on_my_node[:1]:
-                replace_folder(path, write, markers=markers)
-        finally:
-            for _ in pieces:  # also after a failure: the other ranks wait for the next piece
-                pass
-
-    ranks.run_on_all(work, f"save to {path}")
-
-
-def _pieces(path: Path, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
-    """The files of rank 0's folder as bytes, on every rank."""
-    sizes: list[Any] = [{file.name: file.stat().st_size for file in path.iterdir()} if ranks.rank == 0 else {}]
-    dist.broadcast_object_list(sizes, src=0)
-    for name, size in sizes[0].items():
-        with (path / name).open("rb") if ranks.rank == 0 else contextlib.nullcontext() as file:
-            for start in range(0, max(size, 1), _PIECE):
-                piece = torch.empty(min(_PIECE, size - start), dtype=torch.uint8)
-                if file is not None:
-                    file.readinto(piece.numpy())
-                yield name, ranks.from_rank0(piece) if size else piece

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,9 +23,6 @@ _INDEX_FILE = "model.safetensors.index.json"
 _ADAPTER_FILE = "adapter_model.safetensors"
 MODEL_MARKERS = (_WEIGHTS_FILE, _INDEX_FILE, "config.json", "adapter_config.json")
 """A folder that holds one of these is a model folder."""
-
-Places = Mapping[str, tuple[Any, str]]
-"""For each tensor of a module, the open file that holds it and its name there."""
 
 
 def names_to_save(module: nn.Module) -> set[str] | None:
@@ -65,56 +60,44 @@ def _body_of(module: nn.Module) -> str:
     return next((n for n, child in module.named_children() if isinstance(child, PreTrainedModel | PeftModel)), "")
 
 
-def find_tensors(module: nn.Module, path: Path, stack: ExitStack) -> Places:
-    """Find each of the module's tensors in a folder (or safetensors file) that holds just what the module needs.
+def read_tensors(module: nn.Module, path: Path) -> dict[str, Tensor]:
+    """Read the module's tensors from a folder (or safetensors file) that holds just what the module needs.
 
     The main weights may carry the names of the module or of the transformers model that it wraps; a file
-    `CHILD.safetensors` carries those of that child. A peft folder has the adapters and nothing else. The files stay
-    open as long as `stack`.
+    `CHILD.safetensors` carries those of that child. A peft folder has the adapters and nothing else. The tensors stay
+    in their files, which are mapped into memory.
     """
     if (path / MANIFEST).is_file():  # there is none in a folder from elsewhere
         check_files(path, suffix=".safetensors")
-    target = state_tensors(module)
+    target, tied = state_tensors(module), tied_names(module)
     is_adapter = (path / _ADAPTER_FILE).is_file()
     # A peft file leaves the adapter's name out of its tensors' names.
     adapters = {name.replace(".default", ""): name for name in target if ".lora_" in name} if is_adapter else {}
     try:
-        main = _open_all(_main_files(path), stack)
+        main = {key: tensor for file in _main_files(path) for key, tensor in load_file(file).items()}
         body = _body_of(module)
         prefix = f"{body}." if body and not main.keys() & target.keys() else ""
-        places = {adapters.get(prefix + key, prefix + key): place for key, place in main.items()}
+        found = {adapters.get(prefix + key, prefix + key): tensor for key, tensor in main.items()}
         for child, _ in module.named_children():
-            if child != "model" and (path / f"{child}.safetensors").is_file():
-                opened = _open_all([path / f"{child}.safetensors"], stack)
-                places |= {f"{child}.{key}": place for key, place in opened.items()}
-        shapes = {name: tuple(file.get_slice(key).get_shape()) for name, (file, key) in places.items()}
-    except (OSError, SafetensorError) as error:
+            file = path / f"{child}.safetensors"
+            if child != "model" and file.is_file():
+                found |= {f"{child}.{key}": tensor for key, tensor in load_file(file).items()}
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"the weights in {path} are unreadable: {error}. The file is torn; use another copy."
+            f"the weights in {path} are unreadable: {error!r}. A file is torn, or an index names no files; use another "
+            "copy."
         ) from error
-    tied = tied_names(module)
     required = set(adapters.values()) if is_adapter else set(target)
-    _check(path, shapes, target, required=required - set(tied), tied=tied)
-    return places
+    _check(path, found, target, missing=required - set(tied) - {tied.get(name, name) for name in found})
+    return found
 
 
 @torch.no_grad()
-def copy_into(module: nn.Module, places: Places, path: Path) -> None:
-    """Copy what `find_tensors` found into the module."""
+def copy_into(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy what `read_tensors` read into the module."""
     target = state_tensors(module)
-    try:
-        for name, (file, key) in places.items():
-            local_part(target[name]).copy_(local_part(laid_out_like(file.get_tensor(key), target[name])))
-    except (OSError, SafetensorError) as error:  # it was whole a moment ago
-        raise CheckpointError(
-            f"could not read {path} to its end: {error}. Part of it is loaded; load it again, or another, before "
-            "the model is used."
-        ) from error
-
-
-def _open_all(files: Iterable[Path], stack: ExitStack) -> dict[str, tuple[Any, str]]:
-    opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
-    return {key: (file, key) for file in opened for key in file.keys()}  # noqa: SIM118
+    for name, tensor in tensors.items():
+        local_part(target[name]).copy_(local_part(laid_out_like(tensor, target[name])))
 
 
 def _main_files(path: Path) -> list[Path]:
@@ -122,30 +105,20 @@ def _main_files(path: Path) -> list[Path]:
         return [path]
     files = [path / (_ADAPTER_FILE if (path / _ADAPTER_FILE).is_file() else _WEIGHTS_FILE)]
     if (path / _INDEX_FILE).is_file():
-        try:
-            index = json.loads((path / _INDEX_FILE).read_text())
-            files = [path / name for name in sorted(set(index["weight_map"].values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{path / _INDEX_FILE} must map the name of each weight to its file in weight_map, and does not: "
-                f"{error!r}. Use another copy of the model."
-            ) from error
+        index = json.loads((path / _INDEX_FILE).read_text())
+        files = [path / name for name in sorted(set(index["weight_map"].values()))]
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file} does not exist, so there is no model to load from {path}.")
     return files
 
 
-def _check(
-    path: Path, shapes: Mapping[str, Any], target: Mapping[str, Tensor], *, required: set[str], tied: Mapping[str, str]
-) -> None:
-    missing = sorted(required - {tied.get(name, name) for name in shapes})
-    expected = {name: tuple(tensor.shape) for name, tensor in target.items()}
-    wrong = [
-        f"{name} {shape}, not {expected.get(name)}" for name, shape in shapes.items() if shape != expected.get(name)
-    ]
+def _check(path: Path, found: Mapping[str, Tensor], target: Mapping[str, Tensor], missing: Collection[str]) -> None:
+    shapes, expected = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (found, target))
+    wrong = [f"{name} {shape}, not {expected.get(name)}" for name, shape in shapes.items() - expected.items()]
     if missing or wrong:
         raise CheckpointError(
-            f"the weights in {path} belong to another model: {len(missing)} are missing ({', '.join(missing[:5])}), "
-            f"{len(wrong)} are unexpected or have another shape ({', '.join(wrong[:5])}). Nothing was loaded."
+            f"the weights in {path} belong to another model: {len(missing)} are missing "
+            f"({', '.join(sorted(missing)[:5])}), {len(wrong)} are unexpected or have another shape "
+            f"({', '.join(sorted(wrong)[:5])}). Nothing was loaded."
         )
