@@ -246,7 +246,7 @@ class Maker:
             rules,
             peers=RayPeers(),
             maker=self.name,
-            version=lambda: self._slots[-1].served.newest_version,  # which all others have, too
+            version=lambda: self._slots[-1].served.newest[1],  # which all others have, too
             wait=self._wait,
             should_stop=self.stopped.is_set,
         )

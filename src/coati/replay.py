@@ -184,13 +184,13 @@ class ReplayedModels(ServedModels):
 
     def offer(self, update: VerifiedUpdate) -> bool:
         """Commit the update, and keep a copy of the models if some delivery needs it."""
-        is_committed = super().offer(update)
+        is_taken = super().offer(update)
         self._kept = {key: weights for key, weights in self._kept.items() if self.num_uses[key[0]] > 0}
         if self.num_uses[self.version] > 0:
             states = {label: module.state_dict() for label, module in self.modules.items()}
             copy = {(label, name): states[label][name].clone() for label in states for name in states[label]}
             self._kept |= {(self.version, maker): copy for maker in self.makers or [""]}
-        return is_committed
+        return is_taken
 
     def follow(self, written_by: Sequence[int], maker: str) -> None:
         """Serve these versions in the next `use`, as that maker had them."""
@@ -213,8 +213,7 @@ class ReplayedModels(ServedModels):
         version = self._changes.get(self._num_calls)
         if version is not None:
             weights = self._kept.get((version, self._maker)) or self._kept[version, ""]
-            self.newest_version = version
-            self._commit(VerifiedUpdate(version, "the journal", weights, is_full=True))
+            self._commit(VerifiedUpdate(version=version, tensors=weights, is_full=True))
 
 
 class ReplayedRun(SynchronousRun):

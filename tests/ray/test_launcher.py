@@ -82,7 +82,7 @@ class WitnessMaker(Witness, MakerHolder):
     @ray.method(concurrency_group="model_io")
     def update_experience_maker(self, *args, message=None, **kwargs):
         if message is not None and message.is_start:
-            self._updates.append((message.header.version, message.header.source.partition(" (")[0]))
+            self._updates.append((message.header.version, message.header.source))
         super().update_experience_maker(*args, message=message, **kwargs)
 
 
@@ -132,7 +132,7 @@ def test_groups_of_two_makers_and_two_sharded_trainers_train_their_shares_and_ar
     assert sum(progress[f"maker-{index}"].num_delivered for index in range(2)) >= 24  # quick makers ask more often
     for index in range(2):  # the first weights and four versions, each once and from one trainer
         maker = progress[f"maker-{index}"]
-        assert maker.updates == [(version, f"trainer {index}") for version in range(5)]
+        assert maker.updates == [(version, f"trainer-{index}") for version in range(5)]
     check_environment(progress, ray.get(keep(Looker.remote()).environment.remote()))
     checkpoints = tmp_path / "out" / "checkpoints"
     assert [folder.name for folder in checkpoints.iterdir()] == ["version-3"]

@@ -149,7 +149,7 @@ class Maker:
 
     def offer(self, version):
         tensors = {("actor", "number"): torch.tensor(float(version))}
-        self.served.offer(VerifiedUpdate(version, "trainer", tensors, True))
+        self.served.offer(VerifiedUpdate(version=version, tensors=tensors, is_full=True))
 
 
 class Run:

@@ -24,7 +24,7 @@ from coati.monitor.timeline import trainer_metrics
 from coati.peers import wait_in_slices
 from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator, connect, num_parameters
 from coati.ray.detached_trainer_base import DetachedTrainer
-from coati.ray.environment import apply_env_info, processors_for, remote, set_up_gpu
+from coati.ray.environment import actor_name, apply_env_info, processors_for, remote, set_up_gpu
 from coati.ray.options import TrainerOptions
 from coati.ray.peers import RayPeers
 from coati.trainer.batches import BatchMover
@@ -156,6 +156,7 @@ class PPOTrainer(DetachedTrainer):
             Recipients(RayPeers(), self.maker_names, self.deadlines),
             self.options.topology,
             timeline=self._timeline,
+            source=actor_name() or "trainer",
             shared=CardMemory(device) if device.type == "cuda" else None,
             incarnation=self.options.incarnation,
             on_read=None if self._leased is None or device.type != "cpu" else self._leased.note_weights,
@@ -201,7 +202,7 @@ class PPOTrainer(DetachedTrainer):
             what=lambda: "the end of fit's episode, to sync whole versions to the makers",
         )
         if self._sync is not None:
-            self._sender.result(self._sync)
+            self._sender.end_update(self._sync)
 
     @ray.method(concurrency_group="model_io")
     def change_makers(self, maker_names: Sequence[str]) -> None:
@@ -225,8 +226,8 @@ class PPOTrainer(DetachedTrainer):
         """
         if not self.strategy.shards_parameters and self._sender.recipients.need_all:
             with self._hold_weights():
-                update = self._sender.begin(self.version, fully_update=True, only_behind=True)
-            self._sender.result(update)
+                update = self._sender.begin_update(self.version, fully_update=True, only_behind=True)
+            self._sender.end_update(update)
 
     def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
         """Sync if the weights are those of a version; checked and read under one lock, so no step comes between."""
@@ -253,9 +254,9 @@ class PPOTrainer(DetachedTrainer):
 
         with self._hold_weights():
             if fully_update:
-                self._sync = self._sender.begin(self.version, fully_update=True, on_arrival=note, **config)
+                self._sync = self._sender.begin_update(self.version, fully_update=True, on_arrival=note, **config)
             else:
-                self._sender.start(self.version, on_arrival=note, **config)
+                self._sender.publish(self.version, on_arrival=note, **config)
             self._num_steps_unpublished = 0
 
     @ray.method(concurrency_group="model_io")

@@ -40,6 +40,7 @@ class UpdateHeader:
     update_id: str
     version: int
     source: str
+    """The sender's name, which no other has at the same time; one that replaces it has it too."""
     incarnation: int = 0
     """How often the trainers of the run were started again: versions of a later start come after all before it."""
     follows: int | None = None

@@ -2,16 +2,14 @@
 
 Chunks are staged beside the models while the old weights serve. When the manifest comes, names, shapes, dtypes, count
 and checksums must fit; anything wrong rejects the whole update. Each sender has a stage of its own, for one update, so
-two cannot interleave into one. A sender that begins again replaces its unfinished update. One that dies in the middle
-locks nothing: its stage is discarded when the trainers that replace it begin theirs, or at the next update of any
-sender after ten minutes without a call. Trainers that were replaced are refused, and the first update of those that
-replace them must hold all weights.
+two cannot interleave into one. One that dies in the middle locks nothing: its stage is discarded when it, or the one
+that replaces it under its name, begins another. Trainers that were replaced are refused, and the first update of those
+that replace them must hold all weights.
 """
 
 import dataclasses
 import logging
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,37 +26,30 @@ from coati.weights.transports import ChunkReader
 
 logger = logging.getLogger(__name__)
 
-# A stage without a call for so long belongs to a sender that died.
-MAX_IDLE_SECONDS = 600.0
 # No run counts this far: a version of one a second for 60 years.
 MAX_VERSION = 2**31
 _KEPT = "Update rejected; the maker keeps its current weights."
 _OTHER_MODEL = "Update rejected; use the same model on both sides."
+_PLAIN = UpdateHeader(update_id="without an id", version=0, source="plain calls")
 
 
 @dataclasses.dataclass
 class _Stage:
+    """What has come of an update so far."""
+
     header: UpdateHeader
-    last_seen: float
-    chunks: dict[int, tuple[ChunkInfo, dict[str, Tensor]]] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass
-class _PlainStage:
+    infos: dict[int, ChunkInfo] = dataclasses.field(default_factory=dict)
     tensors: dict[str, dict[str, Tensor]] = dataclasses.field(default_factory=dict)
     lora: dict[str, dict[str, LayerLoRA]] = dataclasses.field(default_factory=dict)
+
+    def add(self, module: str, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors.setdefault(module, {}).update(tensors)
 
 
 class WeightReceiver:
     """Receives updates for the modules of a `ServedModels`. Calls must come one at a time."""
 
-    def __init__(
-        self,
-        served: ServedModels,
-        *,
-        allow_partial_plain: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, served: ServedModels, *, allow_partial_plain: bool = False) -> None:
         """`allow_partial_plain`: plain calls may send adapters only."""
         self._served = served
         self._targets = {label: _Target(label, served) for label in served.modules}
@@ -66,9 +57,8 @@ class WeightReceiver:
         self.device = next(devices, torch.device("cpu"))
         self._reader = ChunkReader(self.device)
         self._allow_partial_plain = allow_partial_plain
-        self._clock = clock
-        self._open: dict[str, _Stage] = {}  # by source, which sends one update at a time; others may just be slow
-        self._plain: _PlainStage | None = None
+        self._open: dict[str, _Stage] = {}  # by source, which sends one update at a time
+        self._plain: _Stage | None = None
         self._is_plain_open = False  # between the start and the end of a plain update, rejected or not
 
     def sharing_fault(self, probe: Chunk) -> str | None:
@@ -86,7 +76,8 @@ class WeightReceiver:
         chunks in any order.
         """
         header = message.header
-        if header.incarnation < self._served.newest_incarnation:
+        newest_incarnation, _ = self._served.newest
+        if header.incarnation < newest_incarnation:
             raise WeightUpdateError(f"{header} is of trainers that others have replaced. {_KEPT}")
         if message.is_start:
             self._begin(header)
@@ -96,19 +87,23 @@ class WeightReceiver:
                 f"{header} is not open here: it never began, was rejected, or was discarded for a newer one. Send it "
                 "again from its start."
             )
-        stage.last_seen = self._clock()
-        try:
-            for chunk in message.chunks:
-                faults.reach("receiver.before_chunk", chunk.index)
-                self._add(stage, chunk)
-            if message.manifest is None:
-                return
-            verified = self._finish(stage, message.manifest)
-        except BaseException:
-            del self._open[header.source]
-            raise
-        del self._open[header.source]
-        self._served.offer(verified)
+        del self._open[header.source]  # whatever raises rejects the update
+        for chunk in message.chunks:
+            faults.reach("receiver.before_chunk", chunk.index)
+            stage.add(chunk.info.module, self._read(chunk, header))
+            stage.infos[chunk.index] = chunk.info
+        if message.manifest is None:
+            self._open[header.source] = stage
+            return
+        self._check_chunks(stage, message.manifest)
+        self._reader.end_update()
+        update = self._verified(header, stage.tensors, message.manifest)
+        if header.incarnation > newest_incarnation and not update.is_full:
+            raise WeightUpdateError(
+                f"{header} holds only part of the weights, but it is the first of trainers that were started again. "
+                f"{_KEPT} Call sync_models_to_remote_makers first."
+            )
+        self._offer(update)
 
     def receive_plain(
         self,
@@ -122,121 +117,111 @@ class WeightReceiver:
         """Take a call of the plain kind: a start, state dicts and an end, in one call or several, without ids.
 
         There is one such update at a time: a new start discards what an earlier one had staged. A call without flags
-        outside of an update is an update by itself. After a rejection the rest of the update is rejected too.
+        outside of an update is an update by itself. After a rejection the rest of the update is rejected too. An
+        accepted one counts as the next version.
         """
         is_whole = not chunk_start and not chunk_end and not self._is_plain_open
         self._is_plain_open = bool(chunk_start or self._is_plain_open) and not chunk_end
         if chunk_start or is_whole:
-            self._plain = _PlainStage()
+            self._plain = _Stage(_PLAIN)
         stage, self._plain = self._plain, None
         if stage is None:
             raise WeightUpdateError(
                 "this plain update is not open here: it never began, or was rejected. Send it again with chunk_start."
             )
         for label, state_dict in state_dicts.items():
-            if state_dict:
-                stage.tensors.setdefault(label, {}).update({name: _tensor(v) for name, v in state_dict.items()})
+            stage.add(label, {name: _tensor(value) for name, value in (state_dict or {}).items()})
         for label, settings in lora.items():
             layers = {name: as_layer_lora(value) for name, value in (settings or {}).items()}
             stage.lora.setdefault(label, {}).update(layers)
         if not (chunk_end or is_whole):
             self._plain = stage
             return
+        incarnation, version = self._served.newest
+        header = dataclasses.replace(_PLAIN, version=version + 1, incarnation=incarnation)
         is_full = fully_update or not (self._allow_partial_plain or any(stage.lora.values()))
-        update = self._verified("a plain call", stage.tensors, stage.lora, is_full=is_full)
+        update = self._verified(header, stage.tensors, WeightManifest(chunks=(), is_full=is_full, lora=stage.lora))
         # What the sender calls a full update is one, even if the maker holds more modules.
-        self._served.offer(dataclasses.replace(update, is_full=update.is_full or fully_update))
+        self._offer(dataclasses.replace(update, is_full=update.is_full or fully_update))
 
     def _begin(self, header: UpdateHeader) -> None:
-        """Open a stage."""
-        self._check_version(header)
-        now = self._clock()
-        for source, old in list(self._open.items()):
-            is_replaced = source == header.source or old.header.incarnation < header.incarnation
-            if is_replaced or now - old.last_seen > MAX_IDLE_SECONDS:
-                logger.warning("%s was never finished; discarded", self._open.pop(source).header)
-        self._open[header.source] = _Stage(header, last_seen=now)
+        """Open a stage.
 
-    def _check_version(self, header: UpdateHeader) -> None:
-        """Refuse a version that no sender counts to, because it would make every later update look too old.
-
-        A sender counts one by one, however many of its versions this receiver missed; only a sync may start anywhere.
+        Refuses a version that no sender counts to, because it would make every later update look too old. A sender
+        counts one by one, however many of its versions this receiver missed; only a sync may start anywhere.
         """
-        before = self._served.newest_version if header.follows is None else header.follows
+        before = self._served.newest[1] if header.follows is None else header.follows
         limit = MAX_VERSION if header.is_sync else min(before + 1, MAX_VERSION)
         if not 0 <= header.version <= limit:
             raise WeightUpdateError(
                 f"{header} has an implausible version: its sender was at {before}, so at most {limit} can follow. "
                 f"{_KEPT} Call sync_models_to_remote_makers to start at another version."
             )
+        for source, old in list(self._open.items()):
+            if source == header.source or old.header.incarnation < header.incarnation:
+                logger.warning("%s was never finished; discarded", self._open.pop(source).header)
+        self._open[header.source] = _Stage(header)
 
-    def _add(self, stage: _Stage, chunk: Chunk) -> None:
+    def _read(self, chunk: Chunk, header: UpdateHeader) -> dict[str, Tensor]:
         try:
-            stage.chunks[chunk.index] = (chunk.info, self._reader.read(chunk))
+            return self._reader.read(chunk)
         except (OutOfMemory, AcceleratorFailed) as error:
-            raise type(error)(f"chunk {chunk.index} of {stage.header} could not be staged: {error} {_KEPT}") from error
+            raise type(error)(f"chunk {chunk.index} of {header} could not be staged: {error} {_KEPT}") from error
         except Exception as error:
-            raise WeightUpdateError(f"chunk {chunk.index} of {stage.header} is unreadable: {error}. {_KEPT}") from error
+            raise WeightUpdateError(f"chunk {chunk.index} of {header} is unreadable: {error}. {_KEPT}") from error
 
-    def _finish(self, stage: _Stage, manifest: WeightManifest) -> VerifiedUpdate:
-        """Verify an update against its manifest."""
-        header, listed = stage.header, dict(enumerate(manifest.chunks))
-        if missing := listed.keys() - stage.chunks.keys():
+    def _check_chunks(self, stage: _Stage, manifest: WeightManifest) -> None:
+        """Compare what has come with what the manifest lists."""
+        listed = dict(enumerate(manifest.chunks))
+        if missing := listed.keys() - stage.infos.keys():
             raise WeightUpdateError(
-                f"{header} is missing {len(missing)} of {len(listed)} chunks (first: {min(missing)}). {_KEPT}"
+                f"{stage.header} is missing {len(missing)} of {len(listed)} chunks (first: {min(missing)}). {_KEPT}"
             )
-        tensors: dict[str, dict[str, Tensor]] = {}
-        for index, (info, chunk) in stage.chunks.items():
+        for index, info in stage.infos.items():
             if info != listed.get(index):
-                raise WeightUpdateError(f"{header}: chunk {index} is not one that the manifest lists. {_KEPT}")
-            module = tensors.setdefault(info.module, {})
-            if twice := module.keys() & chunk.keys():
-                raise WeightUpdateError(f"{header} has the {info.module} weight {min(twice)!r} twice. {_KEPT}")
-            module.update(chunk)
-        self._reader.end_update()
-        update = self._verified(header.source, tensors, manifest.lora, is_full=manifest.is_full)
-        if header.incarnation > self._served.newest_incarnation and not update.is_full:
-            raise WeightUpdateError(
-                f"{header} holds only part of the weights, but it is the first of trainers that were started again. "
-                f"{_KEPT} Call sync_models_to_remote_makers first."
-            )
-        return dataclasses.replace(
-            update, version=header.version, incarnation=header.incarnation, canary=manifest.canary
-        )
+                raise WeightUpdateError(f"{stage.header}: chunk {index} is not one that the manifest lists. {_KEPT}")
+        if sum(len(info.tensors) for info in manifest.chunks) != sum(map(len, stage.tensors.values())):
+            raise WeightUpdateError(f"{stage.header} has a weight twice. {_KEPT}")
 
     def _verified(
-        self,
-        source: str,
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        lora: Mapping[str, Mapping[str, LayerLoRA]],
-        *,
-        is_full: bool,
+        self, header: UpdateHeader, tensors: Mapping[str, Mapping[str, Tensor]], manifest: WeightManifest
     ) -> VerifiedUpdate:
-        """Map all weights onto the receiver's own. `is_full`: every module that was sent must be complete."""
-        if not any(tensors.values()):
-            raise WeightUpdateError(f"{source} sent an update that holds no tensors. {_KEPT}")
-        if unknown := tensors.keys() - self._targets.keys():
+        """Map all weights onto the receiver's own. In a full update every module that was sent must be complete."""
+        sent = {label: weights for label, weights in tensors.items() if weights}
+        if not sent:
+            raise WeightUpdateError(f"{header} holds no tensors. {_KEPT}")
+        if unknown := sent.keys() - self._targets.keys():
             raise WeightUpdateError(
-                f"{source} sent weights of a module {min(unknown)!r}; here are {', '.join(self._targets)}. {_KEPT}"
+                f"{header} holds weights of a module {min(unknown)!r}; here are {', '.join(self._targets)}. {_KEPT}"
             )
-        resolved = {
-            label: self._targets[label].resolve(sent, lora.get(label, {}), source) for label, sent in tensors.items()
-        }
-        missing = {label: target.missing(resolved.get(label, {})) for label, target in self._targets.items()}
-        for label in resolved:
-            if is_full and missing[label]:
+        flat: dict[tuple[str, str], Tensor] = {}
+        is_complete = sent.keys() == self._targets.keys()
+        for label, weights in sent.items():
+            target = self._targets[label]
+            resolved = target.resolve(weights, manifest.lora.get(label, {}), header)
+            missing = target.missing(resolved)
+            is_complete = is_complete and not missing
+            if missing and manifest.is_full:
                 raise WeightUpdateError(
-                    f"{source} sent only part of the {label}, which lacks {len(missing[label])} weights (first: "
-                    f"{missing[label][0]!r}). Update rejected; send all weights, or use update_lora_weights for "
+                    f"{header} holds only part of the {label}, which lacks {len(missing)} weights (first: "
+                    f"{missing[0]!r}). Update rejected; send all weights, or use update_lora_weights for "
                     "adapters only."
                 )
+            flat |= {(label, name): tensor for name, tensor in resolved.items()}
+        return VerifiedUpdate(
+            version=header.version,
+            incarnation=header.incarnation,
+            tensors=flat,
+            is_full=is_complete,
+            canary=manifest.canary,
+        )
 
-        def adopt() -> None:
-            for label in resolved:
-                self._targets[label].constructor.adopt()
-
-        flat = {(label, name): tensor for label, weights in resolved.items() for name, tensor in weights.items()}
-        return VerifiedUpdate(None, source, flat, not any(missing.values()), adopt=adopt)
+    def _offer(self, update: VerifiedUpdate) -> None:
+        if not self._served.offer(update):
+            logger.warning("dropped weights of version %d: have %d", update.version, self._served.newest[1])
+            return
+        for label in {label for label, _ in update.tensors}:
+            self._targets[label].constructor.adopt()
 
 
 def _tensor(value: Any) -> Tensor:
@@ -258,7 +243,9 @@ class _Target:
         self._base_weights: dict[str, Tensor] = {}  # the constructor copies from it, when a layer's first adapter comes
         self.constructor = LoRAConstructor(self._base_weights)
 
-    def resolve(self, sent: Mapping[str, Tensor], lora: Mapping[str, LayerLoRA], source: str) -> dict[str, Tensor]:
+    def resolve(
+        self, sent: Mapping[str, Tensor], lora: Mapping[str, LayerLoRA], header: UpdateHeader
+    ) -> dict[str, Tensor]:
         """The sent weights under this module's own names, checked.
 
         Adapters for a module that has none become weights of it: W₀ + scale·B·A, from the same W₀ each time.
@@ -275,10 +262,10 @@ class _Target:
         for name, tensor in sent.items():
             own = next((alias for alias in _aliases(name) if alias in self._specs), name)
             if fault := self._fault(own, tensor):
-                raise WeightUpdateError(f"{source} sent {self._label} weight {name!r}{fault}. {_OTHER_MODEL}")
+                raise WeightUpdateError(f"{header} holds the {self._label} weight {name!r}{fault}. {_OTHER_MODEL}")
             if own in resolved:
                 raise WeightUpdateError(
-                    f"{source} sent the {self._label} weight {own!r} twice, the second time as {name!r}. "
+                    f"{header} holds the {self._label} weight {own!r} twice, the second time as {name!r}. "
                     "Update rejected; send each weight once."
                 )
             resolved[own] = tensor

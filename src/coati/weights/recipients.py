@@ -1,159 +1,142 @@
-"""The makers that a sender updates, and the calls of one update to them."""
+"""The makers that a sender updates, and the calls of one update to them.
 
+Two questions are answered for each maker: does the next update have to bring it all weights (`_Maker.behind`), and may
+the sender go on without its answer (`_Maker.late`, `_Maker.is_abandoned`)?
+"""
+
+import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError, WeightUpdateError
-from coati.peers import Peer, Peers, PendingCall, remote_error, wait_all, wait_any
-from coati.weights.message import Chunk, UpdateHeader, WeightMessage
+from coati.peers import Peer, Peers, PendingCall, remote_error, wait_any
+from coati.weights.message import Chunk
 
 logger = logging.getLogger(__name__)
 
 _SLICE_SECONDS = 0.5
 
 
+@dataclasses.dataclass(eq=False)
+class _Maker:
+    """What a sender knows of a maker."""
+
+    behind: str | None = None
+    """Why it needs all weights; None if it has them."""
+    late: PendingCall | None = None
+    """A call that was waited for in vain. It is not called again before it has answered this one."""
+    is_abandoned: bool = False
+    """It is not waited for, in the calls that are under way or in the next ones."""
+
+
 class Recipients:
     """Makers by name.
 
     An update does not depend on any single maker: one that died, is late or cannot be reached misses it, and gets all
-    weights with the next one that it can take. So does a maker that joins. A late one is not called again before it has
-    answered: each further update would wait for it too.
+    weights with the next one that it can take. So does a maker that joins.
     """
 
     def __init__(self, peers: Peers, names: Sequence[str], deadlines: Deadlines) -> None:
         self.peers = peers
         self.update_seconds = deadlines.update_seconds
-        self._start_seconds = deadlines.start_seconds
-        self._names = tuple(names)
-        self._awaited = set(names)  # makers that a run begins with, and that may not have started yet
-        self._behind: dict[str, str] = {}  # makers that need all weights, and why
-        self._abandoned: set[str] = set()  # makers that did not respond when they were called last
-        self._unanswered: dict[str, PendingCall] = {}  # the last calls of makers that were late
+        self._start_seconds = deadlines.start_seconds  # how long makers may take to appear; 0 when all have
+        self._makers = {name: _Maker() for name in names}
 
     @property
     def need_all(self) -> bool:
         """Whether makers that can be called now need all weights."""
-        return any(self._find(name) is not None for name in list(self._behind))  # another thread may change it
+        makers = list(self._makers.items())  # another thread may change it
+        return any(maker.behind is not None and self._find(name, maker) is not None for name, maker in makers)
 
     def change(self, names: Sequence[str]) -> None:
         """Take another list, from the next update on; must not be called during one."""
-        for name in set(self._names) - set(names):
+        before = self._makers
+        for name in before.keys() - set(names):
             self.peers.forget(name)
-            self._behind.pop(name, None)
-            self._unanswered.pop(name, None)
-            self._awaited.discard(name)
-            self._abandoned.discard(name)
-        self._behind |= {name: "it joined" for name in names if name not in self._names}
-        self._names = tuple(names)
+        self._makers = {name: before.get(name) or _Maker(behind="it joined") for name in names}
 
     def abandon(self, name: str) -> None:
-        """Wait no longer for a maker, in the update that is under way or in the next, until it has answered a call."""
-        self._abandoned.add(name)
+        """Do not wait for a maker that does not respond, in the update that is under way or in the next."""
+        if (maker := self._makers.get(name)) is not None:
+            maker.is_abandoned = True
 
-    def attempt(self, header: UpdateHeader, *, only_behind: bool = False) -> "Attempt":
-        """The calls of one update, to all makers that can be called now, or to those that need all weights."""
-        peers = self._found(self._behind if only_behind else self._names)
-        return Attempt(header, peers, seconds=self.update_seconds, abandoned=self._abandoned)
+    def calls(self, *, only_behind: bool = False) -> "UpdateCalls":
+        """Calls to all makers that can be called now, or to those of them that need all weights.
+
+        Those that a run begins with are waited for once, or ActorNotFound.
+        """
+        found: dict[str, Peer] = {}
+        for name, maker in self._makers.items():
+            if self._start_seconds:
+                found[name] = self.peers.find(name, role="maker", timeout=self._start_seconds)
+            elif only_behind and maker.behind is None:
+                continue
+            elif (peer := self._find(name, maker)) is not None:
+                found[name] = peer
+            else:
+                maker.behind = maker.behind or "it could not be called"
+        self._start_seconds = 0.0
+        return UpdateCalls(found, self._makers, seconds=self.update_seconds)
 
     def all_can_open(self, probe: Chunk) -> bool:
-        """Whether every maker can read the sender's memory; False without makers. Logs which cannot, and why."""
-        calls = {}
-        for name, peer in self._found(self._names).items():
-            if not peer.has("sharing_fault"):
-                logger.warning("sending weights by value: maker %s has no method sharing_fault", name)
-                return False
-            calls[name] = peer.call("sharing_fault", probe)
-        answers = []
-        self._await(calls)
-        for name, call in calls.items():
-            try:
-                fault = call.result(0.0)
-            except (DeadlineExceeded, PeerDied, PeerUnavailable) as error:
+        """Whether all makers that answer can read the sender's memory; False without any. Logs why one cannot."""
+        calls = self.calls()
+        calls.send("sharing_fault", probe)
+        calls.wait()
+        faults = dict(calls.answers)
+        for name, error in calls.failed.items():
+            if isinstance(error, RemoteError):
+                faults[name] = str(error)
+            else:  # it will miss the update too
                 logger.warning("maker %s could not be asked whether it can share memory: %s", name, error)
-                if isinstance(error, DeadlineExceeded):
-                    self._unanswered[name] = call
-                continue  # it will miss the update too
-            except RemoteError as error:
-                fault = f"it could not be asked: {error}"
+        for name, fault in faults.items():
             if fault is not None:
                 logger.warning("sending weights by value, because of maker %s: %s", name, fault)
-            answers.append(fault is None)
-        return any(answers) and all(answers)
+        return bool(faults) and all(fault is None for fault in faults.values())
 
-    def note(self, attempt: "Attempt", *, is_full: bool) -> None:
+    def note(self, calls: "UpdateCalls", version: int, *, is_full: bool) -> None:
         """Keep what came of an update.
 
         Raises WeightUpdateError if a maker that had all weights rejected it.
         """
-        rejected, version = [], attempt.header.version
-        for name in attempt.peers:
-            error = attempt.failed.get(name)
+        rejected = []
+        for name in calls.peers:
+            maker, error = self._makers[name], calls.failed.get(name)
             if error is None:
-                if is_full:
-                    self._behind.pop(name, None)
-                if name in attempt.abandoned_before:
-                    self._abandoned.discard(name)
+                maker.behind = None if is_full else maker.behind
                 continue
             reason = _reason(error)
             if isinstance(error, PeerDied):
                 self.peers.forget(name)  # another may take its name
-            if isinstance(error, RemoteError) and name not in self._behind:
+            if isinstance(error, RemoteError) and maker.behind is None:
                 rejected.append(f"maker {name}: {reason}")
             else:
                 logger.error("maker %s missed the weights of version %d: %s", name, version, reason)
-            self._behind[name] = reason
-        self._unanswered |= attempt.unanswered
+            maker.behind = reason
         if rejected:
             raise WeightUpdateError(f"weights of version {version} were rejected. {'; '.join(rejected)}")
 
-    def _await(self, calls: Mapping[str, PendingCall]) -> None:
-        """Wait for answers; not for makers that are late or abandoned."""
-        end = time.monotonic() + self.update_seconds
-        while (left := end - time.monotonic()) > 0:
-            waiting = [call for name, call in calls.items() if name not in self._abandoned and not call.done()]
-            if not waiting:
-                return
-            wait_all(waiting, min(_SLICE_SECONDS, left))
-
-    def _find(self, name: str) -> Peer | None:
+    def _find(self, name: str, maker: _Maker) -> Peer | None:
         """A maker that can be called now: it exists, and has answered everything."""
-        if (call := self._unanswered.get(name)) is not None:
-            if not call.done():
-                return None
-            self._unanswered.pop(name, None)
-            self._abandoned.discard(name)
+        if maker.late is not None and not maker.late.done():
+            return None
+        maker.late = None
         return self.peers.find_now(name)
 
-    def _found(self, names: Sequence[str] | Mapping[str, str]) -> dict[str, Peer]:
-        """Makers to call. Those that a run begins with are waited for once, or ActorNotFound."""
-        found: dict[str, Peer] = {}
-        for name in names:
-            if name in self._awaited:
-                found[name] = self.peers.find(name, role="maker", timeout=self._start_seconds)
-                self._awaited.discard(name)
-            elif (peer := self._find(name)) is not None:
-                found[name] = peer
-            else:
-                self._behind.setdefault(name, "it could not be called")
-        return found
 
+class UpdateCalls:
+    """The calls of one update to its makers, and what became of them."""
 
-class Attempt:
-    """The calls of one update, and what became of them."""
-
-    def __init__(
-        self, header: UpdateHeader, peers: Mapping[str, Peer], *, seconds: float, abandoned: set[str] | None = None
-    ) -> None:
-        self.header = header
+    def __init__(self, peers: Mapping[str, Peer], makers: Mapping[str, _Maker], *, seconds: float) -> None:
         self.peers = dict(peers)
+        self.answers: dict[str, Any] = {}
+        """The last answers of those that answered."""
         self.failed: dict[str, PeerDied | PeerUnavailable | RemoteError | DeadlineExceeded] = {}
-        self.unanswered: dict[str, PendingCall] = {}
-        """The last calls of makers that were left out because they did not answer."""
-        self._abandoned = set() if abandoned is None else abandoned
-        self.abandoned_before = frozenset(self._abandoned)
+        self._makers = makers
+        self._abandoned = {name for name in peers if self._is_abandoned(name)}
         self._seconds = seconds
         self._end = time.monotonic() + seconds
         self._calls: dict[PendingCall, str] = {}
@@ -169,12 +152,13 @@ class Attempt:
         late = (PeerUnavailable, DeadlineExceeded)
         return [name for name in self.peers if not isinstance(self.failed.get(name), late)]
 
-    def send(self, *, share: Callable[[Any], Any] = lambda message: message, **fields: Any) -> None:
-        """Send a `WeightMessage` with these fields to all healthy makers; `share` stores it once for all of them."""
-        if makers := self.healthy:
-            message = share(WeightMessage(header=self.header, **fields))
-            for name in makers:
-                self._call(name, message)
+    def send(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of all healthy makers."""
+        for name in self.healthy:
+            try:
+                self._calls[self.peers[name].call(method, *args, **kwargs)] = name
+            except (AttributeError, TypeError) as error:  # Ray compares the call with the actor's class
+                self.failed[name] = remote_error(name, error)
 
     def wait(self, *, until_in_flight: int = 0) -> None:
         """Wait for answers until at most so many calls are open. Makers that are late or abandoned are left out."""
@@ -183,27 +167,25 @@ class Attempt:
             for call in wait_any(self._calls, min(_SLICE_SECONDS, left)):
                 name = self._calls.pop(call)
                 try:
-                    call.result(0.0)
+                    self.answers[name] = call.result(0.0)
                 except RemoteError as error:
                     self.failed.setdefault(name, error)
                 except (PeerDied, PeerUnavailable) as error:
                     self.failed[name] = error  # even if it has rejected the update: it may lack what was lost
-            if left <= 0:
-                self._leave_out(set(self._calls.values()), f"it did not answer within {self._seconds:g} s")
-            elif gone := self._abandoned.intersection(self._calls.values()):
-                self._leave_out(gone, "it does not respond")
+            self._abandoned |= {name for name in self._calls.values() if self._is_abandoned(name)}
+            for call, name in list(self._calls.items()):
+                if left <= 0 or name in self._abandoned:
+                    reason = f"it did not answer within {self._seconds:g} s" if left <= 0 else "it does not respond"
+                    self.failed.setdefault(name, DeadlineExceeded(reason))
+                    self._makers[name].late = call
+                    del self._calls[call]
 
-    def _call(self, name: str, message: Any) -> None:
-        try:
-            self._calls[self.peers[name].call("update_experience_maker", message=message)] = name
-        except TypeError as error:  # Ray compares the arguments with the actor's class
-            self.failed[name] = remote_error(name, error)
-
-    def _leave_out(self, names: set[str], reason: str) -> None:
-        for name in names:
-            self.failed.setdefault(name, DeadlineExceeded(reason))
-        self.unanswered |= {name: call for call, name in self._calls.items() if name in names}
-        self._calls = {call: name for call, name in self._calls.items() if name not in names}
+    def _is_abandoned(self, name: str) -> bool:
+        """Whether a maker was abandoned; it is left out here, and has another chance in the next update."""
+        if not self._makers[name].is_abandoned:
+            return False
+        self._makers[name].is_abandoned = False
+        return True
 
 
 def _reason(error: Exception) -> str:

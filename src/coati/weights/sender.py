@@ -1,19 +1,16 @@
 """Sends versions of a learner's weights to makers, in chunks of bounded size.
 
-start ─ read weights ─ chunks ─► makers: stage ─┐         the learner trains on as soon as all weights are read
-        worker thread: manifest, answers ◄──────┘ verify, commit
+begin_update ─ read weights ─ chunks ─► makers: stage ─┐      the learner trains on as soon as all weights are read
+               worker thread: manifest, answers ◄──────┘ verify, commit
 """
 
 import functools
 import itertools
 import logging
-import os
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +24,8 @@ from coati.gpu import device_errors_explained
 from coati.models.lora import LoRAConstructor
 from coati.monitor.timeline import WEIGHTS, Timeline
 from coati.weights.canary import make_canary
-from coati.weights.message import Chunk, ChunkInfo, UpdateHeader, WeightManifest
-from coati.weights.recipients import Attempt, Recipients
+from coati.weights.message import Chunk, ChunkInfo, UpdateHeader, WeightManifest, WeightMessage
+from coati.weights.recipients import Recipients, UpdateCalls
 from coati.weights.transports import CardMemory, MadeChunk, value_chunk
 from coati.wire import tensor_digest
 
@@ -41,6 +38,7 @@ logger = logging.getLogger(__name__)
 # Chunks by value that may be on their way at once; with 64 MiB chunks a quarter of a GiB of the object store.
 MAX_CHUNKS_IN_FLIGHT = 4
 _GRACE_SECONDS = 5.0
+_UPDATE = "update_experience_maker"
 _NO_ROOM = (
     "Makers on the same card copy the weights from a second copy: give the trainer more of the GPU "
     "(topology.gpus_per_trainer), or the makers another card. Elsewhere a lower topology.chunk_mib needs less."
@@ -50,8 +48,8 @@ _NO_ROOM = (
 class WeightSender:
     """Sends versions of a learner's weights, one after the other; never more than one update is under way.
 
-    `begin` and `start` return when the weights are read, which must not change meanwhile. What goes wrong later,
-    `result` raises after `begin`, and `check` after `start`. `send` waits for it.
+    `begin_update` and `publish` return when the weights are read, which must not change meanwhile. What goes wrong
+    later, `end_update` raises after `begin_update`, and `check` or the next `publish` after `publish`.
     """
 
     def __init__(
@@ -62,46 +60,48 @@ class WeightSender:
         settings: TopologySettings,
         *,
         timeline: Timeline,
+        source: str = "trainer",
         shared: CardMemory | None = None,
         incarnation: int = 0,
         on_read: Callable[[int, Digests, Sequence[str]], None] | None = None,
     ) -> None:
         """`models` are sent under their labels, as the `Strategy` holds them.
 
-        `shared` is the memory that makers may be able to open; if not all can, weights travel by value. `incarnation`
-        counts how often the trainers were started again. `on_read` is called before makers can commit an update, with
-        its version, the digests of the trained weights, and the makers if it is not for all.
+        `source` is a name that no other sender has. `shared` is the memory that makers may be able to open; if not all
+        can, weights travel by value. `incarnation` counts how often the trainers were started again. `on_read` is
+        called before makers can commit an update, with its version, the digests of the trained weights, and the makers
+        if it is not for all.
         """
         self.recipients = recipients
         self._models = models
         self._strategy = strategy
         self._settings = settings
         self._timeline = timeline
+        self._source = source
         self._shared = shared
         self._incarnation = incarnation
         self._on_read = on_read
         self.memory: CardMemory | None = None  # what updates are lent in; None: they travel by value
         self._must_probe = True  # the makers have not been asked yet
-        self._source = f"trainer {os.environ.get('RANK', '0')} ({socket.gethostname()}, {uuid.uuid4().hex[:8]})"
         self._last_version: int | None = None
         self._worker = BackgroundThread(name="weights")  # hashes chunks, then waits for answers
         self._under_way: Future[None] | None = None
-        self._started: Future[None] | None = None  # the last one from `start` that `check` has not raised
+        self._published: Future[None] | None = None  # the last one from `publish` that `check` has not raised
 
-    def start(self, version: int, **options: Any) -> None:
+    def publish(self, version: int, **options: Any) -> None:
         """Begin an update after the one before it has ended, and raise what `check` raises of that one."""
         with self._timeline.span("wait_delivery"):
             self.settle()
         self.check()
-        self._started = self.begin(version, **options)
+        self._published = self.begin_update(version, **options)
 
-    def result(self, update: "Future[None]") -> None:
+    def end_update(self, update: "Future[None]") -> None:
         """Wait until the makers have verified an update; raise what is wrong with it."""
         self._ended(update).result()
 
     def send(self, version: int, **options: Any) -> None:
         """Send the weights as a version and wait until the makers have verified it."""
-        self.result(self.begin(version, **options))
+        self.end_update(self.begin_update(version, **options))
 
     def settle(self) -> None:
         """Wait until no update is under way. What went wrong is left for `check`."""
@@ -109,9 +109,9 @@ class WeightSender:
             self._ended(self._under_way)
 
     def check(self) -> None:
-        """Raise what went wrong with an update that was started and has ended, once. Waits for nothing."""
-        if self._started is not None and self._started.done():
-            ended, self._started = self._started, None
+        """Raise what went wrong with an update that was published and has ended, once. Waits for nothing."""
+        if self._published is not None and self._published.done():
+            ended, self._published = self._published, None
             ended.result()
 
     def change_makers(self, names: Sequence[str]) -> None:
@@ -121,7 +121,7 @@ class WeightSender:
         self._must_probe = True  # one that could not share memory may have left
 
     @device_errors_explained("reading the weights to send", _NO_ROOM)
-    def begin(
+    def begin_update(
         self,
         version: int,
         *,
@@ -141,49 +141,54 @@ class WeightSender:
         started = time.perf_counter()
         is_full = not self._settings.update_lora_weights or fully_update or self._some_need_all()
         memory = self._choose_memory()
-        header = UpdateHeader(
-            update_id=uuid.uuid4().hex,
-            version=version,
-            source=self._source,
-            incarnation=self._incarnation,
-            follows=self._last_version,
-            is_sync=fully_update,
-        )
-        self._last_version = version
-        attempt = self.recipients.attempt(header, only_behind=only_behind)
-        attempt.send(is_start=True)
+        header = self._next_header(version, is_sync=fully_update)
+        calls = self.recipients.calls(only_behind=only_behind)
+        calls.send(_UPDATE, message=WeightMessage(header=header, is_start=True))
         if memory is not None:
             if memory.begin():
-                attempt.wait()  # until no maker copies what the first chunk overwrites
-            memory.lend_to(attempt.healthy)
+                calls.wait()  # until no maker copies what the first chunk overwrites
+            memory.lend_to(calls.healthy)
         digests: Digests = {label: {} for label in self._models}
-        infos = self._send_chunks(attempt, self._chunks(memory, is_full, shard_size, digests))
-        models = {label: self._strategy.unwrap_model(model) for label, model in self._models.items()}
-        has_canary = self._settings.verify_updates == "canary"
-        manifest = WeightManifest(
-            chunks=tuple(infos),
-            is_full=is_full,
-            lora={label: LoRAConstructor.extract_lora_config(model) for label, model in models.items()},
-            canary=make_canary(models["actor"], device=self._strategy.device) if has_canary else None,
-        )
-
-        if self._on_read is not None and (attempt.healthy or not only_behind):
-            self._on_read(version, digests, attempt.healthy if only_behind else ())
+        infos = self._send_chunks(calls, header, self._chunks(memory, is_full, shard_size, digests))
+        manifest = self._manifest(infos, is_full)
+        if self._on_read is not None and (calls.healthy or not only_behind):
+            self._on_read(version, digests, calls.healthy if only_behind else ())
 
         def deliver() -> None:
             with self._timeline.span("deliver", WEIGHTS, version=version):
-                attempt.send(manifest=manifest)
-                attempt.wait()
+                calls.send(_UPDATE, message=WeightMessage(header=header, manifest=manifest))
+                calls.wait()
                 if memory is not None:
-                    memory.returned_by(attempt.ended)
-                self.recipients.note(attempt, is_full=is_full)
+                    memory.returned_by(calls.ended)
+                self.recipients.note(calls, version, is_full=is_full)
             faults.reach("trainer.after_ack")
             on_arrival(time.perf_counter() - started, sum(info.nbytes for info in infos))
 
         self._under_way = self._worker.run(deliver)
         return self._under_way
 
-    def _send_chunks(self, attempt: Attempt, chunks: Iterator[Chunk]) -> list[ChunkInfo]:
+    def _next_header(self, version: int, *, is_sync: bool) -> UpdateHeader:
+        before, self._last_version = self._last_version, version
+        return UpdateHeader(
+            update_id=uuid.uuid4().hex,
+            version=version,
+            source=self._source,
+            incarnation=self._incarnation,
+            follows=before,
+            is_sync=is_sync,
+        )
+
+    def _manifest(self, infos: Sequence[ChunkInfo], is_full: bool) -> WeightManifest:
+        models = {label: self._strategy.unwrap_model(model) for label, model in self._models.items()}
+        has_canary = self._settings.verify_updates == "canary"
+        return WeightManifest(
+            chunks=tuple(infos),
+            is_full=is_full,
+            lora={label: LoRAConstructor.extract_lora_config(model) for label, model in models.items()},
+            canary=make_canary(models["actor"], device=self._strategy.device) if has_canary else None,
+        )
+
+    def _send_chunks(self, calls: UpdateCalls, header: UpdateHeader, chunks: Iterator[Chunk]) -> list[ChunkInfo]:
         """Send all chunks; returns what the manifest lists.
 
         Without makers the weights are still read, because ranks gather them together.
@@ -192,11 +197,10 @@ class WeightSender:
         for chunk in chunks:
             faults.reach("weights.before_chunk", chunk.index)
             infos.append(chunk.info)
-            if chunk.handle is None:
-                attempt.send(chunks=(chunk,), share=self.recipients.peers.share)
-            else:
-                attempt.send(chunks=(chunk,))
-            attempt.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(attempt.peers))
+            if calls.healthy:
+                message = WeightMessage(header=header, chunks=(chunk,))
+                calls.send(_UPDATE, message=self.recipients.peers.share(message) if chunk.handle is None else message)
+            calls.wait(until_in_flight=MAX_CHUNKS_IN_FLIGHT * len(calls.peers))
         return infos
 
     def _chunks(
@@ -263,6 +267,6 @@ class WeightSender:
         seconds = self.recipients.update_seconds + _GRACE_SECONDS
         try:
             future.exception(seconds)
-        except FutureTimeout:
+        except TimeoutError:
             raise DeadlineExceeded(f"waited {seconds:g} s for {what}.") from None
         return future

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -23,24 +23,22 @@ from coati.weights.transports import copy_all
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifiedUpdate:
     """A whole update, ready to be committed: (module, name) to tensor, under the receiver's own names."""
 
-    version: int | None  # None: a plain call, which carries no version
-    source: str
+    version: int
+    incarnation: int = 0  # of the sender
     tensors: Mapping[tuple[str, str], Tensor]
     is_full: bool  # every weight of every module of the receiver
-    incarnation: int | None = None  # of the sender; None: that of the weights before
-    adopt: Callable[[], None] = lambda: None  # called on acceptance: its base weights are W₀ of later adapters
     canary: Canary | None = None  # what the actor must compute afterwards
 
 
 class ServedModels:
     """Guards modules that some threads work with and others update.
 
-    Versions count up: an update that carries none (a plain call) counts as the next one. Only trainers that were
-    started again may go back, to where they continue; `incarnation` counts up with them.
+    Versions count up. Only trainers that were started again may go back, to where they continue; `incarnation` counts
+    up with them.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], *, name: str = "this maker") -> None:
@@ -51,12 +49,17 @@ class ServedModels:
         self._num_users = 0
         self._fault: str | None = None  # why the models are torn or wrong and must not serve
         self._pending: VerifiedUpdate | None = None
-        self.version = 0  # of the weights that serve now
-        self.newest_version = 0  # of those that will serve when the pending update is committed
-        self.incarnation = self.newest_incarnation = 0  # of the trainers that both came from
+        self.version = self.incarnation = 0  # of the weights that serve now
         self.last_commit_seconds = 0.0  # how long the last commit kept the models busy
         self._is_synced = False  # whether all weights have come from a sender
         self.timeline = Timeline()  # replaced by the owner's
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """Incarnation and version of the weights that will serve when the pending update is committed."""
+        with self._changed:
+            newest = self._pending or self
+            return newest.incarnation, newest.version
 
     @contextlib.contextmanager
     def use(self) -> Iterator[int]:
@@ -95,26 +98,21 @@ class ServedModels:
             return self.version
 
     def offer(self, update: VerifiedUpdate) -> bool:
-        """Commit now if the models are free, else as soon as they are. True: committed now.
+        """Commit an update now if the models are free, else as soon as they are.
 
-        An update older than what serves is dropped: versions never go back.
+        False: it is older than what serves or waits, and was dropped. Versions never go back.
         """
         with self._changed:
-            version, old = self.newest_version + 1 if update.version is None else update.version, self._pending
-            incarnation = self.newest_incarnation if update.incarnation is None else update.incarnation
-            if (incarnation, version) < (self.newest_incarnation, self.newest_version):
-                logger.warning(
-                    "dropped weights of version %d from %s: have %d", version, update.source, self.newest_version
-                )
+            if (update.incarnation, update.version) < self.newest:
                 return False
-            update.adopt()
-            if incarnation > self.newest_incarnation:
-                old = None  # of trainers that were replaced, and this one has all weights
-            if old is not None:  # the newer wins weight by weight, and what only the older touched is kept
+            old = self._pending
+            # The newer wins weight by weight. Nothing is kept of trainers that were replaced: this one has all weights.
+            if old is not None and old.incarnation == update.incarnation:
                 tensors = {**old.tensors, **update.tensors}
                 update = dataclasses.replace(update, tensors=tensors, is_full=old.is_full or update.is_full)
-            self._pending, self.newest_version, self.newest_incarnation = update, version, incarnation
-            return self._commit_if_free()
+            self._pending = update
+            self._commit_if_free()
+            return True
 
     def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
         """Wait until this version (or a newer one) serves; False after the deadline.
@@ -138,10 +136,10 @@ class ServedModels:
         if self._fault is not None:
             raise WeightUpdateError(f"{self._fault}. Send a full update before the models serve again.")
 
-    def _commit_if_free(self, *, num_own_users: int = 0) -> bool:
+    def _commit_if_free(self, *, num_own_users: int = 0) -> None:
         """Copy the pending update, if there is one, into the models, if nobody else uses them."""
         if self._pending is None or self._num_users > num_own_users:
-            return False
+            return
         update, self._pending = self._pending, None
         started = time.perf_counter()
         try:
@@ -149,28 +147,22 @@ class ServedModels:
                 self._commit(update)
         except BaseException as error:
             # Verified weights do not fail to copy, devices do. Neither half a model nor a wrong one may serve.
-            self._fault = f"{self.name} could not commit version {self.newest_version}: {error}"
-            self.newest_version, self.newest_incarnation = self.version, self.incarnation
+            self._fault = f"{self.name} could not commit version {update.version}: {error}"
             raise
         finally:
             self.last_commit_seconds = time.perf_counter() - started
             self._changed.notify_all()
-        return True
 
     @torch.no_grad()
     def _commit(self, update: VerifiedUpdate) -> None:
-        targets: dict[tuple[str, str], Tensor] = {
-            (label, name): tensor
-            for label, module in self.modules.items()
-            for name, tensor in module.state_dict().items()
-        }
-        copy_all([targets[key] for key in update.tensors], list(update.tensors.values()))
+        states = {label: module.state_dict() for label, module in self.modules.items()}
+        copy_all([states[label][name] for label, name in update.tensors], list(update.tensors.values()))
         if update.canary is not None and (fault := canary_fault(self.modules["actor"], update.canary)) is not None:
             raise WeightUpdateError(
-                f"{self.name} does not compute what the sender of version {self.newest_version} does: {fault}. It "
+                f"{self.name} does not compute what the sender of version {update.version} does: {fault}. It "
                 "serves nothing until a full update passes."
             )
         if update.is_full:
             self._fault, self._is_synced = None, True
-        self.version = self.timeline.version = self.newest_version
-        self.incarnation = self.newest_incarnation  # last: who reads it first never takes an old version for a new one
+        self.version = self.timeline.version = update.version
+        self.incarnation = update.incarnation  # last: who reads it first never takes an old version for a new one

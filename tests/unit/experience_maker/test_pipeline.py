@@ -51,7 +51,7 @@ def pipeline_of(*plan, **kwargs):
 
 def update(version):
     tensors = {("actor", "weight"): torch.zeros(1, 1)}
-    return VerifiedUpdate(version, "trainer", tensors, False)
+    return VerifiedUpdate(version=version, tensors=tensors, is_full=False)
 
 
 def test_samples_are_numbered_on_from_the_first_id_and_options_reach_the_maker():

@@ -116,7 +116,7 @@ class Rig:
 
     def offer(self, version):
         weights = {("actor", name): tensor for name, tensor in self.pipeline.maker.actor.state_dict().items()}
-        self.served.offer(VerifiedUpdate(version, "trainer", weights, False))
+        self.served.offer(VerifiedUpdate(version=version, tensors=weights, is_full=False))
 
     def _begin(self, prompts, **options):
         self.begun.append(self.begin(prompts, **options))

@@ -79,7 +79,7 @@ def test_without_a_pause_one_version_wrote_everything(actors):
 
 def update_to(actor, version):
     tensors = {("actor", name): tensor for name, tensor in actor.state_dict().items()}
-    return VerifiedUpdate(version, "test", tensors, is_full=False)
+    return VerifiedUpdate(version=version, tensors=tensors, is_full=False)
 
 
 @pytest.fixture

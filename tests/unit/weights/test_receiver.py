@@ -16,7 +16,6 @@ from weight_testing import Maker, deliver, header_of, messages_of, value_chunk
 from coati.errors import WeightUpdateError
 from coati.models import Actor, Critic
 from coati.weights.message import views
-from coati.weights.receiver import MAX_IDLE_SECONDS
 
 
 def with_info(chunk, **changes):
@@ -412,27 +411,21 @@ def test_an_update_that_begins_again_forgets_what_it_had(make_models, maker):
         maker.update_experience_maker(message=sent.end())
 
 
-def test_a_dead_sender_locks_nothing_and_is_evicted_and_a_slow_one_is_not(make_models, fingerprint):
-    now = [0.0]
-    maker = Maker(make_models(1), clock=lambda: now[0])
-    slow = messages_of(make_models(7), header=header_of(source="slow"))
+def test_a_dead_sender_locks_nothing_and_its_successor_replaces_what_it_left(make_models, fingerprint, maker):
+    slow = messages_of(make_models(7), header=header_of(2, source="slow"))
     dead = messages_of(make_models(8), header=header_of(source="dead"))
     maker.update_experience_maker(message=slow.start())
     maker.update_experience_maker(message=dead.start())
     maker.update_experience_maker(message=dead.part(dead.chunks[0]))  # and then it is killed
-    for number in range(8):  # many others at the same time evict nobody
-        maker.update_experience_maker(message=messages_of({}, header=header_of(source=f"other {number}")).start())
-    assert {slow.header.update_id, dead.header.update_id} < set(maker.open_updates)
-    now[0] = MAX_IDLE_SECONDS
-    maker.update_experience_maker(message=slow.part(slow.chunks[0]))
-    now[0] = MAX_IDLE_SECONDS + 1
-    deliver(messages_of(make_models(40), header=header_of(source="late")), maker)
+    deliver(messages_of(make_models(9), header=header_of(source="other")), maker)
+    assert set(maker.open_updates) == {slow.header.update_id, dead.header.update_id}
+    deliver(messages_of(make_models(10), header=header_of(source="dead")), maker)
     assert maker.open_updates == (slow.header.update_id,)
-    for message in (*map(slow.part, slow.chunks[1:]), slow.end()):
-        maker.update_experience_maker(message=message)
-    assert fingerprint(maker.models) == fingerprint(make_models(7))
     with pytest.raises(WeightUpdateError, match="Send it again"):
         maker.update_experience_maker(message=dead.part(dead.chunks[1]))
+    for message in (*map(slow.part, slow.chunks), slow.end()):
+        maker.update_experience_maker(message=message)
+    assert fingerprint(maker.models) == fingerprint(make_models(7))
 
 
 def test_a_sender_that_begins_again_discards_only_its_own_unfinished_update(maker):
@@ -487,6 +480,15 @@ def test_start_then_dicts_then_end_commits_at_the_end(form, make_models, fingerp
     assert maker.served.version == 1
     assert fingerprint(maker.models) == fingerprint(make_models(7))
     assert maker.served.wait_for_full_update(0.0)
+
+
+def test_a_plain_update_counts_as_the_version_after_the_newest(make_models, fingerprint, maker):
+    with maker.served.use():
+        versions_of(maker, make_models(5), 5)
+        plain(maker, **{label: model.state_dict() for label, model in make_models(6).items()})
+        versions_of(maker, make_models(4), 4)  # too old
+    assert maker.served.version == 6
+    assert fingerprint(maker.models) == fingerprint(make_models(6))
 
 
 @pytest.mark.parametrize("flags", [{}, {"chunk_start": True, "chunk_end": True}])

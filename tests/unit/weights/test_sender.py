@@ -17,7 +17,7 @@ from coati.models import Actor
 from coati.peers import LocalPeer, LocalPeers, Peer, PendingCall, remote_error
 from coati.weights import sender as sender_module
 from coati.weights.message import WeightMessage
-from coati.weights.recipients import Attempt
+from coati.weights.recipients import UpdateCalls, _Maker
 from coati.weights.sender import MAX_CHUNKS_IN_FLIGHT
 from coati.weights.transports import CardMemory, MadeChunk, checksum_of
 
@@ -231,9 +231,9 @@ def slow(make_models, trained):
     return Slow(make_models(0), trained)
 
 
-def test_start_returns_when_the_weights_are_read_and_they_may_change(slow, make_models, fingerprint):
+def test_publish_returns_when_the_weights_are_read_and_they_may_change(slow, make_models, fingerprint):
     held = slow.hold_manifest()
-    slow.sender.start(1)
+    slow.sender.publish(1)
     held.reached()
     assert slow.maker.served.version == 0
     with torch.no_grad():
@@ -245,9 +245,9 @@ def test_start_returns_when_the_weights_are_read_and_they_may_change(slow, make_
 
 def test_never_two_updates_are_under_way(slow):
     held = slow.hold_manifest()
-    slow.sender.start(1)
+    slow.sender.publish(1)
     held.reached()
-    second = in_background(slow.sender.start, 2)
+    second = in_background(slow.sender.publish, 2)
     assert len(slow.peers["maker"].calls) == 4
     held.release()
     second()
@@ -260,7 +260,7 @@ def test_updates_take_one_thread_however_many_they_are(slow):
     before = threading.active_count()
     seen = set()
     for version in range(2, 6):
-        slow.sender.start(version, on_arrival=lambda *_: seen.add(threading.get_ident()))
+        slow.sender.publish(version, on_arrival=lambda *_: seen.add(threading.get_ident()))
     slow.sender.settle()
     assert threading.active_count() == before
     assert len(seen) == 1
@@ -286,10 +286,10 @@ def rejecting(trained):
     return target, peers, make_sender(trained, peers, ["maker"], chunk_mib=1.0)
 
 
-def test_a_failure_that_was_not_waited_for_is_raised_once_by_check_or_the_next_start(rejecting):
+def test_a_failure_that_was_not_waited_for_is_raised_once_by_check_or_the_next_publish(rejecting):
     target, _, sender = rejecting
     target.rejects = True
-    sender.start(1)
+    sender.publish(1)
     sender.settle()
     with pytest.raises(WeightUpdateError, match=r"version 1 were rejected\. maker maker: the head is wider"):
         sender.check()
@@ -297,9 +297,9 @@ def test_a_failure_that_was_not_waited_for_is_raised_once_by_check_or_the_next_s
     target.rejects = False
     sender.send(2)
     target.rejects = True
-    sender.start(3)
+    sender.publish(3)
     with pytest.raises(WeightUpdateError, match="version 3"):
-        sender.start(4)
+        sender.publish(4)
     assert target.versions == [1, 2, 3]  # the fourth was not begun
 
 
@@ -307,7 +307,7 @@ def test_check_waits_for_nothing(rejecting):
     target, peers, sender = rejecting
     held = peers.hold("maker", UPDATE)
     target.rejects = True
-    sender.start(1)
+    sender.publish(1)
     sender.check()
     held.release()
     sender.settle()
@@ -318,7 +318,7 @@ def test_check_waits_for_nothing(rejecting):
 def test_a_send_raises_what_is_wrong_with_its_own_update_and_leaves_others_failures_to_check(rejecting):
     target, _, sender = rejecting
     target.rejects = True
-    sender.start(1)
+    sender.publish(1)
     sender.settle()
     target.rejects = False
     sender.send(2)
@@ -458,14 +458,14 @@ def test_a_rejection_for_want_of_a_chunk_that_was_lost_is_no_rejection():
             calls.append(ThreadCall(self.name, method, args, kwargs))
             return calls[-1]
 
-    attempt = Attempt(header_of(), {"a": Slow("a")}, seconds=PATIENCE)
-    attempt.send(chunks=())
-    attempt.send(manifest=None)
+    update = UpdateCalls({"a": Slow("a")}, {"a": _Maker()}, seconds=PATIENCE)
+    update.send(UPDATE, message="a chunk")
+    update.send(UPDATE, message="the manifest")
     calls[1].settle(error=remote_error("a", WeightUpdateError("missing 1 of 2 chunks")))
-    attempt.wait(until_in_flight=1)
+    update.wait(until_in_flight=1)
     calls[0].settle(error=PeerUnavailable("the connection broke"))
-    attempt.wait()
-    assert isinstance(attempt.failed["a"], PeerUnavailable)
+    update.wait()
+    assert isinstance(update.failed["a"], PeerUnavailable)
 
 
 @pytest.mark.parametrize("nth", range(1, 4))
