@@ -11,7 +11,9 @@ actors take long to start, give them more time: --every 30 45.
 
 import argparse
 import collections
+import dataclasses
 import math
+import random
 import shutil
 import tempfile
 import time
@@ -20,7 +22,7 @@ from pathlib import Path
 from checked import one_or_more, zero_or_more
 from living_run import LivingRun, slope
 
-from coati.faults import Fault, seeded
+from coati.faults import Fault
 
 STALL_SECONDS = 12.0  # longer than deadlines.stall_seconds of the run
 MAKER_POINTS = ("maker.generating", "maker.before_deliver", "receiver.before_chunk")
@@ -47,6 +49,19 @@ def choices(makers: int, *, trainer: bool) -> list[Fault]:
     return of_makers * (3 * total // len(of_makers)) + of_trainer * (total // len(of_trainer))
 
 
+def seeded(seed: int, choices: list[Fault], *, seconds: float, every: tuple[float, float]) -> list[Fault]:
+    """Draw a fault every so many seconds, between two bounds, for a length of time. The same seed draws the same."""
+    draws, faults, at = random.Random(seed), list[Fault](), 0.0
+    while (at := at + draws.uniform(*every)) < seconds:
+        faults.append(dataclasses.replace(draws.choice(choices), after=round(at, 2)))
+    return faults
+
+
+def told(fault: Fault) -> str:
+    """A fault as a line."""
+    return f"{fault.after:7.2f} s  {fault.action} {fault.actor or 'any process'} at {fault.point}"
+
+
 def main() -> None:
     """Run the soak and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -61,7 +76,7 @@ def main() -> None:
     arguments = parser.parse_args()
     possible = choices(arguments.makers, trainer=not arguments.only_makers)
     faults = seeded(arguments.seed, possible, seconds=arguments.seconds, every=tuple(arguments.every))
-    print(f"seed {arguments.seed}: {len(faults)} faults in {arguments.seconds} s", *faults, sep="\n", flush=True)
+    print(f"seed {arguments.seed}: {len(faults)} faults in {arguments.seconds} s", *map(told, faults), sep="\n", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
     problems = soak(folder, faults, arguments.seconds, makers=arguments.makers)
     if not problems and not arguments.keep:
@@ -110,7 +125,7 @@ def soak(folder: Path, faults: list[Fault], seconds: int, *, makers: int) -> lis
     if last_step == 0:
         problems.append("it has not trained")
     due = [number for number, fault in enumerate(faults) if fault.after < seconds - 60]
-    problems += [f"did not happen: {faults[number]}" for number in due if number not in run.happened()]
+    problems += [f"did not happen: {told(faults[number])}" for number in due if number not in run.happened()]
     return problems
 
 

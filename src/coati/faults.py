@@ -12,14 +12,11 @@ import dataclasses
 import itertools
 import json
 import os
-import random
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from coati.errors import ConfigError
 
 VARIABLE = "COATI_FAULTS"
 """The environment variable that names the folder of a schedule. Actors of a private Ray inherit it."""
@@ -71,9 +68,6 @@ class Fault:
             if value not in known:
                 raise ValueError(f"a fault's {name} must be one of {', '.join(known)}, got {value!r}.")
 
-    def __str__(self) -> str:
-        return f"{self.after:7.2f} s  {self.action} {self.actor or 'any process'} at {self.point}"
-
 
 class Schedule:
     """Faults by number, and the folder that says which of them have happened."""
@@ -93,9 +87,6 @@ class Schedule:
         self._began: float = content["began"]
         self.faults = [Fault(**fields) for fields in content["faults"]]
         self._passes = [itertools.count(1) for _ in self.faults]  # which threads may share
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.faults))
 
     @contextlib.contextmanager
     def enabled(self) -> Iterator[None]:
@@ -153,14 +144,6 @@ class Schedule:
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
 
 
-def seeded(seed: int, choices: Sequence[Fault], *, seconds: float, every: tuple[float, float]) -> list[Fault]:
-    """Draw a fault every so many seconds, between two bounds, for a length of time. The same seed draws the same."""
-    draws, faults, at = random.Random(seed), list[Fault](), 0.0
-    while (at := at + draws.uniform(*every)) < seconds:
-        faults.append(dataclasses.replace(draws.choice(choices), after=round(at, 2)))
-    return faults
-
-
 def reach(point: str, index: int | None = None) -> None:
     """Be at a point, with the number of a chunk or the like."""
     if _active is not None:
@@ -178,14 +161,4 @@ def set_actor(name: str) -> None:
         _active.actor = name
 
 
-def _schedule_of(folder: str) -> Schedule:
-    try:
-        return Schedule(Path(folder))
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(
-            f"the environment variable {VARIABLE} must name a folder with a schedule.json (coati.faults.Schedule), "
-            f"got {folder!r}: {error!r}. Unset it to run without faults."
-        ) from error
-
-
-_active: Schedule | None = _schedule_of(os.environ[VARIABLE]) if VARIABLE in os.environ else None
+_active: Schedule | None = Schedule(Path(os.environ[VARIABLE])) if VARIABLE in os.environ else None

@@ -1,5 +1,4 @@
 import ast
-import itertools
 import os
 import re
 import signal
@@ -12,7 +11,7 @@ import pytest
 
 from coati import faults
 from coati.background import run_in_background
-from coati.faults import POINTS, Fault, InjectedFault, Schedule, reach, seeded
+from coati.faults import POINTS, Fault, InjectedFault, Schedule, reach
 
 SOURCE = Path(faults.__file__).parent
 
@@ -101,17 +100,6 @@ def test_the_clock_is_set_and_time_is_slept(tmp_path, monkeypatch):
     assert (time.time(), slept) == (-3595.0, [7])
 
 
-def test_a_seed_draws_the_same_schedule_again(tmp_path):
-    choices = [Fault("maker.generating", "kill", actor=f"maker-{n}") for n in range(3)]
-    drawn = seeded(7, choices, seconds=600, every=(10, 20))
-    assert drawn == seeded(7, choices, seconds=600, every=(10, 20)) != seeded(8, choices, seconds=600, every=(10, 20))
-    times = [0.0, *(fault.after for fault in drawn)]
-    assert 30 <= len(drawn) <= 60
-    assert all(9.9 <= later - earlier <= 20.1 for earlier, later in itertools.pairwise(times))
-    assert str(Schedule(tmp_path, drawn)) == str(Schedule(tmp_path))
-    assert len(str(Schedule(tmp_path)).splitlines()) == len(drawn)
-
-
 def test_every_point_is_in_the_code_and_no_other(tmp_path):
     files = (path.read_text() for path in SOURCE.rglob("*.py"))
     found = {name for text in files for name in re.findall(r'faults\.reach\("([\w.]+)"', text)}
@@ -120,19 +108,6 @@ def test_every_point_is_in_the_code_and_no_other(tmp_path):
         Fault("maker.sleeping", "kill")
     with pytest.raises(ValueError, match="action"):
         Fault("maker.generating", "explode")
-
-
-@pytest.mark.parametrize("content", [None, "{}", '{"began": 0, "faults": [{"point": "nowhere", "action": "kill"}]}'])
-def test_a_variable_that_names_no_schedule_is_an_error_that_names_it(tmp_path, content):
-    if content is not None:
-        (tmp_path / "schedule.json").write_text(content)
-    environment = {**os.environ, faults.VARIABLE: str(tmp_path), "PYTHONPATH": str(SOURCE.parent)}
-    program = "import runpy, sys; runpy.run_path(sys.argv[1])"
-    command = [sys.executable, "-c", program, faults.__file__]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert "ConfigError" in result.stderr
-    assert faults.VARIABLE in result.stderr
-    assert str(tmp_path) in result.stderr
 
 
 def test_only_records_read_the_wall_clock():
