@@ -76,7 +76,12 @@ def main() -> None:
     arguments = parser.parse_args()
     possible = choices(arguments.makers, trainer=not arguments.only_makers)
     faults = seeded(arguments.seed, possible, seconds=arguments.seconds, every=tuple(arguments.every))
-    print(f"seed {arguments.seed}: {len(faults)} faults in {arguments.seconds} s", *map(told, faults), sep="\n", flush=True)
+    print(
+        f"seed {arguments.seed}: {len(faults)} faults in {arguments.seconds} s",
+        *map(told, faults),
+        sep="\n",
+        flush=True,
+    )
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))
     problems = soak(folder, faults, arguments.seconds, makers=arguments.makers)
     if not problems and not arguments.keep:
