@@ -104,9 +104,6 @@ class ThreadPeer(Peer):
         self._lock = threading.Lock()
         self._open = set()
 
-    def has(self, method):
-        return hasattr(self.target, method)
-
     def call(self, method, *args, **kwargs):
         function = getattr(self.target, method)  # AttributeError, as of a Ray handle
         sent = pickle.dumps((args, kwargs))

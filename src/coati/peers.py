@@ -5,6 +5,7 @@ a value, `RemoteError` (the method raised), `PeerDied` (the peer is gone and so 
 connection broke: the method may have run or not). `DeadlineExceeded` is the caller's own: the call is still pending.
 """
 
+import functools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -47,12 +48,11 @@ class Peer(ABC):
         self.name = name
 
     @abstractmethod
-    def has(self, method: str) -> bool:
-        """Whether the peer has a method; peers that users write may lack optional ones."""
-
-    @abstractmethod
     def call(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
-        """Start a call; arguments are copied. Never waits, never raises for a dead peer."""
+        """Start a call; arguments are copied. Never waits, never raises for a dead peer.
+
+        AttributeError if the peer has no such method: those that users write may lack optional ones.
+        """
 
 
 class Peers(ABC):
@@ -72,10 +72,6 @@ class Peers(ABC):
     @abstractmethod
     def share(self, value: Any) -> Any:
         """Store a value once, to be an argument of several calls; methods get the value itself."""
-
-    def exists(self, name: str) -> bool:
-        """Whether a living peer has this name now."""
-        return self._lookup(name) is not None
 
     def find_now(self, name: str) -> Peer | None:
         """Return the peer of this name, which may have died since it was found; None if there is none yet."""
@@ -149,13 +145,9 @@ class LocalPeer(Peer):
         super().__init__(name)
         self._target = target
 
-    def has(self, method: str) -> bool:
-        """Whether the object has the method."""
-        return hasattr(self._target, method)
-
     def call(self, method: str, *args: Any, **kwargs: Any) -> LocalCall:
         """Make the call, in the caller's thread."""
-        return LocalCall(self.name, lambda: getattr(self._target, method)(*args, **kwargs))
+        return LocalCall(self.name, functools.partial(getattr(self._target, method), *args, **kwargs))
 
 
 class LocalPeers(Peers):

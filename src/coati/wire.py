@@ -13,12 +13,7 @@ import xxhash
 from torch import Tensor
 
 # dtypes numpy does not know travel in a dtype of the same width.
-_CARRIER_BY_WIDTH = {1: torch.uint8, 2: torch.int16}
-_UNKNOWN_TO_NUMPY = frozenset(
-    getattr(torch, name)
-    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-    if hasattr(torch, name)
-)
+_CARRIERS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 
 
 class WireTensor(NamedTuple):
@@ -36,9 +31,7 @@ def encode(tensor: Tensor) -> WireTensor:
     """
     plain = tensor.detach().cpu().contiguous()
     dtype = str(plain.dtype).removeprefix("torch.")
-    if plain.dtype in _UNKNOWN_TO_NUMPY:
-        plain = plain.view(_CARRIER_BY_WIDTH[plain.element_size()])
-    return WireTensor(plain.numpy(), dtype)
+    return WireTensor(plain.view(_CARRIERS.get(plain.dtype, plain.dtype)).numpy(), dtype)
 
 
 def decode(wire: WireTensor, *, copy: bool = False) -> Tensor:

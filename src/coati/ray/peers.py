@@ -70,10 +70,6 @@ class RayPeer(Peer):
         super().__init__(name)
         self.handle = handle
 
-    def has(self, method: str) -> bool:
-        """Whether the actor's class defines the method."""
-        return hasattr(self.handle, method)
-
     def call(self, method: str, *args: Any, **kwargs: Any) -> RayCall:
         """Start a call of an actor's method."""
         return RayCall(self.name, method, getattr(self.handle, method).remote(*args, **kwargs))

@@ -1,6 +1,7 @@
 """Whether more experience can still come: what a trainer without leases asks its makers, which have data loaders of
 their own. `coati train` uses leases instead: the ledger knows what is still to come."""
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -28,7 +29,7 @@ class MakerWatch:
         self._deadlines = deadlines
         self._peers = peers
         self._clock = clock
-        self._seen = {name for name in self._names if peers.exists(name)}
+        self._seen = {name for name in self._names if peers.find_now(name) is not None}
         self._states: dict[str, str] = {}
         self._last_poll = float("-inf")
         self._ended_since: float | None = None
@@ -80,7 +81,7 @@ class MakerWatch:
                 states[name] = "gone" if name in self._seen else "not found" if is_late else "missing"
                 continue
             self._seen.add(name)
-            if peer.has("progress"):  # a maker that users write may not tell
+            with contextlib.suppress(AttributeError):  # a maker that users write may not tell
                 calls[name] = peer.call("progress")
         wait_all(calls.values(), _POLL_SECONDS)
         for name, call in calls.items():

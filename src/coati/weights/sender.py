@@ -214,34 +214,25 @@ class WeightSender:
         make = value_chunk if memory is None else memory.make_chunk
         max_mib = max_mib or max(self._settings.chunk_mib, 0.0 if memory is None else memory.least_chunk_mib)
         has_checksums = self._settings.verify_updates != "off"
+        numbers = itertools.count()
 
-        trained = {label: self._trained_names(label) for label in self._models}
-
-        def finish(made: MadeChunk, module: str, tensors: Mapping[str, Tensor]) -> Chunk:
+        def finish(made: MadeChunk, tensors: Mapping[str, Tensor], trained: set[str]) -> Chunk:
             if self._on_read is not None:
-                digests[module] |= {
-                    name: tensor_digest(tensor) for name, tensor in tensors.items() if name in trained[module]
-                }
+                found = {name: tensor_digest(tensor) for name, tensor in tensors.items() if name in trained}
+                digests[made.chunk.info.module] |= found
             return made.with_checksum() if has_checksums else made.chunk
 
-        finishing = (
-            self._worker.run(functools.partial(finish, make(index, module, tensors), module, tensors))
-            for index, (module, tensors) in enumerate(self._state(is_full, max_mib))
-        )
-        for finished, _next in itertools.pairwise(itertools.chain(finishing, [Future()])):
+        def finishing() -> Iterator[Future[Chunk]]:
+            for label, model in self._models.items():
+                parameters = self._strategy.unwrap_model(model).named_parameters()
+                trained = {name for name, parameter in parameters if parameter.requires_grad}
+                options = {"dtype": self._strategy.compute_dtype, "names": None if is_full else trained}
+                for tensors in self._strategy.get_model_state_dict_shard(model, shard_size=max_mib, **options):
+                    made = make(next(numbers), label, tensors)
+                    yield self._worker.run(functools.partial(finish, made, tensors, trained))
+
+        for finished, _next in itertools.pairwise(itertools.chain(finishing(), [Future()])):
             yield self._ended(finished, "the checksum of a chunk of weights").result()
-
-    def _state(self, is_full: bool, max_mib: float) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-        """The weights of all models in state dicts of bounded size."""
-        for label, model in self._models.items():
-            names = None if is_full else self._trained_names(label)
-            options = {"shard_size": max_mib, "dtype": self._strategy.compute_dtype, "names": names}
-            for tensors in self._strategy.get_model_state_dict_shard(model, **options):
-                yield label, tensors
-
-    def _trained_names(self, label: str) -> set[str]:
-        parameters = self._strategy.unwrap_model(self._models[label]).named_parameters()
-        return {name for name, parameter in parameters if parameter.requires_grad}
 
     def _choose_memory(self) -> CardMemory | None:
         """Ask makers whether they can open the shared memory, if there are any that have not been asked."""

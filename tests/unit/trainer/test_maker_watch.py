@@ -40,10 +40,9 @@ class Maker(Peer):
         super().__init__(name)
         self._story = story
 
-    def has(self, method):
-        return self._story.states[self.name] != "silent"
-
     def call(self, method):
+        if self._story.states[self.name] == "silent":
+            raise AttributeError(method)
         self._story.num_asked += 1
         return Answer(self._story.states[self.name])
 

@@ -195,9 +195,6 @@ class WaitedCall(PendingCall):
 
 
 class WaitedPeer(Peer):
-    def has(self, method):
-        return False
-
     def call(self, method, *args, **kwargs):
         return WaitedCall()
 
@@ -451,9 +448,6 @@ def test_a_rejection_for_want_of_a_chunk_that_was_lost_is_no_rejection():
     calls = []
 
     class Slow(Peer):
-        def has(self, method):
-            return True
-
         def call(self, method, *args, **kwargs):
             calls.append(ThreadCall(self.name, method, args, kwargs))
             return calls[-1]
