@@ -18,7 +18,7 @@ from coati.ledger.audit import audit_run
 from coati.monitor import read_jsonl
 from coati.monitor.report.folder import read_run
 from coati.monitor.report.time_use import run_times
-from coati.ray import run_actors
+from coati.ray import actor_factory
 from coati.ray.detached_trainer_ppo import PPOTrainer
 from coati.ray.experience_maker_holder import MakerHolder
 
@@ -97,8 +97,8 @@ class WitnessTrainer(Witness, PPOTrainer):
 @pytest.fixture
 def witnessed(run, monkeypatch):
     """Runs with makers and trainers that tell more of themselves."""
-    monkeypatch.setattr(run_actors, "_MAKER", WitnessMaker)
-    monkeypatch.setattr(run_actors, "_TRAINER", WitnessTrainer)
+    monkeypatch.setattr(actor_factory, "_MAKER", WitnessMaker)
+    monkeypatch.setattr(actor_factory, "_TRAINER", WitnessTrainer)
     return run
 
 

@@ -63,21 +63,27 @@ class RunControl:
         self.report()
 
     def new_request(self) -> MakersRequest | None:
-        """Return a request that was not there before. One that cannot be followed is refused with a warning."""
+        """Return a request that was not there before, once the last one is answered, and report that work on it begins.
+
+        One that cannot be followed is refused with a warning.
+        """
         path = self._folder / _CONTROL
         signature = _signature(path)
-        if signature is None or signature == self._last_seen:
+        if self.is_working or signature is None or signature == self._last_seen:
             return None
         self._last_seen = signature
         try:
-            return _read_request(path)
+            request = _read_request(path)
         except (DataError, OSError) as error:
             logger.warning("Request refused; training continues. %s", error)
             return None
-
-    def begin(self, request: MakersRequest) -> None:
-        """Report that this request is being worked on."""
         self.report(request_id=request.request_id, answer="working", message="")
+        return request
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a request is not answered yet."""
+        return self._state.answer == "working"
 
     def report(self, **changes: Any) -> None:
         """Write the state with these fields changed."""

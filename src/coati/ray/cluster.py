@@ -74,10 +74,11 @@ def _private_ray(config: RunSettings, *, namespace: str, log_to_driver: bool) ->
     num_actors = build.num_actors(config)
     # Ray announces its token authentication on every start. It stays on; the hint is not for our users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    # Only we may enter it; Ray opens its own folder inside to everybody. Short: socket paths have a length limit.
-    parent = Path(tempfile.mkdtemp(prefix="coati-"))
+    # Short: socket paths have a length limit.
+    parent = Path(tempfile.gettempdir()) / f"coati-{secrets.token_urlsafe(6)}"
     folder = parent / "ray"
     with _warden(parent):
+        parent.mkdir(mode=0o700)  # only we may enter it; Ray opens its own folder inside to everybody
         try:
             with _own_signal_handlers(), _environment_of_actors(config, _new_token(parent)):
                 ray.init(
@@ -159,13 +160,15 @@ def _keep_logs(logs: Path, place: Path) -> None:
 
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Keep the program's signal handlers: Ray replaces SIGTERM's, and would abort where we save the model."""
+    """Keep the program's signal handlers: Ray replaces SIGTERM's by one that exits, also where we save the model."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except SystemExit:  # of Ray's handler
+        raise KeyboardInterrupt from None
     finally:
         for number, handler in before.items():
             if callable(handler):

@@ -26,12 +26,15 @@ def main(folder: str) -> None:
     while not select.select([sys.stdin], [], [], _POLL_SECONDS)[0] and os.getppid() == parent:
         pass
     deadline = time.monotonic() + _KILL_SECONDS
-    while (left := processes_of(folder, but={os.getpid(), parent})) and time.monotonic() < deadline:
+    while True:
+        left = processes_of(folder, but={os.getpid(), parent})
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
+        if time.monotonic() >= deadline or not (left or os.path.exists(folder)):
+            return
         time.sleep(0.1)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def processes_of(folder: str, *, but: set[int]) -> list[int]:

@@ -46,7 +46,6 @@ def test_a_request_is_seen_once_worked_on_and_answered(running, tmp_path):
         request = running.new_request()
         if request is not None:
             seen.append(request.makers)
-            running.begin(request)
             running.report(message="waiting for maker-1")
         elif seen:
             running.report(answer="done", makers=3, message="")
@@ -119,8 +118,7 @@ def test_a_refusal_says_why_once(running, tmp_path):
     told = []
 
     def turn():
-        if request := running.new_request():
-            running.begin(request)
+        if running.new_request():
             running.report(answer="refused", message="no room")
 
     with pytest.raises(ScalingRefused, match="no room"):
@@ -133,7 +131,8 @@ def put_request(folder, request_id, makers):
 
 
 def test_a_request_is_refused_while_the_run_works_on_another(running, tmp_path):
-    running.begin(MakersRequest(request_id="first", makers=3))
+    put_request(tmp_path, "first", 3)
+    assert running.new_request().makers == 3
     running.report(message="waiting for maker-1")
     with pytest.raises(ScalingRefused, match="waiting for maker-1"):
         ask(tmp_path, 1, lambda: None)
@@ -142,7 +141,6 @@ def test_a_request_is_refused_while_the_run_works_on_another(running, tmp_path):
 
     def turn():
         if request := running.new_request():
-            running.begin(request)
             running.report(answer="done", makers=request.makers)
 
     assert ask(tmp_path, 1, turn).makers == 1
@@ -181,8 +179,7 @@ def test_a_run_elsewhere_that_does_not_answer_is_named_at_the_deadline(running, 
 
 def test_a_request_that_takes_too_long_ends_with_the_latest_message(running, tmp_path):
     def turn():
-        if request := running.new_request():
-            running.begin(request)
+        running.new_request()
         running.report(message="loading")
 
     with pytest.raises(DeadlineExceeded, match=r"waited 600 s .*2 makers; it has 1: loading"):

@@ -3,12 +3,12 @@
 import contextlib
 import functools
 import json
-import threading
 from types import SimpleNamespace
 
 import pytest
+from fake_actors import Host
 from ray_testing import Background
-from thread_peers import PATIENCE, ThreadCall, ThreadPeers
+from thread_peers import PATIENCE, ThreadCall
 
 from coati import resume
 from coati.config import build_config
@@ -23,106 +23,11 @@ from coati.errors import (
     StartFailed,
 )
 from coati.monitor.control import ask_for_makers
-from coati.monitor.records import RecordLog
 from coati.monitor.run_log import RunLog
-from coati.ray import launcher, restarts
+from coati.ray import launcher, restarts, run_actor, supervisor
+from coati.ray.actor_factory import ActorFactory
 from coati.ray.launcher import DetachedRun
-from coati.ray.run_actors import RunActors
 from coati.resume import StartingPoint
-
-
-class Actor:
-    def __init__(self):
-        self.records, self.spans, self.ended = RecordLog(), RecordLog(), threading.Event()
-        self.error = None
-
-    def progress(self):
-        return SimpleNamespace(state="working", has_weights=True)
-
-    def records_since(self, cursor):
-        return self.records.since(cursor)
-
-    def spans_since(self, cursor):
-        return self.spans.since(cursor)
-
-    def stop(self):
-        self.ended.set()
-
-    def _work(self):
-        self.ended.wait(PATIENCE)
-        if self.error is not None:
-            raise self.error
-
-    _work.__ray_concurrency_group__ = "compute"
-
-
-class Maker(Actor):
-    def workingloop(self, prompts):
-        self._work()
-
-    workingloop.__ray_concurrency_group__ = "compute"
-
-
-class Trainer(Actor):
-    def __init__(self):
-        super().__init__()
-        self.saved, self.is_synced, self.num_full_disks = [], False, 0
-        self.makers, self.released = None, []
-
-    def fit(self, total_steps, update_steps, epochs):
-        assert self.is_synced
-        self._work()
-
-    fit.__ray_concurrency_group__ = "compute"
-
-    def step(self, batch):
-        self.records.append({"batch": batch, "version": batch, "metrics": {"policy/loss": float(batch)}})
-
-    def sync_models_to_remote_makers(self):
-        self.is_synced = True
-
-    def buffer_get_length(self):
-        return 3
-
-    def change_makers(self, names):
-        self.makers = names
-
-    def release_maker(self, maker, reason):
-        self.released.append(maker)
-
-    def strategy_save_actor(self, path, only_rank0=False):
-        if self.num_full_disks > 0:
-            self.num_full_disks -= 1
-            raise OSError("no space left")
-        self.saved.append(path)
-
-
-class Host:
-    """Creates actors on threads."""
-
-    def __init__(self):
-        self.peers, self.started, self.killed, self.on_start = ThreadPeers(), [], [], lambda name: None
-
-    def start(self, actor_class, ray_options, /, **arguments):
-        name = ray_options["name"]
-        peer = self.peers.add(name, Trainer() if name.startswith("trainer") else Maker())
-        peer.target.arguments = arguments
-        self.started.append(name)
-        self.on_start(name)
-        return peer
-
-    def kill(self, peer):
-        self.killed.append(peer.name)
-        peer.kill()
-
-    def free_resources(self):
-        return {"CPU": 2.0}
-
-    def find_meeting(self, name, options):
-        return SimpleNamespace(result=lambda seconds: ("ab" * 28, "127.0.0.1", 4711))
-
-    def __getitem__(self, name):
-        return self.peers[name].target
 
 
 class Stage:
@@ -148,7 +53,7 @@ class Stage:
             self.log,
             on_progress=self._turn,
             should_stop=lambda: self.should_stop,
-            make_actors=functools.partial(RunActors, host=self.host),
+            make_factory=functools.partial(ActorFactory, host=self.host),
         )
 
     def _turn(self, snapshot):
@@ -200,13 +105,13 @@ def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage, monk
     one = stage(makers=3)
     holds, one.num_asked = [], []
     waited_for = []
-    wait_all = launcher.wait_all
+    wait_all = supervisor.wait_all
 
     def watched_wait(calls, timeout):
         waited_for.append({call.name for call in calls})
         return wait_all(calls, timeout)
 
-    monkeypatch.setattr(launcher, "wait_all", watched_wait)
+    monkeypatch.setattr(supervisor, "wait_all", watched_wait)
 
     def begin(host):
         holds.extend(host.peers.hold(f"maker-{index}", "records_since") for index in range(3))
@@ -359,14 +264,34 @@ def test_new_trainers_hear_of_a_maker_that_does_not_answer(stage, clock):
 
 def test_a_rank_that_cannot_start_because_another_died_is_no_fault_of_its_own(stage):
     one = stage(trainers=2)
-    waiting = {}
-    for name, error in (("trainer-0", StartFailed("connection closed by peer")), ("trainer-1", PeerDied("killed"))):
-        call = ThreadCall(name, "progress", (), {})
-        call.settle(error=error)
-        waiting[call] = name
-    one.run._actors.trainers = {"trainer-0": None, "trainer-1": None}
-    with pytest.raises(PeerDied, match="trainer-1 died: killed"):
-        one.run._finish_some(waiting, timeout=0.0)
+
+    def die(host):
+        host.peers.kill("trainer-0")
+        one.host.on_start, one.on_turn = fail_to_start, end
+
+    def fail_to_start(name):
+        peer = one.host.peers[name]
+        if name == "trainer-0":
+            peer.call = lambda *_: failed_call(StartFailed("connection closed by peer"))
+        else:
+            one.host.on_start = lambda name: None
+            one.held = one.host.peers.hold(name, "progress")
+            one.killing = Background(lambda: one.held.reached() or peer.kill())
+
+    def end(host):
+        for rank in range(2):
+            host[f"trainer-{rank}"].ended.set()
+
+    one.on_turn = die
+    one.go()
+    one.held.release()
+    assert one.host["trainer-0"].arguments["options"].incarnation == 2
+
+
+def failed_call(error):
+    call = ThreadCall("trainer-0", "progress", (), {})
+    call.settle(error=error)
+    return call
 
 
 def test_when_trainers_die_too_often_the_run_ends_and_says_how_to_resume_it(stage):
@@ -379,7 +304,7 @@ def test_when_trainers_die_too_often_the_run_ends_and_says_how_to_resume_it(stag
 
 @pytest.mark.parametrize("error", [DataError("no such sample"), ValueError("their own code"), RuntimeError("theirs")])
 def test_what_a_trainer_raises_is_not_repaired_by_a_restart(stage, error, monkeypatch):
-    monkeypatch.setattr(launcher, "_DEATH_SECONDS", 0.1)  # the other rank lives, and waits for this one
+    monkeypatch.setattr(supervisor, "_DEATH_SECONDS", 0.1)  # the other rank lives, and waits for this one
     one = stage(trainers=2)
 
     def fail(host):
@@ -525,8 +450,9 @@ def test_when_makers_die_too_often_the_run_ends_with_the_name_of_the_last(stage)
 @pytest.fixture
 def clock(monkeypatch):
     """The driver's clock, which stands still unless a test moves it."""
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(launcher, "time", clock)
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda seconds: None)
+    for module in (launcher, supervisor, run_actor):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

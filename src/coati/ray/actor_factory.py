@@ -1,0 +1,188 @@
+"""Creating the actors of a run from its settings, placing them, and ending them.
+
+Every maker sends experience to every trainer. The trainers of a group hold the same weights, so each maker is updated
+by exactly one of them, by its number, and keeps it when others join or leave: two trainers would change their lists at
+different versions, and the maker might miss one.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from coati import build
+from coati.build import Parts
+from coati.config import RunSettings
+from coati.counting import counted
+from coati.errors import ScalingRefused
+from coati.peers import Peer, answer
+from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
+from coati.ray.experience_maker_holder import ExperienceMakerHolder
+from coati.ray.options import MakerOptions, TrainerOptions
+from coati.ray.peers import RayHost
+from coati.ray.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+# ray.remote makes actor classes of these, which mypy cannot see.
+_MAKER: Any = ExperienceMakerHolder
+_TRAINER: Any = DetachedPPOTrainer
+
+
+class ActorFactory:
+    """Creates makers and trainers by name."""
+
+    def __init__(
+        self, config: RunSettings, *, checkpoints: Path, host: RayHost | None = None, parts: Parts | None = None
+    ) -> None:
+        self._host = host or RayHost()
+        self._config = config
+        self._parts = parts or Parts()
+        self._checkpoints = checkpoints
+        topology = config.topology
+        self.trainer_names = [f"trainer-{rank}" for rank in range(topology.trainers)]
+        self.first_makers = [f"maker-{index}" for index in range(topology.makers)]
+        """Those that the run begins with."""
+        self._next_maker = topology.makers
+        self._num_created = 0  # makers
+        self._placement = Placement(config, trainers=self.trainer_names, makers=self.first_makers)
+        self._is_private = False
+
+    def reserve(self, *, is_private: bool, should_stop: Callable[[], bool]) -> None:
+        """Reserve the resources of all actors that the run begins with.
+
+        A private Ray was started with one CPU for each of them, so makers that join later get none.
+        """
+        self._is_private = is_private
+        seconds = self._config.deadlines.start_seconds
+        self._placement.reserve(deadline_seconds=seconds, should_stop=should_stop)
+
+    def create_trainers(self, resume: Path | None, *, makers: Iterable[str], incarnation: int) -> list[Peer]:
+        """Create the trainers, which then load their models, or a checkpoint. `incarnation` counts earlier ones."""
+        makers = list(makers)
+        return [
+            self._create_trainer(rank, options, env_info, self.updated_by(rank, makers), resume, incarnation)
+            for rank, (options, env_info) in enumerate(self._trainer_places())
+        ]
+
+    def create_maker(self, name: str, *, is_first: bool = False) -> Peer:
+        """Create a maker: one that the run begins with, that joins, or that takes the name of one that died."""
+        options = self._options(name, self._config.topology.gpus_per_maker)
+        if not is_first:
+            if "scheduling_strategy" not in options:
+                options |= self._placement.newcomer_options()
+            if self._is_private:
+                options["num_cpus"] = 0
+        return self._create_maker(options)
+
+    def name_newcomers(self, count: int) -> list[str]:
+        """Return names for makers that are to join. Raises ScalingRefused if the cluster has no room for them."""
+        free = self._host.free_resources()
+        num_gpus = count * self._config.topology.gpus_per_maker
+        for kind, need in (("CPU", 0.0 if self._is_private else float(count)), ("GPU", num_gpus)):
+            room = free.get(kind, 0.0)
+            if need > room:
+                raise ScalingRefused(
+                    f"{counted(count, 'more maker needs', 'more makers need')} {counted(need, kind)}, but "
+                    f"{room:g} {'is' if room == 1 else 'are'} free. Ask for fewer, or add nodes."
+                )
+        names = [f"maker-{self._next_maker + index}" for index in range(count)]
+        self._next_maker += count
+        return names
+
+    def updated_by(self, rank: int, makers: Iterable[str]) -> list[str]:
+        """Return the makers that a trainer updates."""
+        return [name for name in makers if int(name.rpartition("-")[2]) % len(self.trainer_names) == rank]
+
+    def kill(self, peer: Peer) -> None:
+        """End an actor's process."""
+        self._host.kill(peer)
+
+    def release(self) -> None:
+        """Give the reserved resources back."""
+        try:
+            self._placement.release()
+        except RayError as error:
+            logger.debug("could not release the placement group: %s", error)
+
+    def _create_trainer(
+        self,
+        rank: int,
+        ray_options: dict[str, Any],
+        env_info: dict[str, str] | None,
+        makers: list[str],
+        resume: Path | None,
+        incarnation: int,
+    ) -> Peer:
+        config = self._config
+        return self._host.start(
+            _TRAINER,
+            ray_options,
+            experience_maker_holder_name_list=makers,
+            strategy_fn=functools.partial(build.make_strategy, config, "trainer"),
+            model_fn=functools.partial(build.trainer_models, config),
+            env_info=env_info,
+            train_batch_size=config.train.batch_size,
+            options=TrainerOptions(
+                train=config.train,
+                algorithm=config.algorithm,
+                topology=config.topology,
+                deadlines=config.deadlines,
+                seed=config.run.seed,
+                num_threads=build.threads_per_actor(config),
+                max_response_tokens=config.rollout.max_new_tokens,
+                save_folder=self._checkpoints,
+                resume=resume,
+                incarnation=incarnation,
+                tokenizer=functools.partial(build.load_tokenizer, config),
+                rules=build.ledger_rules(config, stream=rank),
+                journal=build.journal_path(config, stream=rank),
+                run_name=config.run.name,
+                learner=self._parts.learner,
+            ),
+        )
+
+    def _create_maker(self, ray_options: dict[str, Any]) -> Peer:
+        config = self._config
+        self._num_created += 1
+        return self._host.start(
+            _MAKER,
+            ray_options,
+            detached_trainer_name_list=self.trainer_names,
+            strategy_fn=functools.partial(build.make_strategy, config, "maker"),
+            model_fn=functools.partial(build.maker_models, config, self._parts.reward),
+            sync_models_from_trainers=True,
+            update_lora_weights=config.topology.update_lora_weights,
+            options=MakerOptions(
+                algorithm=config.algorithm,
+                rollout=config.rollout,
+                deadlines=config.deadlines,
+                logging=config.logging,
+                seed=config.run.seed,
+                num_threads=build.threads_per_actor(config),
+                incarnation=self._num_created,
+                rules=build.ledger_rules(config),
+                maker=self._parts.maker,
+            ),
+        )
+
+    def _trainer_places(self) -> list[tuple[dict[str, Any], dict[str, str] | None]]:
+        """Actor options and env_info of each rank; a group meets where rank 0 is."""
+        names, num_gpus = self.trainer_names, self._config.topology.gpus_per_trainer
+        options = [self._options(name, num_gpus) for name in names]
+        if len(names) == 1:
+            return [(options[0], None)]
+        call = self._host.find_meeting(names[0], self._placement.options(names[0]) or {"num_gpus": num_gpus})
+        seconds = self._config.deadlines.start_seconds
+        node_id, address, port = answer(call, "a node where the trainers can meet", seconds=seconds, who=names[0])
+        options[0].setdefault("scheduling_strategy", NodeAffinitySchedulingStrategy(node_id, soft=False))
+        meeting = {"world_size": str(len(names)), "master_addr": address, "master_port": str(port)}
+        # Each actor sees only its own GPU, so its local rank is 0.
+        return [(own, {"rank": str(rank), "local_rank": "0", **meeting}) for rank, own in enumerate(options)]
+
+    def _options(self, name: str, num_gpus: float) -> dict[str, Any]:
+        return {"name": name, "num_cpus": 1, "num_gpus": num_gpus, **self._placement.options(name)}

@@ -1,0 +1,397 @@
+"""Which actors a run has, and what becomes of them: one table, and one function that reacts to what happened.
+
+    maker      loading ─► loaded ─► working ─► leaving
+    trainer    loading ─► loaded ─► syncing ─► synced ─► training ─► trained
+
+An actor has loaded when it answers for the first time. Then the trainers are told of a maker, and not before: an update
+would wait for it. A maker works once it has its first weights. The trainers of a group change their states together.
+
+A maker that dies is started again, and its leases are granted to others, also if it only does not answer. One that
+fails to join is removed, and the run continues without it. The death of a trainer is raised, because all of them have
+to start again; what an actor raises ends the run.
+"""
+
+import functools
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from coati import build
+from coati.config import RunSettings
+from coati.counting import listed
+from coati.errors import (
+    CoatiError,
+    DeadlineExceeded,
+    PeerDied,
+    PeerUnavailable,
+    RemoteError,
+    ScalingRefused,
+    StartFailed,
+)
+from coati.monitor.records import RecordPage
+from coati.monitor.run_log import RunLog
+from coati.monitor.timeline import Span
+from coati.peers import PendingCall, wait_all, wait_any
+from coati.ray.actor_factory import ActorFactory
+from coati.ray.restarts import Restarts, TrainerDied
+from coati.ray.run_actor import RunActor
+
+logger = logging.getLogger(__name__)
+
+_LAST_FETCH_SECONDS = 5.0
+# After a rank of a group raised: until Ray says that another one died, which breaks what they compute together.
+_DEATH_SECONDS = 20.0
+
+
+class Supervisor:
+    """Follows the makers and trainers of a run. Nothing here waits longer than the `turn` that it is called in."""
+
+    def __init__(
+        self,
+        config: RunSettings,
+        factory: ActorFactory,
+        log: RunLog,
+        restarts: Restarts,
+        *,
+        shows_warnings: bool = True,
+    ) -> None:
+        """`shows_warnings`: log those of actors; Ray may do that, with the rest of what they log."""
+        self._config = config
+        self._factory = factory
+        self._log = log
+        self._restarts = restarts
+        self._shows_warnings = shows_warnings
+        self.makers: dict[str, RunActor] = {}
+        self.trainers: dict[str, RunActor] = {}
+        self.has_begun = False
+        """Whether training has begun. Before that, a death ends the run."""
+        self.is_stopping = False
+        """What becomes of makers does not matter any more."""
+        self.refusal = ""
+        """Why the last request for a number of makers could not be met."""
+        self._restart_at: dict[str, float] = {}  # makers to be started again, and when
+        self._symptom: tuple[Exception, float] | None = None  # what a trainer raised, and when that is an error
+
+    @property
+    def actors(self) -> list[RunActor]:
+        """All makers and trainers."""
+        return [*self.makers.values(), *self.trainers.values()]
+
+    @property
+    def trainer_states(self) -> set[str]:
+        """The states of all trainers: one, while none of them ends a job."""
+        return {trainer.state for trainer in self.trainers.values()}
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether there are no trainers yet that train: they load, or send their first weights."""
+        return not self.trainers or not self.trainer_states.isdisjoint({"loading", "loaded", "syncing", "synced"})
+
+    @property
+    def working_makers(self) -> list[str]:
+        """Makers whose loops have not ended."""
+        return [name for name, maker in self.makers.items() if maker.job is not None]
+
+    @property
+    def size(self) -> int:
+        """Makers that are to stay."""
+        staying = [maker for maker in self.makers.values() if maker.state != "leaving" and not maker.is_newcomer]
+        return len(staying) + len(self._restart_at)
+
+    @property
+    def pending(self) -> str:
+        """What is waited for until makers have joined or left; "" if nothing is."""
+        if joining := [name for name, maker in self.makers.items() if maker.is_newcomer]:
+            return f"{listed(joining)} loading models and waiting for weights"
+        leaving = sorted(name for name, maker in self.makers.items() if maker.state == "leaving")
+        return f"{listed(leaving)} finishing its work, then leaving" if leaving else ""
+
+    # What the run does
+
+    def create_all(self, resume: Path | None) -> None:
+        """Create the actors that the run begins with."""
+        self.create_trainers(resume)
+        for name in self._factory.first_makers:
+            self.makers[name] = RunActor(name, self._factory.create_maker(name, is_first=True))
+
+    def create_trainers(self, resume: Path | None, *, incarnation: int = 0) -> None:
+        """Create all trainers; `incarnation` counts how often they were before."""
+        makers = self._loaded_makers() if self.has_begun else self._factory.first_makers
+        peers = self._factory.create_trainers(resume, makers=makers, incarnation=incarnation)
+        self.trainers = {peer.name: RunActor(peer.name, peer) for peer in peers}
+        for maker in self.makers.values():
+            maker.is_stalled = False  # if it still is, the new trainers are told too
+
+    def kill_trainers(self) -> None:
+        """End all trainers, because one has died."""
+        for name, trainer in self.trainers.items():
+            self._factory.kill(trainer.peer)
+            self._log.left(name)
+        self.trainers, self._symptom = {}, None
+
+    def scale_to(self, makers: int) -> None:
+        """Begin to have so many makers; `pending` tells what remains to be waited for, `refusal` why it failed."""
+        self.refusal = ""
+        if makers > self.size:
+            try:
+                names = self._factory.name_newcomers(makers - self.size)
+            except ScalingRefused as error:
+                self.refusal = str(error)
+                return
+            try:
+                for name in names:
+                    self.makers[name] = RunActor(name, self._factory.create_maker(name), is_newcomer=True)
+            except Exception as error:
+                self._refuse_newcomers(error, names)
+            return
+        while self._restart_at and self.size > makers:
+            self._restart_at.popitem()  # the dead need not come back
+        for maker in list(itertools.islice(reversed(self.makers.values()), self.size - makers)):
+            maker.state = "leaving"
+            maker.order("stop")
+
+    def save(self, path: str) -> None:
+        """Have the trainers save the model; they have when their state is "saved"."""
+        for trainer in self.trainers.values():
+            trainer.begin("saving", "strategy_save_actor", path, True)
+
+    def stop(self) -> None:
+        """Have all actors end their loops."""
+        if not self.is_stopping:
+            self.is_stopping = True
+            for actor in self.actors:
+                actor.order("stop")
+
+    def kill_all(self) -> None:
+        """End all actors and give their resources back."""
+        for actor in self.actors:
+            self._factory.kill(actor.peer)
+        self._factory.release()
+
+    # What happens
+
+    def turn(self, timeout: float) -> None:
+        """Wait a moment for jobs to end, read what actors have recorded, and react to what happened.
+
+        Raises TrainerDied, PeerDied after too many deaths, DeadlineExceeded, and what an actor raised.
+        """
+        if not self.actors:
+            time.sleep(timeout)
+        for actor in self.actors:
+            actor.repeat_lost_orders()
+        jobs = {actor.job: actor for actor in self.actors if actor.job is not None}
+        ended = [jobs[job] for job in wait_any(jobs, timeout)]
+        self.fetch(timeout)
+        for actor in self.actors:
+            if actor not in self.actors:
+                continue  # it was removed with another one
+            if actor in ended:
+                self._end_job(actor)
+            elif actor.death is not None:
+                self._note_death(actor, actor.death)
+        self._check_deadlines()
+        if not self.is_stopping:
+            self._replace_dead_makers()
+            self._advance_makers()
+        self._advance_trainers()
+
+    def fetch(self, timeout: float) -> None:
+        """Ask all actors at once for what they have recorded, and log it; a busy one is read later."""
+        for actor in self.actors:
+            if not actor.questions:
+                actor.questions = self._ask(actor)
+                actor.asked_at = time.monotonic()
+        done = set(wait_all([call for actor in self.actors for call in actor.questions], timeout))
+        for actor in self.actors:
+            if done.issuperset(actor.questions):
+                calls, actor.questions = actor.questions, []
+                try:
+                    self._read(actor, *[call.result(0.0) for call in calls])
+                except PeerDied as error:
+                    actor.death = error
+                except (RemoteError, PeerUnavailable) as error:
+                    logger.debug("%s could not be asked: %s", actor.name, error)  # its job fails too, and says why
+        for maker in self.makers.values():
+            if maker.death is None:
+                self._note_stall(maker)
+
+    def _ask(self, actor: RunActor) -> list[PendingCall]:
+        call = actor.peer.call
+        if not self.has_begun:  # nothing is logged yet: the folder may still hold an earlier run
+            return [call("progress")]
+        length = [call("buffer_get_length")] if actor.name == self._factory.trainer_names[0] else []
+        pages = [call("records_since", actor.record_cursor), call("spans_since", actor.span_cursor)]
+        return [call("progress"), *pages, *length]
+
+    def _read(
+        self,
+        actor: RunActor,
+        progress: Any,
+        page: RecordPage[Any] | None = None,
+        spans: RecordPage[Span] | None = None,
+        buffer_batches: int | None = None,
+    ) -> None:
+        if actor.state == "loading":
+            actor.state = "loaded"
+        is_maker = actor.name in self.makers
+        actor.has_weights = is_maker and progress.has_weights
+        if page is None or spans is None:
+            return
+        actor.record_cursor, actor.span_cursor = page.cursor, spans.cursor
+        self._log.spans(actor.name, spans.records)
+        if self._shows_warnings:
+            self._log.warnings(actor.name, page.records)
+        if is_maker:
+            self._log.maker_records(page.records)
+        elif buffer_batches is not None:  # the first one; the ranks of a group report the same steps
+            self._log.trainer_records(page.records)
+            self._log.buffer_batches = buffer_batches
+
+    def _note_stall(self, maker: RunActor) -> None:
+        """Have the leases of a maker that does not answer granted to others: what it delivers later is refused."""
+        seconds, was_stalled = self._config.deadlines.stall_seconds, maker.is_stalled
+        is_late = bool(maker.questions) and time.monotonic() - maker.asked_at >= seconds
+        maker.is_stalled = is_late and maker.state != "loading"
+        if maker.is_stalled and not was_stalled:
+            logger.warning("%s has not answered for %g s; its work is given to others", maker.name, seconds)
+            self._release(maker.name, "does not respond")
+        elif was_stalled and not maker.is_stalled:
+            logger.warning("%s answers again", maker.name)
+
+    def _end_job(self, actor: RunActor) -> None:
+        job, actor.job = actor.job, None
+        assert job is not None
+        try:
+            job.result(0.0)
+        except RemoteError as error:
+            self._note_failure(actor, error.cause)
+        except PeerUnavailable as error:
+            if actor.state in ("syncing", "saving") and len(self.trainers) == 1:  # a group works together
+                actor.repeat_job()
+            else:
+                self._note_death(actor, error)
+        except PeerDied as error:
+            self._note_death(actor, error)
+        else:
+            if actor.name in self.trainers:
+                actor.state = {"syncing": "synced", "training": "trained", "saving": "saved"}[actor.state]
+            elif not self.is_stopping:
+                self.fetch(_LAST_FETCH_SECONDS)
+                self._remove(actor, "left")
+
+    def _note_failure(self, actor: RunActor, error: Exception) -> None:
+        """An actor raised."""
+        if actor.name in self.makers and self.is_stopping:
+            return
+        if actor.is_newcomer:
+            self._refuse_newcomers(error)
+            return
+        error.add_note(f"raised in {actor.name}")
+        if actor.name in self.makers or not isinstance(error, RuntimeError) or isinstance(error, CoatiError):
+            raise error from None
+        self._suspect_death(actor, error)
+
+    def _note_death(self, actor: RunActor, error: PeerDied | PeerUnavailable) -> None:
+        """An actor is gone."""
+        actor.job = actor.death = None
+        if actor.name in self.trainers:
+            if not isinstance(error, StartFailed):
+                raise TrainerDied(actor.name, error) from None
+            self._suspect_death(actor, PeerDied(f"{actor.name} died: {error}"))
+        elif self.is_stopping:
+            return
+        elif not self.has_begun:
+            raise PeerDied(f"{actor.name} died: {error}") from None
+        elif actor.is_newcomer:
+            self._refuse_newcomers(error)
+        else:
+            # Trainers hear of it now, so that its successor is a new maker to them.
+            self._remove(actor, f"died: {error}")
+            if actor.state != "leaving":
+                seconds = self._restarts.take("makers", actor.name, error)
+                logger.warning("%s died and is started again in %g s: %s", actor.name, seconds, error)
+                self._restart_at[actor.name] = time.monotonic() + seconds
+
+    def _suspect_death(self, trainer: RunActor, error: Exception) -> None:
+        """A rank fails when another one dies, and may be the first to say so: its error counts if none has died."""
+        trainer.state = "failed"
+        if self._symptom is None:
+            self._symptom = error, time.monotonic() + _DEATH_SECONDS
+        if all(one.state == "failed" for one in self.trainers.values()):
+            raise self._symptom[0] from None
+
+    def _check_deadlines(self) -> None:
+        now, limit = time.monotonic(), self._config.deadlines.start_seconds
+        if self._symptom is not None and now >= self._symptom[1]:
+            raise self._symptom[0] from None
+        late = [one for one in self.actors if one.state in ("loading", "syncing") and now - one.since > limit]
+        if needed := [one.name for one in late if one.name in self.trainers or not self.has_begun]:
+            raise DeadlineExceeded(
+                f"waited {limit:g} s (deadlines.start_seconds) for all actors to load their models and for the first "
+                f"weights ({listed(needed)} did not answer)."
+            )
+        for maker in late:
+            self._note_death(maker, PeerDied(f"it did not load within {limit:g} s (deadlines.start_seconds)."))
+
+    def _replace_dead_makers(self) -> None:
+        for name in [name for name, due in self._restart_at.items() if time.monotonic() >= due]:
+            del self._restart_at[name]
+            self.makers[name] = RunActor(name, self._factory.create_maker(name))
+
+    def _advance_makers(self) -> None:
+        loaded = [maker for maker in self.makers.values() if maker.state == "loaded"]
+        for maker in loaded:
+            if maker.has_weights and maker.job is not None:
+                maker.state, maker.is_newcomer = "working", False
+        idle = [maker for maker in loaded if maker.job is None]
+        if idle and self.has_begun:
+            self._tell_trainers()
+            for maker in idle:
+                maker.begin("loaded", "workingloop", functools.partial(build.make_prompts, self._config))
+
+    def _advance_trainers(self) -> None:
+        states = self.trainer_states
+        if states == {"loaded"} and (self.has_begun or len(self._loaded_makers()) == len(self.makers)):
+            self._tell_trainers()  # makers may have joined or left meanwhile
+            for trainer in self.trainers.values():
+                trainer.begin("syncing", "sync_models_to_remote_makers")
+        elif states == {"synced"}:
+            if not self.has_begun:
+                self._log.begin()
+                self.has_begun = True
+                self._advance_makers()
+            train = self._config.train
+            for trainer in self.trainers.values():
+                trainer.begin("training", "fit", train.total_steps, train.update_steps, train.epochs)
+
+    def _refuse_newcomers(self, error: Exception, names: Sequence[str] = ()) -> None:
+        """Remove makers that were to join, because one of them failed; `names` has those that do not exist too."""
+        newcomers = [maker for maker in self.makers.values() if maker.is_newcomer]
+        for maker in newcomers:
+            self._remove(maker, "could not join")
+        names = names or [maker.name for maker in newcomers]
+        reason = str(error) or type(error).__name__
+        self.refusal = f"{listed(names)} could not join; training continues without: {reason}"
+
+    def _remove(self, maker: RunActor, reason: str) -> None:
+        del self.makers[maker.name]
+        self._log.left(maker.name)
+        self._factory.kill(maker.peer)
+        self._release(maker.name, reason)
+        self._tell_trainers()
+
+    def _release(self, name: str, reason: str) -> None:
+        """Have the trainers grant a maker's leases to others, and not wait for it."""
+        for trainer in self.trainers.values():
+            trainer.order("release_maker", name, reason, about=name)
+
+    def _tell_trainers(self) -> None:
+        """Send each trainer the names of the makers that it updates now."""
+        for rank, trainer in enumerate(self.trainers.values()):
+            trainer.order("change_makers", self._factory.updated_by(rank, self._loaded_makers()))
+
+    def _loaded_makers(self) -> list[str]:
+        return [name for name, maker in self.makers.items() if maker.state != "loading"]
