@@ -38,8 +38,9 @@ from checked import one_or_more
 
 from coati.config import Deadlines, TopologySettings, TrainSettings
 from coati.cpu import set_up_cpu
-from coati.experience import Experience
+from coati.experience import BufferItem, Experience
 from coati.experience_maker import ExperienceMaker
+from coati.experience_maker.base import MakerBatch, PromptBatch, WorkSource
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
@@ -216,16 +217,31 @@ class Slot:
             peers=RayPeers(),
             sender=maker.name,
             deadlines=maker.deadlines,
-            trainer_of=lambda _: maker.trainer,
             should_stop=maker.stopped.is_set,
         )
         self.loop = WorkLoop(
-            ExperiencePipeline(engine, self.served, rules=rules),
+            ExperiencePipeline(engine, self.served),
+            SlotPrompts(maker, rules),
             sender,
             deadlines=maker.deadlines,
             stop=maker.stopped,
-            settle=lambda batch, items: maker.prompts.settle(batch, items),
         )
+
+
+class SlotPrompts(WorkSource):
+    """The part of a maker's leased prompts that one slot works on."""
+
+    wait_name, always_has_room = LeasedPrompts.wait_name, LeasedPrompts.always_has_room
+
+    def __init__(self, maker: "Maker", rules: LedgerRules) -> None:
+        self.may_defer = not rules.is_on_policy
+        self._maker = maker
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        return self._maker.draw()
+
+    def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
+        return self._maker.prompts.attach_leases(batch, items)
 
 
 class Maker:
@@ -257,9 +273,7 @@ class Maker:
         """Work until it is stopped; raises what a slot raised."""
         with concurrent.futures.ThreadPoolExecutor(len(self._slots)) as pool:
             try:
-                for done in concurrent.futures.as_completed(
-                    [pool.submit(slot.loop.run, self._draw()) for slot in self._slots]
-                ):
+                for done in concurrent.futures.as_completed([pool.submit(slot.loop.run) for slot in self._slots]):
                     done.result()
             finally:
                 self.stopped.set()
@@ -276,7 +290,7 @@ class Maker:
     def is_ready(self) -> bool:
         return True
 
-    def _draw(self) -> Iterator[Any]:
+    def draw(self) -> Iterator[PromptBatch]:
         """Yield prompts for one slot. The one whose turn it is asks for all that wait."""
         while True:
             self._add_wanted(self._size)

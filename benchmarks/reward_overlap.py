@@ -37,6 +37,7 @@ from coati.cpu import set_up_cpu
 from coati.experience import BufferItem
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.base import MakerBatch
+from coati.experience_maker.loader_prompts import LoaderPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.models import Actor, Critic
@@ -57,10 +58,10 @@ class Overlapping(ExperiencePipeline):
         return batch
 
 
-class InTurn(Overlapping):
-    """Finishes each batch before the next is begun."""
+class InTurn(LoaderPrompts):
+    """Has each batch finished before the next is begun."""
 
-    may_defer = False  # type: ignore[assignment]
+    may_defer = False
 
 
 class Maker:
@@ -79,18 +80,17 @@ class Maker:
         self._ended: list[float] = []
         self._delivered: list[float] = []
 
-    def run(self, kind: type[Overlapping], num_batches: int, reward_seconds: float) -> tuple[float, float]:
+    def run(self, kind: type[LoaderPrompts], num_batches: int, reward_seconds: float) -> tuple[float, float]:
         """Seconds from one delivery to the next, and those by which one is late; medians."""
         self._reward_seconds = reward_seconds
         self._ended.clear()
         self._delivered.clear()
-        pipeline = kind(
+        pipeline = Overlapping(
             self._maker,
             ServedModels(self._maker.trained_models),
             generate_kwargs={"max_new_tokens": self._workload.new_tokens, "eos_token_id": [], "pad_token_id": 0},
         )
-        loop = WorkLoop(pipeline, self)
-        loop.run(self._prompts(num_batches))
+        WorkLoop(pipeline, kind(lambda: self._prompts(num_batches)), self).run()
         ready = map(max, pipeline.begun, self._ended)
         late = [delivered - since for delivered, since in zip(self._delivered, ready, strict=True)]
         cycles = [after - before for before, after in itertools.pairwise(self._delivered)]
@@ -158,7 +158,7 @@ def main() -> None:
         reward = factor * once
         models, _ = maker.run(InTurn, arguments.batches, 0.0)
         in_turn, _ = maker.run(InTurn, arguments.batches, reward)
-        overlapping, late = maker.run(Overlapping, arguments.batches, reward)
+        overlapping, late = maker.run(LoaderPrompts, arguments.batches, reward)
         rows.append(
             {
                 "factor": factor,

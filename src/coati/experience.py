@@ -22,7 +22,7 @@ A sample takes these forms on its way from prompt to gradient:
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -236,33 +236,47 @@ class ItemBundle(list[BufferItem]):
         return _from_wire, (_to_wire(self),)
 
 
-# The wire form of items: for each field one array of all items and, where their shapes differ, the length of each; and
-# what the sender has set.
+def join_items(items: Sequence[BufferItem]) -> dict[str, Tensor]:
+    """Few large tensors, for the wire or a file: each field of all items end to end, and its length in each item.
+
+    A length of -1 stands for None: samples of different makers may lack different fields.
+    """
+    joined = {}
+    for name in EXPERIENCE_FIELDS:
+        fields = [getattr(item, name) for item in items]
+        if present := [field.reshape(-1) for field in fields if field is not None]:
+            joined[name] = torch.cat(present)
+            joined[f"{name}.lengths"] = torch.tensor([-1 if field is None else field.numel() for field in fields])
+    return joined
+
+
+def separate_items(joined: Mapping[str, Tensor]) -> list[BufferItem]:
+    """The items that `join_items` joined. They share memory."""
+    num_items = len(joined["sequences.lengths"]) if "sequences" in joined else 0
+    columns: dict[str, Sequence[Any]] = dict.fromkeys(EXPERIENCE_FIELDS, [None] * num_items)
+    for name in EXPERIENCE_FIELDS:
+        if name in joined:
+            lengths = joined[f"{name}.lengths"].tolist()
+            present = [length for length in lengths if length >= 0]
+            parts = iter(joined[name].unbind() if name in PER_SAMPLE_FIELDS else torch.split(joined[name], present))
+            columns[name] = [None if length < 0 else next(parts) for length in lengths]
+    return [BufferItem(*row) for row in zip(*columns.values(), strict=True)]
+
+
+# What the sender has set.
 _Sent = tuple[str | None, tuple[int, int] | None, tuple[int, ...]]
-_WireItems = tuple[dict[str, tuple[WireTensor, list[int] | None]], list[_Sent]]
+_WireItems = tuple[dict[str, WireTensor], list[_Sent]]
 
 
 def _to_wire(items: Sequence[BufferItem]) -> _WireItems:
-    """One array for each field instead of one for each field of each item."""
-    fields: dict[str, tuple[WireTensor, list[int] | None]] = {}
-    for name in EXPERIENCE_FIELDS:
-        tensors = [getattr(item, name) for item in items]
-        if all(tensor is None for tensor in tensors):
-            continue
-        if len({tensor.shape for tensor in tensors}) == 1:
-            fields[name] = encode(torch.stack(tensors)), None
-        else:
-            fields[name] = encode(torch.cat(tensors)), [len(tensor) for tensor in tensors]
+    fields = {name: encode(tensor) for name, tensor in join_items(items).items()}
     return fields, [(item.delivery_id, item.lease, item.written_by) for item in items]
 
 
 def _from_wire(wire_items: _WireItems) -> list[BufferItem]:
     fields, senders = wire_items
-    columns: dict[str, Sequence[Any]] = dict.fromkeys(EXPERIENCE_FIELDS, [None] * len(senders))
-    for name, (wire, sizes) in fields.items():
-        joined = decode(wire, copy=True)  # arrays from the object store are read-only; the items share the copy
-        columns[name] = joined.unbind() if sizes is None else torch.split(joined, sizes)
-    items = [BufferItem(*row) for row in zip(*columns.values(), strict=True)]
+    # Arrays from the object store are read-only; the items share the copy.
+    items = separate_items({name: decode(wire, copy=True) for name, wire in fields.items()})
     for item, sent in zip(items, senders, strict=True):
         item.delivery_id, item.lease, item.written_by = sent
     return items

@@ -22,11 +22,11 @@ from coati.config.checks import avoid_hub_without_network
 from coati.counting import counted
 from coati.errors import CheckpointError, ConfigError, ReplayDiffers
 from coati.experience import BufferItem, Experience
-from coati.experience_buffer.leased import LeasedBuffer, LeaseRequest, content_digests
+from coati.experience_buffer.leased import LeasedBuffer, content_digests
 from coati.experience_maker.base import PromptBatch
 from coati.ledger.audit import account_of
 from coati.ledger.journal import JournalContent, read_journals
-from coati.ledger.rules import Event, Lease
+from coati.ledger.rules import Event, Lease, LeaseRequest
 from coati.monitor.run_log import RunLog
 from coati.resume import changed_settings, resumed_settings
 from coati.run_folder import earlier_settings

@@ -72,7 +72,6 @@ class SynchronousRun(FitSteps):
         with torch.random.fork_rng([]):  # what a maker draws when it is built would not be the trainer's elsewhere
             self._pipeline = self._make_pipeline()
         self._sender = self._make_sender()
-        self._stream = build.make_prompts(config)
         self._checkpoints = Checkpoints(
             config.output_folder / "checkpoints",
             self._learner,
@@ -82,7 +81,7 @@ class SynchronousRun(FitSteps):
             write_seconds=config.deadlines.update_seconds,
         )
         self._prompts = LeasedPrompts(
-            self._stream,
+            build.make_prompts(config),
             ["trainer"],
             self._rules,
             peers=LocalPeers(trainer=self._buffer),
@@ -167,7 +166,6 @@ class SynchronousRun(FitSteps):
         return ExperiencePipeline(
             maker,
             self.served_class(maker.trained_models),
-            rules=self._rules,
             generate_kwargs=config.rollout.generate_options,
             in_flight=config.rollout.in_flight,
             timeline=self._timeline,
@@ -188,13 +186,13 @@ class SynchronousRun(FitSteps):
             failed = [{"quarantined": sample, "version": batch.version} for sample in batch.quarantined]
             self._log.maker_records(failed)
         if experience is None:
-            self._prompts.settle(batch, [])
+            self._prompts.attach_leases(batch, [])
             return
         experience.to_device("cpu")
-        num_skipped = self._stream.skipped.total()
-        record = self._pipeline.record(batch, samples_kept=self._config.logging.samples_kept, num_skipped=num_skipped)
+        samples_kept, num_skipped = self._config.logging.samples_kept, self._prompts.num_skipped
+        record = self._pipeline.record(batch, samples_kept=samples_kept, num_skipped=num_skipped)
         self._log.maker_records([record])
-        self._buffer.extend(self._prompts.settle(batch, split_experience_batch(experience)))
+        self._buffer.extend(self._prompts.attach_leases(batch, split_experience_batch(experience)))
 
     def train_on(self, batch: Experience) -> dict[str, float]:
         """Take a training step and log it."""

@@ -140,12 +140,11 @@ class Maker:
             peers=peers,
             sender=name,
             deadlines=DEADLINES,
-            trainer_of=self.prompts.trainer_of,
             retry_seconds=0.0,
         )
-        pipeline = ExperiencePipeline(self.writer, self.served, rules=rules, in_flight=in_flight)
-        self.loop = WorkLoop(pipeline, sender, deadlines=DEADLINES, stop=self.stop, settle=self.prompts.settle)
-        self.work = run_in_background(lambda: self.loop.run(iter(self.prompts)), name=name)
+        pipeline = ExperiencePipeline(self.writer, self.served, in_flight=in_flight)
+        self.loop = WorkLoop(pipeline, self.prompts, sender, deadlines=DEADLINES, stop=self.stop)
+        self.work = run_in_background(self.loop.run, name=name)
 
     def offer(self, version):
         tensors = {("actor", "number"): torch.tensor(float(version))}

@@ -63,7 +63,7 @@ class Maker:
             begun, self._begun = self._begun, None
             made = self.pipeline.finish(begun)
             items = [] if made is None else split_experience_batch(made)
-            self._owner._buffer.extend(self.prompts.settle(begun, items))
+            self._owner._buffer.extend(self.prompts.attach_leases(begun, items))
             return
         looks_at = dice.randrange(4)
         if looks_at == 0 or not self.pipeline.served.wait_for_full_update(0.0):
@@ -105,7 +105,7 @@ class Interleaved(SynchronousRun):
         peers = LocalPeers(trainer=self._buffer)
         version = lambda: maker.pipeline.served.version  # noqa: E731
         maker.prompts = LeasedPrompts(
-            self._stream, ["trainer"], self._rules, peers=peers, maker=maker.name, version=version
+            build.make_prompts(self._config), ["trainer"], self._rules, peers=peers, maker=maker.name, version=version
         )
 
     def next_batch(self):

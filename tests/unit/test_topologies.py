@@ -60,11 +60,13 @@ class Maker:
         if not self.work:
             return False
         batch, version = self.work.popleft()
-        items = self.prompts.settle(MakerBatch(batch), [tiny.item(number) for number in batch.sample_ids.tolist()])
+        items = self.prompts.attach_leases(
+            MakerBatch(batch), [tiny.item(number) for number in batch.sample_ids.tolist()]
+        )
         for item in items:
             item.reward = torch.tensor(float(version))
         for rank, trainer in enumerate(self.run.trainers):
-            mine = [item for item in items if self.prompts.trainer_of(item) == self.run.trainer_names[rank]]
+            mine = [item for item in items if item.lease[0] % len(self.run.trainers) == rank]
             trainer.buffer.extend(mine)
         return True
 

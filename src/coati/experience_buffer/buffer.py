@@ -3,13 +3,14 @@
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
 from coati.background import BackgroundThread
-from coati.errors import DeadlineExceeded
-from coati.experience import Experience
+from coati.errors import ConfigError, DeadlineExceeded
+from coati.experience import BufferItem, Experience
+from coati.ledger.rules import Lease, LeaseRequest
 
 DEFAULT_WAIT_SECONDS = 1800.0
 # Producers and consumers notify each other, so this is only a fallback, and how often a consumer looks whether to stop.
@@ -25,19 +26,55 @@ class SampleBuffer(ABC):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._prefetching = BackgroundThread(name="prefetch")
-        self._prefetched: Future[Experience | None] | None = None
-        self._num_prefetched = 0  # batches taken out and not sampled yet: 0 or 1
-        self._should_prefetch = False
+        self._prepare: Callable[[Experience], Experience] | None = None  # of a prefetch whose batch is not there yet
+        self._prefetched: Future[Experience] | None = None
+
+    @abstractmethod
+    def extend(self, items: Sequence[BufferItem]) -> None:
+        """Take items in. If any of them is bad, none is taken."""
+
+    @abstractmethod
+    def get_length(self) -> int:
+        """Whole batches waiting."""
+
+    @property
+    @abstractmethod
+    def num_items_waiting(self) -> int:
+        """Samples that wait for their batch to fill."""
 
     @abstractmethod
     def _next_batch(self) -> Callable[[], Experience] | None:
         """Take the next batch out and return what unpacks it, which is called without the lock; None if none is
         there."""
 
-    @property
-    @abstractmethod
-    def num_items_waiting(self) -> int:
-        """Samples that wait for their batch to fill."""
+    # What a trainer tells its buffer and asks it.
+
+    def lease(self, request: LeaseRequest) -> list[Lease]:  # noqa: ARG002
+        """Grant a maker what it may make now."""
+        raise ConfigError("this trainer has no leases to grant. Give it options.rules, or its makers none.")
+
+    def release(self, maker: str, reason: str) -> list[int]:  # noqa: ARG002
+        """Grant the leases of a maker that is gone to others; returns their numbers."""
+        return []
+
+    def train(self, version: int) -> None:  # noqa: B027
+        """Note that the batches sampled so far made weights of this version."""
+
+    def give_back(self, batch: Experience) -> None:  # noqa: B027
+        """Note that a batch that was sampled is not trained on."""
+
+    def begin_fit(self) -> None:  # noqa: B027
+        """Note that a `fit` begins."""
+
+    def describe_wait(self) -> str:
+        """Say what the makers do that a trainer waits for."""
+        return "unknown"
+
+    def last_batch(self) -> "tuple[Experience | None] | None":
+        """Return what is left if no more samples can come, (None,) if nothing is; None while more may come."""
+        return None
+
+    # Batches.
 
     def sample(
         self, worker_rank: int = 0, to_device: Any = "cpu", *, timeout_seconds: float = DEFAULT_WAIT_SECONDS
@@ -58,15 +95,26 @@ class SampleBuffer(ABC):
         deadline = time.monotonic() + timeout_seconds
         while True:
             with self._lock:
-                future = self._prefetched
-            if future is None:
-                return self._take(deadline)
-            wait([future], timeout=max(0.0, deadline - time.monotonic()))
-            if not future.done():
+                prefetched = self._prefetched
+                if prefetched is None:
+                    if (unpack := self._next_batch()) is not None:
+                        self._prepare = None  # this is the batch that it was for
+                        self._changed.notify_all()
+                        break
+                    seconds = min(SLICE_SECONDS, deadline - time.monotonic())
+                    if seconds <= 0:
+                        return None
+                    self._changed.wait(seconds)
+                    continue
+            wait([prefetched], timeout=max(0.0, deadline - time.monotonic()))
+            if not prefetched.done():
                 return None
-            batch = self._hand_over(future)
-            if batch is not None:
-                return batch
+            with self._lock:
+                if self._prefetched is prefetched:  # else another consumer was quicker, or it was cleared
+                    self._prefetched = None
+                    self._changed.notify_all()
+                    return prefetched.result()
+        return unpack()
 
     def prefetch(self, prepare: Callable[[Experience], Experience] = lambda batch: batch) -> None:
         """Take the next batch as soon as it is there and prepare it in another thread, for the next `try_sample`.
@@ -75,54 +123,28 @@ class SampleBuffer(ABC):
         """
         with self._lock:
             if self._prefetched is None:
-                self._should_prefetch = True
-                self._prefetched = self._prefetching.run(lambda: self._prefetch(prepare))
+                self._prepare = prepare
+                self._notify()
 
     def stop_prefetching(self) -> None:
-        """End a prefetch that waits for a batch; one that has a batch keeps it for the next `try_sample`."""
+        """Take no batch ahead any more; one that was taken is prepared when this returns, for the next `try_sample`."""
         with self._lock:
-            future, self._should_prefetch = self._prefetched, False
-            self._changed.notify_all()
-        if future is None:
-            return
-        wait([future], timeout=DEFAULT_WAIT_SECONDS)
-        with self._lock:
-            is_empty = future.done() and future.exception() is None and future.result() is None
-            if self._prefetched is future and is_empty:
-                self._prefetched = None
+            prefetched, self._prepare = self._prefetched, None
+        if prefetched is not None:
+            wait([prefetched], timeout=DEFAULT_WAIT_SECONDS)
 
     def close(self) -> None:
         """End its thread."""
-        with self._lock:
-            self._should_prefetch = False
-            self._changed.notify_all()
+        self.stop_prefetching()
         self._prefetching.close()
 
-    def _take(self, deadline: float | None, *, is_prefetch: bool = False) -> Experience | None:
-        """The next whole batch; None after the deadline, or when prefetching stops."""
-        while True:
-            with self._lock:
-                unpack = self._next_batch()
-                if unpack is not None:
-                    self._num_prefetched += is_prefetch
-                    self._changed.notify_all()
-                    break
-                seconds = SLICE_SECONDS if deadline is None else min(SLICE_SECONDS, deadline - time.monotonic())
-                if seconds <= 0 or (is_prefetch and not self._should_prefetch):
-                    return None
-                self._changed.wait(seconds)
-        return unpack()
+    @property
+    def _num_prefetched(self) -> int:
+        return int(self._prefetched is not None)
 
-    def _prefetch(self, prepare: Callable[[Experience], Experience]) -> Experience | None:
-        batch = self._take(None, is_prefetch=True)
-        return None if batch is None else prepare(batch)
-
-    def _hand_over(self, future: "Future[Experience | None]") -> Experience | None:
-        with self._lock:
-            if self._prefetched is not future:  # another consumer was quicker
-                return None
-            was_cleared = self._num_prefetched == 0
-            self._prefetched, self._num_prefetched = None, 0
-            self._changed.notify_all()
-            batch = future.result()
-            return None if was_cleared else batch
+    def _notify(self) -> None:
+        """Wake those who wait, and begin a prefetch that waited for its batch; called with the lock."""
+        if self._prepare is not None and (unpack := self._next_batch()) is not None:
+            prepare, self._prepare = self._prepare, None
+            self._prefetched = self._prefetching.run(lambda: prepare(unpack()))
+        self._changed.notify_all()

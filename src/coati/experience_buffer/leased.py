@@ -8,48 +8,23 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coati.errors import DataError, StorageError
-from coati.experience import EXPERIENCE_FIELDS, PER_SAMPLE_FIELDS, BufferItem, Experience, pad_items
+from coati.experience import BufferItem, Experience, check_items, join_items, pad_items, separate_items
 from coati.experience_buffer.buffer import SampleBuffer
 from coati.ledger.journal import Journal, resume_event
 from coati.ledger.leases import Ledger
 from coati.ledger.redistribution import redistribute
-from coati.ledger.rules import Lease, LedgerRules
+from coati.ledger.rules import Lease, LeaseRequest, LedgerRules
 from coati.wire import tensor_digest
 
 logger = logging.getLogger(__name__)
 
 _DIGESTED_FIELDS = ("sequences", "action_log_probs", "values", "reward")
-
-
-class Ending(NamedTuple):
-    """A lease for which nothing will be delivered, and why."""
-
-    lease: Lease
-    reason: str
-    fate: str = "drop"  # or "quarantine"
-
-
-class LeaseRequest(NamedTuple):
-    """What a maker asks for. A request that is repeated has the same number, and gets the same answer."""
-
-    maker: str
-    number: int
-    version: int
-    """The weights that the maker serves."""
-    wanted: int
-    """Samples that it can take."""
-    endings: tuple[Ending, ...] = ()
-    """Leases that came to nothing since the last request."""
-    incarnation: int = 0
-    """Of the maker: one that is started again has a greater one."""
-    weights_of: int = 0
-    """The incarnation of the trainers whose weights the maker serves."""
 
 
 class LeasedBuffer(SampleBuffer):
@@ -108,6 +83,7 @@ class LeasedBuffer(SampleBuffer):
 
     def extend(self, items: Sequence[BufferItem]) -> None:
         """Take items in, whole groups of them. What is not wanted any more is left out and counted."""
+        check_items(items)
         groups: dict[Lease, list[BufferItem]] = {}
         for item in items:
             if item.lease is None:
@@ -140,6 +116,11 @@ class LeasedBuffer(SampleBuffer):
             self._ledger.train(version, self.num_sampled)
             self._ledger.note_version_time(self._clock())
             self._in_training = {number: self._in_training[number] for number in self._ledger.picked}
+
+    def give_back(self, batch: Experience) -> None:
+        """Count a batch as waiting: it is not trained on after all."""
+        with self._lock:
+            self.num_sampled -= batch.num_samples
 
     def note_weights(self, version: int, digests: Mapping[str, Mapping[str, str]], makers: Sequence[str] = ()) -> None:
         """Write down what weights makers get as a version: all of them, or those that are named, which came late."""
@@ -192,7 +173,7 @@ class LeasedBuffer(SampleBuffer):
             yield
             self._write_down()
             if is_news:
-                self._changed.notify_all()
+                self._notify()
 
     def _write_down(self) -> None:
         """Append what has changed to the journal; on a full disk it is kept, and written when there is room again."""
@@ -280,22 +261,12 @@ def content_digests(items: Sequence[BufferItem]) -> dict[str, str]:
 
 
 def _pack(items: Sequence[BufferItem]) -> dict[str, Tensor]:
-    """Items as tensors for a file: each field of all of them joined, and its length in each, -1 where it is None."""
-    packed = {"lease": torch.tensor([item.lease for item in items], dtype=torch.long)}
-    for name in EXPERIENCE_FIELDS:
-        fields = [getattr(item, name) for item in items]
-        packed[f"{name}.lengths"] = torch.tensor([-1 if field is None else field.numel() for field in fields])
-        if present := [field.reshape(-1) for field in fields if field is not None]:
-            packed[name] = torch.cat(present)
-    return packed
+    """Items and their leases as tensors for a file."""
+    return {"lease": torch.tensor([item.lease for item in items], dtype=torch.long), **join_items(items)}
 
 
 def _unpack(packed: Mapping[str, Tensor]) -> list[BufferItem]:
-    items: list[dict[str, Any]] = [{"lease": tuple(lease)} for lease in packed["lease"].tolist()]
-    for name in EXPERIENCE_FIELDS:
-        lengths = packed[f"{name}.lengths"].tolist()
-        parts = iter(torch.split(packed.get(name, torch.empty(0)), [length for length in lengths if length >= 0]))
-        for item, length in zip(items, lengths, strict=True):
-            part = None if length < 0 else next(parts)
-            item[name] = part if part is None or name not in PER_SAMPLE_FIELDS else part.reshape(())
-    return [BufferItem(**item) for item in items]
+    items = separate_items(packed)
+    for item, lease in zip(items, packed["lease"].tolist(), strict=True):
+        item.lease = tuple(lease)
+    return items

@@ -4,14 +4,14 @@ import dataclasses
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from coati.errors import DataError
-from coati.experience import Experience
+from coati.experience import BufferItem, Experience
 from coati.monitor.metrics import Metric
 from coati.monitor.timeline import Timeline
 from coati.rewards import PendingScores
@@ -174,6 +174,27 @@ class MakerBatch:
             self.experience = self.experience.select(rows)
             self.is_cut = None if self.is_cut is None else self.is_cut[rows]
         return self.experience
+
+
+class WorkSource(ABC):
+    """Where a maker's prompts come from: leases, or a data loader. The attributes are those of a data loader."""
+
+    wait_name = "wait_prompts"
+    """The activity of a maker that waits for prompts."""
+    may_defer = True
+    """Whether the next batch may be begun before the last one is finished."""
+    always_has_room = False
+    """Whether trainers take what is sent without a wait for room."""
+    num_skipped = 0
+    """Prompts that were skipped so far."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[PromptBatch]:
+        """Yield batches of prompts; may wait for them."""
+
+    def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:  # noqa: ARG002
+        """Account for what was made of a batch; returns what is to be delivered."""
+        return items
 
 
 class ExperienceMaker(ABC):

@@ -26,11 +26,12 @@ class _InFlight:
 
 
 class ItemSender:
-    """Sends single items to trainers round-robin, continuing across batches; leased items where `trainer_of` says.
+    """Sends items to the trainers that they were leased from; items without a lease to all in turn, one by one,
+    continuing across batches.
 
     At most `max_in_flight` sends per trainer are unacknowledged: a trainer with a full buffer blocks its makers instead
-    of filling memory. A trainer that died is skipped from then on, and its unacknowledged items go to the others; those
-    that were leased from it are dropped, because its successor grants them again. A retry carries the same delivery id,
+    of filling memory. What a trainer that died has not acknowledged is dropped if it was leased, because its successor
+    grants it again; else it goes to the others, and that trainer is skipped from then on. A retry carries the same ids,
     so no item is trained on twice. After a stop, trainers have the grace time to acknowledge what is in flight.
     """
 
@@ -41,7 +42,6 @@ class ItemSender:
         peers: Peers,
         sender: str,
         deadlines: Deadlines,
-        trainer_of: Callable[[BufferItem], str] | None = None,
         max_in_flight: int = 2,
         should_stop: Callable[[], bool] = lambda: False,
         timeline: Timeline | None = None,
@@ -54,22 +54,21 @@ class ItemSender:
         self._should_stop = should_stop
         self._timeline = timeline or Timeline()
         self._retry_seconds = retry_seconds
+        self._trainers = tuple(trainer_names)
         self._alive = list(trainer_names)
-        self.trainer_of = trainer_of
         self._turn = 0
         self._in_flight: list[_InFlight] = []  # the oldest first
         self.num_delivered = 0
         self._stopped_at: float | None = None
 
     def send(self, items: Sequence[BufferItem]) -> None:
-        """Send each item to the next trainer; waits while too many sends are unacknowledged."""
+        """Send each item to its trainer; waits while too many sends are unacknowledged."""
         by_trainer: dict[str, list[BufferItem]] = {}
         for item in items:
-            trainer = self._next_trainer() if self.trainer_of is None else self.trainer_of(item)
-            by_trainer.setdefault(trainer, []).append(item)
+            by_trainer.setdefault(self._trainer_of(item), []).append(item)
         for trainer, part in by_trainer.items():
             while sum(flight.trainer == trainer for flight in self._in_flight) >= self._max_in_flight:
-                self._settle(self._in_flight[0])
+                self._await_acknowledgement(self._in_flight[0])
             delivery_id = uuid.uuid4().hex
             for item in part:
                 item.delivery_id = delivery_id
@@ -83,14 +82,16 @@ class ItemSender:
         """Note answers that have come, and send again what was lost: trainers may wait for it. Waits for no answer."""
         for flight in [flight for flight in self._in_flight if flight.call.done()]:
             if flight in self._in_flight:  # sending again what another lost may have settled it
-                self._settle(flight)
+                self._await_acknowledgement(flight)
 
     def flush(self) -> None:
         """Wait until everything sent is acknowledged."""
         while self._in_flight:
-            self._settle(self._in_flight[0])
+            self._await_acknowledgement(self._in_flight[0])
 
-    def _next_trainer(self) -> str:
+    def _trainer_of(self, item: BufferItem) -> str:
+        if item.lease is not None:
+            return self._trainers[item.lease[0] % len(self._trainers)]
         if not self._alive:
             raise PeerDied(
                 f"maker {self._sender} has no trainer to send experience to: all died. See their logs for the cause."
@@ -102,7 +103,7 @@ class ItemSender:
         peer = self._peers.find(trainer, role="trainer", timeout=self._deadlines.start_seconds)
         self._in_flight.append(_InFlight(peer.call("buffer_extend", ItemBundle(items)), trainer, items, first_sent))
 
-    def _settle(self, flight: _InFlight) -> None:
+    def _await_acknowledgement(self, flight: _InFlight) -> None:
         """Wait for an acknowledgement; retry, redirect or give up if it does not come."""
         self._in_flight.remove(flight)
         trainer, items = flight.trainer, flight.items
@@ -128,12 +129,11 @@ class ItemSender:
             self._retry(flight, error)
         except PeerDied as error:
             logger.warning("trainer %s died: %s", trainer, error)
-            if self.trainer_of is not None:
-                self._peers.forget(trainer)
-                return
-            if trainer in self._alive:
-                self._alive.remove(trainer)
-            self.send(items)
+            if items[0].lease is None:
+                self._alive = [name for name in self._alive if name != trainer]
+                self.send(items)
+            else:
+                self._peers.forget(trainer)  # its successor may take its name
         except RemoteError as error:
             error.cause.add_note(f"raised in trainer {trainer}, which maker {self._sender} sends to")
             raise error.cause from None

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
 from coati.experience import BufferItem
-from coati.experience_buffer.leased import Ending, LeaseRequest
-from coati.experience_maker.base import MakerBatch, PromptBatch
-from coati.ledger import Lease, LedgerRules
+from coati.experience_maker.base import MakerBatch, PromptBatch, WorkSource
+from coati.ledger.rules import Ending, Lease, LeaseRequest, LedgerRules
 from coati.peers import Peers, PendingCall, wait_in_slices
 from coati.prompts.stream import PromptStream
 
@@ -18,13 +17,16 @@ _POLL_SECONDS = 0.05
 _REASON_CHARACTERS = 200
 
 
-class LeasedPrompts:
+class LeasedPrompts(WorkSource):
     """Batches of prompts for which this maker holds leases.
 
     Trainer t of T has every T-th lease of the run, and each request asks all of them for equal parts. `wait(seconds)`
     returns when new weights serve, or after so many seconds. `version()` serves, and came from trainers of incarnation
     `weights_of()`; `incarnation` is the maker's own.
     """
+
+    wait_name = "wait_weights"  # leases come with new weights
+    always_has_room = True  # for what was leased
 
     def __init__(
         self,
@@ -44,6 +46,8 @@ class LeasedPrompts:
         self._stream = stream
         self._trainers = tuple(trainer_names)
         self._rules = rules
+        # A group that was dropped must be replaced before anything else is made, as in the synchronous loop.
+        self.may_defer = not rules.is_on_policy
         self._peers = peers
         self._maker = maker
         self._version = version
@@ -84,7 +88,12 @@ class LeasedPrompts:
             self._end(number, f"prompt skipped, {reason}")
         return None if raw is None else PromptBatch.parse(raw)
 
-    def settle(self, batch: MakerBatch, items: Sequence[BufferItem]) -> list[BufferItem]:
+    @property
+    def num_skipped(self) -> int:  # type: ignore[override]
+        """Prompts that were skipped so far."""
+        return self._stream.skipped.total()
+
+    def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:
         """Put leases on the items that were made of a batch, and end the leases of those that were dropped.
 
         Returns what is to be delivered: an incomplete group is dropped whole.
@@ -104,11 +113,6 @@ class LeasedPrompts:
                 for item in group:
                     item.lease, item.written_by = (lease.number, lease.epoch), batch.written_by
         return [item for group in made.values() for item in group]
-
-    def trainer_of(self, item: BufferItem) -> str:
-        """The trainer that the item was leased from."""
-        assert item.lease is not None
-        return self._trainers[item.lease[0] % len(self._trainers)]
 
     def _end(self, number: int, reason: str, fate: str = "drop") -> None:
         trainer = self._trainers[number % len(self._trainers)]

@@ -12,7 +12,6 @@ from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, Experie
 from coati.experience_maker.scoring import NoSignal
 from coati.experience_maker.statistics import batch_metrics, sample_texts
 from coati.gpu import device_errors_explained
-from coati.ledger import LedgerRules
 from coati.monitor.metrics import Max, Mean, Sum
 from coati.monitor.timeline import Timeline, maker_metrics
 from coati.rewards import RewardScorer
@@ -39,18 +38,16 @@ class ExperiencePipeline:
         maker: ExperienceMaker,
         served: ServedModels,
         *,
-        rules: LedgerRules | None = None,
         generate_kwargs: dict[str, Any] | None = None,
         first_sample_id: int = 0,
         in_flight: bool = False,
         timeline: Timeline | None = None,
     ) -> None:
-        """`rules` are those that its work is leased by, if it is. With `in_flight`, makers take new weights between two
-        tokens, not only between two batches."""
+        """Prompts that come without ids are numbered from `first_sample_id` on. With `in_flight`, makers take new
+        weights between two tokens, not only between two batches."""
         self.timeline = maker.timeline = served.timeline = timeline or Timeline()
         self.maker = maker
         self.served = served
-        self._rules = rules
         self.num_made = 0
         self.num_dropped = 0
         self.num_quarantined = 0
@@ -60,31 +57,6 @@ class ExperiencePipeline:
         self._drops = _DropLimit()
         self._quarantined_groups: set[int] = set()
         self._reported: dict[str, int] = {}
-
-    @property
-    def is_leased(self) -> bool:
-        """Whether trainers decide what is made."""
-        return self._rules is not None
-
-    @property
-    def may_defer(self) -> bool:
-        """Whether the next batch may be begun before the last one is finished.
-
-        Not on-policy: a group that was dropped must be replaced before anything else is made, as in the synchronous
-        loop.
-        """
-        return self._rules is None or not self._rules.is_on_policy
-
-    @property
-    def has_time_between_tokens(self) -> bool:
-        """Whether a finished batch is best delivered between the tokens of the next one.
-
-        Only where work is leased: elsewhere the maker may have to wait for room when it sends, and the text it writes
-        meanwhile would grow old.
-        """
-        return self._rules is not None and self.maker.has_time_between_tokens
-
-    # Making
 
     def begin(self, prompts: PromptBatch, *, meanwhile: Callable[[], None] | None = None) -> MakerBatch:
         """Generate, and do all else that needs the models. `meanwhile` is called between tokens."""

@@ -2,6 +2,6 @@
 
 from coati.ledger.ages import Ages, age_metrics, ages_of
 from coati.ledger.leases import Ledger
-from coati.ledger.rules import Lease, LedgerRules
+from coati.ledger.rules import Lease, LeaseRequest, LedgerRules
 
-__all__ = ["Ages", "Lease", "Ledger", "LedgerRules", "age_metrics", "ages_of"]
+__all__ = ["Ages", "Lease", "LeaseRequest", "Ledger", "LedgerRules", "age_metrics", "ages_of"]

@@ -21,6 +21,31 @@ class Lease(NamedTuple):
     """
 
 
+class Ending(NamedTuple):
+    """A lease for which nothing will be delivered, and why."""
+
+    lease: Lease
+    reason: str
+    fate: str = "drop"  # or "quarantine"
+
+
+class LeaseRequest(NamedTuple):
+    """What a maker asks for. A request that is repeated has the same number, and gets the same answer."""
+
+    maker: str
+    number: int
+    version: int
+    """The weights that the maker serves."""
+    wanted: int
+    """Samples that it can take."""
+    endings: tuple[Ending, ...] = ()
+    """Leases that came to nothing since the last request."""
+    incarnation: int = 0
+    """Of the maker: one that is started again has a greater one."""
+    weights_of: int = 0
+    """The incarnation of the trainers whose weights the maker serves."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LedgerRules:
     """What one trainer consumes, and how far makers may go ahead of it.

@@ -1,32 +1,32 @@
-"""The replay buffer of a trainer without leases, whose makers have data loaders of their own: items in, whole batches
-out, through a Ray queue. `coati train` leases work and uses `LeasedBuffer` instead.
+"""The replay buffer of the contract: items in, whole batches out, through a Ray queue. A trainer whose makers have data
+loaders of their own uses it; `coati train` leases work and uses `LeasedBuffer` instead.
 
 An item is in one of three places: among the items that do not fill a batch yet, in the queue, or in the prefetched
 batch, which is unpacked and prepared in another thread while the consumer works on the one before.
 """
 
 import asyncio
-import functools
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import ray
 from ray.util.queue import Empty, Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from coati.config import Deadlines
 from coati.errors import ConfigError, DeadlineExceeded
-from coati.experience import BufferItem, Experience, check_items, pad_items, split_experience_batch
+from coati.experience import BufferItem, Experience, ItemBundle, check_items, pad_items, split_experience_batch
 from coati.experience_buffer.buffer import DEFAULT_WAIT_SECONDS, SLICE_SECONDS, SampleBuffer
-from coati.peers import answer
-from coati.ray.peers import RayPeer
-from coati.wire import WireTensor, decode, encode
+from coati.peers import Peers, answer
+from coati.ray.peers import RayPeer, RayPeers
+from coati.trainer.maker_watch import MakerWatch
 
 _ANSWER_SECONDS = 60.0
-
-_Packed = dict[str, tuple[np.ndarray, str]]
+# Ids of deliveries that are remembered, to recognise a retry; a maker has two unacknowledged at a time.
+_DELIVERIES_KEPT = 1000
 
 
 class BatchQueue:
@@ -34,6 +34,7 @@ class BatchQueue:
     leaves a waiter that swallows the next batch. Its actor reserves no CPU: a small machine cannot stall on it.
 
     It runs on the node of the process that creates it: batches travel once, and no other node's death affects it.
+    Entries are bytes, so its process does not import torch.
     """
 
     def __init__(self) -> None:
@@ -45,16 +46,17 @@ class BatchQueue:
         """Entries waiting."""
         return int(self._call("qsize"))
 
-    def put_all(self, entries: list[Any]) -> None:
+    def put_all(self, entries: list[bytes]) -> None:
         """Add entries."""
         self._call("put_nowait_batch", entries)
 
-    def get(self) -> Any | None:
+    def get(self) -> bytes | None:
         """Remove and return the oldest entry; None if the queue is empty."""
         try:
-            return self._call("get_nowait")
+            entry: bytes = self._call("get_nowait")
         except (Empty, asyncio.QueueEmpty):
             return None
+        return entry
 
     def close(self) -> None:
         """End the actor."""
@@ -97,10 +99,11 @@ class DetachedReplayBuffer(SampleBuffer):
             self._items.extend(items)
             batches = []
             while len(self._items) >= self.sample_batch_size:
-                batches.append(_pack(pad_items([self._items.popleft() for _ in range(self.sample_batch_size)])))
+                batch = ItemBundle(self._items.popleft() for _ in range(self.sample_batch_size))
+                batches.append(pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL))
             if batches:
                 self._queue.put_all(batches)
-                self._changed.notify_all()
+                self._notify()
 
     def flush(self) -> Experience | None:
         """Return the samples that do not fill a batch as a smaller one, to be trained on when no more come."""
@@ -115,7 +118,7 @@ class DetachedReplayBuffer(SampleBuffer):
             self._items.clear()
             while self._queue.get() is not None:
                 pass
-            self._num_prefetched = 0
+            self._prefetched = None
             self._changed.notify_all()
 
     def get_length(self) -> int:
@@ -135,15 +138,61 @@ class DetachedReplayBuffer(SampleBuffer):
         self._queue.close()
 
     def _next_batch(self) -> Callable[[], Experience] | None:
-        packed: _Packed | None = self._queue.get()
-        return None if packed is None else functools.partial(_unpack, packed)
+        entry = self._queue.get()
+        return None if entry is None else lambda: pad_items(pickle.loads(entry))
 
 
-def _pack(experience: Experience) -> _Packed:
-    """Arrays and strings only: the queue's process unpickles them, and does not import torch for that."""
-    return {name: tuple(encode(tensor)) for name, tensor in experience.tensors()}  # type: ignore[misc]
+class UnleasedBuffer(DetachedReplayBuffer):
+    """The buffer of a trainer whose makers have data loaders of their own.
 
+    It takes each delivery once, though makers repeat those that may have been lost, and asks the makers whether more
+    can come.
+    """
 
-def _unpack(packed: _Packed) -> Experience:
-    fields = {name: decode(WireTensor(*wire), copy=True) for name, wire in packed.items()}
-    return Experience(**{"attention_mask": None, "action_mask": None, **fields})  # type: ignore[arg-type]
+    def __init__(
+        self,
+        sample_batch_size: int,
+        limit: int,
+        *,
+        maker_names: Sequence[str],
+        deadlines: Deadlines,
+        peers: Peers | None = None,
+        queue: BatchQueue | None = None,
+    ) -> None:
+        super().__init__(sample_batch_size, limit, queue=queue)
+        self._maker_names = maker_names
+        self._deadlines = deadlines
+        self._peers = peers or RayPeers()
+        self._watch = MakerWatch((), deadlines, peers=self._peers)
+        self._deliveries: deque[str] = deque(maxlen=_DELIVERIES_KEPT)
+
+    def extend(self, items: Sequence[BufferItem], *, timeout_seconds: float | None = None) -> None:
+        """Add the items that have not come before; blocks while the buffer is full."""
+        check_items(items)  # before they are noted as delivered: a refused item was not
+        with self._lock:
+            fresh = [item for item in items if item.delivery_id not in self._deliveries]
+            self._deliveries.extend({item.delivery_id for item in fresh if item.delivery_id is not None})
+        super().extend(fresh, timeout_seconds=timeout_seconds or self._deadlines.batch_seconds)
+
+    def begin_fit(self) -> None:
+        """Look for the makers anew: those of the `fit` before may be gone."""
+        self._watch = MakerWatch(self._maker_names, self._deadlines, peers=self._peers)
+
+    def try_sample(self, timeout_seconds: float) -> Experience | None:
+        """Return the next whole batch, or None if none comes in time."""
+        batch = super().try_sample(timeout_seconds)
+        if batch is not None:
+            self._watch.note_batch()
+        return batch
+
+    def describe_wait(self) -> str:
+        """List the makers and what they do."""
+        return self._watch.describe()
+
+    def last_batch(self) -> "tuple[Experience | None] | None":
+        """Return the last samples, fewer than a batch, when all makers have finished."""
+        if not self._watch.all_finished():
+            return None
+        self.stop_prefetching()
+        batch = self.try_sample(0.0)  # finished makers have been acknowledged, so all that they made is here
+        return (self.flush() if batch is None else batch,)

@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import threading
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,25 +19,20 @@ import ray
 
 from coati import faults
 from coati.config import Deadlines
-from coati.errors import ConfigError
-from coati.experience import BufferItem, Experience, check_items, split_experience_batch
-from coati.experience_buffer.leased import LeasedBuffer, LeaseRequest
-from coati.ledger import Lease
+from coati.experience import BufferItem, Experience, split_experience_batch
+from coati.experience_buffer.buffer import SampleBuffer
+from coati.ledger import Lease, LeaseRequest
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import BUFFER, WEIGHTS, Span, Timeline
-from coati.peers import Peers, wait_in_slices
+from coati.peers import wait_in_slices
 from coati.ray.callbacks import TrainerCallback, connect, dispatch
-from coati.ray.detached_replay_buffer import BatchQueue, DetachedReplayBuffer
+from coati.ray.detached_replay_buffer import UnleasedBuffer
 from coati.ray.environment import leave_out_of_collections, set_up_log
-from coati.ray.peers import RayPeers
 from coati.trainer.fit_loop import FitLoop, FitSteps
-from coati.trainer.maker_watch import MakerWatch
 
 logger = logging.getLogger(__name__)
 
 _SLICE_SECONDS = 1.0
-# Ids of deliveries that are remembered, to recognise a retry; a maker has two unacknowledged at a time.
-_DELIVERIES_KEPT = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,10 +59,9 @@ class DetachedTrainer(FitSteps):
         *,
         deadlines: Deadlines | None = None,
         seed: int = 0,
-        peers: Peers | None = None,
-        queue: BatchQueue | None = None,
-        leased: LeasedBuffer | None = None,
+        buffer: SampleBuffer | None = None,
     ) -> None:
+        """`buffer` comes in place of one that `train_batch_size` and `buffer_limit` describe."""
         self.callbacks = list(callbacks)
         self.debug = debug
         self.version = 0
@@ -76,18 +69,15 @@ class DetachedTrainer(FitSteps):
         self.dataloader_pin_memory = dataloader_pin_memory
         self._seed = seed
         self.maker_names = tuple(experience_maker_holder_name_list)
-        self._peers = peers or RayPeers()
-        self._leased = leased
-        self._buffer = leased or DetachedReplayBuffer(train_batch_size, limit=buffer_limit, queue=queue)
-        self._deliveries: deque[str] = deque(maxlen=_DELIVERIES_KEPT)
-        self._delivery_lock = threading.Lock()
+        self._buffer = buffer or UnleasedBuffer(
+            train_batch_size, buffer_limit, maker_names=self.maker_names, deadlines=self.deadlines
+        )
         self._records: RecordLog[dict[str, Any]] = RecordLog()
         self._timeline = Timeline()
         connect(self.callbacks, self._timeline)
         self._stop = threading.Event()
         self._state = "idle"
         self._is_exhausted = False  # whether this fit has seen the last of its data
-        self._watch = MakerWatch((), self.deadlines, peers=self._peers)
         self._num_batches = 0
         self._num_samples = 0
         self._num_done = 0  # fresh batches that a restored `fit` was trained on
@@ -121,7 +111,7 @@ class DetachedTrainer(FitSteps):
         self._state, self._is_exhausted = "fitting", False
         leave_out_of_collections()
         self._timeline.take()  # the metrics of this fit leave out what came before
-        self._watch = MakerWatch(self.maker_names, self.deadlines, peers=self._peers)
+        self._buffer.begin_fit()
         try:
             num_done, self._num_done = self._num_done, 0
             FitLoop(self, seed=self._seed).run(total_steps, update_steps, train_epochs, num_done=num_done)
@@ -152,27 +142,24 @@ class DetachedTrainer(FitSteps):
     @ray.method(concurrency_group="buffer_append")
     def buffer_append(self, experience: Experience) -> None:
         """Take a batch in, sample by sample; blocks while the buffer is full."""
-        self._take_in(split_experience_batch(experience))
+        self.buffer_extend(split_experience_batch(experience))
 
     @ray.method(concurrency_group="buffer_append")
     def buffer_extend(self, items: list[BufferItem]) -> None:
         """Called by experience makers; blocks while the buffer is full. Returning is the acknowledgement."""
-        self._take_in(items)
+        with self._timeline.span("take_in", BUFFER):
+            self._buffer.extend(items)
+            faults.reach("trainer.after_delivery")
 
     @ray.method(concurrency_group="buffer_length")  # which no call keeps for long
     def lease(self, request: LeaseRequest) -> list[Lease]:
         """Grant a maker what it may make now."""
-        return self._leases().lease(LeaseRequest(*request))
+        return self._buffer.lease(LeaseRequest(*request))
 
     def release_maker(self, maker: str, reason: str) -> None:
         """A maker is gone: grant its leases to others."""
-        if numbers := self._leases().release(maker, reason):
+        if numbers := self._buffer.release(maker, reason):
             logger.info("%d leases of %s go to others: %s", len(numbers), maker, reason)
-
-    def _leases(self) -> LeasedBuffer:
-        if self._leased is None:
-            raise ConfigError("this trainer has no leases to grant. Give it options.rules, or its makers none.")
-        return self._leased
 
     @ray.method(concurrency_group="buffer_sample")
     def _buffer_sample(self) -> Experience:
@@ -201,20 +188,6 @@ class DetachedTrainer(FitSteps):
         """What this trainer did and waited for after `cursor`."""
         return self._timeline.since(cursor)
 
-    # Inside.
-
-    def _take_in(self, items: Sequence[BufferItem]) -> None:
-        check_items(items)  # before they are noted as delivered: a refused item was not
-        with self._timeline.span("take_in", BUFFER):
-            if isinstance(self._buffer, LeasedBuffer):
-                self._buffer.extend(items)
-                faults.reach("trainer.after_delivery")
-                return
-            with self._delivery_lock:
-                fresh = [item for item in items if item.delivery_id not in self._deliveries]
-                self._deliveries.extend({item.delivery_id for item in fresh if item.delivery_id is not None})
-            self._buffer.extend(fresh, timeout_seconds=self.deadlines.batch_seconds)
-
     # What the loop calls; `next_batch` is below.
 
     def notify(self, hook: str, *args: Any) -> None:
@@ -231,9 +204,8 @@ class DetachedTrainer(FitSteps):
             self._buffer.prefetch(self._prepared)
 
     def give_back(self, batch: Experience) -> None:
-        """Note that a batch is not trained on after all: it counts as waiting in the ledger."""
-        if self._leased is not None:
-            self._leased.num_sampled -= batch.num_samples
+        """Note that a batch is not trained on after all."""
+        self._buffer.give_back(batch)
 
     def train_on(self, batch: Experience) -> dict[str, Any]:
         """Take a training step, and record its time and metrics."""
@@ -248,8 +220,7 @@ class DetachedTrainer(FitSteps):
         """Send the makers the weights as the next version."""
         self.version += 1
         self._timeline.version = self.version
-        if self._leased is not None:
-            self._leased.train(self.version)
+        self._buffer.train(self.version)
         with self._timeline.span("publish"):
             self._update_remote_makers()
 
@@ -270,13 +241,11 @@ class DetachedTrainer(FitSteps):
 
     def _await_batch(self) -> Experience | None:
         def describe() -> str:
-            makers = self._watch.describe() if self._leased is None else self._leased.describe_wait()
             return (
                 f"a batch of {self._buffer.sample_batch_size} samples; {self._buffer.num_items_waiting} are there. "
-                f"Makers: {makers}"
+                f"Makers: {self._buffer.describe_wait()}"
             )
 
-        self._watch.begin_wait()
         found = wait_in_slices(
             self._try_batch,
             deadline_seconds=self.deadlines.batch_seconds,
@@ -294,17 +263,8 @@ class DetachedTrainer(FitSteps):
             return (self._prepared(batch),)
         self._check_published()
         self._update_late_makers()
-        # Where work is leased the driver looks after makers, and the ledger knows what is still to come.
-        if self._leased is None and self._watch.all_finished():
-            return (self._last_batch(),)  # finished makers have been acknowledged, so all that they made is here
-        return None
+        return self._buffer.last_batch()
 
     def _prepared(self, batch: Experience) -> Experience:
         """The batch, ready for training; called in another thread for the next one while this one is trained on."""
         return batch.pin_memory() if self.dataloader_pin_memory else batch
-
-    def _last_batch(self) -> Experience | None:
-        """What finished makers have left behind."""
-        self._buffer.stop_prefetching()
-        batch = self._buffer.try_sample(0.0)
-        return self._buffer.flush() if batch is None and isinstance(self._buffer, DetachedReplayBuffer) else batch

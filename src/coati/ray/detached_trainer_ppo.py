@@ -81,6 +81,7 @@ class PPOTrainer(DetachedTrainer):
         topology = options.topology
         apply_env_info(env_info)
         set_up_cpu(options.num_threads)
+        leased = _leased_buffer(options)
         super().__init__(  # before the models, whose warnings it keeps
             experience_maker_holder_name_list,
             train_batch_size=options.train.batch_size,
@@ -90,8 +91,9 @@ class PPOTrainer(DetachedTrainer):
             debug=debug,
             deadlines=options.deadlines,
             seed=options.seed,
-            leased=_leased_buffer(options),
+            buffer=leased,
         )
+        self._leased = leased
         self.strategy = strategy_fn()
         set_up_gpu(self.strategy.device)
         self._processors = processors_for(self.strategy.device, topology.gpu_sharing)

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -20,11 +20,12 @@ from torch import nn
 
 from coati.cpu import set_up_cpu
 from coati.errors import ConfigError
-from coati.experience_maker.base import ExperienceMaker, build_maker
+from coati.experience_maker.base import ExperienceMaker, WorkSource, build_maker
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.leased_prompts import LeasedPrompts
+from coati.experience_maker.loader_prompts import LoaderPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
-from coati.experience_maker.work_loop import WorkLoop, loader_batches
+from coati.experience_maker.work_loop import WorkLoop
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import WEIGHTS, Span, Timeline
 from coati.peers import wait_in_slices
@@ -56,7 +57,7 @@ class MakerProgress:
 
 
 class MakerHolder:
-    """Holds four models, makes experience with them, and sends it to trainers, one item to each in turn.
+    """Holds four models, makes experience with them, and sends it to trainers.
 
     The plain class, to subclass and to use without Ray; `ExperienceMakerHolder` is the Ray actor of it. `model_fn()`
     returns (actor, critic, reward_model, initial_model); the critic is None for algorithms without one, and the reward
@@ -135,8 +136,7 @@ class MakerHolder:
             leave_out_of_collections()
             self._timeline.take()  # the metrics of this loop begin here
             dispatch(self._callbacks, "on_loop_start")
-            loop, batches = self._make_loop(dataloader_fn, num_epochs, num_steps)
-            loop.run(batches)
+            self._make_loop(self._make_source(dataloader_fn, num_epochs, num_steps)).run()
             self._sender.flush()
             dispatch(self._callbacks, "on_loop_end")
         except BaseException:
@@ -217,7 +217,6 @@ class MakerHolder:
         return ExperiencePipeline(
             maker,
             self._served,
-            rules=options.rules,
             generate_kwargs=generate_kwargs,
             first_sample_id=_first_sample_id(self._name),
             in_flight=options.rollout is not None and options.rollout.in_flight,
@@ -234,13 +233,10 @@ class MakerHolder:
             timeline=self._timeline,
         )
 
-    def _make_loop(
-        self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int, num_steps: int
-    ) -> tuple[WorkLoop, Iterator[Any]]:
-        """The loop, and what it works on: leased prompts in a run, else what the loader gives."""
-        make = functools.partial(
-            WorkLoop,
+    def _make_loop(self, source: WorkSource) -> WorkLoop:
+        return WorkLoop(
             self._pipeline,
+            source,
             self._sender,
             deadlines=self._deadlines,
             stop=self._stop,
@@ -249,15 +245,18 @@ class MakerHolder:
             samples_kept=self._samples_kept,
             offload_to_cpu=self._buffer_cpu_offload,
         )
+
+    def _make_source(self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int, num_steps: int) -> WorkSource:
+        """Leased prompts in a run, else what the loader gives."""
         if self._rules is None:
-            return make(), loader_batches(dataloader_fn, num_epochs, num_steps, name=self._name)
+            return LoaderPrompts(dataloader_fn, num_epochs, num_steps, maker=self._name)
         served, stream = self._served, dataloader_fn()
         if not isinstance(stream, PromptStream):
             raise ConfigError(
                 "with options.rules, dataloader_fn() must return a coati.prompts.stream.PromptStream, in which leased "
                 f"prompts can be looked up, got a {type(stream).__name__}."
             )
-        prompts = LeasedPrompts(
+        return LeasedPrompts(
             stream,
             self._trainer_names,
             self._rules,
@@ -270,8 +269,6 @@ class MakerHolder:
             wait=lambda seconds: served.wait_for_version(served.version + 1, deadline_seconds=seconds),
             should_stop=self._stop.is_set,
         )
-        self._sender.trainer_of = prompts.trainer_of
-        return make(settle=prompts.settle, skipped=stream.skipped.total), iter(prompts)
 
     def _await_first_weights(self) -> None:
         if self._sync_models_from_trainers:

@@ -19,7 +19,7 @@ class MakerWatch:
 
     One watch lasts for one `fit`, so that a maker that vanished is told from one that has not started yet. A maker's
     state is the one it reports, or "busy" (no answer yet), "unknown" (it cannot be asked), "gone", "missing" (never
-    seen) or, once a wait has taken longer than actors may take to start, "not found".
+    seen) or, if no batch has come for longer than actors may take to start, "not found".
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class MakerWatch:
         self._states: dict[str, str] = {}
         self._last_poll = float("-inf")
         self._ended_since: float | None = None
-        self.begin_wait()
+        self.note_batch()
 
-    def begin_wait(self) -> None:
-        """Begin a new wait for a batch; earlier waits do not count against the start deadline."""
+    def note_batch(self) -> None:
+        """Note that a batch has come: makers that have not appeared get as long to start as at the beginning."""
         self._waiting_since = self._clock()
 
     def all_finished(self) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from coati.experience_buffer.leased import LeaseRequest
+from coati.ledger import LeaseRequest
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 

@@ -71,3 +71,9 @@ def test_items_without_log_probs_arrive_as_they_are_and_are_refused_there():
     (found, *_) = sent(items)
     with pytest.raises(DataError, match="action_log_probs must be a tensor"):
         found.validate()
+
+
+def test_samples_that_lack_different_fields_travel_together():
+    items = items_of()
+    items[0].reference_log_probs = items[2].sample_ids = None
+    assert_same(sent(items), items)

@@ -10,10 +10,11 @@ from thread_peers import PATIENCE
 from tiny import item
 
 from coati.errors import DataError, DeadlineExceeded
-from coati.experience_buffer.leased import Ending, LeasedBuffer, LeaseRequest
+from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger import Lease, LedgerRules
 from coati.ledger.journal import Journal, read_journal
 from coati.ledger.leases import Ledger
+from coati.ledger.rules import Ending, LeaseRequest
 
 VERSION = 4  # samples
 

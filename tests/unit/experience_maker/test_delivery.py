@@ -43,7 +43,15 @@ def peers(sinks):
 
 def parcels(first, count):
     """What delivery needs of items."""
-    return [SimpleNamespace(sample_ids=first + index, delivery_id=None) for index in range(count)]
+    return [SimpleNamespace(sample_ids=first + index, delivery_id=None, lease=None) for index in range(count)]
+
+
+def leased_parcels(first, count):
+    """Parcels that have leases of their own numbers."""
+    found = parcels(first, count)
+    for parcel in found:
+        parcel.lease = (parcel.sample_ids, 0)
+    return found
 
 
 @pytest.fixture
@@ -76,11 +84,11 @@ def test_items_go_round_one_at_a_time_and_on_across_batches(make_sender, sinks):
 
 
 def test_leased_items_go_to_their_trainer_and_end_with_it(make_sender, peers, sinks):
-    sender = make_sender(*sinks, trainer_of=lambda item: f"t{item.sample_ids % 2}")
-    sender.send(parcels(0, 4))
+    sender = make_sender("t0", "t1")
+    sender.send(leased_parcels(0, 4))
     sender.flush()
     held = peers.hold("t0", "buffer_extend")
-    sender.send(parcels(4, 2))
+    sender.send(leased_parcels(4, 2))
     held.reached()
     peers.kill("t0")
     held.release()

@@ -6,10 +6,10 @@ from thread_peers import PATIENCE, ThreadPeers
 
 from coati.config import Deadlines
 from coati.errors import ConfigError, DeadlineExceeded
-from coati.experience_buffer.leased import LeasedBuffer, LeaseRequest
+from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker.base import AllSamplesDropped, MakerBatch
 from coati.experience_maker.leased_prompts import LeasedPrompts
-from coati.ledger import LedgerRules
+from coati.ledger import LeaseRequest, LedgerRules
 
 
 class Trainer:
@@ -58,11 +58,9 @@ class Story:
         """Hand in samples for a batch; returns what is delivered."""
         ids = batch.sample_ids.tolist()
         made = [] if dropped is not None else [tiny.item(one) for one in ids if one not in without]
-        return self.prompts.settle(MakerBatch(batch, dropped=dropped), made)
+        return self.prompts.attach_leases(MakerBatch(batch, dropped=dropped), made)
 
     def deliver(self, items):
-        for item in items:
-            assert self.prompts.trainer_of(item) == f"trainer-{item.lease[0] % len(self.trainers)}"
         for rank, trainer in enumerate(self.trainers):
             trainer.buffer.extend([item for item in items if item.lease[0] % len(self.trainers) == rank])
 

@@ -64,7 +64,7 @@ class Rig:
             algorithm=AlgorithmSettings(name=algorithm, **options),
         )
         served = ServedModels(self.maker.trained_models)
-        self.pipeline = ExperiencePipeline(self.maker, served, rules=RULES, generate_kwargs={"max_new_tokens": 3})
+        self.pipeline = ExperiencePipeline(self.maker, served, generate_kwargs={"max_new_tokens": 3})
         self.buffer = LeasedBuffer(RULES, 8, clock=lambda: 0.0)
         self.fates = []
         drop = self.buffer._ledger.drop
@@ -80,7 +80,9 @@ class Rig:
         """Make one batch, and ask for the next."""
         batch = self.pipeline.begin(self.prompts.poll())
         experience = self.pipeline.finish(batch)
-        self.buffer.extend(self.prompts.settle(batch, [] if experience is None else split_experience_batch(experience)))
+        self.buffer.extend(
+            self.prompts.attach_leases(batch, [] if experience is None else split_experience_batch(experience))
+        )
         self.again = self.prompts.poll()
         return batch
 
@@ -173,13 +175,13 @@ def test_without_a_budget_the_reward_ends_the_run_with_its_own_error(llama):
 def test_the_work_loop_records_what_is_in_quarantine_before_it_fails(llama, max_quarantined):
     rig, log = Rig(llama, bad=[2, 7], max_quarantined=max_quarantined), RecordLog()
     sender = SimpleNamespace(send=rig.buffer.extend, has_room=lambda: True, collect=lambda: None)
-    loop = WorkLoop(rig.pipeline, sender, records=log, settle=rig.prompts.settle)
-    batches = iter([rig.prompts.poll()])
+    rig.prompts.__class__ = type("Once", (LeasedPrompts,), {"__iter__": lambda self: iter([self.poll()])})
+    loop = WorkLoop(rig.pipeline, rig.prompts, sender, records=log)
     if max_quarantined == 1:
         with pytest.raises(RewardError, match="2 groups"):
-            loop.run(batches)
+            loop.run()
     else:
-        loop.run(batches)
+        loop.run()
     records = log.since(0).records
     assert [record["quarantined"]["sample_id"] for record in records if "quarantined" in record] == [2, 7]
     assert len(records) == (2 if max_quarantined == 1 else 3)

@@ -12,11 +12,14 @@ from torch import nn
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, RewardError
 from coati.experience_maker import NaiveExperienceMaker, work_loop
+from coati.experience_maker.base import PromptBatch, WorkSource
+from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.ledger import LedgerRules
 from coati.models import Actor, Critic
 from coati.monitor.records import RecordLog
+from coati.peers import LocalPeers
 from coati.rewards import FunctionReward, PendingScores, RewardScorer, WeightedSum
 from coati.rollout import ReferenceEngine
 from coati.weights.served import ServedModels, VerifiedUpdate
@@ -53,6 +56,23 @@ class WatchedEngine(ReferenceEngine):
         return rollout
 
 
+class Source(WorkSource):
+    """What a test yields, as from a loader or, with `rules`, as from leases."""
+
+    def __init__(self, rules):
+        self.batches, self.settled, self.num_kept_back = (), [], 0
+        if rules is not None:
+            leased = LeasedPrompts(None, [], rules, peers=LocalPeers(), maker="m", version=lambda: 0)
+            self.may_defer, self.always_has_room = leased.may_defer, leased.always_has_room
+
+    def __iter__(self):
+        return (PromptBatch.parse(batch) for batch in self.batches)
+
+    def attach_leases(self, batch, items):
+        self.settled.append((int(batch.prompts.sample_ids[0]), len(items)))
+        return items[self.num_kept_back :]
+
+
 class Rig:
     """A loop over real models, with everything around it written down. Batches have `SIZE` samples.
 
@@ -86,11 +106,13 @@ class Rig:
         self.finishing = threading.Event()
         self.served = ServedModels(maker.trained_models)
         self.pipeline = ExperiencePipeline(
-            maker, self.served, rules=rules, generate_kwargs={"max_new_tokens": 2, "eos_token_id": []}
+            maker, self.served, generate_kwargs={"max_new_tokens": 2, "eos_token_id": []}
         )
+        self.source = Source(rules)
         sender = SimpleNamespace(send=self._send, has_room=lambda: self.has_room, collect=lambda: None)
         self.loop = WorkLoop(
             self.pipeline,
+            self.source,
             sender,
             deadlines=Deadlines(batch_seconds=prompts_seconds),
             stop=self.stop,
@@ -103,7 +125,8 @@ class Rig:
         return self.log.since(0).records
 
     def run(self, num_batches=3, *, prompts=None):
-        self.loop.run(prompts or self.prompts(num_batches))
+        self.source.batches = prompts or self.prompts(num_batches)
+        self.loop.run()
         return [step for step in self.story if not step.startswith("on_")]
 
     def prompts(self, num_batches):
@@ -191,15 +214,21 @@ class Own(NaiveExperienceMaker):
         return super().make_experience(*args, **kwargs)
 
 
-@pytest.mark.parametrize("kind", ["nothing", "a CPU", "its own maker", "no leases"])
-def test_there_is_time_between_tokens_only_where_the_host_waits_and_pauses(llama, kind, monkeypatch):
+@pytest.mark.parametrize("kind", ["nothing", "a CPU", "its own maker"])
+def test_there_is_time_between_tokens_only_where_the_host_waits_and_pauses(llama, kind):
     maker_class = Own if kind == "its own maker" else NaiveExperienceMaker
-    rules = None if kind == "no leases" else bounded(1)
-    pipeline = Rig(llama, lambda _: None, maker_class=maker_class, rules=rules).pipeline
+    maker = Rig(llama, lambda _: None, maker_class=maker_class).pipeline.maker
     if kind != "a CPU":
-        pipeline.maker.actor = nn.Module()
-        pipeline.maker.actor.parameters = lambda: iter([SimpleNamespace(device=torch.device("cuda"))])
-    assert pipeline.has_time_between_tokens == (kind == "nothing")
+        maker.actor = nn.Module()
+        maker.actor.parameters = lambda: iter([SimpleNamespace(device=torch.device("cuda"))])
+    assert maker.has_time_between_tokens == (kind == "nothing")
+
+
+def test_where_a_send_may_wait_for_room_what_is_ready_goes_out_before_the_next_batch(llama, monkeypatch):
+    monkeypatch.setattr(NaiveExperienceMaker, "has_time_between_tokens", True)
+    rig = Rig(llama, lambda _: None)  # without leases
+    rig.reward.is_host_work = False
+    assert rig.run(2)[:3] == ["generate 0", "generated 0", "deliver 0"]
 
 
 @pytest.mark.parametrize(("rules", "is_deferred"), [(bounded(0), False), (bounded(1), True), (None, True)])
@@ -228,19 +257,13 @@ def test_batches_and_hooks_keep_their_order(llama):
 
 def test_every_finished_batch_is_settled_and_what_settles_decides_what_is_sent(llama):
     rig = Rig(llama, lambda first: None if first else [float("nan")] * SIZE)
-    settled = []
-
-    def settle(batch, items):
-        settled.append((int(batch.prompts.sample_ids[0]), len(items)))
-        return items[1:]
-
-    rig.loop._settle = settle
+    rig.source.num_kept_back = 1
     rig.run(2)
-    assert settled == [(0, 0), (2, 2)]  # nothing is left of the first
+    assert rig.source.settled == [(0, 0), (2, 2)]  # nothing is left of the first
     assert rig.sent == [3]
 
 
-@pytest.mark.parametrize("rules", [bounded(0), bounded(1)])
+@pytest.mark.parametrize("rules", [None, bounded(0), bounded(1)])
 def test_a_lease_is_asked_for_when_the_batch_before_is_made_and_on_policy_delivered(llama, rules):
     # The first batch has no scores before somebody wants them, so off-policy it is pending when it is made.
     rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None, rules=rules)
@@ -252,7 +275,7 @@ def test_a_lease_is_asked_for_when_the_batch_before_is_made_and_on_policy_delive
             yield rig.batch(first)
 
     rig.run(prompts=prompts())
-    is_on_policy = rules.max_staleness == 0
+    is_on_policy = rules is not None and rules.is_on_policy
     assert made_when_drawn == [(0, []), (1, [0, 1] if is_on_policy else [])]
 
 
@@ -346,27 +369,6 @@ def test_prompts_that_do_not_come_are_waited_for_until_the_deadline(llama, monke
         rig.run(prompts=prompts())
     end.set()
     assert rig.sent == [0, 1]  # what was made is not lost
-
-
-def test_prompts_are_drawn_one_batch_ahead_and_no_further(llama):
-    drawn, asked = [], [threading.Event() for _ in range(4)]
-    seen = {}
-
-    def before_token(first):
-        assert asked[first // SIZE + 1].wait(SECONDS)  # the next batch, while this one is written
-        seen.setdefault(first, list(drawn))
-
-    rig = Rig(llama, lambda _: None, before_token=before_token)
-
-    def prompts():
-        for number in range(4):
-            drawn.append(number)
-            asked[number].set()
-            if number < 3:
-                yield rig.batch(SIZE * number)
-
-    assert rig.run(prompts=prompts()).count("deliver 2") == 1
-    assert seen == {0: [0, 1], 2: [0, 1, 2], 4: [0, 1, 2, 3]}
 
 
 def test_an_error_of_the_next_prompts_comes_after_the_batch_before(llama):

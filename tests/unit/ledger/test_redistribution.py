@@ -9,11 +9,12 @@ import random
 import pytest
 import tiny
 
-from coati.experience_buffer.leased import Ending, LeasedBuffer, LeaseRequest
+from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger import Ledger, LedgerRules
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal, read_journal
 from coati.ledger.redistribution import retire_journals
+from coati.ledger.rules import Ending, LeaseRequest
 
 VERSIONS = 6
 SIZE = 2  # of a batch, and of a version

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 from ray_testing import Background, RecordingTrainer
-from thread_peers import PATIENCE, LocalQueue, ThreadPeers
+from thread_peers import PATIENCE, ThreadPeers
 from tiny import experience, items
 
 from coati.config import Deadlines
 from coati.errors import ActorNotFound, ConfigError, DataError, DeadlineExceeded, PeerDied
-from coati.experience_buffer.leased import LeasedBuffer, LeaseRequest
-from coati.ledger import Lease, LedgerRules
-from coati.ray import detached_trainer_base
+from coati.experience_buffer.leased import LeasedBuffer
+from coati.ledger import Lease, LeaseRequest, LedgerRules
+from coati.ray import detached_replay_buffer, detached_trainer_base
 from coati.ray.callbacks import TrainerCallback
 from coati.trainer import maker_watch
 
@@ -33,11 +33,12 @@ def makers():
 
 
 @pytest.fixture
-def make_trainer(makers, monkeypatch):
+def make_trainer(makers, local_queue, monkeypatch):
     monkeypatch.setattr(detached_trainer_base, "_SLICE_SECONDS", 0.01)
     monkeypatch.setattr(maker_watch, "_POLL_SECONDS", 0.01)
-    options = {"train_batch_size": 2, "deadlines": QUICK, "peers": makers}
-    return lambda names=(), **kwargs: RecordingTrainer(list(names), **{**options, "queue": LocalQueue(), **kwargs})
+    monkeypatch.setattr(detached_replay_buffer, "RayPeers", lambda: makers)
+    options = {"train_batch_size": 2, "deadlines": QUICK}
+    return lambda names=(), **kwargs: RecordingTrainer(list(names), **{**options, **kwargs})
 
 
 class Storyteller(TrainerCallback):
@@ -217,7 +218,7 @@ def leasing(make_trainer):
     """A trainer of two samples for each version, with makers ahead by one version."""
     rules = LedgerRules(samples_per_version=2, total_samples=8, lead=1, max_staleness=1)
     buffer = LeasedBuffer(rules, 2, clock=lambda: 0.0)  # nobody is slow where time stands still
-    return make_trainer(["maker"], leased=buffer)
+    return make_trainer(["maker"], buffer=buffer)
 
 
 def ask(trainer, number, *, maker="maker", version=None, endings=()):
@@ -263,7 +264,7 @@ def test_a_batch_that_is_given_back_does_not_count_as_trained_on(leasing):
     leasing.agree = lambda *_: next(answers)
     leasing.fit(total_steps=2, update_steps=2)
     assert leasing.trained == [[0, 1]]
-    state, _ = leasing._leased.state()
+    state, _ = leasing._buffer.state()
     assert (state["ledger"]["num_trained"], state["ledger"]["picked"]) == (2, [2, 3])
 
 
@@ -310,7 +311,7 @@ def test_leased_samples_that_are_broken_are_refused_and_may_come_again(leasing):
 def test_waiting_too_long_for_leased_work_says_who_has_it(make_trainer):
     rules = LedgerRules(samples_per_version=2, total_samples=8, lead=0, max_staleness=0)
     deadlines = QUICK.model_copy(update={"batch_seconds": 0.1})
-    trainer = make_trainer(["slow", "quick"], leased=LeasedBuffer(rules, 2), deadlines=deadlines)
+    trainer = make_trainer(["slow", "quick"], buffer=LeasedBuffer(rules, 2), deadlines=deadlines)
     slow = trainer.lease(LeaseRequest("slow", 1, 0, 1))
     quick = trainer.lease(LeaseRequest("quick", 1, 0, 1))
     trainer.buffer_extend(leased_items(quick))

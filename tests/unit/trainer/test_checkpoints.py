@@ -20,8 +20,8 @@ from thread_peers import PATIENCE
 
 from coati.background import run_in_background
 from coati.errors import CheckpointError, DeadlineExceeded
-from coati.experience_buffer.leased import LeasedBuffer, LeaseRequest
-from coati.ledger import Ledger, LedgerRules
+from coati.experience_buffer.leased import LeasedBuffer
+from coati.ledger import LeaseRequest, Ledger, LedgerRules
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal, read_journal
 from coati.ray.options import TrainerOptions

@@ -113,7 +113,7 @@ def test_one_that_was_seen_before_a_wait_is_gone_and_not_late():
     # The bug this guards against: a watch for each batch forgot who had been there.
     story = Story("a")
     story.after(0.0)
-    story.watch.begin_wait()
+    story.watch.note_batch()
     with pytest.raises(PeerDied, match="a is gone"):
         story.after(3.0, a="missing")
 
@@ -157,7 +157,7 @@ def test_time_in_which_batches_come_does_not_count_against_a_late_maker():
     story.after(0.0, a="missing")
     for _ in range(10):  # every 20 s a batch comes from somewhere else
         assert not story.after(20.0)
-        story.watch.begin_wait()
+        story.watch.note_batch()
     assert not story.after(2.0)
 
 
