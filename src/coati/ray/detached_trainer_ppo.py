@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -264,35 +263,21 @@ class PPOTrainer(DetachedTrainer):
     @ray.method(concurrency_group="model_io")
     def strategy_save_actor(self, path: str, only_rank0: bool = False) -> None:
         """Save the actor, with `options.tokenizer`, as a folder that transformers loads; all ranks must call."""
-        self._refuse_in_group_fit("save", "Use save_every and save_folder, or save after fit.")
-        self._save_actor(path, only_rank0)
+        self._refuse_in_group_fit()
+        self._checkpoints.wait()  # after a failure this is the last call before the end
+        load = self.options.tokenizer
+        add = None if load is None else (lambda folder: load().save_pretrained(folder))
+        with self._hold_weights():
+            self.strategy.save_model(self._learner.actor, path, only_rank0, add=add)
 
     @ray.method(concurrency_group="model_io")
     def strategy_save_critic(self, path: str, only_rank0: bool = False) -> None:
         """Save the critic as a folder that `Critic.from_pretrained` loads."""
-        self._refuse_in_group_fit("save", "Save after fit.")
+        self._refuse_in_group_fit()
         if self._learner.critic is None:
             raise CheckpointError(f"there is no critic to save to {path}: the algorithm of this trainer has none.")
         with self._hold_weights():
             self.strategy.save_model(self._learner.critic, path, only_rank0)
-
-    @ray.method(concurrency_group="model_io")
-    def strategy_save_optimizers(self, path: str) -> None:
-        """Save the optimizers' state to `path/actor` and `path/critic`, for any strategy with any number of ranks."""
-        self._refuse_in_group_fit("save", "Save after fit.")
-        with self._hold_weights():
-            for label, optimizer in self._learner.optimizers.items():
-                self.strategy.save_optimizer(optimizer, Path(path) / label)
-
-    @ray.method(concurrency_group="model_io")
-    def strategy_load_optimizers(self, path: str) -> None:
-        """Load what `strategy_save_optimizers` saved; all ranks must call, and all load it or none does.
-
-        The learning rate stays that of this trainer's schedule.
-        """
-        self._refuse_in_group_fit("load", "Load before or after fit.")
-        with self._hold_weights():
-            self._learner.load_optimizers(Path(path))
 
     def _prepared(self, batch: Experience) -> Experience:
         return self._move(super()._prepared(batch))
@@ -326,19 +311,12 @@ class PPOTrainer(DetachedTrainer):
         self._checkpoints.wait()
         self._learner.check_progress()
 
-    def _save_actor(self, path: str, only_rank0: bool) -> None:
-        self._checkpoints.wait()  # after a failure this is the last call before the end
-        load = self.options.tokenizer
-        add = None if load is None else (lambda folder: load().save_pretrained(folder))
-        with self._hold_weights():
-            self.strategy.save_model(self._learner.actor, path, only_rank0, add=add)
-
-    def _refuse_in_group_fit(self, what: str, remedy: str) -> None:
-        """Both are collective: ranks that train meanwhile would wait for each other in two places."""
+    def _refuse_in_group_fit(self) -> None:
+        """Saving is collective: ranks that train meanwhile would wait for each other in two places."""
         if self.strategy.world_size > 1 and self._state == "fitting":
             raise CheckpointError(
-                f"one of {self.strategy.world_size} trainers was asked to {what} while they train together, "
-                f"which would block them all. {remedy}"
+                f"one of {self.strategy.world_size} trainers was asked to save while they train together, which would "
+                "block them all. Use save_every and save_folder, or save after fit."
             )
 
     @contextlib.contextmanager

@@ -127,8 +127,6 @@ def test_methods_run_in_the_groups_of_the_contract():
         "change_makers": "model_io",
         "strategy_save_actor": "model_io",
         "strategy_save_critic": "model_io",
-        "strategy_save_optimizers": "model_io",
-        "strategy_load_optimizers": "model_io",
     }
 
 
