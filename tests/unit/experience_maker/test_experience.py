@@ -28,7 +28,6 @@ EXTRA_FIELDS = (
     "policy_versions",
     "temperatures",
     "proximal_log_probs",
-    "returns",
     "reference_log_probs",
 )
 
