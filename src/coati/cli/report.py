@@ -41,16 +41,15 @@ def run_report(folder: Path, *, html: Path | None, trace: Path | None) -> None:
 
 def time_table(times: RunTimes) -> Table:
     """Lay out the table of times for the terminal."""
-    columns, rows = times.table()
+    (_, columns), *rows = times.table()
     table = Table(title="Where the time went", title_justify="left")
-    table.add_column("")
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right" if name else "left")
     styles = {"work": None, "idle": "yellow", "total": "bold"}
-    for row in rows:
-        if row.label == "worked":
+    for kind, cells in rows:
+        if cells[0] == "worked":
             table.add_section()
-        table.add_row(row.label, *row.cells, style=styles[row.kind])
+        table.add_row(*cells, style=styles[kind])
     return table
 
 

@@ -146,11 +146,6 @@ class Timeline:
         """Return the spans that ended after `cursor`, as far as they are still kept."""
         return self._log.since(cursor)
 
-    def total(self, what: str) -> float:
-        """Return the seconds of one activity so far, without spans that have not ended."""
-        with self._lock:
-            return self._totals.get(what, 0.0)
-
     def read(self) -> TimeUse:
         """Return how the time since the beginning was spent, with the span that the calling thread is in."""
         now = self._record_open()
@@ -196,6 +191,7 @@ def trainer_metrics(use: TimeUse) -> dict[str, float]:
     return {
         "trainer/train_seconds": use.spent("train"),
         "trainer/busy_share": use.share("train"),
+        "wait/data_seconds": use.spent("wait_data"),
         "wait/data_share": use.share("wait_data"),
         "wait/ranks_seconds": use.spent("wait_ranks"),
         "wait/delivery_seconds": use.spent("wait_delivery"),

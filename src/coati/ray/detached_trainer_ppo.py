@@ -182,7 +182,6 @@ class PPOTrainer(DetachedTrainer):
             "version": float(self.version),
             "train/samples": float(experience.num_samples),
             **ages,
-            "wait/data_seconds": self._timeline.total("wait_data"),
         }
 
     @ray.method(concurrency_group="model_io")

@@ -450,5 +450,5 @@ def test_waiting_for_a_reward_is_a_cause_of_its_own(llama, monkeypatch):
     monkeypatch.setattr(PendingScores, "wait", lambda self, seconds: (waiting.set(), wait(self, seconds)))
     rig = Rig(llama, lambda _: waiting.wait(SECONDS) and None, rules=bounded(0))
     rig.run(1)
-    assert rig.pipeline.timeline.total("wait_rewards") > 0
+    assert rig.pipeline.timeline.read().seconds["wait_rewards"] > 0
     assert "wait/rewards_share" in rig.records[0]["metrics"]

@@ -65,7 +65,7 @@ def test_a_span_interrupts_the_one_it_is_in(timeline, clock):
     assert use.elapsed == 10.0
     assert use.seconds == {"commit": 0.5, "wait_room": 3.5, "send": 3.0}
     assert (use.share("send", "commit"), use.share("train")) == (0.35, 0.0)
-    assert timeline.total("send") == 3.0
+    assert timeline.read().seconds["send"] == 3.0
     assert [(span.what, span.end - span.start) for span in timeline.since(0).records] == [
         ("send", 1.0),
         ("wait_room", 3.5),
@@ -88,7 +88,7 @@ def test_taking_begins_anew_and_totals_go_on(timeline, clock):
         with timeline.span("train"):
             clock.now += seconds
         assert timeline.take().seconds["train"] == seconds
-    assert timeline.total("train") == 5.0
+    assert timeline.read().seconds["train"] == 5.0
     assert timeline.take() == TimeUse(0.0, {"train": 0.0})
     assert timeline.take().share("train") == 0.0
 
@@ -104,7 +104,7 @@ def test_what_is_taken_in_the_middle_of_a_span_is_counted_then_and_only_then(tim
         assert timeline.take() == TimeUse(1.25, {"generate": 1.0, "send": 0.25})
         clock.now += 3.0
     assert timeline.take() == TimeUse(3.0, {"generate": 3.0, "send": 0.0})
-    assert timeline.total("generate") == 6.0
+    assert timeline.read().seconds["generate"] == 6.0
 
 
 def test_another_thread_has_its_own_lane_and_does_not_count_into_the_work(timeline, clock):
@@ -135,10 +135,10 @@ def test_a_span_counts_when_its_body_raises(timeline, clock):
 
     with pytest.raises(KeyError):
         fail()
-    assert timeline.total("score") == 1.5
+    assert timeline.read().seconds["score"] == 1.5
     with timeline.span("score"):
         clock.now += 1.0
-    assert timeline.total("score") == 2.5
+    assert timeline.read().seconds["score"] == 2.5
 
 
 def test_memory_is_bounded(clock):
@@ -168,6 +168,7 @@ def test_metrics_of_a_trainer():
     assert metrics == {
         "trainer/train_seconds": 6.0,
         "trainer/busy_share": 0.75,
+        "wait/data_seconds": 1.0,
         "wait/data_share": 0.125,
         "wait/ranks_seconds": 0.5,
         "wait/delivery_seconds": 0.25,

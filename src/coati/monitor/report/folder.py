@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +25,8 @@ class RunFolder:
     """What a run has written so far."""
 
     path: Path
-    settings_text: str
+    settings: str
     """config.toml; empty if the folder has none."""
-    settings: Mapping[str, Any]
-    """The resolved settings, by section."""
     state: Mapping[str, Any]
     """state.json, which runs on Ray write."""
     metrics: list[dict[str, Any]]
@@ -40,8 +37,8 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The name of the run, or of its folder."""
-        return str(self.settings.get("run", {}).get("name") or self.path.resolve().name)
+        """What the folder is called: the name of the run, unless run.output says otherwise."""
+        return self.path.resolve().name
 
     def series(self, metric: str) -> list[tuple[float, float]]:
         """Return the finite values of one metric, with their training steps."""
@@ -58,8 +55,7 @@ def read_run(path: Path) -> RunFolder:
         raise ConfigError(f"{rule}, which has neither {_METRICS} nor {_SPANS}.")
     run = RunFolder(
         path=path,
-        settings_text=_read(path / "config.toml", lambda file: file.read_text(encoding="utf-8"), ""),
-        settings=_read(path / "config.toml", lambda file: tomllib.loads(file.read_text(encoding="utf-8")), {}),
+        settings=_read(path / "config.toml", lambda file: file.read_text(encoding="utf-8"), ""),
         state=_read(path / "state.json", lambda file: json.loads(file.read_bytes()), {}),
         metrics=_read(path / _METRICS, read_jsonl, []),
         samples=_read(path / "samples.jsonl", read_jsonl, []),
@@ -92,15 +88,15 @@ def trace_events(run: RunFolder) -> dict[str, Any]:
     Times are microseconds since the first span.
     """
     origin = min((span.start for spans in run.spans.values() for span in spans), default=0.0)
-    threads: dict[str, int] = {WORK: 0}
-    names: dict[tuple[str, int, int], str] = {}
     events: list[dict[str, Any]] = []
-    for process, actor, span in (
-        (number, actor, span) for number, (actor, spans) in enumerate(run.spans.items(), 1) for span in spans
-    ):
-        thread = threads.setdefault(span.lane, len(threads))
-        names["process_name", process, 0], names["thread_name", process, thread] = actor, span.lane
-        events.append(
+    for process, (actor, spans) in enumerate(run.spans.items(), 1):
+        threads = {lane: number for number, lane in enumerate(dict.fromkeys([WORK, *(span.lane for span in spans)]))}
+        named = [("process_name", 0, actor), *(("thread_name", thread, lane) for lane, thread in threads.items())]
+        events += [
+            {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+            for kind, thread, name in named
+        ]
+        events += [
             {
                 "name": label_of(span.what),
                 "cat": "idle" if is_idle(span.what) else "work",
@@ -108,12 +104,9 @@ def trace_events(run: RunFolder) -> dict[str, Any]:
                 "ts": (span.start - origin) * _MICROSECONDS,
                 "dur": (span.end - span.start) * _MICROSECONDS,
                 "pid": process,
-                "tid": thread,
+                "tid": threads[span.lane],
                 "args": {"version": span.version},
             }
-        )
-    events += [
-        {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
-        for (kind, process, thread), name in names.items()
-    ]
+            for span in spans
+        ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}

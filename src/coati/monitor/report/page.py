@@ -40,9 +40,9 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2rem aut
 h1 { font-size: 1.6rem; margin-bottom: 0; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 svg { width: 100%; height: auto; display: block; } svg text { font: 11px sans-serif; fill: currentColor; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td, th { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid var(--line); } th { font-weight: 600; }
-td:first-child, th:first-child { text-align: left; } tr.idle { background: var(--soft); }
-tr.total td { font-weight: 600; } td.text, th.text { text-align: left; overflow-wrap: anywhere; }
+td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid var(--line); }
+td:first-child { text-align: left; } tr.idle { background: var(--soft); }
+tr.head td, tr.total td { font-weight: 600; } td.text { text-align: left; overflow-wrap: anywhere; }
 .prompt { opacity: .6; } .facts { display: flex; flex-wrap: wrap; gap: .6rem 2.4rem; padding: 0; list-style: none; }
 .facts b { display: block; font-size: 1.25rem; }
 .curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(290px, 1fr)); gap: 1rem; }
@@ -67,7 +67,7 @@ def render_page(run: RunFolder, times: RunTimes | None) -> str:
         "<h2>Samples</h2>",
         _samples(run.samples),
         "<h2>Settings</h2>",
-        f"<pre>{escape(run.settings_text) or 'The folder has no config.toml.'}</pre>",
+        f"<pre>{escape(run.settings) or 'The folder has no config.toml.'}</pre>",
         f"<footer>coati {__version__}, from {escape(str(run.path))}</footer>",
     ]
     return (
@@ -83,8 +83,6 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
     """Return the few facts at the top of a report as (name, value) pairs, as far as the run has them."""
     state = run.state
     facts = [("status", str(state.get("message") or state["status"]))] if "status" in state else []
-    if algorithm := run.settings.get("algorithm", {}).get("name"):
-        facts.append(("algorithm", str(algorithm)))
     rewards = [reward for _, reward in run.series("reward/mean")]
     if rewards:
         ends = max(1, min(_ENDS, len(rewards) // 4))
@@ -106,27 +104,17 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
         facts.append(("time, without start-up", format_seconds(times.elapsed)))
         if samples and times.elapsed > 0:
             facts.append(("samples per second", f"{samples / times.elapsed:,.1f}"))
-        facts.append((f"busiest actor ({times.busiest.actor}) worked", f"{times.worked_share(times.busiest):.0%}"))
     return facts
 
 
 def _times(times: RunTimes | None) -> str:
     if times is None:
         return "<p>The run wrote no spans (logging.spans_kept = 0, or an older version).</p>"
-    columns, rows = times.table()
-    return "\n".join(
-        [
-            f"<p>{escape(times.verdict())}</p>",
-            '<div class="wide"><table>',
-            _row(["", *columns], cell="th"),
-            *(_row([row.label, *row.cells], kind=row.kind) for row in rows),
-            "</table></div>",
-        ]
-    )
-
-
-def _row(cells: Sequence[str], *, cell: str = "td", kind: str = "") -> str:
-    return f'<tr class="{kind}">' + "".join(f"<{cell}>{escape(text)}</{cell}>" for text in cells) + "</tr>"
+    rows = [
+        f'<tr class="{kind}">' + "".join(f"<td>{escape(text)}</td>" for text in cells) + "</tr>"
+        for kind, cells in times.table()
+    ]
+    return f'<p>{escape(times.verdict())}</p>\n<div class="wide"><table>{"".join(rows)}</table></div>'
 
 
 def _curves(run: RunFolder) -> str:
@@ -166,7 +154,8 @@ def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
         f'<td class="text"><span class="prompt">{escape(sample["prompt"])}</span>{escape(sample["response"])}</td></tr>'
         for sample in chosen_samples(samples)
     )
-    return f'<table><tr><th>version</th><th>reward</th><th class="text">prompt and response</th></tr>{rows}</table>'
+    head = '<tr class="head"><td>version</td><td>reward</td><td class="text">prompt and response</td></tr>'
+    return f"<table>{head}{rows}</table>"
 
 
 def chosen_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
-from coati.monitor.timeline import ACTIVITIES, LEAVE, WORK, Span, TimeUse, is_idle, label_of
+from coati.monitor.timeline import ACTIVITIES, LEAVE, WORK, Span, is_idle, label_of
 
 # A run begins when some actor does one of these for the first time; before that it starts up.
 _FIRST_WORK: Final = frozenset({"generate", "train", "wait_data"})
@@ -26,51 +25,26 @@ _MAX_COLUMNS: Final = 6
 _PRESENT_SHARE: Final = 0.9
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActorTime(TimeUse):
+class ActorTime(NamedTuple):
     """How one actor spent the time in which it was present."""
 
     actor: str
-    lanes: Mapping[str, list[Span]]
-    """Spans by lane, cut to the window of the run."""
-    finished: float
-    """Seconds in which it had nothing left to do while the run continued."""
+    elapsed: float
+    """Seconds in which it was present."""
+    shares: Mapping[str, float]
+    """The share of its time of each activity, and of the totals.
 
-    @functools.cached_property
-    def shares(self) -> dict[str, float]:
-        """The share of its time of each activity, and of the totals; "other" is what no span covers."""
-        worked = self.share(*(what for what in self.seconds if not is_idle(what)))
-        waited = self.share(*(what for what in self.seconds if is_idle(what)))
-        finished = self.finished / self.elapsed if self.elapsed > 0 else 0.0
-        totals = (worked, waited, finished, max(0.0, 1.0 - worked - waited - finished))
-        return {what: self.share(what) for what in self.seconds} | dict(zip(_TOTALS, totals, strict=True))
+    "had finished" is the time at the end without anything left to do, "other" what no span covers.
+    """
 
 
-class TimeRow(NamedTuple):
-    """A line of the table: a share of the time for each column."""
-
-    label: str
-    kind: Literal["work", "idle", "total"]
-    shares: list[float]
-
-    @property
-    def cells(self) -> list[str]:
-        """The shares as text; an activity that a column does not have is left empty."""
-        return [f"{share:.0%}" if share > 0 or self.kind == "total" else "" for share in self.shares]
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunTimes:
     """The times of all actors, in one window: from the first work to the last span."""
 
-    start: float
-    end: float
+    elapsed: float
+    """Seconds of the window."""
     actors: list[ActorTime]
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds of the window."""
-        return self.end - self.start
 
     @property
     def busiest(self) -> ActorTime:
@@ -81,28 +55,30 @@ class RunTimes:
         """Return the part of the window, not only of its own time, in which an actor worked."""
         return actor.shares["worked"] * actor.elapsed / self.elapsed if self.elapsed > 0 else 0.0
 
-    def table(self) -> tuple[list[str], list[TimeRow]]:
-        """Return the shares of all activities that took some time, and their totals: names of columns, and rows.
+    def table(self) -> list[tuple[str, list[str]]]:
+        """Return rows of texts, each with its kind: the "head", activities ("work", "idle"), and each "total".
 
-        A column is an actor, or the mean of a kind of actors where there are many.
+        A column is an actor, or the mean of a kind of actors where there are many. Activities that took next to no time
+        are left out.
         """
         columns = _columns(self.actors)
-        rows = []
+        rows = [("head", ["", *columns])]
         for what in (*sorted(ACTIVITIES, key=is_idle), *_TOTALS):
             shares = [_mean(actors, what) for actors in columns.values()]
             if what in _TOTALS:
-                rows.append(TimeRow(what, "total", shares))
+                rows.append(("total", [what, *(f"{share:.0%}" for share in shares)]))
             elif max(shares) >= _SHOWN_SHARE:
-                rows.append(TimeRow(label_of(what), "idle" if is_idle(what) else "work", shares))
+                cells = [f"{share:.0%}" if share > 0 else "" for share in shares]
+                rows.append(("idle" if is_idle(what) else "work", [label_of(what), *cells]))
         if any(actor.elapsed < _PRESENT_SHARE * self.elapsed for actor in self.actors):
             means = [sum(actor.elapsed for actor in actors) / len(actors) for actors in columns.values()]
-            rows.append(TimeRow("present", "total", [mean / self.elapsed for mean in means]))
-        return list(columns), rows
+            rows.append(("total", ["present", *(f"{mean / self.elapsed:.0%}" for mean in means)]))
+        return rows
 
     def verdict(self) -> str:
         """Say in a sentence or two what limits the run; docs/fast.md says what helps."""
-        trainers = [actor for actor in self.actors if "train" in actor.seconds]
-        makers = [actor for actor in self.actors if "generate" in actor.seconds]
+        trainers = [actor for actor in self.actors if "train" in actor.shares]
+        makers = [actor for actor in self.actors if "generate" in actor.shares]
         busiest = f"{self.busiest.actor} worked {self.worked_share(self.busiest):.0%} of the time, more than any other."
         if not trainers or not makers or trainers == makers:
             return "One process did everything in turn: nothing overlapped."
@@ -121,42 +97,40 @@ class RunTimes:
         return f"{busiest} {limit}"
 
 
-def _mean(actors: Sequence[ActorTime], what: str) -> float:
-    """Return the mean of one of their shares, weighted by the time that each was present."""
-    elapsed = sum(actor.elapsed for actor in actors)
-    return sum(actor.shares.get(what, 0.0) * actor.elapsed for actor in actors) / elapsed if elapsed > 0 else 0.0
-
-
 def run_times(spans: Mapping[str, Sequence[Span]]) -> RunTimes | None:
-    """Cut the spans of all actors to the window of the run; None if no span tells of work.
-
-    An actor is present from its first span until the run ends, or until the span that says that it left.
-    """
+    """Add up the spans of all actors within the window of the run; None if no span tells of work."""
     every = [span for own in spans.values() for span in own]
     start = min((span.start for span in every if span.what in _FIRST_WORK), default=None)
     if start is None:
         return None
     end = max(span.end for span in every)
-    actors = []
-    for actor, own in sorted(spans.items(), key=lambda item: _in_natural_order(item[0])):
-        came = max(start, min(span.start for span in own))
-        left = max(span.end for span in own) if any(span.what == LEAVE for span in own) else end
-        lanes: dict[str, list[Span]] = {WORK: []}
-        for span in within(own, start, end):
-            lanes.setdefault(span.lane, []).append(span)
-        seconds: dict[str, float] = {}
-        for span in lanes[WORK]:
-            seconds[span.what] = seconds.get(span.what, 0.0) + span.end - span.start
-        last = max((span.end for span in own if span.lane == WORK), default=came)
-        times = {"elapsed": max(0.0, left - came), "finished": max(0.0, left - max(last, came))}
-        actors.append(ActorTime(actor=actor, lanes=lanes, seconds=seconds, **times))
-    return RunTimes(start=start, end=end, actors=actors)
+    names = sorted(spans, key=_in_natural_order)
+    return RunTimes(end - start, [_actor_time(name, spans[name], start, end) for name in names])
 
 
-def within(spans: Iterable[Span], start: float, end: float) -> list[Span]:
-    """Return the spans of a period, cut at its ends."""
-    cut = (span._replace(start=max(span.start, start), end=min(span.end, end)) for span in spans)
-    return [span for span in cut if span.end > span.start]
+def _actor_time(actor: str, spans: Sequence[Span], start: float, end: float) -> ActorTime:
+    """Add up one actor's spans. It is present from its first one until the run ends, or until it says that it left."""
+    came = max(start, min(span.start for span in spans))
+    left = max(span.end for span in spans) if any(span.what == LEAVE for span in spans) else end
+    elapsed = max(0.0, left - came)
+    seconds: dict[str, float] = {}
+    last = came
+    for span in spans:
+        if span.lane == WORK and span.end > start:
+            seconds[span.what] = seconds.get(span.what, 0.0) + span.end - max(span.start, start)
+            last = max(last, span.end)
+    shares = {what: spent / elapsed for what, spent in seconds.items()} if elapsed else {}
+    worked = sum(share for what, share in shares.items() if not is_idle(what))
+    waited = sum(share for what, share in shares.items() if is_idle(what))
+    finished = max(0.0, left - last) / elapsed if elapsed else 0.0
+    totals = (worked, waited, finished, max(0.0, 1.0 - worked - waited - finished))
+    return ActorTime(actor, elapsed, shares | dict(zip(_TOTALS, totals, strict=True)))
+
+
+def _mean(actors: Sequence[ActorTime], what: str) -> float:
+    """Return the mean of one of their shares, weighted by the time that each was present."""
+    elapsed = sum(actor.elapsed for actor in actors)
+    return sum(actor.shares.get(what, 0.0) * actor.elapsed for actor in actors) / elapsed if elapsed > 0 else 0.0
 
 
 def _columns(actors: Sequence[ActorTime]) -> dict[str, list[ActorTime]]:
