@@ -14,13 +14,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from coati.config import RewardTerm, RunSettings, load_config, plan_lines
-from coati.config.section import Section, rule_of, spell
+from coati.config.section import Section, spell
 
 DOCS = Path(__file__).resolve().parent
 
@@ -100,6 +100,31 @@ def _section_block(title: str, section: type[Section]) -> str:
     ]
     head = ["| key | default | must be | meaning |", "|---|---|---|---|"]
     return "\n".join([f"### `{title}`", "", f"{about[0].upper()}{about[1:]}", "", *head, *rows])
+
+
+def rule_of(field: FieldInfo) -> str:
+    """Say in words what a setting must be: its own rule, or what its type and bounds say."""
+    if isinstance(field.json_schema_extra, dict) and (rule := field.json_schema_extra.get("rule")):
+        return str(rule)
+    kind = field.annotation
+    names = ("ge", "gt", "le", "lt", "min_length")
+    bounds = {name: getattr(bound, name) for bound in field.metadata for name in names if hasattr(bound, name)}
+    if get_origin(kind) is Literal:
+        *first, last = (f'"{name}"' for name in get_args(kind))
+        return f"{', '.join(first)} or {last}"
+    plain: dict[Any, str] = {
+        bool: "true or false",
+        str: "a non-empty string" if "min_length" in bounds else "a string",
+        tuple: "a list of strings",
+    }
+    if (kind := get_origin(kind) or kind) in plain:
+        return plain[kind]
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    words = {"ge": f", {low} or more", "gt": f" above {low}", "le": f" and at most {high}", "lt": f" and below {high}"}
+    if "ge" in bounds and high is not None:
+        words = {"ge": f" from {low}", "le": f" to {high}", "lt": f" to below {high}"}
+    noun = "a whole number" if field.annotation in (int, int | None) else "a number"
+    return noun + "".join(word for key, word in words.items() if key in bounds)
 
 
 def _default(field: FieldInfo) -> str:

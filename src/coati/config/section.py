@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin
+from typing import Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from coati.errors import ConfigError
@@ -36,7 +37,7 @@ _CLOSE = 0.75  # how much of two names must be alike for one to be a misspelling
 def setting(default: Any = ..., about: str = "", *, rule: str = "", remedy: str = "", **constraints: Any) -> Any:
     """Declare a field; `...` as the default makes it required.
 
-    `rule` says what a value must be where type and bounds do not say it all, `remedy` how to correct a wrong one.
+    `rule` says what a value must be where pydantic would not say it well, `remedy` how to correct a wrong one.
     """
     return Field(default, description=about, json_schema_extra={"rule": rule, "remedy": remedy}, **constraints)
 
@@ -101,36 +102,6 @@ def describe(model: type[Section], error: ValidationError) -> list[str]:
     return [line for detail in error.errors(include_url=False) for line in _lines(model, detail)]
 
 
-def rule_of(field: FieldInfo) -> str:
-    """Say in words what a setting must be: its own rule, or what its type and bounds say.
-
-    >>> rule_of(FieldInfo.from_annotated_attribute(int, setting(1, ge=1)))
-    'a whole number, 1 or more'
-    """
-    if rule := _extra(field, "rule"):
-        return rule
-    kind = field.annotation
-    names = ("ge", "gt", "le", "lt", "min_length")
-    bounds = {name: getattr(bound, name) for bound in field.metadata for name in names if hasattr(bound, name)}
-    if get_origin(kind) is Literal:
-        *first, last = (f'"{name}"' for name in get_args(kind))
-        return f"{', '.join(first)} or {last}"
-    plain: dict[Any, str] = {
-        bool: "true or false",
-        str: "a non-empty string" if "min_length" in bounds else "a string",
-        tuple: "a list of strings",
-        JsonValue: "a string, number, boolean, list or table",
-    }
-    if (kind := get_origin(kind) or kind) in plain:
-        return plain[kind]
-    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
-    words = {"ge": f", {low} or more", "gt": f" above {low}", "le": f" and at most {high}", "lt": f" and below {high}"}
-    if "ge" in bounds and high is not None:
-        words = {"ge": f" from {low}", "le": f" to {high}", "lt": f" to below {high}"}
-    noun = "a whole number" if field.annotation in (int, int | None) else "a number"
-    return noun + "".join(word for key, word in words.items() if key in bounds)
-
-
 def spell(value: Any) -> str:
     """Write one value as a TOML file does; Python's spelling where TOML has none.
 
@@ -142,39 +113,37 @@ def spell(value: Any) -> str:
 
 def _lines(model: type[Section], detail: Any) -> list[str]:
     """Say one pydantic error; a validator of a section may have found several problems."""
-    owner: type[BaseModel] = model
-    field: FieldInfo | None = None
-    item: FieldInfo | None = None
     location: list[int | str] = [model.section] if model.section else []
-    for part in detail["loc"]:  # down to the innermost setting, or an item of it; deeper parts are pydantic's own
-        inner = None if field is None else _inner_model(field)
-        if isinstance(part, str) and (field is None or inner is not None):
-            owner = inner or owner
-            field = owner.model_fields.get(part)
-        elif field is not None and inner is None:
-            if item is not None:
-                break
-            item = FieldInfo.from_annotation([kind for kind in get_args(field.annotation) if kind is not ...][-1])
+    owner: type[BaseModel] = model
+    table: type[BaseModel] | None = model  # whose key the next part of the location is, if it is one
+    field: FieldInfo | None = None
+    is_inside = False  # in something that a setting holds
+    for part in detail["loc"]:
         location.append(part)
-    key, kind, value = _dotted(location), detail["type"], detail["input"]
-    is_table = field is not None and _inner_model(field) is not None
-    if kind == "value_error" and (field is None or is_table):
-        conflicts = detail["ctx"]["error"].args[0]
-        return [must_be(_dotted([*location, inner]), rule, got, remedy) for inner, rule, got, remedy in conflicts]
+        is_inside = table is None or isinstance(part, int)
+        if table is not None and not is_inside:
+            owner, field = table, table.model_fields.get(str(part))
+            table = None if field is None else _inner_model(field)
+    key, kind = _dotted(location), detail["type"]
+    if kind == "value_error" and (found := detail["ctx"]["error"].args):
+        return [
+            f"{_dotted([*location, at])} must be {rule}, got {_short(got)}. {how}" for at, rule, got, how in found[0]
+        ]
     if kind == "extra_forbidden" or field is None:
         return [_unknown(location, owner)]
-    if is_table and kind in ("model_type", "model_attributes_type"):
-        return [must_be(key, "a table of settings", value, _extra(field, "remedy") or f"Write its keys under [{key}].")]
-    rule = "a finite number" if kind == "finite_number" else rule_of(item or field)
     remedy = _extra(field, "remedy")
+    rule = "" if is_inside else _extra(field, "rule")
+    if kind == "tuple_type":
+        rule = rule or "a list of strings"
+    elif kind == "model_type":
+        rule, remedy = "a table of settings", remedy or f"Write its keys under [{key}]."
     if not remedy and not field.is_required():
         remedy = f"Leave it out for the default, {_short(field.get_default(call_default_factory=True))}."
-    return [f"{key} is required. {remedy}" if kind == "missing" else must_be(key, rule, value, remedy)]
-
-
-def must_be(key: str, rule: str, got: Any, remedy: str) -> str:
-    """Word a broken rule."""
-    return f"{key} must be {rule}, got {_short(got)}. {remedy}"
+    if kind == "missing":
+        return [f"{key} is required. {remedy}"]
+    # Else in pydantic's words, such as "Input should be greater than 0".
+    must = f"must be {rule}" if rule else re.sub(r"^\w+ should", "must", detail["msg"])
+    return [f"{key} {must}, got {_short(detail['input'])}. {remedy}"]
 
 
 def _unknown(location: Sequence[int | str], owner: type[BaseModel]) -> str:

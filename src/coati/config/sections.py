@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import JsonValue, PlainValidator, Strict
+from pydantic import PlainValidator, Strict
 
 from coati.config.generate import GenerateOptions, SamplingSettings
 from coati.config.section import Section, setting
@@ -184,7 +184,7 @@ class RolloutSettings(SamplingSettings, section="rollout"):
     in_flight: bool = setting(
         False, "Take new weights between two tokens, not only between two batches; every token records its version."
     )
-    generate: dict[str, JsonValue] = setting(
+    generate: dict[str, Any] = setting(
         {},
         "Further options of transformers' generate, as a table.",
         rule="a table of options that have no setting of their own",

@@ -56,7 +56,7 @@ def test_a_saved_config_says_everything_and_loads_to_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algorithm=gpro"], 'algorithm.name must be "ppo", "grpo"'),
+        (["algorithm=gpro"], "algorithm.name must be 'ppo', 'grpo'"),
         (["algorithm=grpo", "algorithm.kl_estimator=k1"], 'algorithm.kl_estimator must be "k2" or "k3"'),
         (["algorithm.dynamic_sampling=true"], "algorithm.dynamic_sampling must be false"),
         (["algorithm=gspo", "algorithm.normalization=token"], 'algorithm.normalization must be "sequence"'),

@@ -96,7 +96,7 @@ def test_options_that_would_not_sample_from_the_policy_are_refused_with_the_reas
     ],
 )
 def test_a_value_out_of_range_is_an_error_that_names_the_option_and_the_value(name, value):
-    with pytest.raises(GenerateOptionError, match=rf"generate option {name}(\[0\])? must be .*got "):
+    with pytest.raises(GenerateOptionError, match=rf"generate option {name}(\[0\])? must .*got "):
         GenerateOptions.parse(**{name: value})
 
 
