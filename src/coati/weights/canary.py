@@ -5,7 +5,7 @@ a layer that was mapped to the wrong name, a scale that was lost, a model of ano
 versions apart that differ by less than rounding.
 """
 
-import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,7 @@ from coati.models.calls import context_length_of
 CANARY_TOKENS = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Canary:
+class Canary(NamedTuple):
     """What an actor says about the fixed prompt."""
 
     logprobs: tuple[float, ...]
@@ -69,8 +68,6 @@ def make_canary(actor: nn.Module, *, device: torch.device | None = None) -> Cana
 def canary_fault(actor: nn.Module, sent: Canary) -> str | None:
     """What is wrong with the receiver's actor; None if it computes what the sender's does."""
     here = make_canary(actor)
-    if len(here.logprobs) != len(sent.logprobs):
-        return f"its log-probs of the canary are {len(here.logprobs)}, expected {len(sent.logprobs)}"
     pairs = list(zip(sent.logprobs, here.logprobs, strict=True))
     difference = sum(abs(theirs - ours) for theirs, ours in pairs) / max(1, len(pairs))
     tolerance = max(sent.tolerance, here.tolerance)

@@ -108,7 +108,7 @@ class Recipients:
             if error is None:
                 maker.behind = None if is_full else maker.behind
                 continue
-            reason = _reason(error)
+            reason = str(error.cause if isinstance(error, RemoteError) else error).strip()
             if isinstance(error, PeerDied):
                 self.peers.forget(name)  # another may take its name
             if isinstance(error, RemoteError) and maker.behind is None:
@@ -186,11 +186,3 @@ class UpdateCalls:
             return False
         self._makers[name].is_abandoned = False
         return True
-
-
-def _reason(error: Exception) -> str:
-    """Why a maker did not take an update, in its own words where it has some."""
-    cause = error.cause if isinstance(error, RemoteError) else error
-    if isinstance(cause, TypeError) and "'message'" in str(cause):
-        return f"its update_experience_maker must accept message=, a coati.weights.message.WeightMessage ({cause})"
-    return str(cause).strip()
