@@ -594,9 +594,7 @@ class CheckingPeer(LocalPeer):
 
 
 @pytest.mark.parametrize("peer_class", [LocalPeer, CheckingPeer])
-def test_a_maker_that_does_not_accept_messages_is_refused_with_the_reason(
-    peer_class, make_models, trained, caplog
-):
+def test_a_maker_that_does_not_accept_messages_is_refused_with_the_reason(peer_class, make_models, trained, caplog):
     good = Maker(make_models(0))
     peers = LocalPeers(good=good)
     peers._peers["mine"] = peer_class("mine", TakesNoMessage())
