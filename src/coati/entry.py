@@ -21,7 +21,7 @@ from coati.config import RunSettings, build_config, load_config, preflight
 from coati.config.checks import avoid_hub_without_network
 from coati.errors import CheckpointError, ConfigError
 from coati.monitor import RunLog, RunSnapshot, TensorBoardTracker, Tracker
-from coati.resume import check_incomplete, choose_checkpoint, continue_files, resumed_settings
+from coati.resume import check_incomplete, choose_start, continue_files, resumed_settings
 from coati.run_folder import check_inputs_outside, open_run_folder
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def execute(
             on_progress(log.snapshot())
             from coati.build import Parts, check_inputs
 
-            start = choose_checkpoint(config) if is_resumed else None
+            start = choose_start(config) if is_resumed else None
             if start is not None:
                 log.message = f"the run continues from {start}"
                 on_progress(log.snapshot())

@@ -93,30 +93,24 @@ class StartingPoint(NamedTuple):
         return f"version {self.version}, after step {self.step}"
 
 
-def choose_checkpoint(config: RunSettings) -> StartingPoint:
-    """Return the newest whole checkpoint of a run. CheckpointError if there is none."""
-    from coati.trainer.checkpoints import find_checkpoint
+def choose_start(config: RunSettings, *, is_restart: bool = False) -> StartingPoint:
+    """Return where a run continues: at its newest whole checkpoint. CheckpointError if none can be read.
 
-    path, state = find_checkpoint(config.output_folder.resolve() / "checkpoints")
+    `is_restart`: its trainers have died, and if nothing was ever saved they start from the beginning.
+    """
+    from coati.trainer.checkpoints import find_checkpoint, saved_versions
+
+    folder = config.output_folder.resolve() / "checkpoints"
+    if is_restart and not saved_versions(folder):
+        logger.error(
+            "there is no checkpoint yet (train.save_every is %d), so the run starts again from its beginning: "
+            "version 0, with its initial weights. All steps so far are lost.",
+            config.train.save_every,
+        )
+        return StartingPoint()
+    path, state = find_checkpoint(folder)
     events = tuple(rank.get("events", 0) for rank in state["ranks"])
     return StartingPoint(path, state["version"], state["counters"]["batches"], events)
-
-
-def choose_restart(config: RunSettings) -> StartingPoint:
-    """Return where trainers that died in a run continue: at its newest whole checkpoint, or its beginning.
-
-    Raises CheckpointError if there are checkpoints and none can be read: perhaps the disk is not there.
-    """
-    from coati.trainer.checkpoints import saved_versions
-
-    if saved_versions(config.output_folder.resolve() / "checkpoints"):
-        return choose_checkpoint(config)
-    logger.error(
-        "there is no checkpoint yet (train.save_every is %d), so the run starts again from its beginning: version 0, "
-        "with its initial weights. All steps so far are lost.",
-        config.train.save_every,
-    )
-    return StartingPoint()
 
 
 def continue_files(config: RunSettings, log: RunLog, start: StartingPoint, *, is_restart: bool = False) -> None:

@@ -8,7 +8,7 @@ import pytest
 from coati.config import build_config, dump_config
 from coati.entry import prepare
 from coati.errors import CheckpointError, ConfigError
-from coati.resume import StartingPoint, check_incomplete, choose_restart, resumed_settings
+from coati.resume import StartingPoint, check_incomplete, choose_start, resumed_settings
 
 
 @pytest.fixture
@@ -84,10 +84,10 @@ def test_a_run_that_is_complete_says_so(folder, steps, is_saved):
 
 def test_trainers_start_from_the_beginning_only_where_nothing_was_ever_saved(folder, caplog):
     config = resumed_settings(folder, [])
-    assert choose_restart(config) == StartingPoint()
+    assert choose_start(config, is_restart=True) == StartingPoint()
     assert "from its beginning" in caplog.text
     for version in (100, 200):
         (folder / "checkpoints" / f"version-{version}").mkdir(parents=True)  # of a disk that cannot be read
     with pytest.raises(CheckpointError, match="version-200, version-100"):
-        choose_restart(config)
+        choose_start(config, is_restart=True)
     assert len(list((folder / "checkpoints").iterdir())) == 2

@@ -18,7 +18,7 @@ from coati.entry import RunResult
 from coati.errors import RunStopped
 from coati.monitor.live import LiveView
 from coati.monitor.progress import RunSnapshot
-from coati.resume import choose_checkpoint
+from coati.resume import choose_start
 from coati.run_folder import check_run_folder
 
 EXIT_STOPPED = 130  # what shells use for "ended by SIGINT"
@@ -44,7 +44,7 @@ def run_train(
     if dry_run:
         check_run_folder(config, overwrite=overwrite or is_resumed)
         if is_resumed:
-            found = choose_checkpoint(config).checkpoint
+            found = choose_start(config).checkpoint
             console.print(f"It would continue from {found}.", highlight=False)
         console.print("[green]Config OK.[/] Run again without --dry-run to train.")
         return

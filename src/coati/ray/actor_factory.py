@@ -71,13 +71,33 @@ class ActorFactory:
 
     def create_maker(self, name: str, *, is_first: bool = False) -> Peer:
         """Create a maker: one that the run begins with, that joins, or that takes the name of one that died."""
-        options = self._options(name, self._config.topology.gpus_per_maker)
+        config = self._config
+        ray_options = self._options(name, config.topology.gpus_per_maker)
         if not is_first:
-            if "scheduling_strategy" not in options:
-                options |= self._placement.newcomer_options()
+            ray_options = {**self._placement.newcomer_options(), **ray_options}
             if self._is_private:
-                options["num_cpus"] = 0
-        return self._create_maker(options)
+                ray_options["num_cpus"] = 0
+        self._num_created += 1
+        return self._host.start(
+            _MAKER,
+            ray_options,
+            detached_trainer_name_list=self.trainer_names,
+            strategy_fn=functools.partial(build.make_strategy, config, "maker"),
+            model_fn=functools.partial(build.maker_models, config, self._parts.reward),
+            sync_models_from_trainers=True,
+            update_lora_weights=config.topology.update_lora_weights,
+            options=MakerOptions(
+                algorithm=config.algorithm,
+                rollout=config.rollout,
+                deadlines=config.deadlines,
+                logging=config.logging,
+                seed=config.run.seed,
+                num_threads=build.threads_per_actor(config),
+                incarnation=self._num_created,
+                rules=build.ledger_rules(config),
+                maker=self._parts.maker,
+            ),
+        )
 
     def name_newcomers(self, count: int) -> list[str]:
         """Return names for makers that are to join. Raises ScalingRefused if the cluster has no room for them."""
@@ -143,30 +163,6 @@ class ActorFactory:
                 journal=build.journal_path(config, stream=rank),
                 run_name=config.run.name,
                 learner=self._parts.learner,
-            ),
-        )
-
-    def _create_maker(self, ray_options: dict[str, Any]) -> Peer:
-        config = self._config
-        self._num_created += 1
-        return self._host.start(
-            _MAKER,
-            ray_options,
-            detached_trainer_name_list=self.trainer_names,
-            strategy_fn=functools.partial(build.make_strategy, config, "maker"),
-            model_fn=functools.partial(build.maker_models, config, self._parts.reward),
-            sync_models_from_trainers=True,
-            update_lora_weights=config.topology.update_lora_weights,
-            options=MakerOptions(
-                algorithm=config.algorithm,
-                rollout=config.rollout,
-                deadlines=config.deadlines,
-                logging=config.logging,
-                seed=config.run.seed,
-                num_threads=build.threads_per_actor(config),
-                incarnation=self._num_created,
-                rules=build.ledger_rules(config),
-                maker=self._parts.maker,
             ),
         )
 

@@ -29,8 +29,7 @@ from coati.ray.actor_factory import ActorFactory
 from coati.ray.cluster import HeadWatch, connected
 from coati.ray.restarts import Restarts, TrainerDied
 from coati.ray.supervisor import Supervisor
-from coati.resume import choose_restart, continue_files
-from coati.trainer.checkpoints import saved_versions
+from coati.resume import choose_start, continue_files
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +155,7 @@ class DetachedRun:
     def _restart_trainers(self) -> None:
         """Create the trainers, to continue from the newest checkpoint. The old ones have ended their writing by now."""
         self._restart_at = None
-        start = choose_restart(self._config)
+        start = choose_start(self._config, is_restart=True)
         continue_files(self._config, self._log, start, is_restart=True)
         self._show(f"a trainer died; the run continues from {start}")
         self._supervisor.create_trainers(start.checkpoint, incarnation=self._restarts.counts["trainers"])
@@ -194,13 +193,7 @@ class DetachedRun:
         if len(self._supervisor.trainers) == 1:
             build.save_after_failure(error, lambda place: self._save(place, seconds=_STOP_SECONDS), path, version)
         else:
-            saved, every = saved_versions(self._folder / "checkpoints"), self._config.train.save_every
-            where = (
-                f"its newest checkpoint is {saved[0]}"
-                if saved
-                else f"it had no checkpoint (train.save_every is {every})"
-            )
-            error.add_note(f"a group of trainers cannot save alone; {where}.")
+            error.add_note(f"A group of trainers cannot save the model after a failure. {self._remedy}")
 
     def _show(self, message: str) -> None:
         self._log.message = message

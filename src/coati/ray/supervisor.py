@@ -150,8 +150,11 @@ class Supervisor:
         while self._restart_at and self.size > makers:
             self._restart_at.popitem()  # the dead need not come back
         for maker in list(itertools.islice(reversed(self.makers.values()), self.size - makers)):
-            maker.state = "leaving"
-            maker.order("stop")
+            if maker.job is None:  # it still loads
+                self._remove(maker, "left")
+            else:
+                maker.state = "leaving"
+                maker.order("stop")
 
     def save(self, path: str) -> None:
         """Have the trainers save the model; they have when their state is "saved"."""

@@ -10,7 +10,6 @@ from fake_actors import Host
 from ray_testing import Background
 from thread_peers import PATIENCE, ThreadCall
 
-from coati import resume
 from coati.config import build_config
 from coati.errors import (
     CoatiError,
@@ -27,7 +26,7 @@ from coati.monitor.run_log import RunLog
 from coati.ray import launcher, restarts, run_actor, supervisor
 from coati.ray.actor_factory import ActorFactory
 from coati.ray.launcher import DetachedRun
-from coati.resume import StartingPoint
+from coati.trainer import checkpoints
 
 
 class Stage:
@@ -172,7 +171,8 @@ def test_when_a_trainer_dies_all_are_started_again_and_the_makers_live_on(stage,
     checkpoint = one.folder / "checkpoints" / f"version-{step}"
     if step:
         checkpoint.mkdir(parents=True)
-        monkeypatch.setattr(resume, "choose_checkpoint", lambda config: StartingPoint(checkpoint, step, step))
+        state = {"version": step, "counters": {"batches": step}, "ranks": []}
+        monkeypatch.setattr(checkpoints, "find_checkpoint", lambda folder: (checkpoint, state))
 
     def train(host):
         for batch in (1, 2, 3):
@@ -648,16 +648,15 @@ def test_what_was_learnt_goes_to_another_disk_if_the_runs_own_is_full(stage, num
         assert place.startswith(str(tmp_path / "elsewhere")) == (num_full_disks == 1)
 
 
-@pytest.mark.parametrize(("save_every", "said"), [(0, "is 0"), (5, "is 5")])
-def test_a_group_that_failed_says_what_is_saved(stage, save_every, said):
-    one = stage(trainers=2, train={"save_every": save_every})
+def test_a_group_that_failed_says_how_to_continue(stage):
+    one = stage(trainers=2)
 
     def fail(host):
         host["trainer-0"].step(7)
         if one.snapshots[-1].step == 7:
-            host.peers.kill("trainer-1")
+            host["trainer-1"].fail(DataError("no such sample"))
 
     one.on_turn = fail
-    with pytest.raises(PeerDied, match="trainer-1 died") as caught:
+    with pytest.raises(DataError, match="no such sample") as caught:
         one.go()
-    assert said in " ".join(caught.value.__notes__)
+    assert "coati train --resume" in " ".join(caught.value.__notes__)

@@ -372,6 +372,18 @@ def test_the_dead_are_the_first_to_leave(makers):
     stage.check_consistent()
 
 
+def test_a_successor_that_still_loads_leaves_at_once(stage):
+    stage.scale_to(2)
+    stage.host.on_start = lambda name: stage.peers.hold(name, "progress")
+    stage.die("maker-1")
+    CLOCK.now += 1.0
+    stage.turn()
+    assert stage.alive == ["maker-0", "maker-1"]
+    stage.scale_to(1)
+    assert stage.alive == ["maker-0"]
+    stage.check_consistent()
+
+
 def test_makers_that_join_are_counted_with_those_that_will_be_replaced():
     stage = Stage(makers=2)
     stage.die("maker-1")
