@@ -173,11 +173,12 @@ def kill_node(folder: Path) -> dict[str, float]:
 
 def grow(folder: Path, minutes: int) -> None:
     """Sample the memory of every process while each step of the trainer takes 50 times as long."""
-    run = LivingRun(folder, [Fault("trainer.after_step", "sleep", nth=0, seconds=SLOW_STEP_SECONDS)])
+    slow = Fault("trainer.after_step", "sleep", nth=0, seconds=SLOW_STEP_SECONDS)
+    run = LivingRun(folder, [slow], {"train.save_every": 0})
     memory: dict[tuple[int, str], list[tuple[float, float]]] = {}
     try:
         run.wait_for_step(3, seconds=PATIENCE)
-        settled = min(60.0, minutes * 15.0)
+        settled = minutes * 30.0
         began = time.monotonic() + settled  # buffers and caches have filled by then
         while (elapsed := time.monotonic() - began) < minutes * 60 and run.process.poll() is None:
             if elapsed >= 0:
