@@ -241,7 +241,7 @@ class Ledger:
 
     def _share(self, maker: str, now: float) -> int:
         """Samples that a maker may hold, so that others that are about as quick are not left without."""
-        share = self.rules.limit // (1 + len(self._paces.rivals_of(maker, now)))
+        share = self.rules.limit // (1 + self._paces.num_rivals(maker, now))
         return max(share, self.rules.group_size)
 
     def _can_finish(self, maker: str, now: float) -> bool:

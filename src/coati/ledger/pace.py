@@ -77,10 +77,15 @@ class Paces(dict[str, Pace]):
         """Makers that are much quicker than this one, the quickest first; none if it is unknown."""
         if maker not in self:
             return []
-        limit = _MUCH_QUICKER * self[maker].speed(now, more=self._group_size)
+        limit = self._slow_speed(maker, now)
         speeds = {other: pace.speed(now) for other, pace in self.items()}
         return sorted((other for other in speeds if speeds[other] > limit), key=lambda other: -speeds[other])
 
-    def rivals_of(self, maker: str, now: float) -> list[str]:
-        """All other makers but those that this one is much quicker than."""
-        return [other for other in self if other != maker and maker not in self.quicker_than(other, now)]
+    def num_rivals(self, maker: str, now: float) -> int:
+        """How many other makers there are, without those that this one is much quicker than."""
+        speed = self[maker].speed(now)
+        return sum(other != maker and speed <= self._slow_speed(other, now) for other in self)
+
+    def _slow_speed(self, maker: str, now: float) -> float:
+        """The speed above which others are much quicker than this one."""
+        return _MUCH_QUICKER * self[maker].speed(now, more=self._group_size)
