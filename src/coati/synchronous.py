@@ -160,7 +160,7 @@ class SynchronousRun(FitSteps):
             self._parts.maker,
             [strategy.prepare(model) if isinstance(model, nn.Module) else model for model in models],
             algorithm=config.algorithm,
-            engine=config.rollout.engine,
+            engine=config.rollout,
             seed=config.run.seed,
         )
         return ExperiencePipeline(

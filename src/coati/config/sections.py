@@ -178,9 +178,10 @@ class RolloutSettings(SamplingSettings, section="rollout"):
     prompts_per_batch: int = setting(16, "Prompts that a maker takes at a time.", ge=1)
     samples_per_prompt: int = setting(1, "Responses sampled for each prompt.", ge=1)
     max_new_tokens: int = setting(128, "Longest response, in tokens.", ge=1)
-    engine: Literal["native", "reference"] = setting(
-        "native", "native = our own engine, where it knows model and options; reference = transformers' generate."
+    engine: Literal["native", "reference", "vllm"] = setting(
+        "native", "native = our own, where it knows model and options; reference = transformers' generate; vllm = vLLM."
     )
+    vllm: dict[str, Any] = setting({}, "Arguments of vLLM's EngineArgs.", rule="a table of arguments")
     in_flight: bool = setting(
         False, "Take new weights between two tokens, not only between two batches; every token records its version."
     )

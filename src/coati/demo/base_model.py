@@ -27,8 +27,10 @@ _STEPS, _BATCH_SIZE = 160, 32
 _PEAK_LEARNING_RATE, _WARMUP_STEPS = 1e-2, 20
 
 
-def pretrain(folder: Path, *, seed: int = 0, steps: int = _STEPS, batch_size: int = _BATCH_SIZE) -> list[float]:
-    """Train the base model from nothing and save it, with its tokenizer, in `folder`.
+def pretrain(
+    folder: Path, *, seed: int = 0, steps: int = _STEPS, batch_size: int = _BATCH_SIZE, **shape: int
+) -> list[float]:
+    """Train the base model, of this `shape`, from nothing and save it, with its tokenizer, in `folder`.
 
     Returns the loss of each step, in nats per token.
     """
@@ -38,7 +40,7 @@ def pretrain(folder: Path, *, seed: int = 0, steps: int = _STEPS, batch_size: in
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
             torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would also reseed the caller's GPUs
-            model = LlamaForCausalLM(build_model_config(tokenizer))
+            model = LlamaForCausalLM(build_model_config(tokenizer, **shape))
             losses = _train(model, tokenizer, random.Random(seed), steps, batch_size)
     finally:
         torch.set_num_threads(threads)

@@ -56,7 +56,7 @@ def evaluate(config: RunSettings, model_path: str, *, num_samples: int = 64) -> 
         *(actor, None, scorer, reference),
         algorithm=AlgorithmSettings(name="reinforce++"),  # needs neither a critic nor groups
         seed=config.run.seed,
-        engine=config.rollout.engine,
+        engine=config.rollout,
     )
     samples: list[EvaluatedSample] = []
     for number, prompts in enumerate(map(PromptBatch.parse, build.make_prompts(config))):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from coati.algos.advantages import has_signal
 from coati.algos.kl import kl_estimate
-from coati.config import AlgorithmSettings
+from coati.config import AlgorithmSettings, RolloutSettings
 from coati.errors import ConfigError, RewardError
 from coati.experience import Experience
 from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
@@ -64,7 +64,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         *,
         algorithm: AlgorithmSettings | None = None,
         seed: int = 0,
-        engine: RolloutEngine | str = "reference",
+        engine: RolloutEngine | RolloutSettings | str = "reference",
     ) -> None:
         self.algorithm = (algorithm or AlgorithmSettings()).with_arguments(
             "algorithm", kl_coef=("kl_coef", kl_coef, 0.1), gamma=("gamma", gamma, 1.0), lam=("lam", lam, 0.95)
@@ -79,7 +79,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             reward_model = RewardModel(reward_model)
         super().__init__(actor, critic, reward_model, initial_model)
         self.seed = seed
-        self.engine: RolloutEngine = make_engine(engine, actor) if isinstance(engine, str) else engine
+        self.engine = make_engine(engine, actor) if isinstance(engine, str | RolloutSettings) else engine
         self.timeline = Timeline()
         self._num_without_signal = 0  # not yet reported
         self._gap_watch = GapWatch()

@@ -105,7 +105,7 @@ class MakerHolder:
             options.maker,
             _place_models(strategy_fn(), model_fn),
             algorithm=options.algorithm.with_arguments("options.algorithm", kl_coef=("kl_coef", kl_coef, 0.1)),
-            engine="reference" if options.rollout is None else options.rollout.engine,
+            engine=options.rollout or "reference",
             seed=options.seed,
         )
         self._served = ServedModels(maker.trained_models, name=f"maker {self._name}")

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from coati.config import RolloutSettings
 from coati.config.generate import GenerateOptions
 from coati.errors import ConfigError
 from coati.rollout.engine import Rollout, RolloutEngine, RolloutRequest
 from coati.rollout.native import NativeEngine
 from coati.rollout.reference import ReferenceEngine
+from coati.rollout.vllm import VllmEngine
 
 __all__ = [
     "GenerateOptions",
@@ -15,14 +17,16 @@ __all__ = [
     "Rollout",
     "RolloutEngine",
     "RolloutRequest",
+    "VllmEngine",
     "make_engine",
 ]
 
 
-def make_engine(name: str, model: Any) -> RolloutEngine:
-    """The engine of that name for a model."""
-    engines: dict[str, Any] = {"native": NativeEngine, "reference": ReferenceEngine}
+def make_engine(rollout: RolloutSettings | str, model: Any) -> RolloutEngine:
+    """The engine of that name, or that the settings name, for a model."""
+    name, options = (rollout, {}) if isinstance(rollout, str) else (rollout.engine, rollout.vllm)
+    engines: dict[str, Any] = {"native": NativeEngine, "reference": ReferenceEngine, "vllm": VllmEngine}
     if name not in engines:
         raise ConfigError(f"engine must be one of {', '.join(engines)}, got {name!r}.")
-    engine: RolloutEngine = engines[name](model)
+    engine: RolloutEngine = engines[name](model, **(options if name == "vllm" else {}))
     return engine

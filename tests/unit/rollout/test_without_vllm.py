@@ -1,0 +1,30 @@
+"""The vLLM engine where vLLM is not installed. With it: tests/vllm."""
+
+import sys
+
+import pytest
+import torch
+from tiny import llama
+
+from coati.config import RolloutSettings
+from coati.errors import ConfigError
+from coati.rollout import GenerateOptions, RolloutRequest, VllmEngine, make_engine
+
+
+def test_settings_make_the_engine_and_its_absence_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.setenv(name, "1")  # so that what is set here is taken back
+    engine = make_engine(RolloutSettings(engine="vllm", vllm={"max_num_seqs": 4}), llama())
+    assert isinstance(engine, VllmEngine)
+    ids = torch.ones(1, 3, dtype=torch.long)
+    request = RolloutRequest(
+        input_ids=ids,
+        attention_mask=ids,
+        sample_ids=torch.arange(1),
+        seed=0,
+        options=GenerateOptions(),
+        max_new_tokens=1,
+    )
+    with pytest.raises(ConfigError, match=r"coati\[vllm\]"):
+        engine.generate(request)
