@@ -224,11 +224,11 @@ class DetachedTrainer(FitSteps):
         with self._timeline.span("publish"):
             self._update_remote_makers()
 
-    def _check_published(self) -> None:
-        """Raise what went wrong with an update that has ended: without it, makers may not send what `fit` waits for."""
-
     def _update_late_makers(self) -> None:
-        """Give weights to makers that have none while `fit` waits for a batch: it may wait for what they will make."""
+        """Give weights to makers that have none while `fit` waits for a batch: it may wait for what they will make.
+
+        Raises what went wrong with an update that has ended: without it, they may not make that either.
+        """
 
     def next_batch(self) -> Experience | None:
         """Wait for a batch. None: a stop came, or all makers are finished and nothing is left."""
@@ -261,7 +261,6 @@ class DetachedTrainer(FitSteps):
         batch = self._buffer.try_sample(seconds)
         if batch is not None:
             return (self._prepared(batch),)
-        self._check_published()
         self._update_late_makers()
         return self._buffer.last_batch()
 

@@ -224,6 +224,7 @@ class PPOTrainer(DetachedTrainer):
         In the middle of an episode they get what the episode has made of it so far: newer weights than the version
         says. Sharded ranks can gather weights only together, so there the next version has to do.
         """
+        self._sender.check()
         if not self.strategy.shards_parameters and self._sender.recipients.need_all:
             with self._hold_weights():
                 update = self._sender.begin_update(self.version, fully_update=True, only_behind=True)
@@ -299,9 +300,6 @@ class PPOTrainer(DetachedTrainer):
                     "records": [record for record in records if "warning" not in record],
                 }
                 self._checkpoints.save(self.version, counters)
-
-    def _check_published(self) -> None:
-        self._sender.check()
 
     def finish(self) -> None:
         """Wait until the makers have the last update; raise what went wrong with it."""

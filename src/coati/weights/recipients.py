@@ -70,15 +70,16 @@ class Recipients:
         """
         found: dict[str, Peer] = {}
         for name, maker in self._makers.items():
-            if self._start_seconds:
-                found[name] = self.peers.find(name, role="maker", timeout=self._start_seconds)
-            elif only_behind and maker.behind is None:
+            if only_behind and maker.behind is None:
                 continue
+            if self._start_seconds and maker.behind is None:
+                found[name] = self.peers.find(name, role="maker", timeout=self._start_seconds)
             elif (peer := self._find(name, maker)) is not None:
                 found[name] = peer
             else:
                 maker.behind = maker.behind or "it could not be called"
-        self._start_seconds = 0.0
+        if not only_behind:
+            self._start_seconds = 0.0
         return UpdateCalls(found, self._makers, seconds=self.update_seconds)
 
     def all_can_open(self, probe: Chunk) -> bool:
@@ -121,10 +122,8 @@ class Recipients:
 
     def _find(self, name: str, maker: _Maker) -> Peer | None:
         """A maker that can be called now: it exists, and has answered everything."""
-        if maker.late is not None and not maker.late.done():
-            return None
-        maker.late = None
-        return self.peers.find_now(name)
+        is_late = (call := maker.late) is not None and not call.done()  # another thread may set it
+        return None if is_late else self.peers.find_now(name)
 
 
 class UpdateCalls:

@@ -371,6 +371,14 @@ def test_a_maker_that_does_not_exist_is_named(trained):
         sender.send(1)
 
 
+def test_a_maker_that_joined_and_died_before_the_first_update_is_not_waited_for(trained):
+    old = Rejecting()
+    sender = make_sender(trained, ThreadPeers(old=old), ["old"])
+    sender.change_makers(["old", "gone"])
+    sender.send(1)
+    assert old.versions == [1]
+
+
 def test_a_rejected_update_names_maker_and_reason_and_the_maker_keeps_its_weights(make_models, fingerprint):
     maker = Maker(make_models(0))
     wider = {"critic": torch.nn.Linear(9, 1)}
