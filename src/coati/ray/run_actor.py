@@ -27,7 +27,8 @@ class RunActor:
     death: PeerDied | None = None
     has_weights: bool = False
     """Whether a maker has its first weights."""
-    questions: list[PendingCall] = dataclasses.field(default_factory=list)
+    questions: dict[str, PendingCall] = dataclasses.field(default_factory=dict)
+    """What it was asked and has not answered, by method."""
     asked_at: float = 0.0
     record_cursor: int = 0
     span_cursor: int = 0

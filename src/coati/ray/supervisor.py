@@ -15,7 +15,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,7 @@ from coati.errors import (
     ScalingRefused,
     StartFailed,
 )
-from coati.monitor.records import RecordPage
 from coati.monitor.run_log import RunLog
-from coati.monitor.timeline import Span
 from coati.peers import PendingCall, wait_all, wait_any
 from coati.ray.actor_factory import ActorFactory
 from coati.ray.restarts import Restarts, TrainerDied
@@ -207,12 +205,12 @@ class Supervisor:
             if not actor.questions:
                 actor.questions = self._ask(actor)
                 actor.asked_at = time.monotonic()
-        done = set(wait_all([call for actor in self.actors for call in actor.questions], timeout))
+        done = set(wait_all([call for actor in self.actors for call in actor.questions.values()], timeout))
         for actor in self.actors:
-            if done.issuperset(actor.questions):
-                calls, actor.questions = actor.questions, []
+            if done.issuperset(actor.questions.values()):
+                calls, actor.questions = actor.questions, {}
                 try:
-                    self._read(actor, *[call.result(0.0) for call in calls])
+                    self._read(actor, {method: call.result(0.0) for method, call in calls.items()})
                 except PeerDied as error:
                     actor.death = error
                 except (RemoteError, PeerUnavailable) as error:
@@ -221,37 +219,35 @@ class Supervisor:
             if maker.death is None:
                 self._note_stall(maker)
 
-    def _ask(self, actor: RunActor) -> list[PendingCall]:
-        call = actor.peer.call
-        if not self.has_begun:  # nothing is logged yet: the folder may still hold an earlier run
-            return [call("progress")]
-        length = [call("buffer_get_length")] if actor.name == self._factory.trainer_names[0] else []
-        pages = [call("records_since", actor.record_cursor), call("spans_since", actor.span_cursor)]
-        return [call("progress"), *pages, *length]
+    def _ask(self, actor: RunActor) -> dict[str, PendingCall]:
+        call, questions = actor.peer.call, {}
+        if actor.state in ("loading", "loaded"):
+            questions["progress"] = call("progress")
+        if self.has_begun:  # before that nothing is logged: the folder may still hold an earlier run
+            questions["records_since"] = call("records_since", actor.record_cursor)
+            questions["spans_since"] = call("spans_since", actor.span_cursor)
+            if actor.name == self._factory.trainer_names[0]:  # the ranks of a group report the same steps
+                questions["buffer_get_length"] = call("buffer_get_length")
+        return questions
 
-    def _read(
-        self,
-        actor: RunActor,
-        progress: Any,
-        page: RecordPage[Any] | None = None,
-        spans: RecordPage[Span] | None = None,
-        buffer_batches: int | None = None,
-    ) -> None:
+    def _read(self, actor: RunActor, answers: Mapping[str, Any]) -> None:
         if actor.state == "loading":
             actor.state = "loaded"
         is_maker = actor.name in self.makers
-        actor.has_weights = is_maker and progress.has_weights
-        if page is None or spans is None:
+        if is_maker and "progress" in answers:
+            actor.has_weights = answers["progress"].has_weights
+        if "records_since" not in answers:
             return
+        page, spans = answers["records_since"], answers["spans_since"]
         actor.record_cursor, actor.span_cursor = page.cursor, spans.cursor
         self._log.spans(actor.name, spans.records)
         if self._shows_warnings:
             self._log.warnings(actor.name, page.records)
         if is_maker:
             self._log.maker_records(page.records)
-        elif buffer_batches is not None:  # the first one; the ranks of a group report the same steps
+        elif "buffer_get_length" in answers:
             self._log.trainer_records(page.records)
-            self._log.buffer_batches = buffer_batches
+            self._log.buffer_batches = answers["buffer_get_length"]
 
     def _note_stall(self, maker: RunActor) -> None:
         """Have the leases of a maker that does not answer granted to others: what it delivers later is refused."""
