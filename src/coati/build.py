@@ -137,9 +137,13 @@ def load_tokenizer(config: RunSettings) -> Any:
         ) from error
 
 
-def check_inputs(config: RunSettings) -> None:
-    """Load prompts, tokenizer and the models' configs: a mistake in them is reported now, and not by an actor."""
-    next(iter(make_prompts(config)))
+def check_inputs(config: RunSettings) -> PromptStream:
+    """Load prompts, tokenizer and the models' configs: a mistake in them is reported now, and not by an actor.
+
+    Returns the prompts.
+    """
+    prompts = make_prompts(config)
+    next(iter(prompts))
     critic = config.model.path if config.model.critic == "actor" else config.model.critic
     paths = {"model.path": config.model.path, "model.reference": config.reference_path, "model.critic": critic}
     sizes = {key: _loaded(config, key, path, AutoConfig).get_text_config().vocab_size for key, path in paths.items()}
@@ -151,6 +155,7 @@ def check_inputs(config: RunSettings) -> None:
             f"Models and tokenizer must share a vocabulary, got {came} tokens. Use models and a tokenizer "
             "that go together: a KL between two vocabularies means nothing."
         )
+    return prompts
 
 
 def make_prompts(config: RunSettings) -> PromptStream:

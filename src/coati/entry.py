@@ -21,6 +21,7 @@ from coati.config import RunSettings, build_config, load_config, preflight
 from coati.config.checks import avoid_hub_without_network
 from coati.errors import CheckpointError, ConfigError
 from coati.monitor import RunLog, RunSnapshot, TensorBoardTracker, Tracker
+from coati.monitor.records import WarningsFile
 from coati.resume import check_incomplete, choose_start, continue_files, resumed_settings
 from coati.run_folder import check_inputs_outside, open_run_folder
 
@@ -211,16 +212,19 @@ def execute(
 
     def begin() -> None:
         begin_in_folder()
+        stack.enter_context(WarningsFile(folder / "warnings.log"))
         on_begin()
         if start is not None:
             continue_files(config, log, start)
 
     started = time.monotonic()
     folder = config.output_folder
-    with open_run_folder(config, overwrite=overwrite, is_resumed=is_resumed) as begin_in_folder:
+    open_folder = open_run_folder(config, overwrite=overwrite, is_resumed=is_resumed)
+    with open_folder as begin_in_folder, contextlib.ExitStack() as stack:
         log = RunLog(
             folder,
             total_steps=config.train.optimizer_steps,
+            total_samples=config.train.total_steps * config.train.batch_size * config.topology.trainers,
             trackers=[*_own_trackers(config), *trackers],
             max_spans=config.logging.spans_kept,
             on_begin=begin,
@@ -232,6 +236,7 @@ def execute(
 
             start = choose_start(config) if is_resumed else None
             if start is not None:
+                log.stand_at(start.step, start.version)
                 log.message = f"the run continues from {start}"
                 on_progress(log.snapshot())
             check_inputs(config)

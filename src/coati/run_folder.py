@@ -28,7 +28,7 @@ MARKER = ".coati-run"
 _RESULTS = ("samples.jsonl", "checkpoints", "model", "model-at-failure")
 _RECORDS = (
     *("config.toml", "metrics.jsonl", "spans.jsonl", "quarantine.jsonl", "tensorboard", "report.html"),
-    *("ledger", "ray-logs"),
+    *("ledger", "ray-logs", "warnings.log"),
 )
 # Of the latest start, even if it failed.
 _CONTROL_FILES = ("state.json", "control.json")

@@ -66,6 +66,7 @@ def test_a_run_leaves_config_metrics_samples_and_a_model(film_run, coati_here, t
     assert load_config(out / "config.toml").train.total_steps == 2
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert {"version", "prompt", "response", "reward", "sample_id"} <= samples[0].keys()
+    assert samples[0]["columns"] == {"topic": "film"}
     AutoModelForCausalLM.from_pretrained(out / "model")
     AutoTokenizer.from_pretrained(out / "model")
     assert list((out / "tensorboard").iterdir())
@@ -89,6 +90,8 @@ def test_a_stranger_can_follow_a_run_whose_reward_often_fails(film_run, coati_he
     num_failed = len((out / "quarantine.jsonl").read_text().splitlines())
     assert f"Quarantined: {num_failed} groups of 1 sample: Reward function 'picky' raised ValueError" in finished.stdout
     assert "120 samples made, 120 trained on" in finished.stdout
+    assert finished.stderr.count("is asked again") == 3 + (num_failed >= 10)
+    assert (out / "warnings.log").read_text().count("is asked again") > 3
     (row,) = [line for line in coati_here("audit", out).stdout.splitlines() if "quarantined" in line]
     assert row.count(f" {num_failed} ") == 2  # groups and samples, one row for all of them
 
@@ -205,6 +208,15 @@ def test_what_ray_relays_is_coloured_in_terminals_only(monkeypatch, is_terminal,
     finally:
         logging.getLogger().setLevel(before)
     assert os.environ.get("RAY_COLOR_PREFIX") == expected
+
+
+def test_a_dry_run_tokenizes_the_prompts(film_run, coati_here):
+    counted = coati_here("train", film_run, "--dry-run", "--set", "prompts.max_tokens=3")
+    assert counted.returncode == 0, counted.stderr
+    assert "longer than prompts.max_tokens" in counted.stdout
+    nothing = coati_here("train", film_run, "--dry-run", "--set", "prompts.max_tokens=1")
+    assert nothing.returncode == 2
+    assert "no usable prompts" in nothing.stderr
 
 
 def test_a_run_that_cannot_find_its_cluster_takes_nothing_away(film_run, coati_here, tmp_path):

@@ -46,6 +46,13 @@ def run_train(
         if is_resumed:
             found = choose_start(config).checkpoint
             console.print(f"It would continue from {found}.", highlight=False)
+        quiet_libraries(verbose)
+        from coati.build import check_inputs
+
+        skipped = check_inputs(config).survey()
+        if skipped:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
+            console.print(f"[yellow]Prompts that will be skipped[/]: {reasons}.", highlight=False)
         console.print("[green]Config OK.[/] Run again without --dry-run to train.")
         return
     options = {"is_resumed": is_resumed, "overwrite": overwrite, "sync": sync, "address": address}

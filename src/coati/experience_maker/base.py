@@ -24,6 +24,7 @@ LESS_TO_MAKE = (
 )
 """What to do when a maker runs out of memory."""
 _RECORDED_CHARACTERS = 10_000  # of each text of a sample in quarantine
+_COLUMN_CHARACTERS = 1_000  # of each value of a dataset's row
 
 
 class AllSamplesDropped(DataError):
@@ -160,10 +161,22 @@ class MakerBatch:
         for row, error in sorted(scores.failures.items()):
             self.losses[ids[row]] = error
             texts = {"prompt": request.prompts[row], "completion": request.completions[row], "error": error}
-            columns = {name: values[row] for name, values in request.columns.items()}
-            texts["columns"] = json.dumps(columns, default=str, ensure_ascii=False)
             cut = {name: text[:_RECORDED_CHARACTERS] for name, text in texts.items()}
-            self.quarantined.append({"sample_id": ids[row], "group_id": groups[row], **cut})
+            columns = self.columns_of(ids[row])
+            self.quarantined.append({"sample_id": ids[row], "group_id": groups[row], **cut, "columns": columns})
+
+    def columns_of(self, sample_id: int | None) -> dict[str, Any]:
+        """The dataset's columns of a sample as JSON has them; of a long value the beginning, as text."""
+        ids = [] if self.prompts.sample_ids is None else self.prompts.sample_ids.tolist()
+        if sample_id not in ids:
+            return {}
+
+        def recorded(value: Any) -> Any:
+            text = json.dumps(value, default=str, ensure_ascii=False)
+            return json.loads(text) if len(text) <= _COLUMN_CHARACTERS else text[:_COLUMN_CHARACTERS]
+
+        row = ids.index(sample_id)
+        return {name: recorded(column[row]) for name, column in self.prompts.columns.items() if name != "prompt"}
 
     def keep(self, rows: Tensor, reason: str = "") -> Experience:
         """Drop the samples where the bool mask is False, and note why; returns the others."""

@@ -144,6 +144,7 @@ class ExperiencePipeline:
         use = self.timeline.take()
         make_seconds = max(1e-9, use.spent("generate", "score", "wait_rewards"))
         num_samples, scorer = experience.num_samples, self.maker.reward_model
+        samples = sample_texts(experience, scorer.tokenizer, samples_kept) if isinstance(scorer, RewardScorer) else []
         return {
             "version": batch.version,
             "incarnation": batch.incarnation,
@@ -155,9 +156,7 @@ class ExperiencePipeline:
                 **maker_metrics(use),
                 **batch.metrics,
             },
-            "samples": (
-                sample_texts(experience, scorer.tokenizer, samples_kept) if isinstance(scorer, RewardScorer) else []
-            ),
+            "samples": [{**sample, "columns": batch.columns_of(sample["sample_id"])} for sample in samples],
         }
 
 

@@ -117,12 +117,13 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     found = {name: experience.sample_ids[rows].tolist() for name, rows in bad.items() if bool(rows.any())}
     reasons = {one: f"no finite {name}" for name, ids in reversed(found.items()) for one in ids}
     batch.losses = reasons | batch.losses  # which has the errors of a reward that failed
+    failed = {record["sample_id"] for record in batch.quarantined}
     parts = [
         f"the {name} of {len(ids)} of {len(is_bad)} samples is not a finite number (sample ids {ids[:8]})"
-        for name, ids in found.items()
+        for name, bad_ids in found.items()
+        if (ids := [one for one in bad_ids if one not in failed])
     ]
-    if batch.quarantined:
-        failed = {record["sample_id"] for record in batch.quarantined}
+    if failed:
         pairs = list(zip(experience.sample_ids.tolist(), groups.tolist(), strict=True))
         batch.quarantined_groups = {group for one, group in pairs if one in failed}
         batch.quarantined_ids = {one for one, group in pairs if group in batch.quarantined_groups}

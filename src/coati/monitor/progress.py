@@ -24,10 +24,14 @@ class RunSnapshot:
     """KL to the initial model, in nats per sample."""
     buffer_batches: int | None = None
     """Batches waiting in the replay buffer."""
+    num_made: int = 0
+    """Samples that makers have made."""
+    num_trained: int = 0
+    """Samples that were trained on; the later epochs of a version count as a part of them."""
     samples_per_second: float | None = None
-    """In the last minute."""
+    """Made in the last minute."""
     seconds_per_step: float | None = None
-    """In the last minute; None if no step ended in it."""
+    """In the last minute, or since training began if no step ended in it; None before the first step."""
     elapsed: float = 0.0
     """Seconds since training began."""
     startup: float = 0.0
@@ -40,17 +44,16 @@ class RunSnapshot:
     @property
     def seconds_left(self) -> float | None:
         """Time to the end at the latest pace; None before the first step, after the last, without a plan."""
-        if self.step <= 0 or self.step >= self.total_steps:
+        if self.seconds_per_step is None or self.step >= self.total_steps:
             return None
-        pace = self.elapsed / self.step if self.seconds_per_step is None else self.seconds_per_step
-        return pace * (self.total_steps - self.step)
+        return self.seconds_per_step * (self.total_steps - self.step)
 
 
 def plain_line(snapshot: RunSnapshot) -> str:
     """Return the snapshot as one line, as far as its numbers are known.
 
-    >>> plain_line(RunSnapshot(step=30, total_steps=60, version=29, reward=0.5, kl=2.0, elapsed=12.0))
-    'step 30/60 (50%), reward 0.500, KL 2.00, version 29, 0:00:12 elapsed, 0:00:12 left'
+    >>> plain_line(RunSnapshot(step=30, total_steps=60, version=29, reward=0.5, seconds_per_step=0.4))
+    'step 30/60 (50%), reward 0.500, version 29, 0:00:00 elapsed, 0:00:12 left'
     >>> plain_line(RunSnapshot(step=0, total_steps=60, version=0, message="loading models", elapsed=12.0))
     'loading models, 0:00:12 elapsed'
     """
@@ -69,9 +72,10 @@ def plain_line(snapshot: RunSnapshot) -> str:
     facts.append(f"version {snapshot.version}")
     if snapshot.buffer_batches is not None:
         facts.append(f"buffer {snapshot.buffer_batches}")
-    if snapshot.samples_per_second is not None:
+    if snapshot.num_made and snapshot.samples_per_second is not None:
         digits = 0 if snapshot.samples_per_second >= 10 else 1
-        facts.append(f"{snapshot.samples_per_second:,.{digits}f} samples/s")
+        rate = f"{snapshot.samples_per_second:,.{digits}f}/s"
+        facts.append(f"{counted(snapshot.num_trained, 'sample')} trained, {snapshot.num_made:,} made ({rate})")
     if snapshot.restarts:
         facts.append(counted(snapshot.restarts, "restart"))
     return ", ".join([*facts, *times]) + (f" - {message}" if message else "")

@@ -1,11 +1,16 @@
-"""Records that an actor keeps until the driver fetches them."""
+"""Records that an actor keeps until the driver fetches them, and what becomes of warnings."""
 
+import contextlib
+import copy
 import logging
 import threading
-from collections import deque
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
 
 T = TypeVar("T")
+
+_NUM_SHOWN: Final = 3  # warnings of one kind
 
 
 class RecordPage(NamedTuple, Generic[T]):
@@ -46,12 +51,58 @@ class RecordLog(Generic[T]):
 
 
 class WarningRecorder(logging.Handler):
-    """Adds the warnings of this process to its records, as `{"warning": text}`, for the driver to show."""
+    """Adds the warnings of this process to its records, for the driver to show."""
 
     def __init__(self, records: RecordLog[dict[str, Any]]) -> None:
         super().__init__(logging.WARNING)
         self._records = records
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the message."""
-        self._records.append({"warning": record.getMessage()})
+        """Keep the message, and the place in the code that it comes from."""
+        self._records.append({"warning": record.getMessage(), "kind": _kind(record)})
+
+
+class WarningsFile(logging.Handler):
+    """Writes the warnings of a run to a file while it is entered, and shows not all of them.
+
+    Of those that come from one place in the code, the first three are shown, then the 10th, the 100th and so on, with
+    their number. Errors are all shown.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._counts: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a warning down; pass it on to where messages are shown."""
+        note = ""
+        if record.levelno >= logging.WARNING:
+            # Losing a log must not lose a run.
+            with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+                file.write(self.format(record) + "\n")
+            self._counts[_kind(record)] += 1
+            count = self._counts[_kind(record)]
+            is_due = count <= _NUM_SHOWN or str(count).rstrip("0") == "1"
+            if record.levelno == logging.WARNING and not is_due:
+                return
+            note = f" ({count:,} of this kind so far; {self._path} has all)" if count >= _NUM_SHOWN else ""
+        shown = copy.copy(record)
+        shown.msg, shown.args = record.getMessage() + note, None
+        logging.getLogger().callHandlers(shown)
+
+    def __enter__(self) -> Self:
+        logger = logging.getLogger("coati")
+        logger.addHandler(self)
+        logger.propagate = False
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        logger = logging.getLogger("coati")
+        logger.removeHandler(self)
+        logger.propagate = True
+
+
+def _kind(record: logging.LogRecord) -> str:
+    return getattr(record, "kind", f"{record.name}:{record.lineno}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 _PACE_SECONDS: Final = 60.0
 _MAX_ROWS_HELD: Final = 64
 _MAX_QUARANTINED: Final = 1000
-_NUMBERS: Final = re.compile(r"(?<![\w-])\d[\d.]*(, \d[\d.]*)*")  # but not that of maker-1
 
 
 class RunLog:
@@ -47,6 +45,7 @@ class RunLog:
         folder: Path | None,
         *,
         total_steps: int,
+        total_samples: int = 0,
         trackers: Sequence[Tracker] = (),
         max_spans: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -60,11 +59,12 @@ class RunLog:
         self._rows: deque[dict[str, float]] = deque()  # one for each training step, not yet written
         self._made: dict[int, dict[str, Metric]] = {}  # what makers report, by version, not yet in a row
         self._maker_version = 0
-        self._total_steps = total_steps
-        self._step = 0
+        self._total_steps, self._total_samples = total_steps, total_samples
+        self.step = 0
+        """Training steps done."""
+        self._last_row = 0  # the last step that has a row
         self.num_samples = 0
         self._next_sampled_version = 0
-        self._warnings: set[str] = set()
         self.rewards: list[tuple[float, float]] = []  # (version, mean reward)
         self.kls: list[tuple[float, float]] = []  # (version, KL per sample)
         self._quarantined: set[int] = set()  # ids of the samples in quarantine.jsonl
@@ -82,7 +82,12 @@ class RunLog:
         """Training starts now: the pace and samples per second leave out what came before."""
         self._on_begin()
         self._started = self._clock()
-        self._pace = _Pace(self._started, self._step, self.num_samples)
+        self._pace = _Pace(self._started, self.step, self.num_samples)
+
+    def stand_at(self, step: int, version: int) -> None:
+        """So far has the run come before this start: the pace leaves it out."""
+        self.step, self.trainer_version = step, version
+        self._pace = _Pace(self._clock(), step, self.num_samples)
 
     def continue_from(self, step: int, version: int, *, is_restart: bool = False) -> None:
         """Go on after a step: what is known of later ones, here and in the files of the run, is cut off.
@@ -98,17 +103,18 @@ class RunLog:
         self._quarantined = {row["sample_id"] for row in failed}
         self._rows = deque(row for row in self._rows if row["step"] <= step)
         self._made = {made_by: made for made_by, made in self._made.items() if made_by < version}
-        self._step = int([{"step": 0}, *rows, *self._rows][-1]["step"])
-        self._maker_version = self.trainer_version = self._next_sampled_version = version
+        self._last_row = int([{"step": 0}, *rows, *self._rows][-1]["step"])
+        self._maker_version = self._next_sampled_version = version
         written = {float(row["version"]): row for row in rows if "reward/mean" in row}
         for series, name in ((self.rewards, "reward/mean"), (self.kls, "kl/per_sample")):
             known = {number: value for number, value in series if number < version}
             series[:] = sorted(({number: row[name] for number, row in written.items()} | known).items())
         made = [*rows, *map(values_of, self._made.values())]
         self.num_samples = int(sum(numbers.get("maker/samples", 0.0) for numbers in made))
+        self.stand_at(step, version)
         for tracker in self._trackers:
             if isinstance(tracker, TensorBoardTracker):
-                tracker.continue_from(self._step + 1)
+                tracker.continue_from(self._last_row + 1)
 
     def maker_records(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take a maker's records: typed metrics, and a few samples."""
@@ -139,23 +145,22 @@ class RunLog:
             step, version = int(record["batch"]), int(record["version"])
             self.trainer_version = max(self.trainer_version, version)
             metrics = _numbers(record["metrics"])
-            if step > self._step:
+            self.step = max(self.step, step)
+            if step > self._last_row:
                 if self.buffer_batches is not None:
                     metrics["buffer/batches"] = float(self.buffer_batches)
                 metrics |= {f"restarts/{kind}": float(number) for kind, number in self.restarts.items()}
                 self._rows.append({"step": step, "version": version, "time": time.time(), **metrics})
-                self._step = step
+                self._last_row = step
             elif self._rows:  # of an update; one that took so long that its row is written goes to the next
                 next((row for row in self._rows if row["step"] == step), self._rows[0]).update(metrics)
         self._write_rows()
 
     def warnings(self, actor: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Show the warnings among an actor's records; of those that differ only in numbers, the first."""
-        for text in (record["warning"] for record in records if "warning" in record):
-            key = _NUMBERS.sub("0", text)
-            if key not in self._warnings:
-                self._warnings.add(key)
-                logger.warning("%s: %s", actor, text)
+        """Log the warnings among an actor's records."""
+        for record in records:
+            if "warning" in record:
+                logger.warning("%s: %s", actor, record["warning"], extra={"kind": record["kind"]})
 
     def spans(self, actor: str, spans: Sequence[Span]) -> None:
         """Write down what an actor did when, one span a line, as long as there is room."""
@@ -185,14 +190,16 @@ class RunLog:
     def snapshot(self) -> RunSnapshot:
         """Return where the run stands."""
         now = self._clock()
-        samples_per_second, seconds_per_step = self._pace.note(now, self._step, self.num_samples)
+        samples_per_second, seconds_per_step = self._pace.note(now, self.step, self.num_samples)
         return RunSnapshot(
-            step=self._step,
+            step=self.step,
             total_steps=self._total_steps,
             version=self.trainer_version,
             reward=self.rewards[-1][1] if self.rewards else None,
             kl=self.kls[-1][1] if self.kls else None,
             buffer_batches=self.buffer_batches,
+            num_made=self.num_samples,
+            num_trained=self.step * self._total_samples // max(1, self._total_steps),
             samples_per_second=samples_per_second,
             seconds_per_step=seconds_per_step,
             elapsed=now - self._started,
@@ -242,7 +249,7 @@ class RunLog:
         self._append("samples", [{"version": version, **sample} for sample in samples])
         first = samples[0]
         text = f"{first['prompt']} **{first['response']}** (reward {first['reward']:.3f})"
-        self._track("text", self._step, "samples/first", text)
+        self._track("text", self.step, "samples/first", text)
 
     def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         if self._folder is not None:
@@ -279,12 +286,16 @@ class _Pace:
     """The pace of the last minute: the first steps compile and fill caches, and makers may join later."""
 
     def __init__(self, now: float, step: int = 0, num_samples: int = 0) -> None:
+        self._first = (now, step)
         self._marks = deque([(now, step, num_samples)])
 
     def note(self, now: float, step: int, num_samples: int) -> tuple[float | None, float | None]:
-        """Remember where the run stands; return samples per second, and seconds per step if a step was done."""
+        """Remember where the run stands; return samples per second, and seconds per step once one was done."""
         self._marks.append((now, step, num_samples))
         while len(self._marks) > 2 and self._marks[1][0] <= now - _PACE_SECONDS:
             self._marks.popleft()
         seconds, steps, samples = (last - first for first, last in zip(self._marks[0], self._marks[-1], strict=True))
-        return samples / seconds if seconds > 0 else None, seconds / steps if steps else None
+        rate = samples / seconds if seconds > 0 else None
+        if not steps:
+            seconds, steps = now - self._first[0], step - self._first[1]
+        return rate, seconds / steps if steps else None

@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 # Keys of a batch, and what reward functions are called with: a column of that name would hide one of them.
 RESERVED_COLUMNS = ("input_ids", "attention_mask", "sample_ids", "group_ids", "prompt", "prompts", "completions")
 
-SKIP_EMPTY = "no tokens"
-SKIP_TOO_LONG = "longer than max_prompt_tokens"
-SKIP_NO_ROOM = "no room for a response in the context"
+SKIP_EMPTY = "without tokens"
+SKIP_TOO_LONG = "longer than prompts.max_tokens"
+SKIP_NO_ROOM = "without room for a response"
 
 _CACHED_PROMPTS = 1024  # a small table is tokenized once; of a large one, each prompt when it is used
 # No text has more characters per token than this, so a much longer one is skipped without the minutes that tokenizing
@@ -106,6 +106,11 @@ class PromptStream:
         """Samples of a batch of `prompts_per_batch` prompts."""
         return self._prompts_per_batch * self._samples_per_prompt
 
+    def survey(self) -> Counter[str]:
+        """Tokenize all prompts, and count those that will be skipped in each pass, by reason."""
+        reasons = (self._prompt(row).skip_reason for row in range(len(self._table)))
+        return Counter(reason for reason in reasons if reason is not None)
+
     def batch(self, numbers: Sequence[int], *, group_size: int = 1) -> tuple[dict[str, Any] | None, dict[int, str]]:
         """Return a batch of the groups with these numbers, and why some of them cannot be made, by number.
 
@@ -171,7 +176,7 @@ class PromptStream:
             logger.warning("%s (%s).", topic, details)
 
     def _nothing_usable(self) -> DataError:
-        counts = ", ".join(f"{count} with {reason}" for reason, count in self.skipped.items())
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in self.skipped.items())
         return DataError(
             f"{self._table.source} has no usable prompts: {counts}. The limits are prompts.max_tokens = "
             f"{self._limits.get(SKIP_TOO_LONG, 0)} (0 = none) and the model's context of {self._context_length} "

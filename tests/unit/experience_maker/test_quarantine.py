@@ -112,7 +112,7 @@ def test_a_warning_says_on_how_many_samples_it_failed(llama, caplog, bad, expect
 def test_what_is_written_down_has_the_input_the_completion_and_the_error(llama):
     (record,) = Rig(llama, bad=[2]).make().quarantined
     assert (record["sample_id"], record["group_id"], record["prompt"]) == (2, 1, "prompt 1")
-    assert record["columns"] == '{"number": 2}'
+    assert record["columns"] == {"number": 2}
     assert len(record["completion"].split()) > 0
     assert "raised KeyError: 'no 2'" in record["error"]
 
@@ -122,6 +122,18 @@ def test_long_texts_are_cut(llama):
     rig.maker.reward_model.tokenizer = SimpleNamespace(decode=lambda ids, **_: "x" * 50_000 * (len(ids) > 2))
     (record,) = rig.make().quarantined
     assert max(len(str(value)) for value in record.values()) == 10_000
+
+
+def test_samples_have_the_columns_of_their_rows(llama):
+    rig = Rig(llama, bad=[0, 2])
+    batch = rig.make()
+    batch.prompts.columns["answer"] = [{"of": number} for number in range(7)] + ["x" * 5000]
+    samples = rig.pipeline.record(batch, samples_kept=4)["samples"]
+    assert [sample["columns"] for sample in samples[:2]] == [
+        {"number": 4, "answer": {"of": 4}},
+        {"number": 5, "answer": {"of": 5}},
+    ]
+    assert len(samples[-1]["columns"]["answer"]) == 1000, "a long value is cut"
 
 
 def test_no_score_and_a_failure_are_told_apart(llama):

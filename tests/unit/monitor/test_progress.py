@@ -11,25 +11,26 @@ def halfway(**changes) -> RunSnapshot:
         "reward": 0.5,
         "kl": 2.125,
         "buffer_batches": 3,
+        "num_made": 2000,
+        "num_trained": 1900,
         "samples_per_second": 213.7,
+        "seconds_per_step": 0.4,
         "elapsed": 12.0,
     }
     return RunSnapshot(**(fields | changes))
 
 
 def test_time_left_follows_the_pace_so_far():
-    assert halfway(step=20, elapsed=10.0).seconds_left == 20.0  # 0.5 s a step, 40 to go
-    started = halfway(step=20, elapsed=10.0, startup=30.0)
-    assert started.seconds_left == 20.0  # getting ready is no part of the pace, but of the clock
-    assert "0:00:40 elapsed, 0:00:20 left" in plain_line(started)
-    assert halfway(step=0).seconds_left is None
+    started = halfway(step=20, elapsed=10.0, startup=30.0, seconds_per_step=0.5)
+    assert "0:00:40 elapsed, 0:00:20 left" in plain_line(started)  # 40 steps to go
+    assert halfway(seconds_per_step=None).seconds_left is None
     assert halfway(step=60).seconds_left is None
     assert halfway(total_steps=0).seconds_left is None
 
 
 def test_a_plain_line():
     assert plain_line(halfway(message="updating\n1 maker")) == (
-        "step 30/60 (50%), reward 0.500, KL 2.12, version 29, buffer 3, 214 samples/s, "
+        "step 30/60 (50%), reward 0.500, KL 2.12, version 29, buffer 3, 1,900 samples trained, 2,000 made (214/s), "
         "0:00:12 elapsed, 0:00:12 left - updating 1 maker"
     )
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from coati.monitor.records import RecordLog, WarningRecorder
+from coati.monitor.records import RecordLog, WarningRecorder, WarningsFile
 
 
 def log_of(count, **kwargs):
@@ -67,4 +67,28 @@ def test_warnings_are_kept_among_the_records(logger_of_an_actor):
     logger_of_an_actor.warning("waited %s s for %s", 10, "weights")
     logger_of_an_actor.error("lost a batch")
     logger_of_an_actor.info("all is well")
-    assert [record["warning"] for record in records.since(0).records] == ["waited 10 s for weights", "lost a batch"]
+    waited, lost = records.since(0).records
+    assert (waited["warning"], lost["warning"]) == ("waited 10 s for weights", "lost a batch")
+    assert waited["kind"] != lost["kind"]
+
+
+def test_of_many_warnings_a_few_are_shown_and_all_are_written(tmp_path, caplog):
+    logger, path = logging.getLogger("coati.a_test_of_many_warnings"), tmp_path / "warnings.log"
+    with WarningsFile(path):
+        for number in range(100):
+            logger.warning("no score for %r", f"text {number}")
+        logger.warning("something else")
+        for _ in range(5):
+            logger.error("lost a batch")
+    logger.warning("after the run")
+    shown = [int(message.split()[4].strip("'")) for message in caplog.messages if "no score" in message]
+    assert shown == [0, 1, 2, 9, 99]
+    assert "100 of this kind" in caplog.text
+    assert [len([one for one in caplog.messages if part in one]) for part in ("else", "lost", "after")] == [1, 5, 1]
+    assert len(path.read_text().splitlines()) == 106
+
+
+def test_warnings_that_cannot_be_written_are_shown(tmp_path, caplog):
+    with WarningsFile(tmp_path / "no" / "such" / "folder"):
+        logging.getLogger("coati.a_test_of_many_warnings").warning("all is well")
+    assert caplog.messages == ["all is well"]

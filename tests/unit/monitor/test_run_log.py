@@ -202,17 +202,9 @@ def test_a_tracker_that_fails_is_reported_once_and_dropped(breaks, make_log, tra
     assert (len(tracker.logged), len(tracker.texts), tracker.num_closed) == (3, 3, 1)
 
 
-def test_each_warning_of_an_actor_is_shown_once(make_log, caplog):
-    log = make_log()
-    log.warnings("maker-0", [{"warning": "waited 10 s"}, made(0, 0.5)])
-    log.warnings("maker-1", [{"warning": "waited 20.5 s"}, {"warning": "out of room"}])
-    log.warnings("maker-1", [{"warning": f"trainer-{index} dropped ids [7, {index}]"} for index in (1, 1, 2)])
-    assert caplog.messages == [
-        "maker-0: waited 10 s",
-        "maker-1: out of room",
-        "maker-1: trainer-1 dropped ids [7, 1]",
-        "maker-1: trainer-2 dropped ids [7, 2]",
-    ]
+def test_warnings_of_an_actor_are_logged_with_its_name_and_their_kind(make_log, caplog):
+    make_log().warnings("maker-0", [{"warning": "waited 10 s", "kind": "here"}, made(0, 0.5)])
+    assert [(record.message, record.kind) for record in caplog.records] == [("maker-0: waited 10 s", "here")]
 
 
 def test_snapshot_by_hand(make_log, clock):
@@ -264,7 +256,7 @@ def test_rate_and_time_left_are_those_of_the_last_minute(make_log, clock):
     assert latest.elapsed == 175.0
     clock.now += 200.0  # nothing of late: the pace is that of the whole run
     stuck = log.snapshot()
-    assert (stuck.samples_per_second, stuck.seconds_per_step) == (0.0, None)
+    assert (stuck.samples_per_second, stuck.seconds_per_step) == (0.0, 375.0 / 6)
     assert stuck.seconds_left == 375.0 / 6 * (stuck.total_steps - 6)
 
 
@@ -366,6 +358,23 @@ def test_a_sample_is_in_quarantine_once_however_often_it_is_made(tmp_path):
     assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == [0, 1]
     log.maker_records(failed)
     assert [row["sample_id"] for row in read_jsonl(tmp_path / "quarantine.jsonl")] == [0, 1, 2]
+
+
+def test_a_run_that_is_resumed_stands_at_its_checkpoint_before_the_first_step(tmp_path, clock):
+    log = RunLog(tmp_path, total_steps=60, total_samples=600, clock=clock)
+    log.stand_at(40, 20)
+    clock.now += 30.0
+    assert (log.snapshot().step, log.snapshot().version, log.snapshot().seconds_left) == (40, 20, None)
+    log.continue_from(40, 20)  # of a run that was killed before it wrote any row
+    log.begin()
+    clock.now += 9.0
+    snapshot = log.snapshot()
+    assert (snapshot.step, snapshot.version, snapshot.num_trained) == (40, 20, 400)
+    assert snapshot.seconds_left is None, "no step yet to tell the pace by"
+    log.trainer_records([trained(40, 19), trained(41, 20)])  # the first is in the checkpoint, and has no row yet
+    assert log.snapshot().seconds_left == 9.0 * 19
+    log.close()
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [40, 41]
 
 
 def test_when_trainers_are_started_again_what_came_after_their_checkpoint_is_made_again(tmp_path):

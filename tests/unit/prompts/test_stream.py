@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from coati.errors import ConfigError, DataError
-from coati.prompts.stream import PromptStream
+from coati.prompts.stream import SKIP_TOO_LONG, PromptStream
 from coati.prompts.table import PromptTable
 
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "<user>", "<bot>", "a", "b", "c", "d", "e"]
@@ -144,10 +144,15 @@ def test_unusable_prompts_are_counted_by_reason_and_keep_their_ids(caplog):
     with caplog.at_level(logging.WARNING):
         batches = list(itertools.islice(stream, 3))
     assert [group for batch in batches for group in batch["group_ids"].tolist()] == [0, 2, 4, 5, 7, 9]
-    assert stream.skipped == {"longer than max_prompt_tokens": 2, "no tokens": 2}
+    assert stream.skipped == {"longer than prompts.max_tokens": 2, "without tokens": 2}
     skips = [record.getMessage() for record in caplog.records if "Skipping" in record.getMessage()]
     assert len(skips) == 2  # once per reason, not once per prompt
     assert "row 1" in skips[0]
+
+
+def test_a_survey_counts_what_every_pass_skips():
+    table = table_of(*["a b c"] * 3, "a")
+    assert stream_of(table, max_prompt_tokens=2).survey() == {SKIP_TOO_LONG: 3}
 
 
 def recording_tokenizer(tokenized):
@@ -165,7 +170,7 @@ def test_a_prompt_of_megabytes_is_skipped_without_tokenizing_it():
     table, tokenized = table_of("a " * 25_000_000, "b"), []
     stream = stream_of(table, recording_tokenizer(tokenized), context_length=16, prompts_per_batch=1)
     assert next(iter(stream))["prompt"] == ["b"]
-    assert stream.skipped == {"no room for a response in the context": 1}
+    assert stream.skipped == {"without room for a response": 1}
     assert tokenized == ["b"]
 
 
@@ -183,7 +188,7 @@ def test_a_prompt_needs_room_for_one_new_token():
     table = table_of("a b", "a b c")  # 3 and 4 tokens with <bos>
     stream = stream_of(table, context_length=4)
     assert next(iter(stream))["prompt"] == ["a b", "a b"]
-    assert stream.skipped == {"no room for a response in the context": 1}
+    assert stream.skipped == {"without room for a response": 1}
     assert first_batch(table, context_length=5)["prompt"] == ["a b", "a b c"]
 
 
@@ -197,7 +202,7 @@ def test_responses_that_the_context_will_cut_short_are_announced_once(caplog):
 def test_a_table_without_a_usable_prompt_is_an_error():
     with pytest.raises(DataError) as caught:
         first_batch(table_of("a b c", "a b c d"), max_prompt_tokens=2, context_length=64)
-    for part in ("test.jsonl", "2 with longer than max_prompt_tokens", "prompts.max_tokens = 2", "64"):
+    for part in ("test.jsonl", "2 longer than prompts.max_tokens", "prompts.max_tokens = 2", "64"):
         assert part in str(caught.value)
 
 

@@ -137,17 +137,17 @@ def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage, monk
     assert json.loads((one.folder / "metrics.jsonl").read_text().splitlines()[0])["policy/loss"] == 1
 
 
-def test_a_warning_of_an_actor_is_shown_once(stage, caplog):
+def test_a_warning_of_an_actor_is_shown(stage, caplog):
     one = stage(makers=2)
 
     def warn(host):
         for name in ("maker-0", "maker-1"):
-            host[name].records.append({"warning": "generating with the reference engine"})
+            host[name].records.append({"warning": "the reference engine", "kind": "engine"})
         one.on_turn = end_training
 
     one.on_turn = warn
     one.go()
-    assert caplog.text.count("generating with the reference engine") == 1
+    assert [one for one in caplog.messages if "engine" in one] == [f"maker-{n}: the reference engine" for n in (0, 1)]
 
 
 def test_what_an_actor_raises_ends_the_run_with_its_name(stage):
@@ -365,7 +365,7 @@ def test_a_maker_that_dies_is_replaced_and_its_successor_is_read_from_the_beginn
     one = stage(makers=2)
 
     def warn(host):
-        host["maker-1"].records.append({"warning": "the first life"})
+        host["maker-1"].records.append({"warning": "the first life", "kind": ""})
         one.first, one.on_turn = host.peers["maker-1"], die_when_read
 
     def die_when_read(host):
@@ -375,7 +375,7 @@ def test_a_maker_that_dies_is_replaced_and_its_successor_is_read_from_the_beginn
 
     def wait_for_the_successor(host):
         if host.peers["maker-1"] is not one.first:
-            host["maker-1"].records.append({"warning": "the second life"})
+            host["maker-1"].records.append({"warning": "the second life", "kind": ""})
             one.on_turn = end_when_read
 
     def end_when_read(host):
