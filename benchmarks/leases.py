@@ -260,10 +260,9 @@ class Maker:
             self._numbers,  # type: ignore[arg-type]
             [self.trainer],
             rules,
+            self,  # type: ignore[arg-type]
             peers=RayPeers(),
             maker=self.name,
-            version=lambda: self._slots[-1].served.newest[1],  # which all others have, too
-            wait=self._wait,
             should_stop=self.stopped.is_set,
         )
         self._batches = iter(self.prompts)
@@ -308,10 +307,20 @@ class Maker:
         with self._count:
             self._numbers.samples_per_batch += samples
 
-    def _wait(self, seconds: float) -> None:
-        """Return when new weights come, as a holder's loop does."""
-        self._has_news.wait(seconds)
+    # What leased prompts ask of served models.
+
+    incarnation = 0
+
+    @property
+    def version(self) -> int:
+        """What the last slot serves, and all others too."""
+        return self._slots[-1].served.newest[1]
+
+    def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
+        """Return when new weights come, as served models do."""
+        self._has_news.wait(deadline_seconds)
         self._has_news.clear()
+        return self.version >= at_least
 
 
 class WaitingLearner(PPOLearner):

@@ -18,11 +18,13 @@ from coati.build import Parts
 from coati.config import RunSettings
 from coati.cpu import set_up_cpu
 from coati.errors import DeadlineExceeded
-from coati.experience import Experience, split_experience_batch
+from coati.experience import Experience
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker.base import PromptBatch, build_maker
+from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
+from coati.experience_maker.work_loop import WorkLoop
 from coati.ledger import age_metrics
 from coati.ledger.journal import Journal
 from coati.monitor.progress import RunSnapshot
@@ -80,13 +82,23 @@ class SynchronousRun(FitSteps):
             tokenizer=functools.partial(build.load_tokenizer, config),
             write_seconds=config.deadlines.update_seconds,
         )
+        peers = LocalPeers(trainer=SimpleNamespace(lease=self._buffer.lease, buffer_extend=self._buffer.extend))
         self._prompts = LeasedPrompts(
             build.make_prompts(config),
             ["trainer"],
             self._rules,
-            peers=LocalPeers(trainer=self._buffer),
+            self._pipeline.served,
+            peers=peers,
             maker="this process",
-            version=lambda: self._version,
+        )
+        self._prompts.may_defer = False
+        self._delivery = ItemSender(["trainer"], peers=peers, sender="this process", deadlines=config.deadlines)
+        self._work = WorkLoop(
+            self._pipeline,
+            self._prompts,
+            self._delivery,
+            record=lambda record: log.maker_records([record]),
+            samples_kept=config.logging.samples_kept,
         )
         self._num_done = 0  # fresh batches, of a run that is resumed
         if checkpoint is not None:
@@ -179,20 +191,8 @@ class SynchronousRun(FitSteps):
         return batch
 
     def _make(self, prompts: PromptBatch) -> None:
-        batch = self._pipeline.begin(prompts)
-        try:
-            experience = self._pipeline.finish(batch)
-        finally:
-            failed = [{"quarantined": sample, "version": batch.version} for sample in batch.quarantined]
-            self._log.maker_records(failed)
-        if experience is None:
-            self._prompts.attach_leases(batch, [])
-            return
-        experience.to_device("cpu")
-        samples_kept, num_skipped = self._config.logging.samples_kept, self._prompts.num_skipped
-        record = self._pipeline.record(batch, samples_kept=samples_kept, num_skipped=num_skipped)
-        self._log.maker_records([record])
-        self._buffer.extend(self._prompts.attach_leases(batch, split_experience_batch(experience)))
+        self._work.make(prompts)
+        self._delivery.flush()
 
     def train_on(self, batch: Experience) -> dict[str, float]:
         """Take a training step and log it."""

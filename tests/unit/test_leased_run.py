@@ -76,6 +76,7 @@ class Prompts:
     """Every prompt is the same."""
 
     samples_per_batch = 6
+    skipped = SimpleNamespace(total=lambda: 0)
 
     def __init__(self, group_size):
         self._size = group_size
@@ -128,11 +129,10 @@ class Maker:
             Prompts(rules.group_size),
             names,
             rules,
+            self.served,
             peers=peers,
             maker=name,
-            version=lambda: self.served.version,
             deadlines=DEADLINES,
-            wait=lambda _: self.served.wait_for_version(self.served.version + 1, deadline_seconds=0.01),
             should_stop=self.stop.is_set,
         )
         sender = ItemSender(

@@ -103,9 +103,9 @@ class Interleaved(SynchronousRun):
 
     def _connect(self, maker):
         peers = LocalPeers(trainer=self._buffer)
-        version = lambda: maker.pipeline.served.version  # noqa: E731
+        served = maker.pipeline.served
         maker.prompts = LeasedPrompts(
-            build.make_prompts(self._config), ["trainer"], self._rules, peers=peers, maker=maker.name, version=version
+            build.make_prompts(self._config), ["trainer"], self._rules, served, peers=peers, maker=maker.name
         )
 
     def next_batch(self):

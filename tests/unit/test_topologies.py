@@ -36,16 +36,16 @@ class Trainer:
 
 class Maker:
     def __init__(self, run, name, version):
-        self.run, self.version = run, version
+        self.run, self.version, self.incarnation = run, version, 0
         self.work, self.inbox = deque(), deque()  # batches in work; versions on their way
         self.updates = Counter()
         self.prompts = LeasedPrompts(
             tiny.NumberStream(PER_VERSION, unusable=run.unusable),
             run.trainer_names,
             run.rules,
+            self,
             peers=run.peers,
             maker=name,
-            version=lambda: self.version,
         )
 
     def ask(self):

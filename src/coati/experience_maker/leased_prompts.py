@@ -11,6 +11,7 @@ from coati.experience_maker.base import MakerBatch, PromptBatch, WorkSource
 from coati.ledger.rules import Ending, Lease, LeaseRequest, LedgerRules
 from coati.peers import Peers, PendingCall, wait_in_slices
 from coati.prompts.stream import PromptStream
+from coati.weights.served import ServedModels
 
 # Between two requests, if no new weights come first.
 _POLL_SECONDS = 0.05
@@ -20,9 +21,8 @@ _REASON_CHARACTERS = 200
 class LeasedPrompts(WorkSource):
     """Batches of prompts for which this maker holds leases.
 
-    Trainer t of T has every T-th lease of the run, and each request asks all of them for equal parts. `wait(seconds)`
-    returns when new weights serve, or after so many seconds. `version()` serves, and came from trainers of incarnation
-    `weights_of()`; `incarnation` is the maker's own.
+    Trainer t of T has every T-th lease of the run, and each request asks all of them for equal parts, for the version
+    that the models serve. `incarnation` is the maker's own.
     """
 
     wait_name = "wait_weights"  # leases come with new weights
@@ -33,14 +33,12 @@ class LeasedPrompts(WorkSource):
         stream: PromptStream,
         trainer_names: Sequence[str],
         rules: LedgerRules,
+        served: ServedModels,
         *,
         peers: Peers,
         maker: str,
-        version: Callable[[], int],
-        weights_of: Callable[[], int] = lambda: 0,
         incarnation: int = 0,
         deadlines: Deadlines | None = None,
-        wait: Callable[[float], object] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._stream = stream
@@ -50,11 +48,9 @@ class LeasedPrompts(WorkSource):
         self.may_defer = not rules.is_on_policy
         self._peers = peers
         self._maker = maker
-        self._version = version
-        self._weights_of = weights_of
+        self._served = served
         self._incarnation = incarnation
         self._deadlines = deadlines or Deadlines()
-        self._wait = wait
         self._should_stop = should_stop
         self._num_requests = 0
         # By number, the oldest first: one that was taken back may be granted again while its batch is still in work.
@@ -75,7 +71,7 @@ class LeasedPrompts(WorkSource):
             batch = wait_in_slices(
                 ask,
                 deadline_seconds=self._deadlines.batch_seconds,
-                what=lambda: f"leases for maker {self._maker}, which serves version {self._version()}",
+                what=lambda: f"leases for maker {self._maker}, which serves version {self._served.version}",
             )
             if isinstance(batch, PromptBatch):
                 yield batch
@@ -129,8 +125,8 @@ class LeasedPrompts(WorkSource):
 
     def _request(self) -> list[int]:
         """Ask all trainers at once; returns the numbers of the leases that were granted."""
-        weights_of = self._weights_of()  # before the version, which must not be from before them
-        size, version = self._rules.group_size, self._version()
+        weights_of = self._served.incarnation  # before the version, which must not be from before them
+        size, version = self._rules.group_size, self._served.version
         wanted = max(size, self._stream.samples_per_batch // len(self._trainers) // size * size)
         self._num_requests += 1
         calls: dict[str, tuple[LeaseRequest, PendingCall]] = {}
@@ -148,6 +144,10 @@ class LeasedPrompts(WorkSource):
                     self._held.setdefault(lease.number, deque()).append(lease)
             granted += [lease.number for lease in leases]
         return granted
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until new weights serve, or for so many seconds."""
+        self._served.wait_for_version(self._served.version + 1, deadline_seconds=seconds)
 
     def _answer(self, name: str, request: LeaseRequest, call: PendingCall) -> list[Lease]:
         """The trainer's answer; the same request is repeated if it was lost, and nothing comes of a dead trainer."""

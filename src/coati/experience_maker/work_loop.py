@@ -29,7 +29,6 @@ from coati.experience import Experience, split_experience_batch
 from coati.experience_maker.base import MakerBatch, PromptBatch, WorkSource
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline
-from coati.monitor.records import RecordLog
 
 # Between two checks for the scores of a pending batch, while the loop waits for something else.
 _POLL_SECONDS: Final = 0.02
@@ -41,7 +40,8 @@ class WorkLoop:
     """Makes experience from the prompts of a source, and sends it to trainers.
 
     `notify(hook, *args)` calls the hooks of callbacks (see `coati.ray.callbacks`). Hooks keep their order: those of a
-    batch that is begun while another is pending come when that one is delivered.
+    batch that is begun while another is pending come when that one is delivered. `record` takes what each batch
+    reports.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class WorkLoop:
         deadlines: Deadlines | None = None,
         stop: threading.Event | None = None,
         notify: Callable[..., None] = lambda *_: None,
-        records: RecordLog[dict[str, Any]] | None = None,
+        record: Callable[[dict[str, Any]], None] = lambda _: None,
         samples_kept: int = 0,
         offload_to_cpu: bool = True,
     ) -> None:
@@ -63,7 +63,7 @@ class WorkLoop:
         self._deadlines = deadlines or Deadlines()
         self._stop = stop or threading.Event()
         self._notify = notify
-        self._records = records
+        self._record = record
         self._samples_kept = samples_kept
         self._offload_to_cpu = offload_to_cpu
         self._timeline = pipeline.timeline
@@ -81,13 +81,14 @@ class WorkLoop:
         try:
             while (batch := self._await_prompts(draw())) is not None and not self._stop.is_set():
                 self._hook("on_batch_start")
-                self._make(batch)
+                self.make(batch)
                 self._hook("on_batch_end")
             self._finish_pending()
         finally:
             prompts_thread.close()
 
-    def _make(self, batch: PromptBatch) -> None:
+    def make(self, batch: PromptBatch) -> None:
+        """Make experience from a batch of prompts, and deliver it unless it may be pending while the next is made."""
         self._hook("on_make_experience_start")
         try:
             begun = self._pipeline.begin(batch, meanwhile=self._finish_between_tokens if self._pending else None)
@@ -109,8 +110,8 @@ class WorkLoop:
                 wait([prompts], timeout=_POLL_SECONDS if self._pending else _SLICE_SECONDS)
                 self._sender.collect()  # there may be no leases before what was sent has come
                 if self._pending:
-                    if not prompts.done():  # else the models work first
-                        self._finish_if_ready()
+                    if self._pending.is_ready and not prompts.done():  # else the models work first
+                        self._finish_pending()
                     since = time.monotonic()
                 elif time.monotonic() - since >= self._deadlines.batch_seconds and not prompts.done():
                     raise DeadlineExceeded(
@@ -126,10 +127,6 @@ class WorkLoop:
         if self._pending is not None and self._pending.is_ready and self._sender.has_room():
             self._finish_pending()
 
-    def _finish_if_ready(self) -> None:
-        if self._pending is not None and self._pending.is_ready:
-            self._finish_pending()
-
     def _finish_pending(self) -> None:
         if self._pending is None:
             return
@@ -137,9 +134,8 @@ class WorkLoop:
         try:
             experience = self._pipeline.finish(batch)
         finally:
-            if self._records is not None:
-                for sample in batch.quarantined:
-                    self._records.append({"quarantined": sample, "version": batch.version})
+            for sample in batch.quarantined:
+                self._record({"quarantined": sample, "version": batch.version})
         if experience is None:
             self._source.attach_leases(batch, [])
         else:
@@ -152,9 +148,8 @@ class WorkLoop:
         self._notify("on_make_experience_end", experience)
         if self._offload_to_cpu:
             experience.to_device("cpu")
-        if self._records is not None:
-            record = self._pipeline.record(batch, samples_kept=self._samples_kept, num_skipped=self._source.num_skipped)
-            self._records.append(record)
+        num_skipped = self._source.num_skipped
+        self._record(self._pipeline.record(batch, samples_kept=self._samples_kept, num_skipped=num_skipped))
         faults.reach("maker.before_deliver")
         self._notify("on_send_start")
         with self._timeline.span("send"):

@@ -241,7 +241,7 @@ class MakerHolder:
             deadlines=self._deadlines,
             stop=self._stop,
             notify=functools.partial(dispatch, self._callbacks),
-            records=self._records,
+            record=self._records.append,
             samples_kept=self._samples_kept,
             offload_to_cpu=self._buffer_cpu_offload,
         )
@@ -250,7 +250,7 @@ class MakerHolder:
         """Leased prompts in a run, else what the loader gives."""
         if self._rules is None:
             return LoaderPrompts(dataloader_fn, num_epochs, num_steps, maker=self._name)
-        served, stream = self._served, dataloader_fn()
+        stream = dataloader_fn()
         if not isinstance(stream, PromptStream):
             raise ConfigError(
                 "with options.rules, dataloader_fn() must return a coati.prompts.stream.PromptStream, in which leased "
@@ -260,13 +260,11 @@ class MakerHolder:
             stream,
             self._trainer_names,
             self._rules,
+            self._served,
             peers=self._peers,
             maker=self._name,
-            version=lambda: served.version,
-            weights_of=lambda: served.incarnation,
             incarnation=self._incarnation,
             deadlines=self._deadlines,
-            wait=lambda seconds: served.wait_for_version(served.version + 1, deadline_seconds=seconds),
             should_stop=self._stop.is_set,
         )
 

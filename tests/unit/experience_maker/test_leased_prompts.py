@@ -38,20 +38,19 @@ class Story:
         rules = [LedgerRules(**defaults | options, stream=rank, num_streams=trainers) for rank in range(trainers)]
         self.trainers = [Trainer(one) for one in rules]
         self.peers = ThreadPeers(**dict(zip(names, self.trainers, strict=True)))
-        self.version, self.waits, self.is_stopped = 0, 0, False
+        self.version, self.incarnation, self.waits, self.is_stopped = 0, 0, 0, False  # as of served models
         self.prompts = LeasedPrompts(
             tiny.NumberStream(4, unusable=unusable),
             names,
             rules[0],
+            self,
             peers=self.peers,
             maker="maker",
-            version=lambda: self.version,
             deadlines=Deadlines(update_seconds=seconds, batch_seconds=seconds),
-            wait=self._wait,
             should_stop=lambda: self.is_stopped,
         )
 
-    def _wait(self, seconds):
+    def wait_for_version(self, at_least, *, deadline_seconds):
         self.waits += 1
 
     def settle(self, batch, *, without=(), dropped=None):

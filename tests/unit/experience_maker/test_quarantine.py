@@ -72,9 +72,7 @@ class Rig:
             self.fates.append((lease.number, fate, reason)),
             drop(lease, reason, fate=fate),
         )
-        self.prompts = LeasedPrompts(
-            Prompts(), ["t"], RULES, peers=LocalPeers(t=self.buffer), maker="m", version=lambda: 0
-        )
+        self.prompts = LeasedPrompts(Prompts(), ["t"], RULES, served, peers=LocalPeers(t=self.buffer), maker="m")
 
     def make(self):
         """Make one batch, and ask for the next."""
@@ -188,7 +186,7 @@ def test_the_work_loop_records_what_is_in_quarantine_before_it_fails(llama, max_
     rig, log = Rig(llama, bad=[2, 7], max_quarantined=max_quarantined), RecordLog()
     sender = SimpleNamespace(send=rig.buffer.extend, has_room=lambda: True, collect=lambda: None)
     rig.prompts.__class__ = type("Once", (LeasedPrompts,), {"__iter__": lambda self: iter([self.poll()])})
-    loop = WorkLoop(rig.pipeline, rig.prompts, sender, records=log)
+    loop = WorkLoop(rig.pipeline, rig.prompts, sender, record=log.append)
     if max_quarantined == 1:
         with pytest.raises(RewardError, match="2 groups"):
             loop.run()

@@ -62,7 +62,7 @@ class Source(WorkSource):
     def __init__(self, rules):
         self.batches, self.settled, self.num_kept_back = (), [], 0
         if rules is not None:
-            leased = LeasedPrompts(None, [], rules, peers=LocalPeers(), maker="m", version=lambda: 0)
+            leased = LeasedPrompts(None, [], rules, None, peers=LocalPeers(), maker="m")
             self.may_defer, self.always_has_room = leased.may_defer, leased.always_has_room
 
     def __iter__(self):
@@ -117,7 +117,7 @@ class Rig:
             deadlines=Deadlines(batch_seconds=prompts_seconds),
             stop=self.stop,
             notify=lambda hook, *_: self.story.append(hook),
-            records=self.log,
+            record=lambda record: self.log.append(record),
         )
 
     @property
