@@ -124,7 +124,7 @@ class DealtShares:
         self.num_picked += 1
         return self.num_picked - 1
 
-    def train(self, version: int, *_: object) -> None:
+    def mark_trained(self, version: int, *_: object) -> None:
         self.version = version
 
     @property

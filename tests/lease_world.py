@@ -148,7 +148,7 @@ class World:
         self.version += 1
         self.is_training = False
         for stream, ledger in enumerate(self.ledgers):
-            ledger.train(self.version)
+            ledger.mark_trained(self.version)
             ledger.note_version_time(self.now)
             self.fates.update(self.picked[stream])
             self.picked[stream] = []

@@ -6,14 +6,15 @@ A sample takes these forms on its way from prompt to gradient:
 
     Lease               trainer     ledger/             the right to make one prompt group; its number is the prompt's
     row of a dataset    dict        prompts/            one prompt and its columns
-    PromptBatch         maker       experience_maker/   prompts, tokenized and left-padded
+    PromptBatch         maker       experience_maker/   prompts, tokenized and left-padded; comes as a dict, or a tensor
     RolloutRequest      maker       rollout/            those, and how to continue them
     Rollout             maker       rollout/            with responses and their log-probs
     RewardRequest       maker       rewards/            the responses as text and tokens; PendingScores of it come later
     MakerBatch          maker       experience_maker/   carries the batch while it is scored, and then the experience
     Experience          maker                           with rewards, KL and advantages
     BufferItem          maker                           one sample without padding
-    ItemBundle          the wire                        the items for one trainer, an array for each field
+    ItemBundle          the wire                        items that travel together, an array for each field; so they
+                                                        wait in a DetachedReplayBuffer, and lie in checkpoints
     Experience          trainer                         items of several makers, padded again; checked once, on arrival
     MicroBatch          trainer     trainer/            the rows of one pass
     PackedRows          trainer     models/             those, joined end to end for the models

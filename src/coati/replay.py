@@ -133,7 +133,7 @@ class ReplayedBuffer(LeasedBuffer):
         self.num_uses.subtract({*self.wanted["written_by"][::2]})
         self.wanted = None
 
-    def train(self, version: int) -> None:
+    def mark_trained(self, version: int) -> None:
         """Nothing is left to decide."""
 
     def note_weights(self, version: int, digests: Mapping[str, Mapping[str, str]], makers: Sequence[str] = ()) -> None:  # noqa: ARG002

@@ -230,7 +230,7 @@ class SynchronousRun(FitSteps):
     def publish(self) -> None:
         """Give the maker the weights as the next version."""
         self._version += 1
-        self._buffer.train(self._version)
+        self._buffer.mark_trained(self._version)
         with self._timeline.span("publish"):
             self._sender.send(self._version)
         self._log.trainer_version = self._version

@@ -108,7 +108,7 @@ class Trainer(FitSteps):
 
     def publish(self):
         self.version += 1
-        self.buffer.train(self.version)
+        self.buffer.mark_trained(self.version)
         if self is self._run.trainers[0]:  # all are in step; the first has the last word
             for maker in self._run.makers:
                 maker.offer(self.version)

@@ -127,7 +127,7 @@ class Run:
         for rank, batch in enumerate(self.ready):
             self.trained[rank] += batch.sample_ids.tolist()
             self.ages += [self.version - 1 - written for written in batch.reward.tolist()]
-            self.trainers[rank].buffer.train(self.version)
+            self.trainers[rank].buffer.mark_trained(self.version)
             for name in (name for name, updater in self.updaters.items() if updater == rank):
                 self.makers[name].inbox.append(self.version)
         self.ready = [None] * len(self.trainers)

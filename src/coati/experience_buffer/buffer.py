@@ -57,7 +57,7 @@ class SampleBuffer(ABC):
         """Grant the leases of a maker that is gone to others; returns their numbers."""
         return []
 
-    def train(self, version: int) -> None:  # noqa: B027
+    def mark_trained(self, version: int) -> None:  # noqa: B027
         """Note that the batches sampled so far made weights of this version."""
 
     def give_back(self, batch: Experience) -> None:  # noqa: B027

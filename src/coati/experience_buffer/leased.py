@@ -62,7 +62,7 @@ class LeasedBuffer(SampleBuffer):
 
     def lease(self, request: LeaseRequest) -> list[Lease]:
         """Grant what may be made now: nothing to a maker whose weights come from before this trainer's start."""
-        if request.weights_of != self._incarnation:
+        if request.trainer_incarnation != self._incarnation:
             return []
         with self._changing():
             for ending in request.endings:
@@ -110,10 +110,10 @@ class LeasedBuffer(SampleBuffer):
             self.num_sampled += 0 if batch is None else batch.num_samples
         return batch
 
-    def train(self, version: int) -> None:
+    def mark_trained(self, version: int) -> None:
         """The batches sampled so far made weights of this version."""
         with self._changing():
-            self._ledger.train(version, self.num_sampled)
+            self._ledger.mark_trained(version, self.num_sampled)
             self._ledger.note_version_time(self._clock())
             self._in_training = {number: self._in_training[number] for number in self._ledger.picked}
 

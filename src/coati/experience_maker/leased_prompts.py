@@ -125,7 +125,7 @@ class LeasedPrompts(WorkSource):
 
     def _request(self) -> list[int]:
         """Ask all trainers at once; returns the numbers of the leases that were granted."""
-        weights_of = self._served.incarnation  # before the version, which must not be from before them
+        trainer_incarnation = self._served.incarnation  # before the version, which must not be from before them
         size, version = self._rules.group_size, self._served.version
         wanted = max(size, self._stream.samples_per_batch // len(self._trainers) // size * size)
         self._num_requests += 1
@@ -134,7 +134,9 @@ class LeasedPrompts(WorkSource):
             if (peer := self._peers.find_now(name)) is not None:
                 endings = tuple(self._endings[name])
                 number = self._num_requests
-                request = LeaseRequest(self._maker, number, version, wanted, endings, self._incarnation, weights_of)
+                request = LeaseRequest(
+                    self._maker, number, version, wanted, endings, self._incarnation, trainer_incarnation
+                )
                 calls[name] = request, peer.call("lease", request)
         granted: list[int] = []
         for name, (request, call) in calls.items():

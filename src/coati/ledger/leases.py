@@ -55,7 +55,7 @@ class Ledger:
     (True, None)
     >>> ledger.deliver(leases[:1], now=1.0) == leases[:1], ledger.pick(), ledger.pick()
     (True, 0, 1)
-    >>> ledger.train(version=1)
+    >>> ledger.mark_trained(version=1)
     >>> [lease.number for lease in ledger.lease("maker-0", ask=2, version=1, wanted=8, now=2.0)]
     [2, 3]
     """
@@ -187,7 +187,7 @@ class Ledger:
             self._change({"pick": [number]})
         return number
 
-    def train(self, version: int, samples: int | None = None) -> None:
+    def mark_trained(self, version: int, samples: int | None = None) -> None:
         """What was picked for the versions before `version` has been trained on: so many samples in all, fewer than
         were picked if training was stopped on the way; None for all of them."""
         due = min(self.num_picked, version * self.rules.samples_per_version)

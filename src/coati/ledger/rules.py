@@ -42,7 +42,7 @@ class LeaseRequest(NamedTuple):
     """Leases that came to nothing since the last request."""
     incarnation: int = 0
     """Of the maker: one that is started again has a greater one."""
-    weights_of: int = 0
+    trainer_incarnation: int = 0
     """The incarnation of the trainers whose weights the maker serves."""
 
 

@@ -220,7 +220,7 @@ class DetachedTrainer(FitSteps):
         """Send the makers the weights as the next version."""
         self.version += 1
         self._timeline.version = self.version
-        self._buffer.train(self.version)
+        self._buffer.mark_trained(self.version)
         with self._timeline.span("publish"):
             self._update_remote_makers()
 

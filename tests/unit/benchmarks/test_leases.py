@@ -50,4 +50,4 @@ def test_actors_of_both_rules_lease_and_deliver(leases, rule):
     trainer.buffer_extend(items)
     assert len(lent) == (32 if rule == "dealt" else 64)  # a quarter of two versions, or what was asked for
     assert trainer.buffer_get_length() == len(lent) // 64
-    trainer._leased.train(1)
+    trainer._leased.mark_trained(1)

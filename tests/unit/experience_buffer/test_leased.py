@@ -88,7 +88,7 @@ def test_no_more_is_granted_than_may_be_ahead_until_a_version_is_trained(story):
     story.deliver([Lease(number, 0) for number in range(2 * VERSION)])
     assert [story.sample(), story.sample()] == [[0, 1], [2, 3]]
     assert story.ask(100) == [], "they are picked, and not trained on"
-    story.buffer.train(1)
+    story.buffer.mark_trained(1)
     assert numbers(story.ask(100, version=1)) == list(range(2 * VERSION, 3 * VERSION))
 
 
@@ -310,7 +310,7 @@ def test_makers_on_threads_and_a_trainer_make_every_sample_once():
     for _ in range(total // VERSION):
         for _ in range(VERSION // 2):
             ids += [number % 10_000 for number in story.buffer.sample(timeout_seconds=PATIENCE).sample_ids.tolist()]
-        story.buffer.train(trained["version"] + 1)
+        story.buffer.mark_trained(trained["version"] + 1)
         trained["version"] += 1
     is_over.set()
     for one in makers:
@@ -353,7 +353,7 @@ def test_the_journal_tells_all_that_has_happened(tmp_path):
     assert replayed(path).state() == story.buffer._ledger.state()
     story.deliver(story.ask(1, maker="b"))
     story.sample()
-    story.buffer.train(1)
+    story.buffer.mark_trained(1)
     assert replayed(path).state() == story.buffer._ledger.state()
     story.buffer.close()
 

@@ -87,7 +87,7 @@ def test_a_maker_serves_a_new_trainer_after_all_its_weights_came(max_staleness, 
     one = first.update(0, seed=1)
     receive(one.start(), *map(one.part, one.chunks), one.end())
     lost = first.buffer.sample(timeout_seconds=PATIENCE)
-    first.buffer.train(1)
+    first.buffer.mark_trained(1)
     half = first.update(1, seed=2, is_sync=False, follows=0)
     receive(half.start(), *map(half.part, half.chunks[:2]))  # and then it dies
     peers.kill("trainer")
@@ -104,4 +104,4 @@ def test_a_maker_serves_a_new_trainer_after_all_its_weights_came(max_staleness, 
     assert holder.progress().version == 0
     for (name, tensor), (_, other) in zip(lost.tensors(), again.tensors(), strict=True):
         assert torch.equal(tensor, other), f"{name} of the same leases, made again with the same weights"
-    assert {request.weights_of for request in second.requests} == {0, 1}
+    assert {request.trainer_incarnation for request in second.requests} == {0, 1}

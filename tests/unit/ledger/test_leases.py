@@ -89,7 +89,7 @@ def test_a_version_ends_with_what_was_picked_for_it() -> None:
     ledger = Ledger(LedgerRules(samples_per_version=2, total_samples=8))
     ledger.deliver(ledger.lease("maker", ask=1, version=0, wanted=3, now=0.0), now=1.0)
     assert [ledger.pick() for _ in range(3)] == [0, 1, 2]
-    ledger.train(1)
+    ledger.mark_trained(1)
     assert ledger.picked == [2]  # one of the next version's two
 
 
@@ -152,7 +152,7 @@ def test_equal_makers_share_the_lead_however_much_they_ask_for() -> None:
     assert ledger.lease("other", ask=1, version=0, wanted=8, now=0.0) == []
     ledger.deliver(alone, now=1.0)
     assert [ledger.pick() for _ in range(4)] == [0, 1, 2, 3]
-    ledger.train(version=1)
+    ledger.mark_trained(version=1)
     assert len(ledger.lease("one", ask=2, version=1, wanted=8, now=1.0)) == 4
     assert ledger.lease("one", ask=3, version=1, wanted=8, now=1.0) == []
 
@@ -174,7 +174,7 @@ def test_a_maker_that_is_too_slow_for_the_bound_gets_one_group_at_a_time() -> No
     ledger.lease("quick", ask=10, version=0, wanted=3, now=8.0)
     for _ in range(6):
         assert ledger.pick() is not None
-    ledger.train(version=1)
+    ledger.mark_trained(version=1)
     ledger.note_version_time(
         8.0
     )  # with a bound of 1 a group has 16 seconds; it has held some for 32 without a delivery

@@ -51,7 +51,7 @@ class Trainers:
             self.trained += batch.sample_ids.tolist()
         for buffer in self.buffers:
             self._make(buffer, version)  # more than is trained on
-            buffer.train(version + 1)
+            buffer.mark_trained(version + 1)
 
     def _make(self, buffer, version):
         leases = buffer.lease(LeaseRequest("maker", next(self._asks), version, self.dice.randint(1, 4)))

@@ -173,7 +173,7 @@ def test_samples_that_were_delivered_and_not_trained_on_are_trained_on_after_it(
     first, second = Trainer(tmp_path), Trainer(tmp_path)
     deliver(first.buffer, 0, 7)
     trained = first.buffer.try_sample(0.0)
-    first.buffer.train(1)
+    first.buffer.mark_trained(1)
     first.buffer.try_sample(0.0)  # prefetched, say, and not trained on
     open_lease = first.buffer.lease(LeaseRequest("maker", 10**7, 1, 1))
     first.save(1)
@@ -212,10 +212,10 @@ def test_a_journal_leaves_out_what_a_resumed_run_made_again(tmp_path):
     first = Trainer(tmp_path, journal=lambda: Journal(journal, RULES, run="r"))
     deliver(first.buffer, 0, 6)
     first.buffer.try_sample(0.0)
-    first.buffer.train(1)
+    first.buffer.mark_trained(1)
     first.save(1)
     first.buffer.try_sample(0.0)
-    first.buffer.train(2)  # in vain
+    first.buffer.mark_trained(2)  # in vain
     deliver(first.buffer, 1, 2)
     first.buffer.close()
     longer = dataclasses.replace(RULES, total_samples=60, lead=2)
@@ -225,7 +225,7 @@ def test_a_journal_leaves_out_what_a_resumed_run_made_again(tmp_path):
         again.checkpoints.restore(tmp_path / "version-1")
         again.buffer.lease(LeaseRequest("maker", 0, 1, 2))
         again.buffer.try_sample(0.0)
-        again.buffer.train(2)
+        again.buffer.mark_trained(2)
         again.buffer.close()
     content = read_journal(journal)
     assert content.rules == longer
@@ -245,21 +245,21 @@ def test_a_run_that_starts_over_voids_its_journal_and_refuses_what_makers_hold(t
     first = LeasedBuffer(RULES, 2, open_journal=open_journal)
     deliver(first, 0, 3)
     first.try_sample(0.0)
-    first.train(1)
+    first.mark_trained(1)
     (held,) = first.lease(LeaseRequest("maker", 10**7, 1, 1))
     first.close()
     second = LeasedBuffer(RULES, 2, open_journal=open_journal, incarnation=1)
     second.start_over()
     old = LeaseRequest("maker", 10**7 + 1, 1, 8)
     assert second.lease(old) == [], "its weights are those of the trainer that died"
-    again = second.lease(old._replace(number=10**7 + 2, version=0, weights_of=1))
+    again = second.lease(old._replace(number=10**7 + 2, version=0, trainer_incarnation=1))
     assert [lease.number for lease in again] == [*range(8)]
     assert held.number in range(8)
     second.extend([dataclasses.replace(tiny.item(lease.number), lease=tuple(lease)) for lease in (held, again[0])])
     assert second.num_items_waiting == 1
     second.extend([dataclasses.replace(tiny.item(1), lease=tuple(again[1]))])
     second.try_sample(0.0)
-    second.train(1)
+    second.mark_trained(1)
     second.close()
     account = audit_run(tmp_path)
     assert account.problems == []
@@ -439,7 +439,7 @@ def test_one_trainer_continues_what_two_have_saved_and_makes_their_unfinished_sa
     for trainer, wanted in ((first, 5), (second, 3)):
         deliver(trainer.buffer, 0, wanted)
         trainer.buffer.try_sample(0.0)
-        trainer.buffer.train(1)
+        trainer.buffer.mark_trained(1)
     first.learner.step(tiny.experience(0, 2))
     first.save(1, fresh=1)
     file = tmp_path / "version-1" / "state.json"
