@@ -149,6 +149,24 @@ def test_a_run_that_was_stopped_keeps_no_logs(fake_ray, config, tmp_path):
     assert not (tmp_path / "out" / "ray-logs").exists()
 
 
+def test_a_start_that_is_interrupted_leaves_nothing_whenever_that_is(fake_ray, config, tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    def exit_as_ray_does_at_a_sigterm(**_):
+        raise SystemExit(15)
+
+    monkeypatch.setattr(cluster.ray, "init", exit_as_ray_does_at_a_sigterm)
+    with pytest.raises(KeyboardInterrupt), connect(config):
+        pass
+    assert left_behind(tmp_path) == []
+    assert not (tmp_path / "out" / "ray-logs").exists()
+    monkeypatch.setattr(cluster.subprocess, "Popen", interrupt)  # before there is a warden
+    with pytest.raises(KeyboardInterrupt), connect(config):
+        pass
+    assert left_behind(tmp_path) == []
+
+
 def test_logs_that_cannot_be_kept_do_not_hide_why_the_run_failed(fake_ray, config, tmp_path):
     (tmp_path / "out").write_text("a file")
     with pytest.raises(ZeroDivisionError), connect(config):
