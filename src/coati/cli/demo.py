@@ -12,9 +12,8 @@ from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.demo.reward import sentiment_analyzer
 from coati.entry import RunResult
-from coati.monitor.report.folder import read_run
-from coati.monitor.report.page import render_page
-from coati.monitor.report.time_use import run_times
+from coati.monitor.report import read_run, render_page
+from coati.monitor.time_use import run_times
 from coati.run_folder import open_run_folder
 
 NUM_EVALUATED = 256  # enough that the mean reward is good to about 0.03

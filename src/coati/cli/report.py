@@ -7,9 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from coati.errors import ConfigError
-from coati.monitor.report.folder import read_run, trace_events
-from coati.monitor.report.page import headline, render_page
-from coati.monitor.report.time_use import RunTimes, run_times
+from coati.monitor.report import headline, read_run, render_page, trace_events
+from coati.monitor.time_use import RunTimes, run_times
 
 
 def run_report(folder: Path, *, html: Path | None, trace: Path | None) -> None:

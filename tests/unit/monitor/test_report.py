@@ -10,9 +10,8 @@ from rich.console import Console
 
 from coati.cli.report import run_report, time_table
 from coati.errors import ConfigError, DataError
-from coati.monitor.report.folder import read_run, trace_events
-from coati.monitor.report.page import chosen_samples, curve, headline, render_page
-from coati.monitor.report.time_use import run_times
+from coati.monitor.report import chosen_samples, curve, headline, read_run, render_page, trace_events
+from coati.monitor.time_use import run_times
 from coati.monitor.timeline import Span
 
 
