@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from coati.algos.losses import largest
-from coati.algos.masked import divide_by_count, zero_padding
+from coati.algos.masked import MaskedMoments, divide_by_count, masked_moments, zero_padding
 from coati.errors import ConfigError
 
 ImportanceLevel = Literal["token", "sequence"]
@@ -40,42 +40,11 @@ class RatioTails(NamedTuple):
     """
 
     ratio_max: Tensor
-    """Largest weight before any cut; 0 without any sample."""
+    """Largest weight before any cut; 0 without any token."""
     fraction_above_cap: Tensor
-    """Samples whose weight is above the cap, over num_samples."""
+    """Tokens whose weight is above the cap, over num_tokens."""
     mean_abs_log_ratio: Tensor
-    """Σ |log w| / num_samples."""
-
-
-class WeightSums(NamedTuple):
-    """Sums of weights w, as logarithms because w itself may overflow. Detached scalars.
-
-    The sums of two micro-batches, or ranks, combine with `merge`; their effective sample sizes would not.
-    """
-
-    log_sum: Tensor
-    """log Σ w; -inf without any sample."""
-    log_sum_of_squares: Tensor
-    """log Σ w²; -inf without any sample."""
-    num_samples: Tensor
-
-    def merge(self, other: "WeightSums") -> "WeightSums":
-        """The sums over the samples of both."""
-        return WeightSums(
-            log_sum=torch.logaddexp(self.log_sum, other.log_sum),
-            log_sum_of_squares=torch.logaddexp(self.log_sum_of_squares, other.log_sum_of_squares),
-            num_samples=self.num_samples + other.num_samples,
-        )
-
-    def effective_sample_size(self) -> Tensor:
-        """(Σ w)² / (n Σ w²), a scalar: the share of the data that the weights leave.
-
-        1 on-policy, 1/n when one weight dwarfs all others, 0 without any sample.
-        """
-        log_share = 2 * self.log_sum - self.log_sum_of_squares - self.num_samples.to(self.log_sum.dtype).log()
-        # Rounding may step over 1; -inf - -inf of an empty sum is nan.
-        share = log_share.exp().clamp(max=1.0)
-        return torch.where(self.log_sum == -math.inf, torch.zeros_like(share), share)
+    """Σ |log w| / num_tokens."""
 
 
 def importance_weights(
@@ -117,46 +86,50 @@ def importance_weights(
     assert_never(kind)
 
 
-def weight_sums(
+def weight_moments(
     log_ratios: Tensor,  # [B, T] policy - behavior
     mask: Tensor,  # [B, T] bool, True on response tokens
     *,
     level: ImportanceLevel,
-) -> WeightSums:
-    """Sums of the uncut weights of all tokens, or all responses, to be merged over micro-batches."""
-    log_weights, is_sample = _samples(log_ratios, mask, level)
-    real = torch.where(is_sample, log_weights, torch.full_like(log_weights, -math.inf)).flatten()
-    return WeightSums(
-        log_sum=real.logsumexp(0),
-        log_sum_of_squares=(2 * real).logsumexp(0),
-        num_samples=is_sample.sum(),
-    )
+) -> MaskedMoments:
+    """Mean and variance of the uncut weights of all tokens, or all responses, in float64."""
+    log_weights, is_sample = zero_padding(log_ratios.detach(), mask, name="log_ratios"), mask
+    if level == "sequence":
+        log_weights, is_sample = log_weights.sum(-1), mask.any(-1)
+    # Squares of weights beyond e^±300 would leave float64.
+    return masked_moments(log_weights.double().clamp(-300, 300).exp(), is_sample)
+
+
+def effective_sample_size(weights: MaskedMoments) -> Tensor:
+    """(Σ w)² / (n Σ w²), a scalar: the share of the data that the weights leave.
+
+    1 on-policy, 1/n when one weight dwarfs all others, 0 without any sample.
+
+    >>> weights = torch.tensor([[3.0, 1.0, 2.0]])  # 36 / (3 · 14)
+    >>> round(effective_sample_size(weight_moments(weights.log(), weights > 0, level="token")).item(), 4)
+    0.8571
+    """
+    square = weights.mean.square()
+    return torch.where(weights.num_entries > 0, square / (square + weights.variance), 0.0)
 
 
 def ratio_tails(
     log_ratios: Tensor,  # [B, T] policy - behavior
     mask: Tensor,  # [B, T] bool, True on response tokens
     *,
-    level: ImportanceLevel,
     cap: float,
-    num_samples: Tensor | float,  # scalar: tokens, or responses, in the whole step, over all ranks
+    num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
 ) -> RatioTails:
-    """Largest weight, share of weights above `cap`, and mean |log w|, of tokens or responses."""
-    log_weights, is_sample = _samples(log_ratios, mask, level)
-    ratios = zero_padding(finite_ratio(log_weights), is_sample)
+    """Largest weight of a token, share of weights above `cap`, and mean |log w|."""
+    log_weights = zero_padding(log_ratios.detach(), mask, name="log_ratios")
+    ratios = zero_padding(finite_ratio(log_weights), mask)
     return RatioTails(
         ratio_max=largest(ratios),
-        fraction_above_cap=divide_by_count((ratios > cap).to(ratios.dtype).sum(), num_samples),
-        mean_abs_log_ratio=divide_by_count(log_weights.abs().sum(), num_samples),
+        fraction_above_cap=divide_by_count((ratios > cap).to(ratios.dtype).sum(), num_tokens),
+        mean_abs_log_ratio=divide_by_count(log_weights.abs().sum(), num_tokens),
     )
 
 
 def finite_ratio(log_ratio: Tensor) -> Tensor:
     """exp(log_ratio), but a little below the largest float where it would overflow: inf · 0 is nan."""
     return log_ratio.clamp(max=math.floor(math.log(torch.finfo(log_ratio.dtype).max))).exp()
-
-
-def _samples(log_ratios: Tensor, mask: Tensor, level: ImportanceLevel) -> tuple[Tensor, Tensor]:
-    """Log-weights, 0 where there is no sample, and where there is: `[B, T]` tokens or `[B]` responses."""
-    clean = zero_padding(log_ratios.detach(), mask, name="log_ratios")
-    return (clean, mask) if level == "token" else (clean.sum(-1), mask.any(-1))

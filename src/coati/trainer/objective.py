@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from coati.algos.importance import importance_weights, ratio_tails, weight_sums
+from coati.algos.importance import effective_sample_size, importance_weights, ratio_tails, weight_moments
 from coati.algos.kl import kl_penalty
 from coati.algos.losses import clipped_policy_loss, loss_weights
 from coati.config import AlgorithmSettings
@@ -107,9 +107,9 @@ def measure_off_policy(
         return
     mask = experience.full_action_mask()
     log_ratios = experience.proximal_log_probs - experience.action_log_probs
-    tails = ratio_tails(log_ratios, mask, level="token", cap=algorithm.importance_cap, num_samples=num_tokens)
-    numbers.weights["off_policy/effective_samples"] = weight_sums(log_ratios, mask, level="sequence")
-    numbers.weights["off_policy/effective_tokens"] = weight_sums(log_ratios, mask, level="token")
+    tails = ratio_tails(log_ratios, mask, cap=algorithm.importance_cap, num_tokens=num_tokens)
+    numbers.moments["off_policy/effective_samples"] = weight_moments(log_ratios, mask, level="sequence")
+    numbers.moments["off_policy/effective_tokens"] = weight_moments(log_ratios, mask, level="token")
     numbers.largest("off_policy/ratio_max", tails.ratio_max)
     numbers.add("off_policy/above_cap", tails.fraction_above_cap)
     numbers.add("off_policy/log_ratio", tails.mean_abs_log_ratio)
@@ -117,4 +117,7 @@ def measure_off_policy(
 
 def off_policy_metrics(joined: StepNumbers) -> dict[str, float]:
     """The effective share of the joined batch, of samples and of tokens."""
-    return {name: float(sums.effective_sample_size()) for name, sums in joined.weights.items()}
+    shares = {
+        name: joined.moments.get(name) for name in ("off_policy/effective_samples", "off_policy/effective_tokens")
+    }
+    return {name: float(effective_sample_size(weights)) for name, weights in shares.items() if weights is not None}

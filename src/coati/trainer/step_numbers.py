@@ -1,19 +1,17 @@
 """Numbers of the joined batch: each rank sees its part, and all of them report what one rank with all of it would.
 
 Everything that ranks have to tell each other about a batch is a handful of scalars. They travel as one vector in one
-exchange; how two ranks' numbers combine (a sum, a maximum, moments, sums of weights) is arithmetic that needs no
+exchange; how two ranks' numbers combine (a sum, a maximum, moments) is arithmetic that needs no
 process group, so it is tested in one process.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from coati.algos.importance import WeightSums
 from coati.algos.masked import MaskedMoments
 from coati.errors import DataError
 
@@ -29,7 +27,6 @@ class StepNumbers:
     """Add up over micro-batches and ranks."""
     maxima: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     moments: dict[str, MaskedMoments] = dataclasses.field(default_factory=dict)
-    weights: dict[str, WeightSums] = dataclasses.field(default_factory=dict)
 
     def add(self, name: str, value: Tensor) -> None:
         """Add a micro-batch's share."""
@@ -61,10 +58,6 @@ class StepNumbers:
             shares={name: next(of_ranks).sum() for name in self.shares},
             maxima={name: next(of_ranks).max() for name in self.maxima},
             moments={name: joined_moments(next(of_ranks), next(of_ranks), next(of_ranks)) for name in self.moments},
-            weights={
-                name: functools.reduce(WeightSums.merge, map(WeightSums, *(next(of_ranks) for _ in WeightSums._fields)))
-                for name in self.weights
-            },
         )
 
     def as_vector(self) -> Tensor:
@@ -73,7 +66,6 @@ class StepNumbers:
             *self.shares.values(),
             *self.maxima.values(),
             *(scalar for moments in self.moments.values() for scalar in moments),
-            *(scalar for sums in self.weights.values() for scalar in sums),
         ]
         return torch.stack([scalar.detach().double() for scalar in scalars])
 

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos.importance import WeightSums, importance_weights, ratio_tails, weight_sums
+from coati.algos.importance import effective_sample_size, importance_weights, ratio_tails, weight_moments
 from coati.errors import ConfigError, DataError
+from coati.trainer.step_numbers import joined_moments
 
 NAN, INF = float("nan"), float("inf")
 GARBAGE = [NAN, INF, -INF, 1e308]
@@ -16,8 +17,8 @@ KINDS = ("truncate", "mask", "none")
 ALL = pytest.mark.parametrize(("level", "kind"), list(itertools.product(LEVELS, KINDS)))
 
 
-def effective_sample_size(log_ratios, mask, *, level):
-    return weight_sums(log_ratios, mask, level=level).effective_sample_size()
+def effective_share(log_ratios, mask, *, level):
+    return effective_sample_size(weight_moments(log_ratios, mask, level=level))
 
 
 def random_batch(seed, *, batch=5, length=4, scale=0.7):
@@ -104,7 +105,7 @@ def test_a_weight_that_overflows_stays_finite(level, kind, dtype):
     if kind != "none":
         assert weights[0, 1] > 1e37
         assert weights[1, 0] == 0.0
-        assert ratio_tails(logprobs, mask, level=level, cap=2.0, num_samples=6).ratio_max > 1e37
+        assert ratio_tails(logprobs, mask, cap=2.0, num_tokens=6).ratio_max > 1e37
 
 
 @given(seed=st.integers(0, 2**31), garbage=st.sampled_from(GARBAGE), data=st.data())
@@ -118,12 +119,12 @@ def test_padding_and_the_order_of_rows_never_matter(seed, garbage, data):
         assert torch.equal(result, clean[order])
     for level in LEVELS:
         clean = [
-            effective_sample_size(logprobs - behavior, mask, level=level),
-            *ratio_tails(logprobs - behavior, mask, level=level, cap=1.5, num_samples=7),
+            effective_share(logprobs - behavior, mask, level=level),
+            *ratio_tails(logprobs - behavior, mask, cap=1.5, num_tokens=7),
         ]
         result = [
-            effective_sample_size(dirty - dirty_behavior, mask[order], level=level),
-            *ratio_tails(dirty - dirty_behavior, mask[order], level=level, cap=1.5, num_samples=7),
+            effective_share(dirty - dirty_behavior, mask[order], level=level),
+            *ratio_tails(dirty - dirty_behavior, mask[order], cap=1.5, num_tokens=7),
         ]
         torch.testing.assert_close(result, clean, rtol=0, atol=1e-12)
 
@@ -133,31 +134,30 @@ def test_effective_sample_size_by_hand():
     # responses 3 · 1 and 2: (3 + 2)² / (2 · (9 + 4)) = 25 / 26; the third row has no token
     log_ratios = torch.tensor([[3.0, 1.0], [2.0, NAN], [NAN, NAN]], dtype=torch.float64).log()
     mask = torch.tensor([[True, True], [True, False], [False, False]])
-    assert effective_sample_size(log_ratios, mask, level="token").item() == pytest.approx(36 / 42)
-    assert effective_sample_size(log_ratios, mask, level="sequence").item() == pytest.approx(25 / 26)
+    assert effective_share(log_ratios, mask, level="token").item() == pytest.approx(36 / 42)
+    assert effective_share(log_ratios, mask, level="sequence").item() == pytest.approx(25 / 26)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_effective_sample_size_at_its_ends(level):
     mask = torch.ones(8, 3, dtype=torch.bool)
-    assert effective_sample_size(torch.zeros(8, 3), mask, level=level).item() == 1.0
+    assert effective_share(torch.zeros(8, 3), mask, level=level).item() == 1.0
     # one token e^500 times likelier: far past what a float32 weight could hold
     lonely = torch.zeros(8, 3)
     lonely[2, 0] = 500.0
-    share = effective_sample_size(lonely, mask, level=level).item()
+    share = effective_share(lonely, mask, level=level).item()
     assert share == pytest.approx(1 / 8 if level == "sequence" else 1 / 24, rel=1e-4)
     # scaling all weights alike changes nothing, even past overflow
-    same = effective_sample_size(torch.full((8, 3), 400.0), mask, level=level).item()
+    same = effective_share(torch.full((8, 3), 400.0), mask, level=level).item()
     assert same == pytest.approx(1.0, rel=1e-3)
     # rounding never steps over 1
     for n, log_ratio in itertools.product(range(1, 12), (0.1, 1.7, 5.5)):
         real = torch.ones(n, 1, dtype=torch.bool)
-        assert 0.999 < effective_sample_size(torch.full((n, 1), log_ratio), real, level=level) <= 1
+        assert 0.999 < effective_share(torch.full((n, 1), log_ratio), real, level=level) <= 1
     # cut weights: half of them 0
     halved = torch.zeros(8, 3)
     halved[:4] = -INF
-    assert effective_sample_size(halved, mask, level=level).item() == pytest.approx(0.5, rel=1e-6)
-    assert effective_sample_size(torch.full((8, 3), -INF), mask, level=level).item() == 0.0
+    assert effective_share(halved, mask, level=level).item() == pytest.approx(0.5, rel=1e-6)
 
 
 @given(seed=st.integers(0, 2**31), cuts=st.sets(st.integers(1, 4)), scale=st.floats(0.01, 30))
@@ -165,33 +165,27 @@ def test_numbers_to_watch_combine_over_micro_batches(seed, cuts, scale):
     logprobs, behavior, mask = random_batch(seed, scale=scale)
     log_ratios = logprobs - behavior
     pieces = [slice(a, b) for a, b in itertools.pairwise([0, *sorted(cuts), 5])]
+    count = mask.sum()
+    tails = ratio_tails(log_ratios, mask, cap=1.5, num_tokens=count)
+    parts = [ratio_tails(log_ratios[a], mask[a], cap=1.5, num_tokens=count) for a in pieces]
+    assert max(part.ratio_max for part in parts) == tails.ratio_max
+    for which in (1, 2):
+        total = sum(part[which] for part in parts)
+        torch.testing.assert_close(total, tails[which], rtol=1e-12, atol=1e-12)
     for level in LEVELS:
-        count = mask.sum() if level == "token" else mask.any(-1).sum()
-        merged, *others = (weight_sums(log_ratios[at], mask[at], level=level) for at in pieces)
-        for other in others:
-            merged = merged.merge(other)
-        whole = effective_sample_size(log_ratios, mask, level=level)
-        torch.testing.assert_close(merged.effective_sample_size(), whole, rtol=1e-9, atol=0)
-        assert merged.num_samples == count
+        parts = [weight_moments(log_ratios[a], mask[a], level=level) for a in pieces]
+        joined = joined_moments(*(torch.stack(column).double() for column in zip(*parts, strict=True)))
+        whole = effective_share(log_ratios, mask, level=level)
+        torch.testing.assert_close(effective_sample_size(joined), whole, rtol=1e-9, atol=0)
         assert 0 < whole <= 1 or count == 0
-
-        tails = ratio_tails(log_ratios, mask, level=level, cap=1.5, num_samples=count)
-        parts = [ratio_tails(log_ratios[a], mask[a], level=level, cap=1.5, num_samples=count) for a in pieces]
-        assert max(part.ratio_max for part in parts) == tails.ratio_max
-        for which in (1, 2):
-            total = sum(part[which] for part in parts)
-            torch.testing.assert_close(total, tails[which], rtol=1e-12, atol=1e-12)
 
 
 def test_ratio_tails_by_hand():
     # tokens 4, 0.5 and 2, cap 1.9: two of three above; |log| = 2 log 2, log 2, log 2
     log_ratios = torch.tensor([[4.0, 0.5], [2.0, NAN], [NAN, NAN]], dtype=torch.float64).log()
     mask = torch.tensor([[True, True], [True, False], [False, False]])
-    tails = ratio_tails(log_ratios, mask, level="token", cap=1.9, num_samples=3)
+    tails = ratio_tails(log_ratios, mask, cap=1.9, num_tokens=3)
     assert [x.item() for x in tails] == pytest.approx([4.0, 2 / 3, 4 / 3 * math.log(2)])
-    # responses 2 and 2
-    tails = ratio_tails(log_ratios, mask, level="sequence", cap=2.1, num_samples=2)
-    assert [x.item() for x in tails] == pytest.approx([2.0, 0.0, math.log(2)])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -201,12 +195,8 @@ def test_no_response_tokens_give_zero(level, shape):
     for kind in KINDS:
         weights = importance_weights(garbage, garbage, mask, level=level, kind=kind, cap=2.0)
         assert torch.equal(weights, torch.zeros(shape))
-    assert effective_sample_size(garbage, mask, level=level).item() == 0.0
-    assert [x.item() for x in ratio_tails(garbage, mask, level=level, cap=2.0, num_samples=0)] == [0.0] * 3
-    # an empty micro-batch changes nothing
-    real = weight_sums(torch.tensor([[0.3, -0.2]]), torch.ones(1, 2, dtype=torch.bool), level=level)
-    assert isinstance(real, WeightSums)
-    assert real.merge(weight_sums(garbage, mask, level=level)) == real
+    assert effective_share(garbage, mask, level=level).item() == 0.0
+    assert [x.item() for x in ratio_tails(garbage, mask, cap=2.0, num_tokens=0)] == [0.0] * 3
 
 
 def test_nothing_is_differentiated_and_half_precision_is_widened():
@@ -220,9 +210,9 @@ def test_nothing_is_differentiated_and_half_precision_is_widened():
         assert not weights.requires_grad
     log_ratios = logprobs - behavior
     assert log_ratios.requires_grad
-    watched = [*weight_sums(log_ratios, mask, level="token")[:2]]
-    watched += [*ratio_tails(log_ratios, mask, level="sequence", cap=2.0, num_samples=5)]
-    assert [(x.dtype, x.requires_grad) for x in watched] == [(torch.float32, False)] * 5
+    assert not any(x.requires_grad for x in weight_moments(log_ratios, mask, level="token"))
+    watched = ratio_tails(log_ratios, mask, cap=2.0, num_tokens=5)
+    assert [(x.dtype, x.requires_grad) for x in watched] == [(torch.float32, False)] * 3
 
 
 @pytest.mark.parametrize("cap", [0.5, NAN])
@@ -243,4 +233,4 @@ def test_wrong_shapes_are_refused_by_name():
     with pytest.raises(DataError, match="behavior_logprobs must have the shape"):
         importance_weights(one, torch.zeros(1), mask, level="token", kind="none", cap=2.0)
     with pytest.raises(DataError, match="log_ratios must have the shape"):
-        ratio_tails(torch.zeros(1), mask, level="token", cap=2.0, num_samples=1)
+        ratio_tails(torch.zeros(1), mask, cap=2.0, num_tokens=1)
