@@ -49,11 +49,6 @@ class PassSize:
         auto = LARGEST_PASS if is_gpu and self.starts_over else FIXED_PASS
         self.tokens: int = auto if setting == "auto" else setting
 
-    def restore(self, tokens: int) -> None:
-        """Continue with a checkpoint's size, if none is set, or with what a run begins with, if that is smaller."""
-        if self._train.micro_batch_tokens == "auto":
-            self.tokens = min(self.tokens, tokens)
-
     def is_proven(self, tokens: int) -> bool:
         """Whether a pass of so many tokens has fitted before, so that ranks may exchange gradients during it."""
         return tokens <= self._proven

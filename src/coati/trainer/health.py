@@ -30,12 +30,11 @@ class TrainingHealth:
         self._models = models
         self._optimizers = optimizers
         self._strategy = strategy
-        broken = [f"{label}: {name}" for label, model in models.items() for name in _names_not_finite(model)]
+        broken = [label for label, model in models.items() if not _are_finite(model.parameters())]
         if self._strategy.any_rank(bool(broken)):
-            found = f"{len(broken)}, the first {broken[0]!r}" if broken else "some on another rank"
             raise CheckpointError(
-                f"models to train must have finite weights, got NaN or infinity in {found}. Use another copy of the "
-                "model."
+                "models to train must have finite weights, got NaN or infinity in the "
+                f"{' and the '.join(broken) or 'model of another rank'}. Use another copy of the model."
             )
 
     @property
@@ -51,7 +50,7 @@ class TrainingHealth:
         """Count an optimizer step, and end training if it has made a weight NaN or infinite."""
         self.num_steps += 1
         self._num_skipped_in_a_row = 0
-        broken = [label for label, model in self._models.items() if not _is_finite(model)]
+        broken = [label for label, model in self._models.items() if not _are_finite(_trained(model))]
         if self._strategy.any_rank(bool(broken)):
             raise TrainingDiverged(
                 f"weights of the {' and the '.join(broken) or 'model, on another rank,'} are NaN or infinite after "
@@ -90,13 +89,11 @@ class TrainingHealth:
         return f"The learning rate may be too high ({rates}): lower it, or check rewards and advantages of the samples."
 
 
-def _is_finite(model: nn.Module) -> bool:
-    """Whether no trained weight that this rank holds is NaN or infinite."""
-    weights = [local_part(weight.detach()) for weight in model.parameters() if weight.requires_grad]
-    return math.isfinite(nn.utils.get_total_norm([weight for weight in weights if weight.numel() > 0], math.inf))
+def _trained(model: nn.Module) -> Iterable[nn.Parameter]:
+    return (weight for weight in model.parameters() if weight.requires_grad)
 
 
-def _names_not_finite(model: nn.Module) -> list[str]:
-    """Names of the weights, frozen ones too, of which this rank holds a part that is NaN or infinite."""
-    parameters = ((name, local_part(weight.detach())) for name, weight in model.named_parameters())
-    return [name for name, weight in parameters if not bool(weight.isfinite().all())]
+def _are_finite(weights: Iterable[nn.Parameter]) -> bool:
+    """Whether no weight, of those or the part of those that this rank holds, is NaN or infinite."""
+    held = [local_part(weight.detach()) for weight in weights]
+    return math.isfinite(nn.utils.get_total_norm([part for part in held if part.numel() > 0], math.inf))

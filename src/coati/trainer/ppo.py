@@ -113,11 +113,6 @@ class PPOLearner:
         return self.models.get("critic")
 
     @property
-    def num_skipped(self) -> int:
-        """How many batches could not be trained on."""
-        return self._health.num_skipped
-
-    @property
     def device(self) -> torch.device:
         """Where the experience has to be."""
         return self.strategy.device
@@ -174,12 +169,11 @@ class PPOLearner:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides weights and optimizers; schedules are where the steps are."""
-        return {"counts": self._health.counts, "pass_tokens": self._pass_size.tokens}
+        return {"counts": self._health.counts}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`, after weights and optimizers were loaded."""
         self._health.counts = state["counts"]
-        self._pass_size.restore(state.get("pass_tokens", self._pass_size.tokens))
         if steps := self._health.num_steps:
             for schedule in self._schedules:
                 schedule.load_state_dict({**schedule.state_dict(), "last_epoch": steps - 1, "_step_count": steps + 1})
@@ -326,7 +320,7 @@ class PPOLearner:
             **values,
             "policy/grad_norm": norms["actor"],
             **off_policy_metrics(numbers),
-            "optim/skipped_batches": float(self.num_skipped),
+            "optim/skipped_batches": float(self._health.num_skipped),
             "train/tokens": float(counts.tokens),
             "train/micro_batch_tokens": float(self._pass_size.tokens),
         }

@@ -133,25 +133,6 @@ def test_the_hosts_memory_is_not_a_matter_of_passes():
     assert seen == [40]
 
 
-def test_a_checkpoint_holds_the_size_unless_it_is_set():
-    learner = make_learner()
-    with memory_for(20, learner):
-        learner.step(make_batch())
-    resumed, fixed = make_learner(), make_learner(32)
-    for each in (resumed, fixed):
-        each.restore(learner.state())
-    metrics = [each.step(make_batch()) for each in (resumed, fixed)]
-    assert [each["train/micro_batch_tokens"] for each in metrics] == [16, 32]
-
-
-def test_a_checkpoint_without_a_size_leaves_the_one_that_a_run_begins_with():
-    learner, resumed = make_learner(), make_learner()
-    state = learner.state()
-    del state["pass_tokens"]
-    resumed.restore(state)
-    assert resumed.state() == learner.state()
-
-
 @pytest.mark.parametrize(
     ("device", "world_size", "shards", "expected"),
     [
@@ -168,7 +149,4 @@ def test_auto_begins_with(monkeypatch, device, world_size, shards, expected):
     strategy = SimpleNamespace(device=torch.device(device), world_size=world_size, shards_parameters=shards)
     size = PassSize(TrainSettings(), strategy)
     assert size.tokens == expected
-    for saved, continued in ((LARGEST_PASS, expected), (8, 8)):  # by a single GPU, say
-        size.restore(saved)
-        assert size.tokens == continued
     assert PassSize(TrainSettings(micro_batch_tokens=7), strategy).tokens == 7

@@ -246,7 +246,6 @@ def test_a_poisoned_batch_changes_nothing_and_is_named(field, value, size, caplo
         metrics = learner.step(poisoned)
     assert same_bits(weights(learner), before)
     assert same_state(optimizer_state(learner), state)
-    assert learner.num_skipped == 1
     assert metrics["optim/skipped_batches"] == 1.0
     assert "batch skipped" in caplog.text
     assert "[100, 101, 102, 103]" in caplog.text
@@ -316,7 +315,7 @@ def test_a_model_with_a_broken_weight_is_neither_trained_nor_saved(label, tmp_pa
     broken = {"actor": actor, "critic": critic}[label]
     name, weight = next(iter(broken.named_parameters()))
     weight.requires_grad_(False).view(-1)[3] = math.nan  # frozen weights count too
-    with pytest.raises(CheckpointError, match=f"{label}: {name}"):
+    with pytest.raises(CheckpointError, match=f"the {label}"):
         make_learner(models=(actor, critic))
     with pytest.raises(CheckpointError, match=name):
         DDPStrategy(device="cpu").save_model(broken, tmp_path / "model")

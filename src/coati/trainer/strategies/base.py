@@ -37,7 +37,6 @@ class StrategyOptions(TypedDict, total=False):
     """Options that all strategies take by keyword; see `Strategy`."""
 
     device: str | torch.device | None
-    backend: str | None
     timeout_seconds: float
     compute_dtype: torch.dtype | None
 
@@ -53,8 +52,6 @@ class Strategy(Ranks, ABC):
     Args:
         seed: for Python's, numpy's and torch's global generators.
         device: where models live; by default this rank's GPU, else the CPU.
-        backend: torch.distributed backend; by default nccl (with gloo for host tensors) on GPUs, gloo on
-            CPUs.
         timeout_seconds: how long any wait for the other ranks may last (default 600).
         compute_dtype: bfloat16 to compute in it while weights, gradients and optimizer state stay in the model's own
             format (load the model in float32); by default all of it is in the model's format. A model of your own has
@@ -75,7 +72,6 @@ class Strategy(Ranks, ABC):
             )
         super().__init__(
             device=options.get("device"),
-            backend=options.get("backend"),
             timeout_seconds=options.get("timeout_seconds", 600),
             needs_group=self.shards_parameters,
         )

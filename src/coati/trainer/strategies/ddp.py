@@ -6,14 +6,14 @@ import functools
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from coati.trainer.strategies.base import Strategy, StrategyOptions
+from coati.trainer.strategies.base import Strategy
 
 
 class DDPStrategy(Strategy):
@@ -21,13 +21,7 @@ class DDPStrategy(Strategy):
 
     With one rank there is no process group and no wrapper, and training gives the same bits as a hand-written torch
     loop. With more, `prepare` wraps trained models in `DistributedDataParallel`: call a wrapped model through its
-    `forward`, and reach everything else with `unwrap_model`.
-
-    Args:
-        seed: see `Strategy`, as for all other options.
-        find_unused_parameters: set it if some trainable parameters take no part in the loss of some step
-            (torch then raises an error that says so; with `compute_dtype` it does not, and they get zeros). It costs a
-            walk over the graph in every backward pass, so it is off.
+    `forward`, and reach everything else with `unwrap_model`. Every trainable parameter must take part in the loss.
 
     Example:
         >>> import torch
@@ -37,12 +31,6 @@ class DDPStrategy(Strategy):
         >>> strategy.backward(model(torch.ones(1, 2)).sum(), model, optimizer)
         >>> strategy.optimizer_step(optimizer)
     """
-
-    def __init__(
-        self, seed: int = 42, *, find_unused_parameters: bool = False, **options: Unpack[StrategyOptions]
-    ) -> None:
-        super().__init__(seed, **options)
-        self._find_unused_parameters = find_unused_parameters
 
     def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         model = model.to(self.device)
@@ -59,7 +47,6 @@ class DDPStrategy(Strategy):
             # Buffers are synchronised once, here; language models do not change them in training.
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
-            find_unused_parameters=self._find_unused_parameters,
         )
         return wrapped, optimizer
 

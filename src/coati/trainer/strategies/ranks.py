@@ -64,9 +64,7 @@ class Ranks:
     Every method that talks to other ranks must be called by all of them in the same order.
     """
 
-    def __init__(
-        self, *, device: str | torch.device | None, backend: str | None, timeout_seconds: float, needs_group: bool
-    ) -> None:
+    def __init__(self, *, device: str | torch.device | None, timeout_seconds: float, needs_group: bool) -> None:
         if not timeout_seconds > 0 or math.isinf(timeout_seconds):
             raise ConfigError(f"timeout_seconds must be positive and finite, got {timeout_seconds}.")
         self.timeout_seconds = timeout_seconds
@@ -78,7 +76,7 @@ class Ranks:
             torch.cuda.set_device(self.device)
         self._made_group = False
         if self.world_size > 1 or needs_group:
-            self._made_group = _join_process_group(info, self.device, backend=backend, timeout_seconds=timeout_seconds)
+            self._made_group = _join_process_group(info, self.device, timeout_seconds=timeout_seconds)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum the tensor over all ranks: a new tensor on the same device (itself, for one rank)."""
@@ -164,7 +162,7 @@ def restore_random_state(tensors: dict[str, Tensor], device: torch.device) -> No
         torch.cuda.set_rng_state(on_gpu, device)
 
 
-def _join_process_group(info: RankInfo, device: torch.device, *, backend: str | None, timeout_seconds: float) -> bool:
+def _join_process_group(info: RankInfo, device: torch.device, *, timeout_seconds: float) -> bool:
     """Join torch's default process group; returns whether this call made it.
 
     A group that exists already is used if rank and world size agree. The store of a single rank lives in this process
@@ -179,7 +177,7 @@ def _join_process_group(info: RankInfo, device: torch.device, *, backend: str | 
             )
         return False
     # On GPUs gloo is there too: offloaded shards live, and are gathered, on the host.
-    backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     if info.world_size == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, though mypy sees no export
