@@ -25,25 +25,22 @@ def test_all_five_variables_are_read():
     )
 
 
-@pytest.mark.parametrize("missing", FIVE)
-def test_some_of_the_variables_is_an_error_that_names_the_missing(missing):
-    with pytest.raises(ConfigError, match=f"but not {missing}. Set the missing ones"):
-        RankInfo.from_env({key: value for key, value in FIVE.items() if key != missing})
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"RANK": "2"}, "RANK must be from 0 to WORLD_SIZE - 1 .*got RANK 2"),
-        ({"RANK": "-1"}, "got RANK -1"),
-        ({"WORLD_SIZE": "0"}, "got RANK .*WORLD_SIZE 0"),
-        ({"LOCAL_RANK": "-3"}, "LOCAL_RANK 0 or more, .*LOCAL_RANK -3"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT must be whole numbers, got .*'http'"),
+        *({key: ""} for key in FIVE),
+        {"RANK": "2"},
+        {"RANK": "-1"},
+        {"WORLD_SIZE": "0"},
+        {"LOCAL_RANK": "-3"},
+        {"MASTER_PORT": "http"},
     ],
 )
-def test_bad_variables(change, message):
-    with pytest.raises(ConfigError, match=message):
+def test_some_of_the_variables_or_bad_ones_are_refused_and_shown(change):
+    with pytest.raises(ConfigError, match="all of RANK") as caught:
         RankInfo.from_env({**FIVE, **change})
+    ((key, value),) = change.items()
+    assert (f"'{key}': '{value}'" in str(caught.value)) == bool(value)
 
 
 @pytest.mark.parametrize(

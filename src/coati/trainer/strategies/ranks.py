@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
@@ -36,26 +37,17 @@ class RankInfo(NamedTuple):
     def from_env(cls, environ: Mapping[str, str] | None = None) -> RankInfo:
         """Read the five variables; none of them set means one process. Some would end in a hang, and are refused."""
         environ = os.environ if environ is None else environ
-        missing = [key for key in _ENV_KEYS if not environ.get(key)]
-        if len(missing) == len(_ENV_KEYS):
+        given = {key: environ[key] for key in _ENV_KEYS if environ.get(key)}
+        if not given:
             return cls()
-        if missing:
-            present = [key for key in _ENV_KEYS if key not in missing]
-            raise ConfigError(
-                f"the environment must set all of {', '.join(_ENV_KEYS)} or none of them; it sets "
-                f"{', '.join(present)} but not {', '.join(missing)}. Set the missing ones, or unset the rest "
-                "to train in one process."
-            )
-        try:
-            rank, local_rank, world_size, port = (int(environ[key]) for key in _NUMBER_KEYS)
-        except ValueError as error:
-            raise ConfigError(f"{', '.join(_NUMBER_KEYS)} must be whole numbers, got {error}.") from None
-        if not (0 <= rank < world_size and local_rank >= 0):
-            raise ConfigError(
-                "RANK must be from 0 to WORLD_SIZE - 1 and LOCAL_RANK 0 or more, got RANK "
-                f"{rank}, WORLD_SIZE {world_size} and LOCAL_RANK {local_rank}. Number the processes from 0."
-            )
-        return cls(rank, local_rank, world_size, environ["MASTER_ADDR"], port)
+        with contextlib.suppress(KeyError, ValueError):
+            rank, local_rank, world_size, port = (int(given[key]) for key in _NUMBER_KEYS)
+            if 0 <= rank < world_size and local_rank >= 0:
+                return cls(rank, local_rank, world_size, given["MASTER_ADDR"], port)
+        raise ConfigError(
+            f"the environment must set all of {', '.join(_ENV_KEYS)} or none, to whole numbers and a host, with "
+            f"RANK from 0 to WORLD_SIZE - 1; got {given}. Set all of them, or unset them to train in one process."
+        )
 
 
 class Ranks:
