@@ -126,7 +126,7 @@ def test_makers_that_leave_finish_their_work_and_the_rest_of_it_goes_to_others(s
     stage.scale_to(3)
     del stage.story[:]
     for name in ("maker-1", "maker-2"):
-        stage[name].records.append({"warning": f"the last words of {name}"})
+        stage[name].records.append({"warning": f"the last words of {name}", "kind": name})
     held = stage.peers.hold("maker-2", "stop")
     stage.crew.scale_to(1)
     assert stage.crew.size == 1
