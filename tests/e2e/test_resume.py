@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import signal
 import sys
 
@@ -16,6 +17,7 @@ SETTINGS = ["train.save_every=1", "train.lr_schedule=linear", "train.warmup_step
 
 REWARD = """
 import os
+import shutil
 import signal
 from pathlib import Path
 from coati.demo.reward import film_sentiment
@@ -134,6 +136,9 @@ def test_a_run_that_was_stopped_goes_on_from_there_and_may_train_longer(film_run
     assert rows(out) == rows(whole)
     assert resumed.config.train.total_steps == 6
     assert coati.config.load_config(out / "config.toml").train.total_steps == 6
+    with pytest.raises(ConfigError, match="is complete"):
+        coati.train(resume=out, sync=True)
+    shutil.rmtree(out / "model")  # as if it had died before it was saved
     again = coati.train(resume=out, sync=True)  # from the only checkpoint there is, once more
     assert weights(out) == weights(whole)
     assert rows(out) == rows(whole)
@@ -147,6 +152,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(film_run, u
     assert sorted(path.name for path in checkpoints.iterdir()) == ["version-2", "version-3"]
     file = checkpoints / "version-3" / "rank-0.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
+    shutil.rmtree(tmp_path / "out" / "model")  # else it is complete
     caplog.clear()
     coati.train(resume=tmp_path / "out", sync=True)
     assert any(record.levelno == logging.ERROR and "version-3" in record.message for record in caplog.records)
@@ -203,6 +209,7 @@ def test_there_is_never_a_silent_fresh_start(film_run, fails_at, tmp_path):
         coati.train(resume=tmp_path / "nothing", sync=True)
     coati.train(film_run, overrides=["train.total_steps=2"], sync=True)
     before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "out" / "model")  # else it is complete
     with pytest.raises(CheckpointError, match="got none"):
         coati.train(resume=tmp_path / "out", sync=True)
     assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
