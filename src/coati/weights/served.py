@@ -105,9 +105,7 @@ class ServedModels:
         with self._changed:
             if (update.incarnation, update.version) < self.newest:
                 return False
-            old = self._pending
-            # The newer wins weight by weight. Nothing is kept of trainers that were replaced: this one has all weights.
-            if old is not None and old.incarnation == update.incarnation:
+            if (old := self._pending) is not None:  # the newer wins weight by weight
                 tensors = {**old.tensors, **update.tensors}
                 update = dataclasses.replace(update, tensors=tensors, is_full=old.is_full or update.is_full)
             self._pending = update
