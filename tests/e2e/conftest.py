@@ -22,7 +22,7 @@ def base_model(tmp_path_factory):
 def coati_command():
     """Runs the `coati` command as a person would, in a process of its own."""
 
-    def run(*arguments, cwd=None, timeout=240, **variables):
+    def run(*arguments, cwd=None, timeout=500, **variables):
         return subprocess.run(
             [sys.executable, "-m", "coati.cli.main", *map(str, arguments)],
             cwd=cwd,

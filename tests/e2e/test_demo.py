@@ -31,7 +31,6 @@ def summary_of(output):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_it_learns_over_three_seeds(demo, tmp_path):
     summaries = [summary_of(demo[0])]
     for seed in SEEDS[1:]:
@@ -40,7 +39,6 @@ def test_it_learns_over_three_seeds(demo, tmp_path):
     assert sum(summary["after"]["reward"] for summary in summaries) / len(summaries) >= 0.7
 
 
-@pytest.mark.timeout(600)
 def test_the_demo_learns_and_leaves_what_it_promises(demo):
     output, text = demo
     summary_of(output)

@@ -17,8 +17,8 @@ SETTINGS = ["train.save_every=1", "train.lr_schedule=linear", "train.warmup_step
 
 REWARD = """
 import os
-import shutil
 import signal
+import time
 from pathlib import Path
 from coati.demo.reward import film_sentiment
 
@@ -29,6 +29,10 @@ def kind(prompts, completions):
     calls.append(1)
     flag = Path(__file__).with_name("fails_at")
     if flag.exists() and len(calls) >= int(flag.read_text()):
+        deadline = time.monotonic() + 120
+        while not list(flag.parent.glob("out/checkpoints/version-*")):  # which another thread or actor writes
+            assert time.monotonic() < deadline, "there is no checkpoint to resume from"
+            time.sleep(0.01)
         if flag.with_name("kills").exists():
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("the power went out")
@@ -38,7 +42,7 @@ def kind(prompts, completions):
 
 @pytest.fixture
 def fails_at(film_run):
-    """Has the reward raise at its n-th call, None for never."""
+    """Has the reward raise at its n-th call, when there is a checkpoint; None for never."""
     (film_run.parent / "film_rewards.py").write_text(REWARD)
     flag = film_run.parent / "fails_at"
 
@@ -105,7 +109,7 @@ def test_a_run_that_failed_ends_in_the_same_bits_and_rows(film_run, unbroken, fa
 
 def test_a_process_that_was_killed_can_be_resumed(film_run, unbroken, fails_at, coati_command, tmp_path):
     whole = unbroken(film_run, SETTINGS)
-    fails_at(8)  # in the third version: the first was written before the second could be
+    fails_at(5)
     (film_run.parent / "kills").touch()
     killed = coati_command("train", film_run, "--sync", *(part for change in SETTINGS for part in ("--set", change)))
     assert killed.returncode == -signal.SIGKILL
@@ -229,9 +233,10 @@ def test_a_detached_run_that_failed_ends_in_the_same_bits(film_run, unbroken, fa
     told = coati_here("train", "--resume", out, "--dry-run")
     assert told.returncode == 0, told.stderr
     assert "would continue from" in told.stdout
-    resumed = coati_here("train", "--resume", out, "--set", "topology.makers=2")
+    # Not with more makers: who is written with whom, which decides the last bits, would then be a matter of speed.
+    resumed = coati_here("train", "--resume", out, "--set", "train.save_every=2")
     assert resumed.returncode == 0, resumed.stderr
-    assert "topology.makers was 1, is 2" in resumed.stderr
+    assert "train.save_every was 1, is 2" in resumed.stderr
     assert weights(out) == weights(whole)
     assert [row["step"] for row in rows(out)] == list(range(1, 11))
     assert coati_here("audit", out).returncode == 0
@@ -239,17 +244,16 @@ def test_a_detached_run_that_failed_ends_in_the_same_bits(film_run, unbroken, fa
     assert sum("resume" in event for line in lines for event in json.loads(line[9:])) == 1
 
 
-def test_an_asynchronous_run_that_was_resumed_replays_to_the_bit(
-    film_run, fails_at, coati_command, coati_here, tmp_path
-):
+@pytest.mark.usefixtures("forked_workers")
+def test_an_asynchronous_run_that_was_resumed_replays_to_the_bit(film_run, fails_at, coati_here, tmp_path):
     out = tmp_path / "out"
     changes = ["topology.max_staleness=2", "topology.makers=2", "train.total_steps=8", "rollout.in_flight=true"]
-    fails_at(6)
+    fails_at(3)  # one of them comes to it; by then they have delivered enough for a version
     settings = [part for change in [*SETTINGS, *changes] for part in ("--set", change)]
-    failed = coati_command("train", film_run, *settings)
+    failed = coati_here("train", film_run, *settings)
     assert "the power went out" in failed.stderr
     fails_at(None)
-    resumed = coati_command("train", "--resume", out)
+    resumed = coati_here("train", "--resume", out)
     assert resumed.returncode == 0, resumed.stderr
     assert audit_run(out).oldest > 0
     same = coati_here("replay", out)

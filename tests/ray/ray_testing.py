@@ -14,8 +14,7 @@ from coati.ray.options import TrainerOptions
 from coati.trainer.strategies import DDPStrategy
 
 PATIENCE = 180.0  # seconds that a test waits for what should come at once, on however busy a machine
-# Short enough that a test of a deadline is quick, long enough for a loaded machine.
-QUICK = Deadlines(start_seconds=1.5, batch_seconds=120.0, update_seconds=120.0, grace_seconds=0.2)
+DEADLINES = Deadlines(start_seconds=120.0, batch_seconds=120.0, update_seconds=120.0, grace_seconds=0.2)
 
 
 def strategy():
@@ -38,7 +37,7 @@ def make_ppo_trainer(maker_names, *, seed=0, **kwargs):
     options = TrainerOptions(
         train=TrainSettings(actor_lr=1e-2, critic_lr=1e-2),
         topology=TopologySettings(**{"max_staleness": -1} | topology),
-        deadlines=QUICK,
+        deadlines=DEADLINES,
         num_threads=1,
     )
     kwargs = {"train_batch_size": 4} | kwargs

@@ -5,7 +5,7 @@ import functools
 import pytest
 import ray
 import torch
-from ray_testing import QUICK, strategy
+from ray_testing import DEADLINES, strategy
 from tiny import actor_and_critic, llama, maker_models
 
 from coati.models import Actor, Critic, LoRASettings
@@ -41,7 +41,7 @@ def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets
             functools.partial(maker_models, seed),
             update_lora_weights=True,
             max_new_tokens=4,
-            options=MakerOptions(deadlines=QUICK, num_threads=1),
+            options=MakerOptions(deadlines=DEADLINES, num_threads=1),
         )
         return keep(actor)
 
@@ -52,7 +52,7 @@ def test_plain_makers_follow_a_lora_trainer_by_adapters_alone_and_who_joins_gets
             strategy,
             lora_models,
             update_lora_weights=True,
-            options=TrainerOptions(deadlines=QUICK, num_threads=1),
+            options=TrainerOptions(deadlines=DEADLINES, num_threads=1),
         )
     )
     ray.get(trainer.sync_models_to_remote_makers.remote())

@@ -3,7 +3,7 @@
 import pytest
 import ray
 import torch
-from ray_testing import PATIENCE, QUICK, numbered, strategy
+from ray_testing import DEADLINES, PATIENCE, numbered, strategy
 from tiny import maker_models
 
 from coati.experience_maker import Experience, ExperienceMaker
@@ -28,7 +28,7 @@ class Echo(ExperienceMaker):
 
 
 def test_a_maker_of_your_own_sends_to_three_trainers_in_turn_across_batches_of_four(sinks, keep, unique):
-    options = MakerOptions(deadlines=QUICK, num_threads=1, maker=Echo)
+    options = MakerOptions(deadlines=DEADLINES, num_threads=1, maker=Echo)
     maker = keep(
         ExperienceMakerHolder.options(name=unique("maker"), num_cpus=0).remote(
             list(sinks), strategy, maker_models, options=options, max_new_tokens=2

@@ -71,7 +71,6 @@ def test_the_queue_reserves_no_cpu_and_is_a_light_process_whose_death_is_named(m
         buffer.extend(items(1, 1))
 
 
-@pytest.mark.timeout(120)
 def test_a_consumer_killed_while_it_waits_takes_nothing_with_it(make_buffer, keep, tmp_path):
     buffer = make_buffer(2)
     consumer = Consumer.remote()

@@ -1,14 +1,14 @@
 """A trainer in an actor: its concurrency groups answer while `fit` computes."""
 
 import ray
-from ray_testing import PATIENCE, QUICK, Gate, RecordingTrainer, pass_gate
+from ray_testing import DEADLINES, PATIENCE, Gate, RecordingTrainer, pass_gate
 from tiny import experience, items
 
 
 @ray.remote(concurrency_groups={"buffer_length": 1, "buffer_append": 1, "buffer_sample": 1, "compute": 1}, num_cpus=0)
 class GatedTrainer(RecordingTrainer):
     def __init__(self, gate, **kwargs):
-        super().__init__([], train_batch_size=2, deadlines=QUICK, **kwargs)
+        super().__init__([], train_batch_size=2, deadlines=DEADLINES, **kwargs)
         self.in_step = lambda: pass_gate(gate, "arrive", "step")
 
 

@@ -6,7 +6,7 @@ import select
 import pytest
 import ray
 import torch
-from ray_testing import PATIENCE, QUICK, make_ppo_trainer, strategy
+from ray_testing import DEADLINES, PATIENCE, make_ppo_trainer, strategy
 from tiny import actor_and_critic, experience, maker_models
 from weight_testing import header_of, messages_of
 
@@ -25,7 +25,7 @@ def shared_maker(cluster, _shared_sinks):
         list(_shared_sinks),
         strategy,
         maker_models,
-        options=MakerOptions(deadlines=QUICK, num_threads=1),
+        options=MakerOptions(deadlines=DEADLINES, num_threads=1),
         max_new_tokens=4,
     )
     yield "weights-maker", maker
@@ -151,7 +151,7 @@ def test_a_killed_trainers_whole_update_is_committed_and_half_of_one_is_not(shar
             ray.get(ray.get_actor(name).update_experience_maker.remote(message=message))
 
     doomed = DetachedPPOTrainer.options(name=unique("doomed"), num_cpus=0).remote(
-        [name], strategy, lambda: actor_and_critic(31), options=TrainerOptions(deadlines=QUICK, num_threads=1)
+        [name], strategy, lambda: actor_and_critic(31), options=TrainerOptions(deadlines=DEADLINES, num_threads=1)
     )
     process = os.pidfd_open(ask(doomed, lambda _: os.getpid()))  # readable when the process has ended
     ask(doomed, start_at)

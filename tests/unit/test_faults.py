@@ -56,16 +56,14 @@ def test_passes_are_counted_by_index_from_a_time_on_or_all_of_them_count(tmp_pat
         assert passes(3) == [1, 2, 3]
 
 
-@pytest.mark.timeout(60)
 def test_a_process_with_the_variable_kills_itself_once(tmp_path):
     Schedule(tmp_path, [Fault("journal.before_write", "kill", nth=2)])
     code = "from coati.faults import reach\nfor _ in range(5): reach('journal.before_write')"
     command, environment = [sys.executable, "-c", code], {**os.environ, faults.VARIABLE: str(tmp_path)}
-    codes = [subprocess.run(command, env=environment, timeout=50).returncode for _ in range(2)]
+    codes = [subprocess.run(command, env=environment, timeout=300).returncode for _ in range(2)]
     assert codes == [-signal.SIGKILL, 0]
 
 
-@pytest.mark.timeout(60)
 def test_a_process_that_is_stopped_continues(tmp_path):
     Schedule(tmp_path, [Fault("maker.generating", "stop", seconds=0.05)])
     code = "from coati.faults import reach; reach('maker.generating')"
@@ -78,7 +76,6 @@ def test_a_process_that_is_stopped_continues(tmp_path):
     process.returncode = 0
 
 
-@pytest.mark.timeout(60)
 def test_a_blocked_point_waits_to_be_released(tmp_path):
     schedule = Schedule(tmp_path, [Fault("trainer.after_step", "block")])
     with schedule.enabled():
@@ -87,7 +84,7 @@ def test_a_blocked_point_waits_to_be_released(tmp_path):
             os.sched_yield()
         assert not blocked.done()
         schedule.release()
-        blocked.result(50)
+        blocked.result(300)
 
 
 def test_the_clock_is_set_and_time_is_slept(tmp_path, monkeypatch):

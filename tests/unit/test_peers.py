@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from thread_peers import ThreadPeers
+from thread_peers import PATIENCE, ThreadPeers
 
 from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
 from coati.peers import wait_all, wait_any
@@ -27,11 +27,11 @@ def peers():
 
 
 def test_a_call_returns_what_the_method_returns_and_arguments_are_copied(peers):
-    peer = peers.find("a", role="echo", timeout=1.0)
+    peer = peers.find("a", role="echo", timeout=PATIENCE)
     sent = [1]
     call = peer.call("hear", sent, twice=True)
     sent.append(2)
-    assert call.result(5.0) == [[1], [1]]
+    assert call.result(PATIENCE) == [[1], [1]]
     assert call.done()
     with pytest.raises(AttributeError):
         peer.call("speak")
@@ -39,7 +39,7 @@ def test_a_call_returns_what_the_method_returns_and_arguments_are_copied(peers):
 
 def test_what_a_method_raises_comes_as_the_cause_of_a_remote_error(peers):
     with pytest.raises(RemoteError, match="a: 'no such thing'") as caught:
-        peers["a"].call("fail").result(5.0)
+        peers["a"].call("fail").result(PATIENCE)
     assert isinstance(caught.value.cause, KeyError)
 
 
@@ -52,7 +52,7 @@ def test_calls_of_a_dead_peer_fail_and_its_name_is_free_but_whoever_found_it_kee
     held.release()
     for call in (pending, found.call("hear", 2)):
         with pytest.raises(PeerDied):
-            call.result(5.0)
+            call.result(PATIENCE)
     assert peers.find_now("a") is found
     peers.forget("a")
     assert peers.find_now("a") is None
@@ -62,13 +62,13 @@ def test_calls_of_a_dead_peer_fail_and_its_name_is_free_but_whoever_found_it_kee
 def test_a_held_call_is_pending_and_others_are_not(peers):
     held = peers.hold("a", "hear")
     slow, quick = peers["a"].call("hear", 1), peers["b"].call("hear", 2)
-    assert wait_any([slow, quick], 5.0) == [quick]
+    assert wait_any([slow, quick], PATIENCE) == [quick]
     assert wait_all([slow, quick], 0.01) == [quick]
     with pytest.raises(DeadlineExceeded, match="hear"):
         slow.result(0.01)
     held.release()
-    assert wait_all([slow, quick], 5.0) == [slow, quick]
-    assert wait_any([], 5.0) == []
+    assert wait_all([slow, quick], PATIENCE) == [slow, quick]
+    assert wait_any([], PATIENCE) == []
 
 
 def test_a_dropped_reply_leaves_the_call_executed_and_a_dropped_call_does_not(peers):
@@ -76,20 +76,20 @@ def test_a_dropped_reply_leaves_the_call_executed_and_a_dropped_call_does_not(pe
     peers.drop_call("a", "hear", nth=2)
     for value in (1, 2):
         with pytest.raises(PeerUnavailable):
-            peers["a"].call("hear", value).result(5.0)
-    assert peers["a"].call("hear", 3).result(5.0) == 3
+            peers["a"].call("hear", value).result(PATIENCE)
+    assert peers["a"].call("hear", 3).result(PATIENCE) == 3
     assert peers["a"].target.heard == [1, 3]
 
 
 def test_a_shared_value_arrives_as_itself_in_every_call(peers):
     shared = peers.share({"weights": [1, 2]})
     calls = [peers[name].call("hear", shared) for name in ("a", "b")]
-    assert [call.result(5.0) for call in calls] == [{"weights": [1, 2]}] * 2
-    assert peers["a"].call("hear", value=shared).result(5.0) == {"weights": [1, 2]}
+    assert [call.result(PATIENCE) for call in calls] == [{"weights": [1, 2]}] * 2
+    assert peers["a"].call("hear", value=shared).result(PATIENCE) == {"weights": [1, 2]}
 
 
 def test_a_peer_that_appears_in_time_is_found_and_one_that_does_not_is_named(peers):
     threading.Timer(0.05, peers.add, ["late", Echo()]).start()
-    assert peers.find("late", role="echo", timeout=5.0).name == "late"
+    assert peers.find("late", role="echo", timeout=PATIENCE).name == "late"
     with pytest.raises(ActorNotFound, match=r"'never'.*a, b, late"):
         peers.find("never", role="echo", timeout=0.02)

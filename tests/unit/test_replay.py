@@ -226,7 +226,7 @@ def test_so_does_one_with_groups_adapters_epochs_and_the_other_engine(settings, 
         rollout={"engine": "reference", "samples_per_prompt": 2},
         algorithm={"name": "grpo"},
         lora={"rank": 2},
-        train={"epochs": 2},
+        train={"epochs": 2, "save_every": 0},
     )
     Interleaved(config, seed=3, dies=True)
     check_variety(events_of(tmp_path / "run"))

@@ -4,7 +4,7 @@ import json
 import pydoc
 
 import pytest
-from ray_testing import QUICK, strategy
+from ray_testing import DEADLINES, strategy
 from tiny import actor_and_critic, experience, maker_models
 
 from coati.config import AlgorithmSettings, RolloutSettings, TrainSettings
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("local_queue")
 def trainer(*, algorithm=None, train=None, learner=PPOLearner, **arguments):
     sections = {"algorithm": algorithm, "train": train}
     given = {name: section for name, section in sections.items() if section is not None}
-    options = TrainerOptions(deadlines=QUICK, num_threads=1, learner=learner, **given)
+    options = TrainerOptions(deadlines=DEADLINES, num_threads=1, learner=learner, **given)
     return PPOTrainer([], strategy, actor_and_critic, options=options, **arguments)
 
 

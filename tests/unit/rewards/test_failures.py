@@ -2,13 +2,14 @@
 
 import itertools
 import math
-import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from coati.errors import RewardError, RewardFailed
-from coati.rewards import FunctionReward, RewardScorer, WeightedSum
+from coati.rewards import FunctionReward, Reward, RewardScorer, WeightedSum
+from coati.rewards import scorer as scorer_module
 
 
 class Numbers:
@@ -122,29 +123,29 @@ def test_wrong_scores_are_an_error_at_once(returned):
     assert calls == [1]
 
 
-def test_one_that_hangs_is_found_within_the_time_of_a_batch_and_the_rest_gets_what_others_leave():
-    is_over, shares = threading.Event(), []
+def test_one_that_hangs_is_found_within_the_time_of_a_batch_and_the_rest_gets_what_others_leave(monkeypatch):
+    now, shares = [0.0], []
+    monkeypatch.setattr(scorer_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    def hangs(completions):
-        if " 2" in completions:
-            is_over.wait(60)
-        return [1.0] * len(completions)
+    class Hangs(Reward):
+        """Takes a quarter of a second for a sample; with the second, all the time that it has."""
 
-    class Noted(FunctionReward):
+        name, timeout_seconds = "judge", 2.0
+
         def score(self, request):
             shares.append(request.timeout_seconds)
-            return super().score(request)
+            hangs = " 2" in request.completions
+            now[0] += min(self.timeout_seconds, request.timeout_seconds) if hangs else 0.25
+            if hangs:
+                raise RewardFailed("did not return in time")
+            return torch.ones(len(request))
 
-    scorer = RewardScorer(Noted(hangs, name="judge", timeout_seconds=2.0), Numbers(), max_quarantined=4)
-    scores = begin(None, 1, 2, 3, scorer=scorer)
+    scores = begin(None, 1, 2, 3, scorer=RewardScorer(Hangs(), Numbers(), max_quarantined=4))
     assert scores().tolist() == pytest.approx([1.0, math.nan, 1.0], nan_ok=True)
-    is_over.set()
-    assert "did not return within" in scores.failures[1]
-    whole, first, second, third = shares
-    assert whole == math.inf
-    assert first <= second  # and what it used is lost
-    assert third == pytest.approx(2 / 3, abs=0.4)
-    assert second + third < 2.0
+    assert scores.failures == {1: "did not return in time"}
+    # A third of 2 s; half of the 1.75 s that the first one left; and what it used is lost.
+    assert shares == pytest.approx([math.inf, 2 / 3, 1.75 / 2, 1.75 / 2])
+    assert now[0] == pytest.approx(2.0 + 0.25 + 1.75 / 2 + 0.25)
 
 
 def test_no_score_is_no_failure():

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from coati.background import run_in_background
 from coati.config import RewardSettings
 from coati.errors import ConfigError, RewardError, RewardFailed
 from coati.rewards import RewardProcess, RewardRequest, build_reward
 
 HERE = Path(__file__).parent
-SECONDS = 60.0  # far more than anything here takes
+SECONDS = 120.0  # far more than anything here takes
 
 
 def request_of(*completions, **columns):
@@ -118,8 +119,14 @@ def test_what_a_function_does_is_said_by_name_and_the_next_batch_is_scored(isola
 @pytest.mark.parametrize("action", ["hang", "exit", "kill the guard", "abort"])
 def test_nothing_that_it_started_is_left(isolated, tmp_path, action):
     reward = isolated("writes_pids")
-    reward.timeout_seconds = 1.0 if action == "hang" else SECONDS
     path = tmp_path / "pids"
+
+    def end_it():  # as a deadline does, but not before it has started them
+        wait_until(lambda: path.exists() and path.read_text().count(" ") == 2)
+        reward._process.kill()
+
+    if action == "hang":
+        run_in_background(end_it, name="deadline")
     with pytest.raises(RewardFailed):
         reward.score(request_of(action, path=str(path)))
     worker, away, near = map(int, path.read_text().split())
@@ -195,6 +202,7 @@ def test_a_function_that_a_program_brings():
     reward._process.kill()
 
 
+@pytest.mark.long  # it imports torch
 def test_it_ends_with_a_maker_that_is_killed(tmp_path):
     program = f"""
 import os, sys
