@@ -217,25 +217,16 @@ def execute(
         if start is not None:
             continue_files(config, log, start)
 
-    started = time.monotonic()
-    folder = config.output_folder
+    started, folder = time.monotonic(), config.output_folder
     open_folder = open_run_folder(config, overwrite=overwrite, is_resumed=is_resumed)
     with open_folder as begin_in_folder, contextlib.ExitStack() as stack:
-        log = RunLog(
-            folder,
-            total_steps=config.train.optimizer_steps,
-            total_samples=config.train.total_steps * config.train.batch_size * config.topology.trainers,
-            trackers=[*_own_trackers(config), *trackers],
-            max_spans=config.logging.spans_kept,
-            on_begin=begin,
-        )
+        log = _new_log(config, trackers, on_begin=begin)
         with contextlib.closing(log):
             log.message = "loading libraries"
             on_progress(log.snapshot())
             from coati.build import Parts, check_inputs
 
-            start = choose_start(config) if is_resumed else None
-            if start is not None:
+            if (start := choose_start(config) if is_resumed else None) is not None:
                 log.stand_at(start.step, start.version)
                 log.message = f"the run continues from {start}"
                 on_progress(log.snapshot())
@@ -271,8 +262,17 @@ def _account(folder: Path) -> RunAccount:
         return RunAccount([], [str(error)])
 
 
-def _own_trackers(config: RunSettings) -> list[Tracker]:
-    return [TensorBoardTracker(config.output_folder / "tensorboard")] if config.logging.writes_tensorboard else []
+def _new_log(config: RunSettings, trackers: Sequence[Tracker], *, on_begin: Callable[[], None]) -> RunLog:
+    folder, train = config.output_folder, config.train
+    own = [TensorBoardTracker(folder / "tensorboard")] if config.logging.writes_tensorboard else []
+    return RunLog(
+        folder,
+        total_steps=train.optimizer_steps,
+        total_samples=train.total_steps * train.batch_size * config.topology.trainers,
+        trackers=[*own, *trackers],
+        max_spans=config.logging.spans_kept,
+        on_begin=on_begin,
+    )
 
 
 def _kind_of_run(*, sync: bool, **options: Any) -> Callable[..., SynchronousRun | DetachedRun]:
