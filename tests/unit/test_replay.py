@@ -35,8 +35,8 @@ from coati.weights.recipients import Recipients
 from coati.weights.sender import WeightSender
 
 REWARD = """
-def likes_c(completions):
-    return [text.split().count("c") / 4 for text in completions]
+def likes_early_letters(completions):
+    return [sum(word in "abcd" for word in text.split()) / 4 for text in completions]
 """
 
 
@@ -170,7 +170,7 @@ def settings(files):
             "run": {"seed": 1, "output": str(output)},
             "model": {"path": str(files / "model"), "device": "cpu"},
             "prompts": {"path": str(files / "prompts.jsonl")},
-            "reward": {"function": "rewards_of_the_replay_tests:likes_c", "search_paths": [str(files)]},
+            "reward": {"function": "rewards_of_the_replay_tests:likes_early_letters", "search_paths": [str(files)]},
             "rollout": {"prompts_per_batch": 3, "max_new_tokens": 6, "in_flight": True},
             "train": {"total_steps": 13, "update_steps": 2, "batch_size": 4, "save_every": 1, "actor_lr": 0.02},
             "topology": {"threads_per_actor": 1, "makers": 2, "lead": 2, "max_staleness": 2},

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from coati.algos.logprobs import head_logprobs_and_entropy, logprobs_and_entropy
@@ -27,6 +28,7 @@ from coati.models.packing import (
     packed_hidden,
     packing_problem,
 )
+from coati.models.tiles import TILE, is_same_in_any_company, same_in_any_company
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,20 +181,30 @@ def score_actions(
 
     Tokens that the attention mask leaves out, and such as have no token before them, get 0.
     """
-    packed = PackedRows.of(sequences, attention_mask)
-    if len(packed) == 0:
-        return score_padded(model, sequences, attention_mask, scoring)
-    targets = PackedTargets.of(packed, scoring.num_actions)  # before the model: it waits for the device
-    hidden = packed.at(packed_hidden(model, packed), targets.predecessors)  # [n, d]
+    with same_in_any_company(model, sequences):
+        packed = PackedRows.of(sequences, attention_mask)
+        if len(packed) == 0:
+            return score_padded(model, sequences, attention_mask, scoring)
+        targets = PackedTargets.of(packed, scoring.num_actions)  # before the model: it waits for the device
+        hidden = packed.at(packed_hidden(model, packed), targets.predecessors)  # [n, d]
+        tokens, rows, tile = targets.tokens, targets.rows, 0
+        if is_same_in_any_company():
+            tile, missing = TILE, -len(tokens) % TILE
+            hidden, tokens, rows = (
+                F.pad(hidden, (0, 0, 0, missing)),
+                F.pad(tokens, (0, missing)),
+                F.pad(rows, (0, missing)),
+            )
     head = base_of(model).get_output_embeddings()
     temperatures = scoring.temperatures
     logprobs, entropy = head_logprobs_and_entropy(
         hidden,
         head.weight,
-        targets.tokens,
+        tokens,
         bias=head.bias,
-        temperature=1.0 if temperatures is None else temperatures[targets.rows],
+        temperature=1.0 if temperatures is None else temperatures[rows],
         with_entropy=scoring.with_entropy,
+        chunk_tokens=tile,
     )
     shape = (packed.shape[0], scoring.num_actions)
     return targets.unpacked(logprobs, shape), None if entropy is None else targets.unpacked(entropy, shape)

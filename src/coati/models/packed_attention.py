@@ -24,6 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from coati.models.tiles import is_same_in_any_company, padded_length
+
 PACKED_ATTENTION = "coati_packed"
 """What `config._attn_implementation` is called for models that can take packed rows."""
 
@@ -138,7 +140,7 @@ def _by_length(
     """Attention of every row to itself, [T, H, D], one call for each bucket."""
     num_tokens, device = len(heads.query), heads.query.device
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
-    buckets = _buckets(lengths, device, stream, torch.is_inference_mode_enabled())
+    buckets = _buckets(lengths, device, stream, torch.is_inference_mode_enabled(), is_same_in_any_company())
     parts = []
     for bucket in buckets:
         query, key, value = (
@@ -187,19 +189,22 @@ class _Bucket(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)  # every layer of a pass asks the same, and so do actor and critic
-def _buckets(lengths: tuple[int, ...], device: torch.device, _stream: int, _in_inference: bool) -> list[_Bucket]:
+def _buckets(
+    lengths: tuple[int, ...], device: torch.device, _stream: int, _in_inference: bool, is_tiled: bool
+) -> list[_Bucket]:
     """The rows by the power of two of their length: less than half of a call is filled up, and calls are few.
 
     Short rows are one bucket: what they waste costs less than another call. What was made on one stream is not for
-    another, and what was made in inference mode not for training, so they only tell calls apart.
+    another, and what was made in inference mode not for training, so they only tell calls apart. With `is_tiled` the
+    width of a row does not depend on the others.
     """
     starts = [0, *itertools.accumulate(lengths)]
     members: dict[int, list[int]] = {}
     for row, length in enumerate(lengths):
-        members.setdefault(max(length, _SHORT).bit_length(), []).append(row)
+        members.setdefault(padded_length(length, 32) if is_tiled else max(length, _SHORT).bit_length(), []).append(row)
     buckets = []
-    for rows in members.values():
-        width = max(lengths[row] for row in rows)
+    for key, rows in members.items():
+        width = key if is_tiled else max(lengths[row] for row in rows)
         columns = torch.arange(width)
         is_real = columns < torch.tensor([lengths[row] for row in rows]).unsqueeze(1)  # [n, width]
         tokens = (torch.tensor([starts[row] for row in rows]).unsqueeze(1) + columns)[is_real]

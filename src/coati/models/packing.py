@@ -36,6 +36,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from coati.models.packed_attention import PACKED_ATTENTION, drop_flash_on_old_gpus, take, take_often
+from coati.models.tiles import is_same_in_any_company
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,8 @@ class PackedRows:
             starts=F.pad(lengths.cumsum(0), (1, 0)).int(),
             max_length=int(lengths.max()) if len(lengths) else 0,
             shape=sequences.shape,
-            shared=SharedPrefixes.of(sequences, is_real),
+            # In a row of another length the common part would be rounded differently.
+            shared=None if is_same_in_any_company() else SharedPrefixes.of(sequences, is_real),
         )
 
     def __len__(self) -> int:
@@ -231,7 +233,9 @@ class PackedTargets:
         return cls(at - 1, packed.tokens[at], packed.spots[at] // width, columns[at])
 
     def unpacked(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
-        """[n] to [B, num_actions], with 0 where nothing is scored."""
+        """[n] to [B, num_actions], with 0 where nothing is scored; values behind the first n are left out."""
+        if len(values) > len(self.rows):
+            values = values[: len(self.rows)]
         return values.new_zeros(shape).index_put((self.rows, self.columns), values)
 
 

@@ -24,6 +24,7 @@ from coati.models.packing import (
     row_parts,
     row_tokens,
 )
+from coati.models.tiles import same_in_any_company
 
 HEAD_FILE = "value_head.safetensors"
 _HEAD_NAMES = ("score", "classifier", "v_head", "value_head")
@@ -83,8 +84,11 @@ class ValueHeadModel(nn.Module):
         """
         if problem := packing_problem(self.body):
             log_padding_once(type(self.body).__name__, problem)
-        elif len(packed := PackedRows.of(input_ids, attention_mask)) > 0:
-            return packed.unpacked(self._values_of(packed_hidden(self.body, packed)))
+        else:
+            with same_in_any_company(self, input_ids):
+                packed = PackedRows.of(input_ids, attention_mask)
+                if len(packed) > 0:
+                    return packed.unpacked(self._values_of(packed_hidden(self.body, packed)))
         kwargs: dict[str, Any] = {}
         if attention_mask is not None and accepts(self.body, "position_ids"):
             kwargs["position_ids"] = position_ids_from_mask(attention_mask)

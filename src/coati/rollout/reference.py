@@ -24,6 +24,7 @@ from transformers import (
 
 from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
+from coati.models.tiles import padded_length, same_in_any_company
 from coati.randomness import keyed_uniforms
 from coati.rollout.engine import Rollout, RolloutRequest
 from coati.rollout.sampling import Sampler, stop_strings_of
@@ -40,16 +41,20 @@ class ReferenceEngine:
         """Continue every prompt; the result is as wide as the longest response.
 
         A row that has ended is computed until the last one has, but never past the end of the model's context, where
-        some models have no positions: rows that come near it are generated in calls that stop in time.
+        some models have no positions: rows that come near it are generated in calls that stop in time. On a CPU, rows
+        of one call are filled up to the same length; see `coati.models.tiles`.
         """
         limits, lengths = request.limits, request.attention_mask.sum(dim=1)
         context = context_length_of(unwrap(self._model))
         longest = limits.max() if context is None else torch.minimum(limits.max(), context - lengths)
-        calls = [longest == count for count in sorted({*longest.flatten().tolist()})]
-        if len(calls) == 1:
-            return self._generate(request)[0]
-        rollouts, version = [], request.version
-        for rows in calls:
+        widths = torch.full_like(lengths, request.input_ids.shape[1])
+        if lengths.device.type == "cpu":
+            # Each row has padding, because `generate` builds no mask for a batch without any.
+            widths = torch.tensor([padded_length(length + 1) for length in lengths.tolist()])
+        kinds = torch.stack([longest.expand(lengths.shape), widths], dim=1)
+        rollouts, calls, version = [], [], request.version
+        for kind in torch.unique(kinds, dim=0):
+            rows = (kinds == kind).all(dim=1)
             part = dataclasses.replace(
                 request,
                 input_ids=request.input_ids[rows],
@@ -58,36 +63,40 @@ class ReferenceEngine:
                 max_new_tokens=limits[rows],
                 version=version,
             )
-            rollout, version = self._generate(part)
+            with same_in_any_company(self._model, lengths):
+                rollout, version = self._generate(part, int(kind[1]))
             rollouts.append(rollout)
+            calls.append(rows)
         return _joined(rollouts, calls)
 
-    def _generate(self, request: RolloutRequest) -> tuple[Rollout, int]:
-        """Continue the prompts in one call; returns the version that the weights have then too."""
+    def _generate(self, request: RolloutRequest, width: int) -> tuple[Rollout, int]:
+        """Continue the prompts, padded to a width, in one call; returns the version that the weights have then too."""
         model: Any = unwrap(self._model)
         eos_token_ids = request.options.eos_token_ids(model)
         dice = _KeyedDice(request)
-        stops = _Stops(request)
+        stops = _Stops(request, width)
+        # Less than nothing cuts off what is padding in all of these rows.
+        padding = (width - request.input_ids.shape[1], 0)
         config = _greedy_config(model, request, eos_token_ids)
         was_training = model.training
         model.eval()
         try:
             with _without_saved_defaults(model, config):
                 sequences = model.generate(
-                    request.input_ids,
-                    attention_mask=request.attention_mask,
+                    F.pad(request.input_ids, padding),
+                    attention_mask=F.pad(request.attention_mask, padding),
                     generation_config=config,
                     logits_processor=LogitsProcessorList([dice]),
                     stopping_criteria=StoppingCriteriaList([stops]),
                 )
         finally:
             model.train(was_training)
-        responses = sequences[:, request.input_ids.shape[1] :]
+        responses = sequences[:, width:]
         # By position and not by value: the padding may be an end token too.
         is_end = torch.isin(responses, torch.tensor(eos_token_ids, dtype=responses.dtype, device=responses.device))
         action_mask = (is_end.cumsum(dim=1) - is_end.long() == 0) & stops.mask(responses.shape[1])
         rollout = Rollout(
-            sequences=sequences,
+            sequences=torch.cat([request.input_ids, responses], dim=1),
             attention_mask=torch.cat([request.attention_mask, action_mask.to(request.attention_mask.dtype)], dim=1),
             action_mask=action_mask,
             rollout_log_probs=dice.log_probs(responses.shape[1]).masked_fill(~action_mask, 0.0),
@@ -179,9 +188,9 @@ class _Stops(StoppingCriteria):  # type: ignore[misc]
     A row that has stopped is continued, as padding or as text, until the last one is: the tokens do not show it.
     """
 
-    def __init__(self, request: RolloutRequest) -> None:
+    def __init__(self, request: RolloutRequest, num_prompt_tokens: int) -> None:
         options, device = request.options, request.input_ids.device
-        num_rows, self._num_prompt_tokens = request.input_ids.shape
+        num_rows, self._num_prompt_tokens = len(request.input_ids), num_prompt_tokens
         self._criteria: list[Any] = list(options.extra.get("stopping_criteria", ()))
         self._strings = None
         if options.stop_strings:

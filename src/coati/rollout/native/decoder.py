@@ -19,8 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from coati.models.actor import unwrap
 from coati.models.packing import base_of
-from coati.rollout.native.operations import Geometry, operations_for, rms_norm, split_heads
+from coati.models.tiles import same_in_any_company, tiled_linear
+from coati.rollout.native.operations import Geometry, operations_for, rms_norm, slot_length, split_heads
 
+# Slots that are computed together on a CPU, where rows are multiplied so many at a time; see `coati.models.tiles`.
+SLOT_TILE = 32
 # Any but cuDNN's, which plans for each new shape of a batch: 47 ms on the host of an H200.
 _PREFILL_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -59,8 +62,9 @@ class FusedLinear:
     def __call__(self, inputs: Tensor) -> Tensor:
         """Outputs of all layers, side by side."""
         if not self.join():
-            return torch.cat([layer(inputs) for layer in self._layers], dim=-1)
-        return F.linear(inputs, self._weight, self._bias)  # type: ignore[arg-type]
+            return torch.cat([_product(layer, inputs) for layer in self._layers], dim=-1)
+        assert self._weight is not None
+        return _linear(inputs, self._weight, self._bias)
 
     def join(self) -> bool:
         """Join the weights, unless they are; False if these layers cannot be joined."""
@@ -83,6 +87,21 @@ class FusedLinear:
         has_bias = self._layers[0].bias is not None
         self._bias = _joined([layer.bias for layer in self._layers]) if has_bias else None
         self._pointers = self._addresses()
+
+
+def _product(layer: Any, inputs: Tensor) -> Tensor:
+    """What a linear layer, with adapters or without, makes of its inputs."""
+    if type(layer) is nn.Linear:
+        return _linear(inputs, layer.weight, layer.bias)
+    with same_in_any_company(layer, inputs, tile=SLOT_TILE):
+        result: Tensor = layer(inputs)
+    return result
+
+
+def _linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if inputs.device.type == "cpu":
+        return tiled_linear(inputs, weight, bias, tile=SLOT_TILE)
+    return F.linear(inputs, weight, bias)
 
 
 def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -154,6 +173,8 @@ class Decoder:
     def new_cache(self, num_slots: int, num_positions: int) -> SlotCache:
         """Room for so many slots of so many positions, where the model is now."""
         self.operations = operations_for(self.weight, self._geometry)
+        if self.weight.device.type == "cpu":
+            num_positions = slot_length(num_positions)
         shape = (num_slots, self._geometry.num_kv_heads, num_positions, self._geometry.head_dim)
         like = self.weight
         return SlotCache(
@@ -188,11 +209,13 @@ class Decoder:
                 scale=self._geometry.scale,
                 enable_gqa=self._geometry.group > 1,
             )
-            hidden = hidden + layer.module.self_attn.o_proj(mixed.transpose(1, 2).reshape(num_prompts, width, -1))
+            hidden = hidden + _product(
+                layer.module.self_attn.o_proj, mixed.transpose(1, 2).reshape(num_prompts, width, -1)
+            )
             both = layer.gate_and_up(rms_norm(layer.module.post_attention_layernorm, hidden))
-            hidden = hidden + layer.module.mlp.down_proj(self.operations.gated(both, layer.module.mlp.act_fn))
+            hidden = hidden + _product(layer.module.mlp.down_proj, self.operations.gated(both, layer.module.mlp.act_fn))
         last = hidden[torch.arange(num_prompts, device=tokens.device), lengths - 1]
-        logits: Tensor = self._head(rms_norm(self._final_norm, last))
+        logits: Tensor = _product(self._head, rms_norm(self._final_norm, last))
         return logits[rows]
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache, num_positions: int) -> Tensor:
@@ -209,9 +232,11 @@ class Decoder:
             attention, mlp = layer.module.self_attn, layer.module.mlp
             hidden, normed = run.add_norm(hidden, delta, layer.module.input_layernorm)
             mixed = attend(layer.projections(normed), attention, cache.keys[index], cache.values[index])
-            hidden, normed = run.add_norm(hidden, attention.o_proj(mixed), layer.module.post_attention_layernorm)
-            delta = mlp.down_proj(run.gated(layer.gate_and_up(normed), mlp.act_fn))
-        logits: Tensor = self._head(run.add_norm(hidden, delta, self._final_norm)[1])
+            hidden, normed = run.add_norm(
+                hidden, _product(attention.o_proj, mixed), layer.module.post_attention_layernorm
+            )
+            delta = _product(mlp.down_proj, run.gated(layer.gate_and_up(normed), mlp.act_fn))
+        logits: Tensor = _product(self._head, run.add_norm(hidden, delta, self._final_norm)[1])
         return logits
 
     def _rotation(self, num_positions: int) -> tuple[Tensor, Tensor]:

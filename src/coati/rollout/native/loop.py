@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coati.gpu import side_stream
 from coati.rollout.engine import Rollout, RolloutRequest
-from coati.rollout.native.decoder import Decoder
+from coati.rollout.native.decoder import SLOT_TILE, Decoder
 from coati.rollout.native.operations import TritonOperations
 from coati.rollout.native.slots import AliveCopy, HostView, PromptQueue, Responses, Slots, TokenRules
 from coati.rollout.sampling import Sampler, stop_strings_of
@@ -53,6 +53,8 @@ class SlotLoop:
             sizes = sizes._replace(
                 num_positions=_rounded_up(sizes.num_positions), max_new_tokens=_rounded_up(sizes.max_new_tokens)
             )
+        elif device.type == "cpu":
+            sizes = sizes._replace(num_slots=_tiled(sizes.num_slots))
         self._sizes = sizes
         self._cache = decoder.new_cache(sizes.num_slots, sizes.num_positions)
         self._slots = Slots.empty(sizes.num_slots, device)
@@ -83,7 +85,8 @@ class SlotLoop:
         while True:
             if queue.has_waiting and (free := view.free(num_slots)):
                 rows = queue.next_rows(len(free))
-                self._admit(queue, rows, free[: len(rows)], rules)
+                for some in queue.alike(rows):
+                    self._admit(queue, rows[some], [free[n] for n in some], rules)
                 view.fill(free[: len(rows)], steps_left=queue.max_new_tokens - 1)
                 longest = max(longest, int(queue.lengths[rows].max()) + 1)
                 if self._is_captured and view.steps_left > 0:
@@ -129,11 +132,13 @@ class SlotLoop:
 
         Graphs exist for few sizes, powers of two and all slots, so some slots without a sample are computed as well;
         what they write is never read. Without graphs slots move when a quarter have ended, because moving the cache
-        costs a good part of a step.
+        costs a good part of a step; on a CPU they are computed in tiles, and move when that saves one.
         """
         num_alive = size = view.num_alive
         if self._is_captured:
             size = min(1 << (num_alive - 1).bit_length(), self._sizes.num_slots)
+        elif self._slots.rows.device.type == "cpu":
+            size = _tiled(num_alive)
         elif 4 * num_alive > 3 * view.count:
             size = view.count
         if size < view.count:
@@ -208,3 +213,7 @@ class SlotLoop:
 
 def _rounded_up(number: int) -> int:
     return -(-number // POSITION_STEP) * POSITION_STEP
+
+
+def _tiled(num_slots: int) -> int:
+    return -(-num_slots // SLOT_TILE) * SLOT_TILE

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coati.config.generate import GenerateOptions
+from coati.models.tiles import padded_length, tiled_activation
 from coati.rollout.sampling import Sampler
 
 logger = logging.getLogger(__name__)
@@ -52,15 +53,17 @@ class TorchOperations:
     def gated(self, both: Tensor, activation: nn.Module) -> Tensor:
         """`activation(gate) * up` of [..., gate and up]."""
         gate, up = both.chunk(2, dim=-1)
-        result: Tensor = activation(gate) * up
-        return result
+        gate = tiled_activation(activation, gate) if gate.device.type == "cpu" else activation(gate)
+        return gate * up
 
     def attention(self, positions: Tensor, num_positions: int, angles: tuple[Tensor, Tensor]) -> Attention:
         """The attention of all layers in one decode step; `num_positions` is one past the largest position."""
         geometry, count = self._geometry, len(positions)
         cos, sin = (table[positions].unsqueeze(1) for table in angles)  # [n, 1, D]
         slots = torch.arange(count, device=positions.device)
-        is_visible = torch.arange(num_positions, device=positions.device) <= positions.unsqueeze(1)  # [n, L]
+        calls = _attention_calls(positions, num_positions)
+        longest = max(length for _, length in calls)
+        is_visible = torch.arange(longest, device=positions.device) <= positions.unsqueeze(1)  # [n, L]
 
         def attend(projected: Tensor, module: Any, keys: Tensor, values: Tensor) -> Tensor:
             queries, new_keys, new_values = split_heads(projected, module, geometry, cos, sin)
@@ -68,16 +71,39 @@ class TorchOperations:
             values[slots, :, positions] = new_values
             # The G queries of a group stand where several tokens of one head would, so keys are read once and as
             # they are: no copies of them for each query head.
-            mixed = F.scaled_dot_product_attention(
-                queries.reshape(count, geometry.num_kv_heads, geometry.group, geometry.head_dim),
-                keys[:count, :, :num_positions],
-                values[:count, :, :num_positions],
-                attn_mask=is_visible[:, None, None],
-                scale=geometry.scale,
-            )  # [n, K, G, D]
-            return mixed.reshape(count, -1)
+            queries = queries.reshape(count, geometry.num_kv_heads, geometry.group, geometry.head_dim)
+            parts = [
+                F.scaled_dot_product_attention(
+                    queries[rows],
+                    keys[:count, :, :length][rows],
+                    values[:count, :, :length][rows],
+                    attn_mask=is_visible[rows, None, None, :length],
+                    scale=geometry.scale,
+                ).flatten(1)
+                for rows, length in calls
+            ]  # [n, H·D] together
+            if len(parts) == 1:
+                return parts[0]
+            return torch.cat(parts)[torch.cat([rows for rows, _ in calls]).argsort()]
 
         return attend
+
+
+def slot_length(num_positions: int) -> int:
+    """How much of a slot's cache is read on a CPU: rarely two lengths among slots, because each is a call."""
+    return padded_length(num_positions, 32)
+
+
+def _attention_calls(positions: Tensor, num_positions: int) -> list[tuple[Any, int]]:
+    """Which slots attend together, and over how many positions. On a CPU that number depends on each slot alone."""
+    if positions.device.type != "cpu":
+        return [(slice(None), num_positions)]
+    lengths = [slot_length(position + 1) for position in positions.tolist()]
+    different = sorted({*lengths})
+    if len(different) == 1:
+        return [(slice(None), lengths[0])]
+    of_slots = torch.tensor(lengths)
+    return [((of_slots == length).nonzero().squeeze(1), length) for length in different]
 
 
 class TritonOperations:

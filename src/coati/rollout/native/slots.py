@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from coati.models.tiles import padded_length
 from coati.randomness import keyed_uniforms
 from coati.rollout.engine import Rollout, RolloutRequest
 from coati.rollout.sampling import Sampler, StopStrings
@@ -39,11 +40,21 @@ class PromptQueue:
         first, self._next_row = self._next_row, min(self.num_rows, self._next_row + count)
         return torch.arange(first, self._next_row, device=self.lengths.device)
 
+    def alike(self, rows: Tensor) -> list[list[int]]:
+        """Which of the rows are read together: all or, on a CPU, those that are filled up to the same length."""
+        if rows.device.type != "cpu":
+            return [list(range(len(rows)))]
+        parts: dict[int, list[int]] = {}
+        for n, length in enumerate(self.lengths[rows].tolist()):
+            parts.setdefault(padded_length(length), []).append(n)
+        return list(parts.values())
+
     def prompts_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The different prompts among the rows, right-padded [U, T], their lengths [U], and each row's prompt."""
         ids, mask = self._request.input_ids[rows], self._request.attention_mask[rows].bool()
         lengths = self.lengths[rows]
         width = int(lengths.max())
+        width = padded_length(width) if rows.device.type == "cpu" else width
         # Left padding off: position t of a row is its t-th real token.
         source = (ids.shape[1] - lengths).unsqueeze(1) + torch.arange(width, device=ids.device)
         is_real = source < ids.shape[1]

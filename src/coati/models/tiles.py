@@ -1,0 +1,113 @@
+"""On the CPU a token gets the same bits in any company: other rows, another order, more padding.
+
+What one row of a tensor comes to is rounded differently when the operation has another shape, because libraries choose
+their kernels by it. So without gradients, operations get shapes that the row decides alone:
+
+    matrix products             always so many rows at once, the last ones filled up with zeros
+    attention                   rows beside others that are filled up to the same length, see `padded_length`
+    activations                 pieces that vector instructions cover without a rest, and threads do not share
+
+Norms, softmax and embeddings work row by row as they are. Learning needs none of this: its batches are the same
+whoever made them.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+TILE = 128
+"""Rows of a product in a pass over whole sequences: larger ones are hardly quicker, smaller ones waste less."""
+_VECTOR = 32  # elements: a multiple of what vector instructions take at once
+_PIECE = 32768  # elements of an operation that torch does not share among threads
+
+
+class _Active(threading.local):
+    depth = 0
+
+
+_active = _Active()
+
+
+def is_same_in_any_company() -> bool:
+    """Whether this thread is inside of `same_in_any_company`."""
+    return _active.depth > 0
+
+
+@contextlib.contextmanager
+def same_in_any_company(model: nn.Module, like: Tensor, *, tile: int = TILE) -> Iterator[None]:
+    """Inside, the model gives tokens the same bits in any company; only if `like` is on a CPU and has no gradients.
+
+    Compiled blocks are left as they are.
+    """
+    if like.device.type != "cpu" or torch.is_grad_enabled():
+        yield
+        return
+    modules = list(model.modules())
+    is_compiled = any(module._compiled_call_impl is not None for module in modules)
+    tiled = [] if is_compiled else [(module, _tiled_forward(module, tile)) for module in modules]
+    forwards = {module: forward for module, forward in tiled if forward is not None}
+    for module, forward in forwards.items():
+        vars(module)["forward"] = forward
+    _active.depth += 1
+    try:
+        yield
+    finally:
+        _active.depth -= 1
+        for module in forwards:
+            vars(module).pop("forward", None)
+
+
+def _tiled_forward(module: Any, tile: int) -> Callable[[Tensor], Tensor] | None:
+    """What takes the place of a module's forward pass, if it is one whose results depend on the shape."""
+    if "forward" in vars(module):  # someone else's
+        return None
+    if type(module) is nn.Linear:
+        return lambda inputs: tiled_linear(inputs, module.weight, module.bias, tile=tile)
+    if type(module) is Conv1D:  # the linear layers of GPT-2
+        return lambda inputs: tiled_linear(inputs, module.weight.t(), module.bias, tile=tile)
+    if isinstance(module, nn.SiLU | nn.GELU) or type(module).__module__ == "transformers.activations":
+        return functools.partial(tiled_activation, module.forward)
+    return None
+
+
+@functools.cache
+def padded_length(length: int, least: int = 8) -> int:
+    """How long a row is made: at most about a quarter is padding, and rows have few different lengths.
+
+    >>> [padded_length(length) for length in (1, 32, 33, 129, 200)]
+    [8, 32, 48, 192, 256]
+    """
+    step = max(least, (1 << (length - 1).bit_length()) // 4)
+    return -(-length // step) * step
+
+
+def tiled_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, tile: int = TILE) -> Tensor:
+    """`F.linear`, in products of `tile` rows each."""
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    count = rows.shape[0]
+    parts = list(torch.split(rows, tile))
+    if missing := tile - parts[-1].shape[0]:
+        parts[-1] = F.pad(parts[-1], (0, 0, 0, missing))
+    products = [F.linear(part, weight, bias) for part in parts]
+    joined = products[0] if len(products) == 1 else torch.cat(products)
+    return joined[:count].view(*inputs.shape[:-1], -1)
+
+
+def tiled_activation(activation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """A function of each element, whose last elements torch would compute by other code than the rest."""
+    count = inputs.numel()
+    piece = _PIECE if torch.get_num_threads() > 1 else max(count, 1)
+    # What is not contiguous is computed row by row, each with a rest of its own.
+    unbroken = count if inputs.is_contiguous() else inputs.shape[-1]
+    if count <= piece and unbroken % _VECTOR == 0:
+        return activation(inputs)
+    parts = list(torch.split(inputs.reshape(-1), piece))
+    parts[-1] = F.pad(parts[-1], (0, -count % _VECTOR))
+    return torch.cat([activation(part) for part in parts])[:count].view(inputs.shape)

@@ -1,0 +1,181 @@
+"""On the CPU a sample's bits do not depend on its company: alone, among others, anywhere, with any padding."""
+
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from coati.models import Actor, Critic, RewardModel, action_logprobs, action_values
+from coati.models.tiles import (
+    is_same_in_any_company,
+    padded_length,
+    same_in_any_company,
+    tiled_activation,
+    tiled_linear,
+)
+from coati.rollout import GenerateOptions, RolloutRequest, make_engine
+
+# Odd sizes, so that vector instructions leave a rest.
+SIZES = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "initializer_range": 0.5}
+GPT2 = {"n_embd": 24, "n_inner": 37, "n_layer": 2, "initializer_range": 0.5}
+LIMIT = 12
+prompt = st.lists(st.integers(2, tiny.VOCAB - 1), min_size=1, max_size=24)
+companies = st.lists(prompt, max_size=20)
+
+
+def models():
+    return {
+        "llama": tiny.llama(1, max_position_embeddings=128, **SIZES),
+        "gpt2": tiny.gpt2(1, n_positions=128, **GPT2),
+        "adapters": Actor(tiny.llama(1, max_position_embeddings=128, **SIZES), lora=lora()),
+    }
+
+
+def lora():
+    from coati.config import LoRASettings
+
+    return LoRASettings(rank=2)
+
+
+@pytest.fixture(scope="module")
+def policies():
+    found = models()
+    torch.manual_seed(2)
+    for name, parameter in found["adapters"].named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    return found
+
+
+def left_padded(rows, more=0):
+    width = max(map(len, rows)) + more
+    ids = torch.tensor([[tiny.PAD] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+def right_padded(rows, more=0):
+    width = max(map(len, rows)) + more
+    return (
+        torch.tensor([row + [tiny.PAD] * (width - len(row)) for row in rows]),
+        torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
+    )
+
+
+def written(engine, rows, ids, *, more=0, limit=LIMIT):
+    """What an engine writes: tokens and log-probs of each row without padding."""
+    input_ids, mask = left_padded(rows, more)
+    request = RolloutRequest(
+        input_ids=input_ids,
+        attention_mask=mask,
+        sample_ids=torch.tensor(ids),
+        seed=3,
+        options=GenerateOptions(),
+        max_new_tokens=limit,
+    )
+    rollout = engine.generate(request)
+    width = input_ids.shape[1]
+    return [
+        (tokens[is_real].tolist(), log_probs[is_real].tolist())
+        for tokens, log_probs, is_real in zip(
+            rollout.sequences[:, width:], rollout.rollout_log_probs, rollout.action_mask, strict=True
+        )
+    ]
+
+
+@pytest.mark.parametrize(("engine", "model"), [("native", "llama"), ("native", "adapters"), ("reference", "gpt2")])
+@given(row=prompt, before=companies, after=companies, more=st.integers(0, 40))
+def test_an_engine_writes_a_row_the_same_in_any_company(policies, engine, model, row, before, after, more):
+    engine = make_engine(engine, policies[model])
+    alone = written(engine, [row], [7])
+    ids = [*range(100, 100 + len(before)), 7, *range(200, 200 + len(after))]
+    together = written(engine, [*before, row, *after], ids, more=more)
+    assert together[len(before)] == alone[0]
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2", "adapters"])
+@torch.no_grad()
+@given(row=prompt, before=companies, after=companies, more=st.integers(0, 40))
+def test_models_score_a_row_the_same_in_any_company(policies, scorers, model, row, before, after, more):
+    row = [5, *row]
+    alone = scores(policies[model], *scorers, [row], 0)
+    company = [[6, *other] for other in before], [[6, *other] for other in after]
+    together = scores(policies[model], *scorers, [*company[0], row, *company[1]], more)
+    for one, many in zip(alone, together, strict=True):
+        assert many[len(before)][: len(one[0])].tolist() == one[0].tolist()
+
+
+@pytest.fixture(scope="module")
+def scorers():
+    kinds = [kind(tiny.llama(4, max_position_embeddings=128, **SIZES)) for kind in (Critic, RewardModel)]
+    torch.manual_seed(5)
+    for model in kinds:
+        torch.nn.init.normal_(model.value_head.weight)
+    return kinds
+
+
+def scores(policy, critic, reward_model, rows, more):
+    """Log-probs, values and rewards; all but the first token are the response."""
+    sequences, mask = right_padded(rows, more)
+    num_actions = sequences.shape[1] - 1
+    logprobs, _ = action_logprobs(policy, sequences, mask, num_actions, temperatures=torch.full([len(rows)], 0.7))
+    values = action_values(critic, sequences, mask, num_actions)
+    lengths = [len(row) - 1 for row in rows]
+    rewards = reward_model(sequences, mask).unsqueeze(1)
+    return (
+        [one[:length] for one, length in zip(logprobs, lengths, strict=True)],
+        [one[:length] for one, length in zip(values, lengths, strict=True)],
+        rewards,
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize(("inner", "outer"), [(24, 37), (64, 1), (64, 200), (300, 77)])
+def test_a_row_of_a_product_is_the_same_at_any_place(num_threads, inner, outer):
+    torch.set_num_threads(num_threads)
+    torch.manual_seed(0)
+    weight, bias, row = torch.randn(outer, inner), torch.randn(outer), torch.randn(inner)
+    alone = tiled_linear(row.unsqueeze(0), weight, bias)[0]
+    for count in (2, 31, 64, 65, 200):
+        for place in (0, count // 2, count - 1):
+            rows = torch.randn(count, inner)
+            rows[place] = row
+            assert torch.equal(tiled_linear(rows, weight, bias)[place], alone)
+    assert torch.allclose(alone, F.linear(row, weight, bias), atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("activation", [F.silu, F.gelu, torch.sigmoid])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_an_activation_is_the_same_at_any_place(activation, num_threads):
+    torch.set_num_threads(num_threads)
+    torch.manual_seed(0)
+    part_of_rows = torch.randn(16, 2 * 37)[:, :37]
+    assert torch.equal(tiled_activation(activation, part_of_rows)[:1], tiled_activation(activation, part_of_rows[:1]))
+    values = torch.randn(100_003)
+    alone = torch.cat([tiled_activation(activation, part) for part in values[-300:].split(1)])
+    whole = tiled_activation(activation, values)
+    assert torch.equal(whole[-300:], alone)
+    assert torch.allclose(whole, activation(values), atol=1e-6)
+
+
+def test_it_is_off_where_gradients_are_wanted():
+    layer, inputs = torch.nn.Linear(4, 5), torch.randn(3, 4)
+    with same_in_any_company(layer, inputs):
+        assert not is_same_in_any_company()
+        layer(inputs).sum().backward()
+    assert layer.weight.grad is not None
+    with torch.no_grad(), same_in_any_company(layer, inputs):
+        assert is_same_in_any_company()
+        assert "forward" in vars(layer)
+    assert "forward" not in vars(layer)
+
+
+@given(length=st.integers(1, 100_000))
+def test_rows_are_filled_up_by_little(length):
+    padded = padded_length(length)
+    assert length <= padded <= max(8, length * 1.5)
+    assert padded_length(length + 1) >= padded == padded_length(padded)
