@@ -46,5 +46,5 @@ def test_errors_are_also_what_python_calls_them(error_class, builtin):
 @pytest.mark.parametrize("name", ["start_seconds", "batch_seconds", "update_seconds", "grace_seconds"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_no_deadline_may_be_zero_negative_or_nan(name, value):
-    with pytest.raises(ConfigError, match=rf"deadlines\.{name} must be (a number above 0|a finite number)"):
+    with pytest.raises(ConfigError, match=rf"deadlines\.{name} must be (greater than 0|a finite number)"):
         Deadlines(**{name: value})
