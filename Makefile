@@ -46,7 +46,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm
 
 # A run in which something dies every 10 to 20 seconds, then the long tests of the faults in docs/reliability.md.
 SECONDS ?= 600

@@ -1,4 +1,4 @@
-"""The vLLM engine where vLLM is not installed. With it: tests/vllm."""
+"""The vLLM engine where vLLM is not installed. With it: tests/with_vllm."""
 
 import sys
 
