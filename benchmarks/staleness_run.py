@@ -257,7 +257,7 @@ def run_cell(cell: Cell, base: str, prompts: str) -> dict[str, Any]:
         "above_cap": _mean_or_none(metrics["off_policy/above_cap"]),
         "ratio_max": max(metrics["off_policy/ratio_max"], default=None),
         "log_ratio": _mean_or_none(metrics["off_policy/log_ratio"]),
-        "skipped": run.learner.num_skipped,
+        "skipped": metrics["optim/skipped_batches"][-1],
         "area": statistics.fmean(reward for rewards in run.rewards_by_version.values() for reward in rewards),
         "curve": [round(statistics.fmean(rewards), 4) for _, rewards in sorted(run.rewards_by_version.items())],
         "seconds": time.monotonic() - started,
