@@ -156,6 +156,7 @@ class Supervisor:
 
     def save(self, path: str) -> None:
         """Have the trainers save the model; they have when their state is "saved"."""
+        self._symptom = None  # known by now, if this is after a failure
         for trainer in self.trainers.values():
             trainer.begin("saving", "strategy_save_actor", path, True)
 
@@ -333,6 +334,8 @@ class Supervisor:
                 f"weights ({listed(needed)} did not answer)."
             )
         for maker in late:
+            if maker.name not in self.makers:
+                continue  # it was removed with another one
             self._note_death(maker, PeerDied(f"it did not load within {limit:g} s (deadlines.start_seconds)."))
 
     def _replace_dead_makers(self) -> None:

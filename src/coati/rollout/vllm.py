@@ -90,6 +90,8 @@ class VllmEngine:
                     self._copy_weights(prompts[0])
         finally:
             engine.abort_request([*map(str, range(len(prompts))), *self._canaries])
+            if self._canaries:
+                self._weights = ()  # not proven
             self._canaries.clear()
         return _rollout(request, written, is_cut, request.options.pad_token(unwrap(self._model)))
 
@@ -151,7 +153,7 @@ class VllmEngine:
         self._weights = ()  # unless all of them arrive
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": list(base.state_dict().items())})
         self._weights, self._num_copies = weights, self._num_copies + 1
-        tokens = (prompt * 2)[:_CANARY_TOKENS]
+        tokens = (prompt * 2)[: min(_CANARY_TOKENS, (context_length_of(base) or _CANARY_TOKENS + 1) - 1)]
         ids = torch.tensor([tokens], device=next(base.parameters()).device)
         name = f"canary-{self._num_copies}"
         self._canaries[name] = action_logprobs(self._model, ids, torch.ones_like(ids), len(tokens) - 1)[0][0].float()

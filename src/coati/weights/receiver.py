@@ -77,7 +77,8 @@ class WeightReceiver:
         """
         header = message.header
         newest_incarnation, _ = self._served.newest
-        if header.incarnation < newest_incarnation:
+        begun = (stage.header.incarnation for stage in self._open.values())
+        if header.incarnation < max(newest_incarnation, *begun, 0):
             raise WeightUpdateError(f"{header} is of trainers that others have replaced. {_KEPT}")
         if message.is_start:
             self._begin(header)

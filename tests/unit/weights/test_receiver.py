@@ -600,6 +600,18 @@ def test_half_an_update_of_a_dead_trainer_is_discarded_for_the_whole_one_of_its_
     assert fingerprint(maker.models) == fingerprint(make_models(6))
 
 
+def test_a_late_start_of_a_dead_trainer_leaves_what_its_successor_has_begun(make_models, fingerprint, maker):
+    deliver(messages_of(make_models(7), header=header_of(7)), maker)
+    whole = messages_of(make_models(5), header=header_of(5, incarnation=1))
+    maker.update_experience_maker(message=whole.start())
+    late = messages_of(make_models(8), header=header_of(8, is_sync=False, follows=7))  # under the same name
+    with pytest.raises(WeightUpdateError, match="replaced"):
+        maker.update_experience_maker(message=late.start())
+    for message in (*map(whole.part, whole.chunks), whole.end()):
+        maker.update_experience_maker(message=message)
+    assert fingerprint(maker.models) == fingerprint(make_models(5))
+
+
 def test_an_update_of_a_dead_trainer_that_waits_for_the_models_adds_nothing_to_that_of_its_successor(
     make_models, fingerprint, maker
 ):
