@@ -312,7 +312,7 @@ class Supervisor:
             self._remove(actor, f"died: {error}")
             if actor.state != "leaving":
                 seconds = self._restarts.take("makers", actor.name, error)
-                logger.warning("%s died and is started again in %g s: %s", actor.name, seconds, error)
+                logger.error("%s died and is started again in %g s: %s", actor.name, seconds, error)
                 self._restart_at[actor.name] = time.monotonic() + seconds
 
     def _suspect_death(self, trainer: RunActor, error: Exception) -> None:
