@@ -32,7 +32,8 @@ from living_run import LivingRun, slope
 from coati.faults import Fault
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS_BETWEEN = 45.0  # more than a recovery takes, or the next kill comes before the successor is seen to work
+# An actor that dies again within a minute of its restart is started again after a longer and longer wait.
+SECONDS_BETWEEN = 75.0
 PATIENCE = 180.0
 SLOW_STEP_SECONDS = 5.0  # a step of the demo's model takes about 0.1 s
 
@@ -113,6 +114,7 @@ def _times(run: LivingRun, actor: str, work: str, died: float, said: list[float]
     row = {
         "until it works again": back - died,
         "noticed": noticed - died,
+        "wait before the restart": backoff,
         "loading": loaded - noticed - backoff,
         "without loading": back - died - (loaded - noticed - backoff),
     }
