@@ -3,7 +3,7 @@
     python benchmarks/rollout.py                                          the demo's model on the CPU
     python benchmarks/rollout.py --device cuda --batches 64 256 1024      0.5B parameters (Qwen2's shape) in bfloat16
 
-The others: `reference`, transformers' `generate` with our keyed draws; on a CPU also `stock`, the same with torch as it
+The others: `reference`, transformers' models with our keyed draws; on a CPU also `stock`, the same with torch as it
 comes (all cores, oneDNN on), where the rest has `--threads` and what `coati.cpu.set_up_cpu` sets; on a GPU `static`,
 transformers' `generate` with a static cache and a compiled step, and `vllm`, in a separate process (`--vllm-site`: the
 folder it is installed in, if that is not torch's). One that cannot run here is left out, and the table says why.
@@ -18,6 +18,7 @@ learner's forward pass.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -88,14 +89,17 @@ def timed(name: str, engine, requests) -> tuple[float, object]:
 
     Warm-up is the first request: in full where graphs and compiled steps depend on the length, else a few tokens of it.
     """
+    from coati.rollout import generate
+
     warmup_tokens = min(WARMUP_TOKENS, requests[0].max_new_tokens)
     is_short = name in ("stock", "reference")
-    engine.generate(dataclasses.replace(requests[0], max_new_tokens=warmup_tokens) if is_short else requests[0])
+    run = engine.generate if isinstance(engine, StaticEngine) else functools.partial(generate, engine)
+    run(dataclasses.replace(requests[0], max_new_tokens=warmup_tokens) if is_short else requests[0])
     seconds = []
     for request in requests[1:]:
         _synchronize()
         started = time.perf_counter()
-        rollout = engine.generate(request)
+        rollout = run(request)
         _synchronize()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds), rollout

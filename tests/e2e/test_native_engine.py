@@ -18,11 +18,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from coati.config import RolloutSettings
+from coati.errors import ConfigError, GenerateOptionError
 from coati.models import Actor, LoRASettings, action_logprobs
-from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
+from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest, generate, make_engine
 from coati.rollout.native import NativeEngine
 from coati.rollout.native.decoder import Decoder, FusedLinear
-from coati.rollout.native.loop import SlotLoop
+from coati.rollout.native.graphs import StepGraphs
 from coati.rollout.native.operations import TorchOperations
 
 SHAPE = {
@@ -61,7 +63,7 @@ def make_model(name, seed=0):
     return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)).eval()
 
 
-def make_request(*, rows=9, max_new_tokens=7, between_tokens=None, **options):
+def make_request(*, rows=9, max_new_tokens=7, **options):
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, 29, (rows, 5), generator=generator)
     mask = torch.ones_like(ids)
@@ -75,8 +77,6 @@ def make_request(*, rows=9, max_new_tokens=7, between_tokens=None, **options):
         seed=1,
         options=GenerateOptions.parse(**{"eos_token_id": [2, 5, 8, 11], **options}),
         max_new_tokens=max_new_tokens,
-        version=4,
-        between_tokens=between_tokens,
     )
 
 
@@ -104,10 +104,10 @@ def assert_same(found, expected):
 )
 def test_it_writes_what_the_reference_writes(name, options):
     model = make_model(name)
-    expected = ReferenceEngine(model).generate(make_request(**options))
+    expected = generate(ReferenceEngine(model), make_request(**options))
     assert 0 < int(expected.is_cut.sum()) < 9  # some end by themselves, some are cut
     for num_slots in (64, 2):  # all at once, and two at a time with the others waiting
-        assert_same(NativeEngine(model, num_slots=num_slots).generate(make_request(**options)), expected)
+        assert_same(generate(NativeEngine(model, num_slots=num_slots), make_request(**options)), expected)
 
 
 def limited(request):
@@ -117,26 +117,26 @@ def limited(request):
 
 def test_each_row_is_cut_at_its_own_limit():
     model, request = make_model("llama"), limited(make_request())
-    expected = ReferenceEngine(model).generate(request)
+    expected = generate(ReferenceEngine(model), request)
     lengths = expected.action_mask.sum(dim=1)
     assert bool((lengths <= request.limits).all())
     assert torch.equal(lengths[expected.is_cut], request.limits[expected.is_cut])
     assert 0 < int(expected.is_cut.sum()) < 9
     for num_slots in (64, 2):
-        assert_same(NativeEngine(model, num_slots=num_slots).generate(request), expected)
+        assert_same(generate(NativeEngine(model, num_slots=num_slots), request), expected)
 
 
 def test_rows_do_not_depend_on_slots_or_neighbours():
     model = make_model("qwen3")
-    whole = NativeEngine(model).generate(make_request())
+    whole = generate(NativeEngine(model), make_request())
     engine = NativeEngine(model, num_slots=3)
     for _ in range(2):  # the second time over a cache that is full of the first
-        assert_same(engine.generate(make_request()), whole)
+        assert_same(generate(engine, make_request()), whole)
 
 
 def test_log_probs_are_the_learners():
     model = make_model("qwen2")
-    rollout = NativeEngine(model).generate(make_request(temperature=0.8))
+    rollout = generate(NativeEngine(model), make_request(temperature=0.8))
     forward = action_logprobs(
         Actor(model),
         rollout.sequences,
@@ -151,7 +151,7 @@ def test_log_probs_are_the_learners():
 def test_weights_that_are_written_into_the_model_count_from_the_next_token():
     new = {name: tensor.clone() for name, tensor in make_model("qwen2", seed=7).state_dict().items()}
 
-    def generate(engine_class, **settings):
+    def written_by(engine_class, **settings):
         model, calls = make_model("qwen2"), []
 
         def between_tokens():
@@ -161,11 +161,12 @@ def test_weights_that_are_written_into_the_model_count_from_the_next_token():
                     tensor.copy_(new[name])
             return 5 if len(calls) >= 3 else 4
 
-        return engine_class(model, **settings).generate(make_request(between_tokens=between_tokens, eos_token_id=[]))
+        engine, request = engine_class(model, **settings), make_request(eos_token_id=[])
+        return generate(engine, request, version=4, between_tokens=between_tokens)
 
-    expected = generate(ReferenceEngine)
+    expected = written_by(ReferenceEngine)
     assert expected.token_versions[0].tolist() == [4, 4, 4, 5, 5, 5, 5]
-    assert_same(generate(NativeEngine), expected)
+    assert_same(written_by(NativeEngine), expected)
 
 
 def test_adapters_count_and_loading_a_model_anew_is_noticed():
@@ -175,14 +176,14 @@ def test_adapters_count_and_loading_a_model_anew_is_noticed():
         for name, parameter in actor.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.2)  # much more, and float32 is further from float64 than what is compared
-    assert_same(NativeEngine(actor).generate(make_request()), ReferenceEngine(actor).generate(make_request()))
+    assert_same(generate(NativeEngine(actor), make_request()), generate(ReferenceEngine(actor), make_request()))
 
     model = make_model("llama")
     engine = NativeEngine(model)
-    engine.generate(make_request())
+    generate(engine, make_request())
     for parameter in model.parameters():
         parameter.data = parameter.data * 1.1  # other memory than the engine saw
-    assert_same(engine.generate(make_request()), ReferenceEngine(model).generate(make_request()))
+    assert_same(generate(engine, make_request()), generate(ReferenceEngine(model), make_request()))
 
 
 def test_other_activations_are_the_models_own():
@@ -190,12 +191,12 @@ def test_other_activations_are_the_models_own():
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")).eval()
-    assert_same(NativeEngine(model).generate(make_request()), ReferenceEngine(model).generate(make_request()))
+    assert_same(generate(NativeEngine(model), make_request()), generate(ReferenceEngine(model), make_request()))
 
 
 def test_what_it_writes_can_be_trained_on():
     model = make_model("llama")
-    rollout = NativeEngine(model).generate(make_request())
+    rollout = generate(NativeEngine(model), make_request())
     assert not any(tensor.is_inference() for tensor in vars(rollout).values())
     assert not any(parameter.is_inference() for parameter in model.parameters())
 
@@ -204,7 +205,7 @@ def test_a_row_of_nan_stays_a_row_of_nan():
     model = make_model("llama")
     with torch.no_grad():
         model.lm_head.weight[3] = torch.nan
-    rollout = NativeEngine(model).generate(make_request(eos_token_id=[]))
+    rollout = generate(NativeEngine(model), make_request(eos_token_id=[]))
     assert rollout.rollout_log_probs.isnan().all()
     assert int(rollout.sequences.max()) < 29
 
@@ -236,18 +237,20 @@ def test_layers_of_which_only_some_have_a_bias_are_not_joined(biases):
         (lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8)), {}, "sliding window"),
     ],
 )
-def test_what_it_cannot_do_goes_to_the_reference_and_is_said_once(model, options, reason, caplog):
-    model = model().eval()
-    engine = NativeEngine(model)
-    request = make_request(eos_token_id=2, pad_token_id=0, **options)
+def test_what_it_cannot_do_goes_to_the_reference_and_the_log_says_so(model, options, reason, caplog):
+    settings = RolloutSettings(generate=options)
     with caplog.at_level(logging.WARNING):
-        found = [engine.generate(request) for _ in range(2)]
-    expected = ReferenceEngine(model).generate(request)
-    for rollout in found:
-        assert_same(rollout, expected)
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("coati")]
-    assert len(said) == 1
-    assert reason in said[0]
+        engine = make_engine(settings, model().eval())
+    assert isinstance(engine, ReferenceEngine)
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("coati")]
+    assert reason in said
+
+
+def test_what_it_cannot_do_is_refused_where_it_is_asked_for():
+    with pytest.raises(GenerateOptionError, match="use_cache"):
+        generate(NativeEngine(make_model("llama")), make_request(use_cache=False))
+    with pytest.raises(ConfigError, match="GPT2"):
+        NativeEngine(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=29, n_positions=32)))
 
 
 def test_what_broken_weights_left_behind_is_not_seen_by_the_next_request():
@@ -266,11 +269,11 @@ def test_what_broken_weights_left_behind_is_not_seen_by_the_next_request():
     kept = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(float("nan"))
-    broken = engine.generate(request)
+    broken = generate(engine, request)
     assert broken.rollout_log_probs.isnan().any()
     with torch.no_grad():
         weight.copy_(kept)
-    found = engine.generate(request)
+    found = generate(engine, request)
     assert found.rollout_log_probs.isfinite().all()
 
 
@@ -278,9 +281,9 @@ def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_
     calls = {"prompts": [], "steps": 0}
     prefill, decode = Decoder.prefill, Decoder.decode
 
-    def counted_prefill(self, tokens, *arguments):
+    def counted_prefill(self, tokens, *arguments, **kwargs):
         calls["prompts"].append(len(tokens))
-        return prefill(self, tokens, *arguments)
+        return prefill(self, tokens, *arguments, **kwargs)
 
     def counted_decode(*arguments, **kwargs):
         calls["steps"] += 1
@@ -291,35 +294,34 @@ def test_a_sample_that_has_ended_makes_room_at_once_and_a_shared_prompt_is_read_
     model = make_model("llama")
 
     # Two at a time: while the first writes 7 tokens, the other slot has room for all the others.
-    rollout = NativeEngine(model, num_slots=2).generate(rows_of(make_request(rows=12), [4, 0, 2, 9]))
+    rollout = generate(NativeEngine(model, num_slots=2), rows_of(make_request(rows=12), [4, 0, 2, 9]))
     assert rollout.action_mask.sum(dim=1).tolist() == [7, 3, 1, 3]
     assert calls["steps"] == 6  # and one token of each by reading its prompt
     calls["prompts"].clear()
 
     group = dataclasses.replace(rows_of(make_request(), [0] * 8), sample_ids=torch.arange(8))
-    NativeEngine(model).generate(group)
+    generate(NativeEngine(model), group)
     assert calls["prompts"] == [1]
-
-
-class ReplayedLoop(SlotLoop):
-    """The loop as on a GPU, but for its graphs, which compute their step anew."""
-
-    captures = 0
-
-    def __init__(self, *arguments, **sizes):
-        super().__init__(*arguments, **sizes | {"is_captured": True})
-
-    def _captured(self, step):
-        ReplayedLoop.captures += 1
-        return SimpleNamespace(replay=step)
 
 
 @pytest.fixture
 def replayed(monkeypatch):
-    monkeypatch.setattr("coati.rollout.native.SlotLoop", ReplayedLoop)
-    monkeypatch.setattr(ReplayedLoop, "captures", 0)
+    """The loop as on a GPU, but for its graphs, which compute their step anew; returns those that were captured."""
+    captured, reset = [], NativeEngine._reset
+
+    def capture(self, step, changed):
+        captured.append(step)
+        return SimpleNamespace(replay=step)
+
+    def reset_captured(self):
+        reset(self)
+        self._is_captured = True
+
+    monkeypatch.setattr(StepGraphs, "capture", capture)
+    monkeypatch.setattr(NativeEngine, "_reset", reset_captured)
     monkeypatch.setattr("coati.rollout.native.loop.STEPS_PER_LOOK", 3)
     monkeypatch.setattr("coati.rollout.native.loop.POSITION_STEP", 3)
+    return captured
 
 
 @pytest.mark.parametrize("looks_under_way", [1, 2, 3])
@@ -327,31 +329,31 @@ def test_with_a_look_every_few_tokens_it_writes_the_same(replayed, looks_under_w
     monkeypatch.setattr("coati.rollout.native.loop.LOOKS_UNDER_WAY", looks_under_way)
     model = make_model("llama")
     for request in (make_request(rows=12), limited(make_request(rows=12))):
-        expected = ReferenceEngine(model).generate(request)
+        expected = generate(ReferenceEngine(model), request)
         for num_slots in (2, 4, 8):
-            assert_same(NativeEngine(model, num_slots=num_slots).generate(request), expected)
+            assert_same(generate(NativeEngine(model, num_slots=num_slots), request), expected)
 
 
 def test_responses_of_one_token_need_no_step(monkeypatch):
     steps = []
-    monkeypatch.setattr(SlotLoop, "_step", lambda *arguments: steps.append(arguments))
+    monkeypatch.setattr(NativeEngine, "_step", lambda *arguments: steps.append(arguments))
     request = make_request(rows=12, eos_token_id=list(range(make_model("llama").config.vocab_size)))
-    rollout = NativeEngine(make_model("llama"), num_slots=4).generate(request)
+    rollout = generate(NativeEngine(make_model("llama"), num_slots=4), request)
     assert (rollout.action_mask.shape, bool(rollout.is_cut.any()), steps) == ((12, 1), False, [])
 
 
 def test_weights_that_come_with_looks_under_way_count_from_the_steps_after(replayed):
     answers = iter([4, 5, 5, 5, 5])
     old, new = make_model("llama"), make_model("llama", seed=7).state_dict()
-    request = dataclasses.replace(make_request(eos_token_id=[]), max_new_tokens=11, version=4)
-    before = NativeEngine(old).generate(request)
+    request = dataclasses.replace(make_request(eos_token_id=[]), max_new_tokens=11)
+    before = generate(NativeEngine(old), request)
 
     def commit():
         if (version := next(answers)) == 5:
             old.load_state_dict(new)
         return version
 
-    rollout = NativeEngine(old).generate(dataclasses.replace(request, between_tokens=commit))
+    rollout = generate(NativeEngine(old), request, version=4, between_tokens=commit)
     assert rollout.token_versions.tolist() == [[4] * 7 + [5] * 4] * len(
         rollout.is_cut
     )  # one with the prompt, and two looks of three
@@ -362,10 +364,12 @@ def test_weights_that_come_with_looks_under_way_count_from_the_steps_after(repla
 
 @pytest.mark.parametrize("num_slots", [4, 12])
 def test_responses_of_full_length_waste_no_step_whenever_the_host_looks(replayed, num_slots, monkeypatch):
-    steps, step = [], SlotLoop._step
-    monkeypatch.setattr(SlotLoop, "_step", lambda self, count, *rest: (steps.append(count), step(self, count, *rest)))
+    steps, step = [], NativeEngine._step
+    monkeypatch.setattr(
+        NativeEngine, "_step", lambda self, count, *rest: (steps.append(count), step(self, count, *rest))
+    )
     request = dataclasses.replace(make_request(rows=12, eos_token_id=[]), max_new_tokens=8)
-    rollout = NativeEngine(make_model("llama"), num_slots=num_slots).generate(request)
+    rollout = generate(NativeEngine(make_model("llama"), num_slots=num_slots), request)
     assert bool(rollout.action_mask.all())
     assert steps == [num_slots] * (12 // num_slots * 7)  # the first token comes with the prompt
 
@@ -376,8 +380,8 @@ def test_there_are_few_graphs_whatever_the_sizes_of_requests(replayed, monkeypat
     engine = NativeEngine(model, num_slots=11)
     for count in (11, 7, 5):
         request = rows_of(make_request(rows=12), range(count))
-        assert_same(engine.generate(request), ReferenceEngine(model).generate(request))
-    sizes, lengths, *_ = map(set, zip(*engine._loop._graphs, strict=True))
+        assert_same(generate(engine, request), generate(ReferenceEngine(model), request))
+    sizes, lengths, *_ = map(set, zip(*engine._graphs.graphs, strict=True))
     assert {8, 11} < sizes <= {1, 2, 4, 8, 11}
     assert lengths == {9, 12}
 
@@ -387,25 +391,25 @@ def test_limits_and_prompts_of_other_lengths_need_no_other_graphs(replayed, monk
     engine = NativeEngine(model := make_model("llama"), num_slots=4)
     for max_new_tokens in (9, 8, 7, 6, 5):
         request = make_request(rows=12, max_new_tokens=max_new_tokens, eos_token_id=[])
-        assert_same(engine.generate(request), ReferenceEngine(model).generate(request))
-    assert ReplayedLoop.captures == 1
+        assert_same(generate(engine, request), generate(ReferenceEngine(model), request))
+    assert len(replayed) == 1
 
 
 def test_the_number_of_graphs_is_bounded_and_the_least_used_go_first(replayed, monkeypatch):
-    monkeypatch.setattr("coati.rollout.native.loop.MAX_GRAPHS", 2)
+    monkeypatch.setattr("coati.rollout.native.graphs.MAX_GRAPHS", 2)
     monkeypatch.setattr("coati.rollout.native.loop.POSITION_STEP", 16)
     engine = NativeEngine(make_model("llama"), num_slots=4)
     for temperature, captures in ((1.0, 1), (2.0, 2), (1.0, 2), (3.0, 3), (1.0, 3), (2.0, 4)):
-        engine.generate(make_request(rows=8, temperature=temperature, eos_token_id=[]))
-        assert ReplayedLoop.captures == captures
+        generate(engine, make_request(rows=8, temperature=temperature, eos_token_id=[]))
+        assert len(replayed) == captures
 
 
 def test_a_graph_of_kernels_does_for_all_lengths(replayed, monkeypatch):
     # Of kernels the loop needs to know only that they do without.
     monkeypatch.setattr("coati.rollout.native.loop.TritonOperations", TorchOperations)
     engine = NativeEngine(make_model("llama"), num_slots=4)
-    engine.generate(make_request())
-    assert {length for _, length, *_ in engine._loop._graphs} == {12}
+    generate(engine, make_request())
+    assert {length for _, length, *_ in engine._graphs.graphs} == {12}
 
 
 def test_biases_of_every_product_count():
@@ -417,8 +421,8 @@ def test_biases_of_every_product_count():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.5)
-    expected = ReferenceEngine(model).generate(make_request())
-    assert_same(NativeEngine(model).generate(make_request()), expected)
+    expected = generate(ReferenceEngine(model), make_request())
+    assert_same(generate(NativeEngine(model), make_request()), expected)
 
 
 def test_a_request_larger_than_those_before_gets_more_room():
@@ -427,4 +431,4 @@ def test_a_request_larger_than_those_before_gets_more_room():
     more_tokens = rows_of(make_request(max_new_tokens=3), [1, 2, 3])  # of shorter prompts, so in no more positions
     engine = NativeEngine(model, num_slots=3)
     for request in (rows_of(small, range(4)), many_rows, more_tokens, long):
-        assert_same(engine.generate(request), NativeEngine(model).generate(request))
+        assert_same(generate(engine, request), generate(NativeEngine(model), request))

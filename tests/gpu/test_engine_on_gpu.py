@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from coati.models import Actor, action_logprobs
-from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest
+from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest, generate
 from coati.rollout.native import NativeEngine, decoder
 from coati.rollout.native.loop import STEPS_PER_LOOK
 from coati.rollout.native.operations import TorchOperations, TritonOperations
@@ -44,7 +44,7 @@ def make_model(family="qwen2", seed=0, dtype=torch.float32):
     return model.eval().to("cuda", dtype)
 
 
-def make_request(rows=35, *, max_new_tokens=40, seed=1, between_tokens=None, **options):
+def make_request(rows=35, *, max_new_tokens=40, seed=1, **options):
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(20, 200, (rows, 12), generator=generator)
     mask = torch.ones_like(ids)
@@ -58,8 +58,6 @@ def make_request(rows=35, *, max_new_tokens=40, seed=1, between_tokens=None, **o
         seed=seed,
         options=GenerateOptions.parse(**{"eos_token_id": ENDS, "pad_token_id": 0, **options}),
         max_new_tokens=max_new_tokens,
-        version=4,
-        between_tokens=between_tokens,
     )
 
 
@@ -89,27 +87,26 @@ def learners_log_probs(model, rollout, temperature=1.0):
 @pytest.mark.parametrize("options", [{}, {"do_sample": False}, {"top_k": 9, "top_p": 0.8, "temperature": 0.7}], ids=str)
 def test_it_writes_what_the_reference_writes(family, options, kernels, monkeypatch):
     model = make_model(family)
-    expected = ReferenceEngine(model).generate(make_request(**options))
+    expected = generate(ReferenceEngine(model), make_request(**options))
     ended = expected.action_mask.sum(dim=1)
     assert len(set(ended.tolist())) > 3  # slots fall free between looks, at looks, and one after the other
     monkeypatch.setattr(decoder, "operations_for", lambda _, geometry: kernels(geometry))
-    assert_same(NativeEngine(model).generate(make_request(**options)), expected)  # packed together as they end
+    assert_same(generate(NativeEngine(model), make_request(**options)), expected)  # packed together as they end
     few = NativeEngine(model, num_slots=4)  # used again and again
-    assert_same(few.generate(make_request(**options)), expected)
-    assert few._loop._is_captured
-    assert few._loop._graphs
-    assert_same(few.generate(make_request(**options)), expected)  # by the graphs of the first time
+    assert_same(generate(few, make_request(**options)), expected)
+    assert few._is_captured
+    assert few._graphs.graphs
+    assert_same(generate(few, make_request(**options)), expected)  # by the graphs of the first time
 
 
 def test_requests_of_all_sizes_share_few_graphs():
     model = make_model()
     engine, reference = NativeEngine(model), ReferenceEngine(model)
-    assert_same(engine.generate(make_request(35)), reference.generate(make_request(35)))
-    loop = engine._loop
+    assert_same(generate(engine, make_request(35)), generate(reference, make_request(35)))
+    graphs = engine._graphs.graphs
     for rows in (20, 7, 33, 1 + 6):
-        assert_same(engine.generate(make_request(rows, seed=rows)), reference.generate(make_request(rows, seed=rows)))
-    assert engine._loop is loop
-    assert {key[0] for key in loop._graphs} <= {1, 2, 4, 8, 16, 32, 35}
+        assert_same(generate(engine, make_request(rows, seed=rows)), generate(reference, make_request(rows, seed=rows)))
+    assert {key[0] for key in graphs} <= {1, 2, 4, 8, 16, 32, 35}
 
 
 def test_stop_strings_end_responses_inside_the_graphs():
@@ -118,33 +115,32 @@ def test_stop_strings_end_responses_inside_the_graphs():
     inner.decoder = Fuse()
     options = {"tokenizer": PreTrainedTokenizerFast(tokenizer_object=inner), "stop_strings": ["x", "3b"]}
     model = make_model()
-    expected = ReferenceEngine(model).generate(make_request(eos_token_id=[], **options))
+    expected = generate(ReferenceEngine(model), make_request(eos_token_id=[], **options))
     assert 0 < int(expected.is_cut.sum()) < 35
     engine = NativeEngine(model, num_slots=8)
     for _ in range(2):
-        assert_same(engine.generate(make_request(eos_token_id=[], **options)), expected)
+        assert_same(generate(engine, make_request(eos_token_id=[], **options)), expected)
 
 
 def test_requests_of_other_limits_share_graphs():
     engine = NativeEngine(make_model())
-    engine.generate(make_request(max_new_tokens=40, eos_token_id=[]))
-    loop, graphs = engine._loop, dict(engine._loop._graphs)
+    generate(engine, make_request(max_new_tokens=40, eos_token_id=[]))
+    graphs = dict(engine._graphs.graphs)
     for max_new_tokens in (39, 30, 12):
-        engine.generate(make_request(max_new_tokens=max_new_tokens, eos_token_id=[]))
-    assert engine._loop is loop
-    assert loop._graphs == graphs
+        generate(engine, make_request(max_new_tokens=max_new_tokens, eos_token_id=[]))
+    assert engine._graphs.graphs == graphs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_are_the_learners(temperature):
     model = make_model()
-    rollout = NativeEngine(model, num_slots=8).generate(make_request(temperature=temperature))
+    rollout = generate(NativeEngine(model, num_slots=8), make_request(temperature=temperature))
     forward, mask = learners_log_probs(model, rollout, temperature), rollout.action_mask
     torch.testing.assert_close(rollout.rollout_log_probs[mask], forward[mask], atol=1e-5, rtol=0)
 
 
 def test_log_probs_in_bfloat16_differ_from_the_learners_by_rounding():
-    rollout = NativeEngine(model := make_model(dtype=torch.bfloat16)).generate(make_request())
+    rollout = generate(NativeEngine(model := make_model(dtype=torch.bfloat16)), make_request())
     mask = rollout.action_mask
     gap = (rollout.rollout_log_probs - learners_log_probs(model, rollout))[mask].abs()
     in_float32 = learners_log_probs(make_model(dtype=torch.bfloat16).float(), rollout)
@@ -159,7 +155,7 @@ def test_weights_committed_in_flight_are_read_by_the_graphs_that_exist():
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     new = {name: tensor.clone() for name, tensor in make_model(seed=7).state_dict().items()}
     engine = NativeEngine(model)
-    engine.generate(make_request(eos_token_id=[]))  # graphs are there before, and joined weights at their places
+    generate(engine, make_request(eos_token_id=[]))  # graphs are there before, and joined weights at their places
     addresses = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     model.load_state_dict(old)
     looks = 0
@@ -172,11 +168,11 @@ def test_weights_committed_in_flight_are_read_by_the_graphs_that_exist():
             model.load_state_dict(new)
         return 4 if looks < 3 else 5
 
-    rollout = engine.generate(make_request(eos_token_id=[], between_tokens=commit))
+    rollout = generate(engine, make_request(eos_token_id=[]), version=4, between_tokens=commit)
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == addresses
     assert rollout.token_versions.tolist() == [[4] * num_old + [5] * (40 - num_old)] * 35
     model.load_state_dict(old)
-    before = engine.generate(make_request(eos_token_id=[]))
+    before = generate(engine, make_request(eos_token_id=[]))
     first = rollout.sequences.shape[1] - 40
     last = first + num_old
     assert torch.equal(rollout.sequences[:, :last], before.sequences[:, :last])
@@ -184,6 +180,6 @@ def test_weights_committed_in_flight_are_read_by_the_graphs_that_exist():
     # From there on the new weights draw, over a cache of the old ones: neither model writes that.
     assert not torch.equal(rollout.sequences[:, last:], before.sequences[:, last:])
     model.load_state_dict(new)
-    after = engine.generate(make_request(eos_token_id=[]))
+    after = generate(engine, make_request(eos_token_id=[]))
     assert not torch.equal(rollout.sequences[:, first:], after.sequences[:, first:])
-    assert_same(after, ReferenceEngine(model).generate(make_request(eos_token_id=[])))
+    assert_same(after, generate(ReferenceEngine(model), make_request(eos_token_id=[])))

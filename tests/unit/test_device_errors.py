@@ -77,7 +77,7 @@ def make(maker):
 
 def generate():
     maker = NaiveExperienceMaker(*maker_models())
-    maker.engine.generate = Full()
+    maker.engine.advance = Full()
     make(maker)
 
 

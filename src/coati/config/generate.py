@@ -11,9 +11,8 @@ from coati.errors import ConfigError, GenerateOptionError
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
-# Passed on to `generate`, so only the reference engine knows them. None of them changes what a token is drawn from.
-_PASSED_ON = ["bos_token_id", "cache_config", "cache_implementation", "max_time", "prefill_chunk_size"]
-_PASSED_ON += ["stopping_criteria", "use_cache"]
+# Only the reference engine knows them. None of them changes what a token is drawn from.
+_OF_THE_REFERENCE = ["max_time", "stopping_criteria", "use_cache"]
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -74,7 +73,7 @@ class GenerateOptions(SamplingSettings):
                 chosen[name] = value
         if isinstance(chosen.get("stop_strings"), str):
             chosen["stop_strings"] = [chosen["stop_strings"]]
-        extra = {name: chosen.pop(name) for name in _PASSED_ON if name in chosen}
+        extra = {name: chosen.pop(name) for name in _OF_THE_REFERENCE if name in chosen}
         try:
             return cls(**chosen, extra=extra)
         except ConfigError as error:
@@ -126,7 +125,7 @@ class GenerateOptions(SamplingSettings):
         return next(iter(self.eos_token_ids(model)), 0)
 
 
-KNOWN_OPTIONS = tuple(sorted({*GenerateOptions.model_fields, *_PASSED_ON} - {"extra"}))
+KNOWN_OPTIONS = tuple(sorted({*GenerateOptions.model_fields, *_OF_THE_REFERENCE} - {"extra"}))
 """Every option that is understood."""
 
 

@@ -179,7 +179,7 @@ class RolloutSettings(SamplingSettings, section="rollout"):
     samples_per_prompt: int = setting(1, "Responses sampled for each prompt.", ge=1)
     max_new_tokens: int = setting(128, "Longest response, in tokens.", ge=1)
     engine: Literal["native", "reference", "vllm"] = setting(
-        "native", "native = our own, where it knows model and options; reference = transformers' generate; vllm = vLLM."
+        "native", "native = our own, where it knows model and options; reference = transformers' models; vllm = vLLM."
     )
     vllm: dict[str, Any] = setting({}, "Arguments of vLLM's EngineArgs.", rule="a table of arguments")
     in_flight: bool = setting(

@@ -35,7 +35,7 @@ from coati.models.packing import joined_once
 from coati.monitor.metrics import Sum
 from coati.monitor.timeline import Timeline
 from coati.rewards import RewardScorer
-from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, make_engine
+from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, generate, make_engine
 
 logger = logging.getLogger(__name__)
 
@@ -155,13 +155,12 @@ class NaiveExperienceMaker(ExperienceMaker):
             seed=self.seed,
             options=options,
             max_new_tokens=limits,
-            version=self.policy_version,
-            between_tokens=None if self.between_tokens is None else self._pause,
         )
         rows, width = prompts.input_ids.shape
         what = f"generating {rows} responses to prompts of up to {width} tokens"
         with self.timeline.span("generate"), device_errors_explained(what, LESS_TO_MAKE):
-            rollout = self.engine.generate(request)
+            pause = None if self.between_tokens is None else self._pause
+            rollout = generate(self.engine, request, version=self.policy_version, between_tokens=pause)
         what = f"scoring {rows} sequences of up to {rollout.sequences.shape[1]} tokens"
         with self.timeline.span("score"), joined_once(), device_errors_explained(what, LESS_TO_MAKE):
             self._score(batch, prompts, rollout, options.sampling_temperature)

@@ -1,12 +1,13 @@
 """Engines that generate responses, behind one protocol."""
 
+import logging
 from typing import Any
 
 from coati.config import RolloutSettings
-from coati.config.generate import GenerateOptions
+from coati.config.generate import GenerateOptions, native_engine_problem
 from coati.errors import ConfigError
-from coati.rollout.engine import Rollout, RolloutEngine, RolloutRequest
-from coati.rollout.native import NativeEngine
+from coati.rollout.engine import Response, Rollout, RolloutEngine, RolloutRequest, generate
+from coati.rollout.native import NativeEngine, config_of
 from coati.rollout.reference import ReferenceEngine
 from coati.rollout.vllm import VllmEngine
 
@@ -14,19 +15,33 @@ __all__ = [
     "GenerateOptions",
     "NativeEngine",
     "ReferenceEngine",
+    "Response",
     "Rollout",
     "RolloutEngine",
     "RolloutRequest",
     "VllmEngine",
+    "generate",
     "make_engine",
 ]
 
+logger = logging.getLogger(__name__)
+
 
 def make_engine(rollout: RolloutSettings | str, model: Any) -> RolloutEngine:
-    """The engine of that name, or that the settings name, for a model."""
-    name, options = (rollout, {}) if isinstance(rollout, str) else (rollout.engine, rollout.vllm)
+    """The engine of that name, or that the settings name, for a model.
+
+    Where the native engine does not know the model, or an option of the settings, it is the reference engine, and the
+    log says so.
+    """
+    settings = RolloutSettings() if isinstance(rollout, str) else rollout
+    name = rollout if isinstance(rollout, str) else rollout.engine
     engines: dict[str, Any] = {"native": NativeEngine, "reference": ReferenceEngine, "vllm": VllmEngine}
     if name not in engines:
         raise ConfigError(f"engine must be one of {', '.join(engines)}, got {name!r}.")
-    engine: RolloutEngine = engines[name](model, **(options if name == "vllm" else {}))
+    if name == "native":
+        options = GenerateOptions.parse(**settings.generate_options)
+        if (reason := native_engine_problem(config_of(model), options)) is not None:
+            logger.warning("generating with the reference engine, which is slower: %s", reason)
+            name = "reference"
+    engine: RolloutEngine = engines[name](model, **(settings.vllm if name == "vllm" else {}))
     return engine

@@ -1,40 +1,90 @@
-"""What every rollout engine does: prompts in, sampled responses with their log-probs out."""
+"""What every rollout engine is: a stream. Prompts go in whenever there is room, responses come out as they end."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from coati.config.generate import GenerateOptions
+from coati.errors import DataError
+from coati.models.actor import unwrap
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutRequest:
-    """A batch of prompts, and how to continue them."""
+    """Prompts, and how to continue them."""
 
     input_ids: Tensor  # [B, P], left-padded
     attention_mask: Tensor  # [B, P]
-    sample_ids: Tensor  # [B] int64: key of each row's randomness
+    sample_ids: Tensor  # [B] int64: names of the samples, and keys of their randomness
     seed: int
     options: GenerateOptions
     max_new_tokens: int | Tensor
     """Where responses are cut: one number, or [B] of each row."""
-    version: int = 0
-    """Version of the weights that generation starts with."""
-    between_tokens: Callable[[], int] | None = None
-    """Call it between two tokens: the model may take new weights here, and the next token is by the version returned.
-
-    New weights are written into the memory that holds the old ones. Finished batches are delivered here too, so an
-    engine that does not call it delays them. The native engine calls it every few tokens on a GPU, else at each.
-    """
+    is_kept: bool = False
+    """Whether a sample whose response has ended keeps its place, to be continued (`extend`) or let go (`cancel`)."""
 
     @property
     def limits(self) -> Tensor:
         """Most new tokens of each row, [B]."""
         limits = torch.as_tensor(self.max_new_tokens, device=self.input_ids.device)
         return limits.expand(self.input_ids.shape[0])
+
+    def samples(self) -> list["Sample"]:
+        """What an engine writes for this request."""
+        ids, limits = self.sample_ids.tolist(), self.limits.tolist()
+        if len({*ids}) < len(ids):
+            raise DataError(f"sample_ids of a request must be different, got {sorted(ids)[:16]}.")
+        rows = zip(self.input_ids.tolist(), self.attention_mask.sum(dim=1).tolist(), strict=True)
+        prompts = [tokens[len(tokens) - length :] for tokens, length in rows]
+        return [
+            Sample(one, prompt, limit, self.seed, self.options, self.is_kept)
+            for one, prompt, limit in zip(ids, prompts, limits, strict=True)
+        ]
+
+
+@dataclasses.dataclass(eq=False)
+class Sample:
+    """One turn of a sample in an engine."""
+
+    id: int
+    tokens: list[int]
+    """What it is continued from: the prompt, and whatever came in earlier turns."""
+    limit: int
+    """The most tokens of the response."""
+    seed: int
+    options: GenerateOptions
+    is_kept: bool
+    num_drawn: int = 0
+    """Tokens drawn in earlier turns."""
+    is_over: bool = False
+    """Whether it has ended, or was cancelled."""
+    place: Any = None
+    """Where it is written; up to the engine."""
+
+    def next_turn(self, response: Sequence[int], tokens: Sequence[int], limit: int) -> "Sample":
+        """The turn that follows: after the response come further tokens, and then the next response."""
+        return dataclasses.replace(
+            self,
+            tokens=[*self.tokens, *response, *tokens],
+            limit=limit,
+            num_drawn=self.num_drawn + len(response),
+            is_over=False,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Response:
+    """What an engine wrote for a sample, with the token that ended it."""
+
+    sample_id: int
+    tokens: Tensor  # [A]
+    log_probs: Tensor  # [A] at the sampling temperature, before top-k/top-p cut anything
+    versions: Tensor  # [A] int64: version of the weights that wrote each token
+    is_cut: bool  # the length limit ended it, and no end-of-sequence token or stop string
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,14 +94,92 @@ class Rollout:
     sequences: Tensor  # [B, P + A]
     attention_mask: Tensor  # [B, P + A]
     action_mask: Tensor  # [B, A] bool
-    rollout_log_probs: Tensor  # [B, A] log-probs at the sampling temperature, before top-k/top-p cut anything
-    is_cut: Tensor  # [B] bool: the length limit ended the response, and no end-of-sequence token or stop string
-    token_versions: Tensor  # [B, A] int64: version of the weights that wrote each token
+    rollout_log_probs: Tensor  # [B, A], as of `Response`
+    is_cut: Tensor  # [B] bool
+    token_versions: Tensor  # [B, A] int64
+
+    @classmethod
+    def of(
+        cls, input_ids: Tensor, attention_mask: Tensor, responses: Sequence[Response], *, pad_token: int
+    ) -> "Rollout":
+        """Prompts [B, P] and the response to each."""
+        device = input_ids.device
+        lengths = torch.tensor([len(response.tokens) for response in responses], device=device)
+
+        def padded(name: str, fill: float = 0) -> Tensor:
+            rows = [getattr(response, name) for response in responses]
+            return pad_sequence(rows, batch_first=True, padding_value=fill).to(device)
+
+        mask = torch.arange(int(lengths.max()), device=device) < lengths.unsqueeze(1)
+        return cls(
+            sequences=torch.cat([input_ids, padded("tokens", pad_token)], dim=1),
+            attention_mask=torch.cat([attention_mask, mask.to(attention_mask.dtype)], dim=1),
+            action_mask=mask,
+            rollout_log_probs=padded("log_probs"),
+            is_cut=torch.tensor([response.is_cut for response in responses], device=device),
+            token_versions=padded("versions"),
+        )
 
 
 class RolloutEngine(Protocol):
-    """Generates responses. Engines differ in speed only: the draws are keyed by sample id."""
+    """Generates responses. A sample is named by its id, and no two at a time have the same."""
 
-    def generate(self, request: RolloutRequest) -> Rollout:
-        """Continue every prompt."""
+    model: torch.nn.Module
+    """Whose weights it generates with."""
+
+    @property
+    def room(self) -> int:
+        """How many more samples it can write at the same time; what is submitted beyond that waits in it."""
         ...
+
+    def submit(self, request: RolloutRequest) -> None:
+        """Take prompts in; they are begun when there is a place for them, in this order."""
+        ...
+
+    def advance(self) -> list[Response]:
+        """Write a few tokens of each sample (on a CPU: one), and return what has ended."""
+        ...
+
+    def extend(self, sample_id: int, tokens: Sequence[int], max_new_tokens: int) -> None:
+        """Continue a sample that was kept: these tokens follow its response, and then the next response is written.
+
+        Its draws go on where they were; what it has in the cache stays.
+        """
+        ...
+
+    def commit(self, version: int) -> None:
+        """Note that the actor's weights are of this version now. Call it between two `advance`s, after any change.
+
+        New weights must lie in the memory that held the old ones.
+        """
+        ...
+
+    def cancel(self, sample_ids: Collection[int]) -> None:
+        """Forget these samples, waiting, half written or kept; unknown ones are ignored."""
+        ...
+
+
+def generate(
+    engine: RolloutEngine,
+    request: RolloutRequest,
+    *,
+    version: int = 0,
+    between_tokens: Callable[[], int] | None = None,
+) -> Rollout:
+    """Continue every prompt of a request by an engine that has nothing else to do.
+
+    `between_tokens` is called after every `advance`. It may change the weights, and returns their version.
+    """
+    ids = request.sample_ids.tolist()
+    found: dict[int, Response] = {}
+    try:
+        engine.commit(version)
+        engine.submit(request)
+        while len(found) < len(ids):
+            found |= {response.sample_id: response for response in engine.advance()}
+            if between_tokens is not None and len(found) < len(ids):
+                engine.commit(between_tokens())
+    finally:
+        engine.cancel(ids)
+    pad_token = request.options.pad_token(unwrap(engine.model))
+    return Rollout.of(request.input_ids, request.attention_mask, [found[one] for one in ids], pad_token=pad_token)

@@ -1,219 +1,177 @@
-"""The reference engine: transformers' own `generate`, with draws keyed by sample id.
+"""The reference engine: any causal LM of transformers, called with its own cache, and draws keyed by sample id.
 
-`generate` samples from torch's global generator, so the same prompt gets another continuation when its batch changes.
-Here `generate` runs in greedy mode over scores that a logits processor has already decided: it draws each row's token
-by inverse CDF from that row's own uniform numbers.
+Prompts that are submitted together are computed together, in batches that go on until their longest response has ended.
+A row that has ended before is computed as padding.
 """
 
-import contextlib
-import dataclasses
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from torch import Tensor, nn
 
 from coati.models.actor import unwrap
-from coati.models.calls import context_length_of
+from coati.models.calls import accepts, forward_causal, position_ids_from_mask
 from coati.models.tiles import padded_length, same_in_any_company
 from coati.randomness import keyed_uniforms
-from coati.rollout.engine import Rollout, RolloutRequest
+from coati.rollout.engine import Response, RolloutRequest, Sample
 from coati.rollout.sampling import Sampler, stop_strings_of
+
+_ROWS = 256  # at the same time, as far as `room` says
 
 
 class ReferenceEngine:
-    """Correct for every causal LM that transformers can generate with; other engines are tested against it."""
+    """Correct for every causal LM of transformers; other engines are tested against it.
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    `extend` computes what came before again.
+    """
+
+    def __init__(self, model: nn.Module, *, recompute_cache: bool = False) -> None:
+        self.model = model
+        self._recompute_cache = recompute_cache
+        self._version = 0
+        self._batches: list[_Batch] = []
+        self._kept: dict[int, tuple[Sample, Response]] = {}
+
+    @property
+    def room(self) -> int:
+        """How many more rows it should get."""
+        return max(0, _ROWS - len(self._kept) - sum(len(batch.samples) for batch in self._batches))
+
+    def submit(self, request: RolloutRequest) -> None:
+        """Begin with the next token; rows of a batch are filled up to the same length."""
+        samples = request.samples()
+        widths = {sample.id: max(len(other.tokens) for other in samples) for sample in samples}
+        device = next(self.model.parameters()).device
+        if device.type == "cpu":
+            # Each row has padding, because transformers builds no mask for a batch without any.
+            widths = {sample.id: padded_length(len(sample.tokens) + 1) for sample in samples}
+        for width in sorted({*widths.values()}):
+            rows = [sample for sample in samples if widths[sample.id] == width]
+            self._batches.append(_Batch(unwrap(self.model), rows, width, device))
 
     @torch.no_grad()
-    def generate(self, request: RolloutRequest) -> Rollout:
-        """Continue every prompt; the result is as wide as the longest response.
-
-        A row that has ended is computed until the last one has, but never past the end of the model's context, where
-        some models have no positions: rows that come near it are generated in calls that stop in time. On a CPU, rows
-        of one call are filled up to the same length; see `coati.models.tiles`.
-        """
-        limits, lengths = request.limits, request.attention_mask.sum(dim=1)
-        context = context_length_of(unwrap(self._model))
-        longest = limits.max() if context is None else torch.minimum(limits.max(), context - lengths)
-        widths = torch.full_like(lengths, request.input_ids.shape[1])
-        if lengths.device.type == "cpu":
-            # Each row has padding, because `generate` builds no mask for a batch without any.
-            widths = torch.tensor([padded_length(length + 1) for length in lengths.tolist()])
-        kinds = torch.stack([longest.expand(lengths.shape), widths], dim=1)
-        rollouts, calls, version = [], [], request.version
-        for kind in torch.unique(kinds, dim=0):
-            rows = (kinds == kind).all(dim=1)
-            part = dataclasses.replace(
-                request,
-                input_ids=request.input_ids[rows],
-                attention_mask=request.attention_mask[rows],
-                sample_ids=request.sample_ids[rows],
-                max_new_tokens=limits[rows],
-                version=version,
-            )
-            with same_in_any_company(self._model, lengths):
-                rollout, version = self._generate(part, int(kind[1]))
-            rollouts.append(rollout)
-            calls.append(rows)
-        return _joined(rollouts, calls)
-
-    def _generate(self, request: RolloutRequest, width: int) -> tuple[Rollout, int]:
-        """Continue the prompts, padded to a width, in one call; returns the version that the weights have then too."""
-        model: Any = unwrap(self._model)
-        eos_token_ids = request.options.eos_token_ids(model)
-        dice = _KeyedDice(request)
-        stops = _Stops(request, width)
-        # Less than nothing cuts off what is padding in all of these rows.
-        padding = (width - request.input_ids.shape[1], 0)
-        config = _greedy_config(model, request, eos_token_ids)
-        was_training = model.training
-        model.eval()
+    def advance(self) -> list[Response]:
+        """Write one token of each sample."""
+        was_training = self.model.training
+        self.model.eval()
+        responses: list[Response] = []
         try:
-            with _without_saved_defaults(model, config):
-                sequences = model.generate(
-                    F.pad(request.input_ids, padding),
-                    attention_mask=F.pad(request.attention_mask, padding),
-                    generation_config=config,
-                    logits_processor=LogitsProcessorList([dice]),
-                    stopping_criteria=StoppingCriteriaList([stops]),
-                )
+            for batch in self._batches:
+                for sample, response in batch.step(self._version):
+                    responses.append(response)
+                    if sample.is_kept:
+                        self._kept[sample.id] = sample, response
         finally:
-            model.train(was_training)
-        responses = sequences[:, width:]
-        # By position and not by value: the padding may be an end token too.
-        is_end = torch.isin(responses, torch.tensor(eos_token_ids, dtype=responses.dtype, device=responses.device))
-        action_mask = (is_end.cumsum(dim=1) - is_end.long() == 0) & stops.mask(responses.shape[1])
-        rollout = Rollout(
-            sequences=torch.cat([request.input_ids, responses], dim=1),
-            attention_mask=torch.cat([request.attention_mask, action_mask.to(request.attention_mask.dtype)], dim=1),
-            action_mask=action_mask,
-            rollout_log_probs=dice.log_probs(responses.shape[1]).masked_fill(~action_mask, 0.0),
-            is_cut=~(is_end & action_mask).any(dim=1) & ~stops.has_stopped,
-            token_versions=dice.versions(responses),
-        )
-        return rollout, dice.version
+            self.model.train(was_training)
+        self._batches = [batch for batch in self._batches if batch.samples]
+        return responses
+
+    def extend(self, sample_id: int, tokens: Sequence[int], max_new_tokens: int) -> None:
+        """As the protocol says."""
+        sample, response = self._kept.pop(sample_id)
+        turn = sample.next_turn(response.tokens.tolist(), tokens, max_new_tokens)
+        device = next(self.model.parameters()).device
+        self._batches.append(_Batch(unwrap(self.model), [turn], padded_length(len(turn.tokens) + 1), device))
+
+    def commit(self, version: int) -> None:
+        """As the protocol says."""
+        if version != self._version and self._recompute_cache:
+            for batch in self._batches:
+                batch.cache = None
+        self._version = version
+
+    def cancel(self, sample_ids: Collection[int]) -> None:
+        """As the protocol says."""
+        for one in sample_ids:
+            self._kept.pop(one, None)
+        for batch in self._batches:
+            batch.samples = {row: sample for row, sample in batch.samples.items() if sample.id not in sample_ids}
+        self._batches = [batch for batch in self._batches if batch.samples]
 
 
-def _joined(rollouts: Sequence[Rollout], calls: Sequence[Tensor]) -> Rollout:
-    """Put rows that were generated in separate calls into one batch, in the order of the request."""
-    order = torch.cat([rows.nonzero().squeeze(1) for rows in calls]).argsort()
+class _Batch:
+    """Rows that are written together."""
 
-    def joined(tensors: list[Tensor]) -> Tensor:
-        if tensors[0].ndim == 2:
-            width = max(tensor.shape[1] for tensor in tensors)
-            tensors = [F.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
-        return torch.cat(tensors)[order]
-
-    names = [field.name for field in dataclasses.fields(Rollout)]
-    return Rollout(**{name: joined([getattr(rollout, name) for rollout in rollouts]) for name in names})
-
-
-def _greedy_config(model: PreTrainedModel, request: RolloutRequest, eos_token_ids: tuple[int, ...]) -> GenerationConfig:
-    options = request.options
-    extra = {name: value for name, value in options.extra.items() if name != "stopping_criteria"}
-    extra.setdefault("bos_token_id", getattr(model.config, "bos_token_id", None))
-    return GenerationConfig(
-        do_sample=False,
-        max_new_tokens=int(request.limits.max()),
-        eos_token_id=list(eos_token_ids) or None,
-        pad_token_id=options.pad_token(model),
-        **extra,
-    )
-
-
-@contextlib.contextmanager
-def _without_saved_defaults(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Replace the model's saved generation config, from which `generate` fills in what ours does not set.
-
-    A repetition penalty that came with a model must not change what is sampled.
-    """
-    # A peft wrapper has its own, which its `generate` writes over that of the model inside.
-    owners = [model, model.get_base_model()] if hasattr(model, "get_base_model") else [model]
-    saved = [owner.generation_config for owner in owners]
-    for owner in owners:
-        owner.generation_config = config
-    try:
-        yield
-    finally:
-        for owner, original in zip(owners, saved, strict=True):
-            owner.generation_config = original
-
-
-class _KeyedDice(LogitsProcessor):  # type: ignore[misc]
-    """Draws each row's next token, records its log-prob, and leaves `generate` that token alone to choose."""
-
-    def __init__(self, request: RolloutRequest) -> None:
-        self._sampler = Sampler(request.options)
-        self._log_probs: list[Tensor] = []
-        self.version = request.version
-        self._versions: list[int] = []
-        self._between_tokens = request.between_tokens
-        draws = keyed_uniforms(request.seed, request.sample_ids.tolist(), int(request.limits.max()))
-        self._uniforms = torch.from_numpy(draws).to(request.input_ids.device)  # [B, A]
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
-        tokens, log_probs = self._sampler(scores, self._uniforms[:, len(self._log_probs)])
-        self._log_probs.append(log_probs)
-        self._versions.append(self.version)
-        if self._between_tokens is not None:
-            # These scores are used up; the next ones may come from other weights, over the same cache.
-            self.version = self._between_tokens()
-        return torch.full_like(scores, float("-inf")).scatter(1, tokens.unsqueeze(1), 0.0)
-
-    def log_probs(self, num_actions: int) -> Tensor:
-        """log-probs of what was drawn, [B, num_actions]."""
-        return torch.stack(self._log_probs, dim=1)[:, :num_actions]
-
-    def versions(self, responses: Tensor) -> Tensor:
-        """Version that wrote each token of the responses, [B, A]."""
-        row = torch.tensor(self._versions[: responses.shape[1]], dtype=torch.long, device=responses.device)
-        return row.expand(responses.shape[0], -1)
-
-
-class _Stops(StoppingCriteria):  # type: ignore[misc]
-    """Limits of rows, stop strings and the user's criteria; records where each row met one.
-
-    A row that has stopped is continued, as padding or as text, until the last one is: the tokens do not show it.
-    """
-
-    def __init__(self, request: RolloutRequest, num_prompt_tokens: int) -> None:
-        options, device = request.options, request.input_ids.device
-        num_rows, self._num_prompt_tokens = len(request.input_ids), num_prompt_tokens
+    def __init__(self, model: nn.Module, samples: list[Sample], width: int, device: torch.device) -> None:
+        self._model = model
+        self.samples = dict(enumerate(samples))
+        """Those that have not ended, by row."""
+        self.cache: Any = None
+        options = samples[0].options
+        self._sampler = Sampler(options)
+        self._end_tokens = torch.tensor(options.eos_token_ids(model), dtype=torch.long, device=device)
+        self._pad_token = options.pad_token(model)
         self._criteria: list[Any] = list(options.extra.get("stopping_criteria", ()))
-        self._strings = None
-        if options.stop_strings:
-            self._strings = stop_strings_of(options.tokenizer, options.stop_strings, device)
-            self._states = torch.zeros(num_rows, dtype=torch.long, device=device)
-        self.has_stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)  # [B]
-        self._limits = request.limits
-        self._lengths = self._limits.clone()  # [B]
+        self._deadline = time.monotonic() + options.extra.get("max_time", float("inf"))
+        self._has_cache = options.extra.get("use_cache", True) and accepts(model, "past_key_values")
+        self._stops = stop_strings_of(options.tokenizer, options.stop_strings, device) if options.stop_strings else None
+        self._stop_states = torch.zeros(len(samples), dtype=torch.long, device=device)
+        missing = [width - len(sample.tokens) for sample in samples]
+        prompts = zip(samples, missing, strict=True)
+        ids = [[self._pad_token] * count + sample.tokens for sample, count in prompts]
+        mask = [[0] * count + [1] * (width - count) for count in missing]
+        self._ids, self._mask = torch.tensor(ids, device=device), torch.tensor(mask, device=device)  # [n, W]
+        self._limits = torch.tensor([sample.limit for sample in samples], device=device)
+        num_draws = max(sample.num_drawn + sample.limit for sample in samples)
+        first = samples[0].num_drawn  # of all: a later turn is a batch of its own
+        draws = keyed_uniforms(samples[0].seed, [sample.id for sample in samples], num_draws)[:, first:]
+        self._uniforms = torch.from_numpy(draws.copy()).to(device)
+        self._drawn: list[tuple[Tensor, Tensor]] = []  # tokens and log-probs, [n] each
+        self._versions: list[int] = []
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        stops_here = torch.zeros_like(self.has_stopped)
+    def step(self, version: int) -> list[tuple[Sample, Response]]:
+        """Write a token of each row; returns those that have ended with it."""
+        is_living = torch.tensor([row in self.samples for row in range(len(self._ids))], device=self._ids.device)
+        tokens, log_probs = self._sampler(self._logits(), self._uniforms[:, len(self._drawn)])
+        tokens = tokens.where(is_living, self._pad_token)
+        self._drawn.append((tokens, log_probs))
+        self._versions.append(version)
+        # What is masked moves no position: rows that have ended stay inside of the context.
+        self._ids = torch.cat([self._ids, tokens.unsqueeze(1)], dim=1)
+        self._mask = torch.cat([self._mask, is_living.long().unsqueeze(1)], dim=1)
+        has_ended = self._has_ended(tokens)
+        is_cut = (len(self._drawn) >= self._limits) | (time.monotonic() > self._deadline)
+        is_over = zip(has_ended.tolist(), (has_ended | is_cut).tolist(), strict=True)
+        over = [(row, ended) for row, (ended, over) in enumerate(is_over) if over and row in self.samples]
+        return [
+            (sample := self.samples.pop(row), self._response(sample.id, row, is_cut=not ended)) for row, ended in over
+        ]
+
+    def _logits(self) -> Tensor:
+        """Of the next token of each row, [n, vocabulary]."""
+        inputs, kwargs = self._ids, dict[str, Any]()
+        if self._has_cache:
+            kwargs["use_cache"] = True
+            if self.cache is not None:
+                inputs, kwargs["past_key_values"] = self._ids[:, -1:], self.cache
+        if accepts(self._model, "position_ids"):
+            kwargs["position_ids"] = position_ids_from_mask(self._mask)[:, -inputs.shape[1] :]
+        if accepts(self._model, "logits_to_keep"):
+            kwargs["logits_to_keep"] = 1
+        with same_in_any_company(self._model, inputs):
+            output = forward_causal(self._model, inputs, self._mask, **kwargs)
+        self.cache = getattr(output, "past_key_values", None) if self._has_cache else None
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _has_ended(self, tokens: Tensor) -> Tensor:
+        """Whether the newest token ends its row: an end token, the end of a stop string, or the user's criteria."""
+        has_ended = torch.isin(tokens, self._end_tokens)
+        if self._stops is not None:
+            self._stop_states = self._stops.advance(self._stop_states, tokens)
+            has_ended |= self._stop_states == self._stops.found
         for criterion in self._criteria:
-            stops_here |= criterion(input_ids, scores, **kwargs)
-        if self._strings is not None:
-            self._states = self._strings.advance(self._states, input_ids[:, -1])
-            stops_here |= self._states == self._strings.found
-        num_written = input_ids.shape[1] - self._num_prompt_tokens
-        # What is written past a row's limit is no response, and so has no stop in it.
-        is_first = stops_here & ~self.has_stopped & (num_written <= self._limits)
-        self._lengths[is_first] = num_written
-        self.has_stopped |= is_first
-        return self.has_stopped | (num_written >= self._limits)
+            has_ended |= criterion(self._ids, None)
+        return has_ended
 
-    def mask(self, num_actions: int) -> Tensor:
-        """True up to and with the token that stopped the row, [B, num_actions]."""
-        return torch.arange(num_actions, device=self._lengths.device) < self._lengths.unsqueeze(1)
+    def _response(self, sample_id: int, row: int, *, is_cut: bool) -> Response:
+        device = self._ids.device
+        return Response(
+            sample_id=sample_id,
+            tokens=torch.stack([tokens[row] for tokens, _ in self._drawn]),
+            log_probs=torch.stack([log_probs[row] for _, log_probs in self._drawn]),
+            versions=torch.tensor(self._versions, dtype=torch.long, device=device),
+            is_cut=is_cut,
+        )

@@ -12,31 +12,63 @@ import copy
 import os
 import tempfile
 from collections import deque
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from coati.config.generate import GenerateOptions
 from coati.errors import ConfigError, GenerateOptionError, WeightUpdateError
 from coati.models.actor import action_logprobs, unwrap
 from coati.models.calls import context_length_of
 from coati.models.packing import base_of
 from coati.randomness import keyed_generator
-from coati.rollout.engine import Rollout, RolloutRequest
-from coati.rollout.sampling import stop_strings_of
+from coati.rollout.engine import Response, RolloutRequest, Sample
+from coati.rollout.sampling import StopStrings, stop_strings_of
 
 _CANARY_TOKENS = 32
+_SEQUENCES = 128  # that there is room for before vLLM has said how many
 # The mean gap of log-probs that rounding cannot explain, in float32 and in shorter formats.
 _EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
 _RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
 
 
 class _Written(NamedTuple):
-    """A response as far as it has come."""
+    """A sample, and its response as far as it has come."""
 
+    sample: Sample
     tokens: list[int]
     log_probs: list[float]
     versions: list[int]
+    stops: StopStrings | None
+    stop_state: list[Tensor]  # one: how much of a stop string it ends with
+
+    @classmethod
+    def nothing(cls, sample: Sample) -> "_Written":
+        options, stops = sample.options, None
+        if options.stop_strings:
+            stops = stop_strings_of(options.tokenizer, options.stop_strings, torch.device("cpu"))
+        return cls(sample, [], [], [], stops, [torch.tensor(0)])
+
+    def add(self, completion: Any, version: int) -> bool:
+        """Take in what was written; returns whether a stop string is there."""
+        for token, choices in zip(completion.token_ids, completion.logprobs, strict=True):
+            self.tokens.append(token)
+            self.log_probs.append(choices[token].logprob)
+            self.versions.append(version)
+            if self.stops is not None:
+                self.stop_state[0] = self.stops.advance(self.stop_state[0], torch.tensor(token))
+        return self.stops is not None and int(self.stop_state[0]) == self.stops.found
+
+    def response(self, device: torch.device, *, is_cut: bool) -> Response:
+        return Response(
+            sample_id=self.sample.id,
+            tokens=torch.tensor(self.tokens, dtype=torch.long, device=device),
+            log_probs=torch.tensor(self.log_probs, device=device),
+            versions=torch.tensor(self.versions, dtype=torch.long, device=device),
+            is_cut=is_cut,
+        )
 
 
 class VllmEngine:
@@ -45,78 +77,123 @@ class VllmEngine:
     `settings` are arguments of vLLM's `EngineArgs`, such as `gpu_memory_utilization`.
     """
 
-    def __init__(self, model: nn.Module, **settings: Any) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, *, recompute_cache: bool = False, **settings: Any) -> None:
+        self.model = model
+        self._recompute_cache = recompute_cache
         self._settings = settings
         self._engine: Any = None
         self._log_probs = ""  # the kind that the engine returns
         self._weights: tuple[tuple[int, int], ...] = ()  # which it has: where they lay, and how often they had changed
         self._num_copies = 0
         self._canaries: dict[str, Tensor] = {}  # by request, what the actor computes
+        self._version = 0
+        self._waiting: deque[Sample] = deque()
+        self._writing: dict[str, _Written] = {}  # by request
+        self._kept: dict[int, _Written] = {}
+        self._ended: list[Response] = []  # not returned before the weights are proven
+        self._num_requests = 0
+
+    @property
+    def room(self) -> int:
+        """Of the sequences that vLLM computes at the same time."""
+        return max(0, self._max_sequences - len(self._waiting) - len(self._writing))
+
+    @property
+    def _max_sequences(self) -> int:
+        if self._engine is None:
+            return int(self._settings.get("max_num_seqs", _SEQUENCES))
+        return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
+
+    def submit(self, request: RolloutRequest) -> None:
+        """As the protocol says; what needs another kind of log-probs waits until the rest has ended."""
+        kind = _kind_of_log_probs(request.options)
+        samples = request.samples()
+        for sample in samples:
+            sample.place = kind
+        self._waiting += samples
 
     @torch.no_grad()
-    def generate(self, request: RolloutRequest) -> Rollout:
-        """Continue every prompt; the result is as wide as the longest response."""
-        engine = self._engine_for(request)
-        rows = zip(request.input_ids, request.attention_mask.bool(), strict=True)
-        prompts = [tokens[is_real].tolist() for tokens, is_real in rows]
-        written = [_Written([], [], []) for _ in prompts]
-        is_cut = torch.zeros(len(prompts), dtype=torch.bool)
-        stops = _Stops(request)
-        waiting, version = deque(range(len(prompts))), request.version
-        room = engine.vllm_config.scheduler_config.max_num_seqs
-        try:
-            self._copy_weights(prompts[0])
-            while waiting or engine.has_unfinished_requests():
-                # What waits here is admitted with the salt of the weights that will read it.
-                while waiting and engine.get_num_unfinished_requests() < room:
-                    row = waiting.popleft()
-                    self._add(str(row), prompts[row], self._sampling(request, row))
-                for output in engine.step():
-                    if output.request_id in self._canaries:
-                        self._check_canary(output)
-                        continue
-                    row, (completion,) = int(output.request_id), output.outputs
-                    for token, choices in zip(completion.token_ids, completion.logprobs, strict=True):
-                        written[row].tokens.append(token)
-                        written[row].log_probs.append(choices[token].logprob)
-                        written[row].versions.append(version)
-                    if stops.found(row, completion.token_ids):
-                        engine.abort_request([output.request_id])
-                    elif output.finished:
-                        is_cut[row] = completion.finish_reason == "length"
-                if request.between_tokens is not None:
-                    version = request.between_tokens()
-                    self._copy_weights(prompts[0])
-        finally:
-            engine.abort_request([*map(str, range(len(prompts))), *self._canaries])
-            if self._canaries:
-                self._weights = ()  # not proven
-            self._canaries.clear()
-        return _rollout(request, written, is_cut, request.options.pad_token(unwrap(self._model)))
+    def advance(self) -> list[Response]:
+        """Let vLLM take one step. Nothing is returned before the weights that it was written by are proven."""
+        if not self._waiting and not self._writing and not self._canaries:
+            return []
+        # What waits here is admitted with the salt of the weights that will read it.
+        begun: list[Sample] = []
+        while self._waiting and self._may_begin(self._waiting[0], len(begun)):
+            begun.append(self._waiting.popleft())
+        if begun:
+            self._copy_weights(begun[0].tokens)
+        for sample in begun:
+            self._add(_Written.nothing(sample))
+        for output in self._engine.step():
+            if output.request_id in self._canaries:
+                self._check_canary(output)
+            elif (written := self._writing.get(output.request_id)) is not None:
+                self._take(output, written)
+        if self._canaries:
+            return []
+        ended, self._ended = self._ended, []
+        return ended
 
-    def _engine_for(self, request: RolloutRequest) -> Any:
-        options = request.options
-        if options.extra:
-            raise GenerateOptionError(
-                f"vLLM does not know the generate option {', '.join(sorted(options.extra))}. Leave it out, or use "
-                'rollout.engine = "reference".'
-            )
-        is_cut = options.do_sample and (options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0)
-        if is_cut and options.sampling_temperature != 1.0:
-            raise GenerateOptionError(
-                "vLLM cannot return log-probs at a temperature other than 1 before top_k, top_p or min_p cut, got "
-                f"temperature={options.temperature:g}. Use temperature 1, no cut, or another rollout.engine."
-            )
-        kind = _RAW if is_cut or not options.do_sample else _PROCESSED
-        if self._engine is None or kind != self._log_probs:
-            self._engine, self._weights, self._log_probs = None, (), kind
-            self._engine = self._new_engine(kind)
-        return self._engine
+    def _may_begin(self, sample: Sample, num_begun: int) -> bool:
+        """Whether vLLM has a place for it beside those being begun, and returns the log-probs that it needs."""
+        is_idle = not (num_begun or self._writing or self._canaries)
+        if self._engine is None or (sample.place != self._log_probs and is_idle):
+            self._engine, self._weights, self._log_probs = None, (), sample.place
+            self._engine = self._new_engine(sample.place)
+        return sample.place == self._log_probs and len(self._writing) + num_begun < self._max_sequences
+
+    def _take(self, output: Any, written: _Written) -> None:
+        """Note what was written of a sample."""
+        (completion,) = output.outputs
+        has_stopped = written.add(completion, self._version)
+        if has_stopped and not output.finished:
+            self._engine.abort_request([output.request_id])
+        if has_stopped or output.finished:
+            del self._writing[output.request_id]
+            is_cut = not has_stopped and completion.finish_reason == "length"
+            self._ended.append(written.response(next(self.model.parameters()).device, is_cut=is_cut))
+            if written.sample.is_kept:
+                self._kept[written.sample.id] = written
+
+    def extend(self, sample_id: int, tokens: Sequence[int], max_new_tokens: int) -> None:
+        """As the protocol says; vLLM finds what came before among its cached prefixes, if the weights are the same."""
+        written = self._kept.pop(sample_id)
+        self._waiting.appendleft(written.sample.next_turn(written.tokens, tokens, max_new_tokens))
+
+    @torch.no_grad()
+    def commit(self, version: int) -> None:
+        """As the protocol says."""
+        is_new, self._version = version != self._version, version
+        if not self._writing:
+            return  # the weights are copied when the next is begun
+        self._copy_weights(next(iter(self._writing.values())).sample.tokens)
+        if is_new and self._recompute_cache:
+            for name, written in list(self._writing.items()):
+                self._engine.abort_request([name])
+                del self._writing[name]
+                self._add(written)
+
+    def cancel(self, sample_ids: Collection[int]) -> None:
+        """As the protocol says."""
+        gone = {*sample_ids}
+        self._waiting = deque(sample for sample in self._waiting if sample.id not in gone)
+        self._ended = [response for response in self._ended if response.sample_id not in gone]
+        for one in gone:
+            self._kept.pop(one, None)
+        names = [name for name, written in self._writing.items() if written.sample.id in gone]
+        for name in names:
+            del self._writing[name]
+        if not self._writing and self._canaries:
+            names += self._canaries
+            self._canaries.clear()
+            self._weights = ()  # not proven
+        if names:
+            self._engine.abort_request(names)
 
     def _new_engine(self, log_probs: str) -> Any:
         """An engine for a model of this shape, with weights that mean nothing yet."""
-        base = base_of(unwrap(self._model))
+        base = base_of(unwrap(self.model))
         parameter = next(base.parameters())
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where weights and steps are
         if not parameter.is_cuda:
@@ -146,7 +223,7 @@ class VllmEngine:
 
     def _copy_weights(self, prompt: list[int]) -> None:
         """Give the engine the actor's weights, if they have changed, and send the canary after them."""
-        base = base_of(unwrap(self._model))
+        base = base_of(unwrap(self.model))
         weights = tuple((weight.data_ptr(), weight._version) for weight in base.state_dict().values())
         if weights == self._weights:
             return
@@ -156,15 +233,15 @@ class VllmEngine:
         tokens = (prompt * 2)[: min(_CANARY_TOKENS, (context_length_of(base) or _CANARY_TOKENS + 1) - 1)]
         ids = torch.tensor([tokens], device=next(base.parameters()).device)
         name = f"canary-{self._num_copies}"
-        self._canaries[name] = action_logprobs(self._model, ids, torch.ones_like(ids), len(tokens) - 1)[0][0].float()
-        self._add(name, tokens, _import_vllm().SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
+        self._canaries[name] = action_logprobs(self.model, ids, torch.ones_like(ids), len(tokens) - 1)[0][0].float()
+        self._send(name, tokens, _import_vllm().SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
 
     def _check_canary(self, output: Any) -> None:
         wanted = self._canaries.pop(output.request_id)
         tokens = output.prompt_token_ids
         found = [choices[token].logprob for token, choices in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
         gap = float((torch.tensor(found) - wanted.cpu()).abs().mean())
-        is_exact = next(self._model.parameters()).dtype in (torch.float32, torch.float64)
+        is_exact = next(self.model.parameters()).dtype in (torch.float32, torch.float64)
         if not gap <= (_EXACT_GAP if is_exact else _ROUNDED_GAP):
             self._weights = ()
             raise WeightUpdateError(
@@ -172,24 +249,47 @@ class VllmEngine:
                 f'{gap:.3g} on average. Its implementation of the model may differ; use rollout.engine = "reference".'
             )
 
-    def _add(self, name: str, prompt: list[int], sampling: Any) -> None:
-        self._engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": str(self._num_copies)}, sampling)
-
-    def _sampling(self, request: RolloutRequest, row: int) -> Any:
-        vllm, options = _import_vllm(), request.options
-        return vllm.SamplingParams(
+    def _add(self, written: _Written) -> None:
+        """Have a sample written from where it is."""
+        vllm, sample = _import_vllm(), written.sample
+        options = sample.options
+        generator, num_drawn = keyed_generator(sample.seed, sample.id), sample.num_drawn + len(written.tokens)
+        sampling = vllm.SamplingParams(
             temperature=options.temperature if options.do_sample else 0.0,
             top_k=options.top_k,
             top_p=options.top_p,
             min_p=options.min_p,
-            seed=int(keyed_generator(request.seed, int(request.sample_ids[row])).integers(2**62)),
-            max_tokens=int(request.limits[row]),
-            stop_token_ids=list(options.eos_token_ids(unwrap(self._model))),
+            seed=int(generator.integers(2**62, size=num_drawn + 1)[-1]),
+            max_tokens=sample.limit - len(written.tokens),
+            stop_token_ids=list(options.eos_token_ids(unwrap(self.model))),
             ignore_eos=True,  # those of the model's files are among the above, unless the options say otherwise
             logprobs=0,
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.DELTA,
         )
+        self._num_requests += 1
+        name = str(self._num_requests)
+        self._writing[name] = written
+        self._send(name, [*sample.tokens, *written.tokens], sampling)
+
+    def _send(self, name: str, prompt: list[int], sampling: Any) -> None:
+        self._engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": str(self._num_copies)}, sampling)
+
+
+def _kind_of_log_probs(options: GenerateOptions) -> str:
+    """What vLLM has to return for these options; GenerateOptionError if it cannot."""
+    if options.extra:
+        raise GenerateOptionError(
+            f"vLLM does not know the generate option {', '.join(sorted(options.extra))}. Leave it out, or use "
+            'rollout.engine = "reference".'
+        )
+    is_cut = options.do_sample and (options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0)
+    if is_cut and options.sampling_temperature != 1.0:
+        raise GenerateOptionError(
+            "vLLM cannot return log-probs at a temperature other than 1 before top_k, top_p or min_p cut, got "
+            f"temperature={options.temperature:g}. Use temperature 1, no cut, or another rollout.engine."
+        )
+    return _RAW if is_cut or not options.do_sample else _PROCESSED
 
 
 def _import_vllm() -> Any:
@@ -200,42 +300,3 @@ def _import_vllm() -> Any:
             f'rollout.engine = "vllm" needs vLLM, which cannot be imported ({error}). Install coati[vllm].'
         ) from error
     return vllm
-
-
-class _Stops:
-    """Where stop strings have come, for each row."""
-
-    def __init__(self, request: RolloutRequest) -> None:
-        options = request.options
-        self._strings = None
-        if options.stop_strings:
-            self._strings = stop_strings_of(options.tokenizer, options.stop_strings, torch.device("cpu"))
-            self._states = torch.zeros(len(request.input_ids), dtype=torch.long)
-
-    def found(self, row: int, tokens: list[int]) -> bool:
-        if self._strings is None:
-            return False
-        for token in tokens:
-            self._states[row] = self._strings.advance(self._states[row], torch.tensor(token))
-        return int(self._states[row]) == self._strings.found
-
-
-def _rollout(request: RolloutRequest, written: list[_Written], is_cut: Tensor, pad_token: int) -> Rollout:
-    device = request.input_ids.device
-    last_version = max(response.versions[-1] for response in written)
-    width = max(len(response.tokens) for response in written)
-
-    def padded(rows: list[Any], fill: float, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=dtype, device=device)
-
-    responses = padded([response.tokens for response in written], pad_token, request.input_ids.dtype)
-    lengths = torch.tensor([len(response.tokens) for response in written], device=device)
-    mask = torch.arange(width, device=device) < lengths.unsqueeze(1)
-    return Rollout(
-        sequences=torch.cat([request.input_ids, responses], dim=1),
-        attention_mask=torch.cat([request.attention_mask, mask.to(request.attention_mask.dtype)], dim=1),
-        action_mask=mask,
-        rollout_log_probs=padded([response.log_probs for response in written], 0.0, torch.float32),
-        is_cut=is_cut.to(device),
-        token_versions=padded([response.versions for response in written], last_version, torch.long),
-    )

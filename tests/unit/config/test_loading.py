@@ -329,7 +329,8 @@ def test_dump_then_load_is_the_identity(tmp_path):
     overrides = [
         "reward.function=''",
         'reward.terms=[{ function = "a:b", weight = -0.5 }, { model = "rm", name = "style" }]',
-        'rollout.generate={ stop_strings = ["\\n", "é\\"\\\\"], cache_config = { deep = [1, 2.5, true] } }',
+        'rollout.generate={ stop_strings = ["\\n", "é\\"\\\\"] }',
+        "rollout.vllm={ cache_config = { deep = [1, 2.5, true] } }",
         "lora.rank=4",
         "topology.update_lora_weights=true",
         "train.actor_lr=1e-7",
@@ -349,18 +350,18 @@ values = st.recursive(
 
 
 @given(
-    generate=st.dictionaries(st.just("cache_config"), st.dictionaries(texts, values, max_size=4)),
+    vllm=st.dictionaries(st.just("cache_config"), st.dictionaries(texts, values, max_size=4)),
     output=texts,
     learning_rate=st.floats(min_value=1e-300, max_value=1e300),
 )
-def test_dump_round_trips_any_text_and_value(tmp_path_factory, generate, output, learning_rate):
+def test_dump_round_trips_any_text_and_value(tmp_path_factory, vllm, output, learning_rate):
     config = build_config(
         {
             "run": {"output": output},
             "model": {"path": "m"},
             "prompts": {"path": "p.jsonl"},
             "reward": {"model": "r"},
-            "rollout": {"generate": generate},
+            "rollout": {"vllm": vllm},
             "train": {"actor_lr": learning_rate},
         }
     )

@@ -134,7 +134,7 @@ def test_every_field_is_what_its_definition_says(make_maker, estimator, temperat
     assert len(set(lengths)) > 1  # some padding was there to go wrong
     assert experience.sample_ids.tolist() == [0, 1, 2, 3]
     assert experience.temperatures.tolist() == pytest.approx([temperature] * 4)
-    assert experience.policy_versions.tolist() == [[7] * experience.num_actions] * 4
+    assert experience.policy_versions[experience.action_mask].eq(7).all()
     assert experience.group_ids is None
     assert not any(tensor.requires_grad for _, tensor in experience.tensors())
 
@@ -189,8 +189,8 @@ def test_cut_responses_are_those_that_the_engine_cut(make_maker):
     class StopsAtText(ReferenceEngine):
         """Ends some responses without an end token, as stop strings do."""
 
-        def generate(self, request):
-            return dataclasses.replace(super().generate(request), is_cut=torch.tensor([False, True, False, False]))
+        def advance(self):
+            return [dataclasses.replace(one, is_cut=one.sample_id == 1) for one in super().advance()]
 
     maker = make_maker()
     maker.engine = StopsAtText(maker.actor)
@@ -356,12 +356,14 @@ def test_samples_without_ids_are_numbered_in_the_order_they_come(make_maker):
 
 
 def test_ids_key_the_text_and_the_seed_changes_it(make_maker):
-    same = [PROMPTS[0]] * 3
-    ids = torch.tensor([9, 9, 4])
-    first, second, third = (response for _, response in texts(make_experience(make_maker(), same, sample_ids=ids)))
+    same = [PROMPTS[0]] * 2
+    first, third = (text for _, text in texts(make_experience(make_maker(), same, sample_ids=torch.tensor([9, 4]))))
+    ((_, second),) = texts(make_experience(make_maker(), same[:1], sample_ids=torch.tensor([9])))
     assert first == second != third
-    other = texts(make_experience(make_maker(seed=1), same, sample_ids=ids))
+    other = texts(make_experience(make_maker(seed=1), same, sample_ids=torch.tensor([9, 4])))
     assert other[0][1] != first
+    with pytest.raises(DataError, match="different"):
+        make_experience(make_maker(), same, sample_ids=torch.tensor([9, 9]))
 
 
 @pytest.mark.parametrize("name", ["sample_ids", "group_ids"])
@@ -394,22 +396,25 @@ def test_a_batch_without_a_finite_reward_is_dropped_whole(make_maker):
 @pytest.mark.parametrize(("number", "kl_coef"), [("log-prob", 0.1), ("value", 0.1), ("KL", 0.1), ("KL", 0.0)])
 def test_a_number_of_the_models_that_is_not_finite_costs_its_sample(make_maker, monkeypatch, caplog, number, kl_coef):
     maker = make_maker(kl_coef=kl_coef)
-    generate, score = maker.engine.generate, naive.score_with_models
+    advance, score = maker.engine.advance, naive.score_with_models
 
     def poisoned(tensor, name):
         tensor = tensor.clone()
         tensor[2, 0] = NAN if name == number else tensor[2, 0]
         return tensor
 
-    def generate_poisoned(request):
-        rollout = generate(request)
-        return dataclasses.replace(rollout, rollout_log_probs=poisoned(rollout.rollout_log_probs, "log-prob"))
+    def advance_poisoned():
+        bad = NAN if number == "log-prob" else 1.0
+        return [
+            dataclasses.replace(one, log_probs=one.log_probs * (bad if one.sample_id == 2 else 1.0))
+            for one in advance()
+        ]
 
     def score_poisoned(*args):
         reference, values = score(*args)
         return poisoned(reference, "KL"), poisoned(values, "value")
 
-    monkeypatch.setattr(maker.engine, "generate", generate_poisoned)
+    monkeypatch.setattr(maker.engine, "advance", advance_poisoned)
     monkeypatch.setattr(naive, "score_with_models", score_poisoned)
     batch = maker.begin(
         PromptBatch.parse(dict(zip(("input_ids", "attention_mask"), padded(PROMPTS), strict=True))).numbered(0),
@@ -471,9 +476,9 @@ def test_prompts_with_one_limit_are_generated_in_one_call(make_maker):
     class Counting(ReferenceEngine):
         num_calls = 0
 
-        def generate(self, request):
+        def submit(self, request):
             self.num_calls += 1
-            return super().generate(request)
+            super().submit(request)
 
     maker = make_maker()
     maker.engine = Counting(maker.actor)

@@ -1,6 +1,5 @@
 """A maker's loop: rewards of one batch while the next is generated; nothing lost, doubled or out of order."""
 
-import dataclasses
 import threading
 from concurrent.futures import wait
 from types import SimpleNamespace
@@ -42,18 +41,18 @@ class WatchedEngine(ReferenceEngine):
         super().__init__(model)
         self._story, self._before_token = story, before_token
 
-    def generate(self, request):
-        first = int(request.sample_ids[0])
-        self._story.append(f"generate {first}")
-        go_on = request.between_tokens
+    def submit(self, request):
+        self._first = int(request.sample_ids[0])
+        self._story.append(f"generate {self._first}")
+        super().submit(request)
 
-        def between_tokens():
-            self._before_token(first)
-            return request.version if go_on is None else go_on()
-
-        rollout = super().generate(dataclasses.replace(request, between_tokens=between_tokens))
-        self._story.append(f"generated {first}")
-        return rollout
+    def advance(self):
+        responses = super().advance()
+        if responses:
+            self._story.append(f"generated {self._first}")
+        else:
+            self._before_token(self._first)
+        return responses
 
 
 class Source(WorkSource):

@@ -15,7 +15,7 @@ from coati.models.tiles import (
     tiled_activation,
     tiled_linear,
 )
-from coati.rollout import GenerateOptions, RolloutRequest, make_engine
+from coati.rollout import GenerateOptions, RolloutRequest, generate, make_engine
 
 # Odd sizes, so that vector instructions leave a rest.
 SIZES = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "initializer_range": 0.5}
@@ -75,7 +75,7 @@ def written(engine, rows, ids, *, more=0, limit=LIMIT):
         options=GenerateOptions(),
         max_new_tokens=limit,
     )
-    rollout = engine.generate(request)
+    rollout = generate(engine, request)
     width = input_ids.shape[1]
     return [
         (tokens[is_real].tolist(), log_probs[is_real].tolist())

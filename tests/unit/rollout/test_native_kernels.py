@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs a CUDA device, or TRITON_INTERPRET=1",
 )
 
-from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest  # noqa: E402
+from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest, generate  # noqa: E402
 from coati.rollout.native import NativeEngine, decoder, kernels  # noqa: E402
 from coati.rollout.native.operations import (  # noqa: E402
     Geometry,
@@ -150,6 +150,6 @@ def test_the_engine_writes_what_the_reference_writes(family, num_prompts, do_sam
         max_new_tokens=6,
     )
     monkeypatch.setattr(decoder, "operations_for", lambda _, geometry: TritonOperations(geometry))
-    ours, theirs = NativeEngine(model).generate(request), ReferenceEngine(model).generate(request)
+    ours, theirs = generate(NativeEngine(model), request), generate(ReferenceEngine(model), request)
     assert ours.sequences.tolist() == theirs.sequences.tolist()
     torch.testing.assert_close(ours.rollout_log_probs, theirs.rollout_log_probs, atol=1e-4, rtol=1e-4)

@@ -11,6 +11,7 @@ from coati.models import Actor, action_logprobs
 from coati.models.lora import LoRASettings
 from coati.randomness import keyed_uniforms
 from coati.rollout import GenerateOptions, ReferenceEngine, Rollout, RolloutRequest
+from coati.rollout import generate as generate_with
 from coati.rollout.sampling import inverse_cdf
 
 PROMPTS = [[3, 4, 5], [6], [7, 8], [9, 10, 3, 4]]
@@ -26,7 +27,8 @@ def padded(prompts, width=None):
 
 def generate(model, prompts=PROMPTS, *, sample_ids=None, seed=0, max_new_tokens=8, width=None, **options):
     input_ids, attention_mask = padded(prompts, width)
-    return ReferenceEngine(model).generate(
+    return generate_with(
+        ReferenceEngine(model),
         RolloutRequest(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -34,7 +36,7 @@ def generate(model, prompts=PROMPTS, *, sample_ids=None, seed=0, max_new_tokens=
             seed=seed,
             options=GenerateOptions.parse(**options),
             max_new_tokens=max_new_tokens,
-        )
+        ),
     )
 
 
@@ -303,11 +305,12 @@ def test_each_row_is_cut_at_its_own_limit(llama, eos, pad):
     assert 0 < rollout.is_cut.sum() < 12
 
 
-def test_calls_of_a_batch_that_is_split_near_the_contexts_end_share_rows_order_and_versions(gpt2):
-    # A context of 8: the first prompt has room for 2 tokens, the others for 4. New weights come with every token.
+def test_a_row_that_fills_the_context_ends_beside_others_that_go_on(gpt2):
+    # A context of 8: the second prompt has room for 2 tokens, the others for more. New weights come with every token.
     model, versions = gpt2(n_positions=8), itertools.count(2)
     input_ids, attention_mask = padded([[4, 5], [3] * 6, [6]])
-    rollout = ReferenceEngine(model).generate(
+    rollout = generate_with(
+        ReferenceEngine(model),
         RolloutRequest(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -315,15 +318,15 @@ def test_calls_of_a_batch_that_is_split_near_the_contexts_end_share_rows_order_a
             seed=0,
             options=GenerateOptions.parse(eos_token_id=[]),
             max_new_tokens=torch.tensor([4, 2, 3]),
-            version=1,
-            between_tokens=lambda: next(versions),
-        )
+        ),
+        version=1,
+        between_tokens=lambda: next(versions),
     )
     assert torch.equal(rollout.sequences[:, :6], input_ids)
     assert rollout.action_mask.sum(dim=1).tolist() == [4, 2, 3]
     assert rollout.is_cut.all()
     written_by = [row[mask].tolist() for row, mask in zip(rollout.token_versions, rollout.action_mask, strict=True)]
-    assert written_by == [[3, 4, 5, 6], [1, 2], [3, 4, 5]]
+    assert written_by == [[1, 2, 3, 4], [1, 2], [1, 2, 3]]
 
 
 # Options and defaults that reach transformers
@@ -359,19 +362,28 @@ def test_the_models_saved_end_token_is_honoured(llama):
     assert all(text[-1] == 4 for text in responses(long_rollout(model)))
 
 
-def test_saved_defaults_come_back_after_a_failure(llama):
+def test_the_mode_comes_back_after_a_failure_and_the_samples_are_gone(llama):
     model = llama()
-    saved = model.generation_config
     model.train()
+    engine = ReferenceEngine(model)
 
     class Broken(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
             raise RuntimeError("broken criterion")
 
+    before = engine.room
+    request = RolloutRequest(
+        input_ids=torch.tensor([[3, 4]]),
+        attention_mask=torch.ones(1, 2, dtype=torch.long),
+        sample_ids=torch.arange(1),
+        seed=0,
+        options=GenerateOptions.parse(stopping_criteria=[Broken()]),
+        max_new_tokens=4,
+    )
     with pytest.raises(RuntimeError, match="broken criterion"):
-        generate(model, stopping_criteria=[Broken()])
-    assert model.generation_config is saved
+        generate_with(engine, request)
     assert model.training
+    assert engine.room == before
 
 
 def test_dropout_is_off_while_generating_and_the_mode_comes_back(gpt2):

@@ -11,7 +11,7 @@ from coati.errors import GenerateOptionError
 from coati.experience_maker import NaiveExperienceMaker
 from coati.models import Critic
 from coati.rewards import FunctionReward, RewardScorer
-from coati.rollout import NativeEngine, ReferenceEngine, RolloutRequest
+from coati.rollout import NativeEngine, ReferenceEngine, RolloutRequest, generate
 from coati.rollout.sampling import StopStrings, stop_strings_of
 
 CPU = torch.device("cpu")
@@ -100,8 +100,8 @@ def request_for(tokenizer, **options):
 @pytest.mark.parametrize("strings", [["."], ["c.", "da"]], ids=str)
 def test_a_response_ends_with_the_token_that_completes_a_stop_string(tokenizer, engine, strings):
     engine = engine(llama(initializer_range=0.2))
-    free = engine.generate(request_for(tokenizer, eos_token_id=[1]))
-    stopped = engine.generate(request_for(tokenizer, eos_token_id=[1], stop_strings=strings))
+    free = generate(engine, request_for(tokenizer, eos_token_id=[1]))
+    stopped = generate(engine, request_for(tokenizer, eos_token_id=[1], stop_strings=strings))
     seen = set()
     for row in range(24):
         tokens = free.sequences[row, 3:][free.action_mask[row]].tolist()

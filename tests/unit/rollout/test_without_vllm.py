@@ -8,7 +8,7 @@ from tiny import llama
 
 from coati.config import RolloutSettings
 from coati.errors import ConfigError
-from coati.rollout import GenerateOptions, RolloutRequest, VllmEngine, make_engine
+from coati.rollout import GenerateOptions, RolloutRequest, VllmEngine, generate, make_engine
 
 
 def test_settings_make_the_engine_and_its_absence_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,4 +27,4 @@ def test_settings_make_the_engine_and_its_absence_is_explained(monkeypatch: pyte
         max_new_tokens=1,
     )
     with pytest.raises(ConfigError, match=r"coati\[vllm\]"):
-        engine.generate(request)
+        generate(engine, request)

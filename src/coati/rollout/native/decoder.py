@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from coati.models.actor import unwrap
 from coati.models.packing import base_of
 from coati.models.tiles import same_in_any_company, tiled_linear
-from coati.rollout.native.operations import Geometry, operations_for, rms_norm, slot_length, split_heads
+from coati.rollout.native.operations import Geometry, operations_for, rms_norm, split_heads
 
 # Slots that are computed together on a CPU, where rows are multiplied so many at a time; see `coati.models.tiles`.
 SLOT_TILE = 32
@@ -28,9 +28,16 @@ SLOT_TILE = 32
 _PREFILL_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+def enlarged(tensor: Tensor, *shape: int) -> Tensor:
+    """A tensor of this shape with the old one in its corner, and zeros elsewhere."""
+    larger = tensor.new_zeros(shape)
+    larger[tuple(map(slice, tensor.shape))] = tensor
+    return larger
+
+
 @dataclasses.dataclass
 class SlotCache:
-    """Keys and values of every layer, [N, K, L, D] each, allocated once."""
+    """Keys and values of every layer, [N, K, L, D] each."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -39,6 +46,12 @@ class SlotCache:
     def num_positions(self) -> int:
         """L."""
         return int(self.keys[0].shape[2])
+
+    def enlarge(self, num_slots: int, num_positions: int) -> None:
+        """Make room for more slots and positions, a layer at a time."""
+        for tensors in (self.keys, self.values):
+            for index, (_, num_heads, _, head_dim) in enumerate([tensor.shape for tensor in tensors]):
+                tensors[index] = enlarged(tensors[index], num_slots, num_heads, num_positions, head_dim)
 
 
 class FusedLinear:
@@ -173,8 +186,6 @@ class Decoder:
     def new_cache(self, num_slots: int, num_positions: int) -> SlotCache:
         """Room for so many slots of so many positions, where the model is now."""
         self.operations = operations_for(self.weight, self._geometry)
-        if self.weight.device.type == "cpu":
-            num_positions = slot_length(num_positions)
         shape = (num_slots, self._geometry.num_kv_heads, num_positions, self._geometry.head_dim)
         like = self.weight
         return SlotCache(
@@ -183,29 +194,40 @@ class Decoder:
         )
 
     @sdpa_kernel(_PREFILL_KERNELS)
-    def prefill(self, tokens: Tensor, lengths: Tensor, cache: SlotCache, slots: Tensor, rows: Tensor) -> Tensor:
+    def prefill(
+        self, tokens: Tensor, lengths: Tensor, cache: SlotCache, slots: Tensor, rows: Tensor, *, past: int = 0
+    ) -> Tensor:
         """Read prompts and fill slots with them; logits of the token after each prompt, [n, vocabulary].
 
         `tokens` [U, T] are different prompts, padded on the right, `lengths` [U]; slot `slots[i]` gets prompt
         `rows[i]`. Several slots may share a prompt, which is then computed once. What padding leaves in a slot lies
-        behind the prompt, where nothing attends before it is written over.
+        behind the prompt, where nothing attends before it is written over. With `past`, a single text is read into a
+        single slot, behind so many tokens that it holds.
         """
         num_prompts, width = tokens.shape
+        end = past + width
         cos, sin = self._rotation(cache.num_positions)
-        cos, sin = cos[:width, None], sin[:width, None]  # [T, 1, D]
+        cos, sin = cos[past:end, None], sin[past:end, None]  # [T, 1, D]
+        mask = None
+        if past:
+            places = torch.arange(end, device=tokens.device)
+            mask = places <= places[past:, None]  # [T, L]
         hidden = self._embedding(tokens)  # [U, T, d]
         for index, layer in enumerate(self._layers):
             projected = layer.projections(rms_norm(layer.module.input_layernorm, hidden))
             heads = split_heads(projected, layer.module.self_attn, self._geometry, cos, sin)  # [U, T, H or K, D]
             queries, keys, values = (part.transpose(1, 2) for part in heads)
-            cache.keys[index][slots, :, :width] = keys[rows]
-            cache.values[index][slots, :, :width] = values[rows]
+            cache.keys[index][slots, :, past:end] = keys[rows]
+            cache.values[index][slots, :, past:end] = values[rows]
+            if past:
+                keys, values = (cached[index][slots, :, :end] for cached in (cache.keys, cache.values))
             # A prompt ends before its padding, so causality is all the masking there is.
             mixed = F.scaled_dot_product_attention(
                 queries,
                 keys,
                 values,
-                is_causal=True,
+                attn_mask=mask,
+                is_causal=mask is None,
                 scale=self._geometry.scale,
                 enable_gqa=self._geometry.group > 1,
             )

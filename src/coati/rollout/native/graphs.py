@@ -1,0 +1,62 @@
+"""Steps as CUDA graphs: captured once, replayed without the host."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coati.gpu import side_stream
+
+# Graphs that are kept. Slots need about ten (powers of two), for each set of sampling options.
+MAX_GRAPHS = 64
+
+
+class StepGraphs:
+    """The graphs of one set of buffers."""
+
+    def __init__(self) -> None:
+        # The least recently used first; with what holds tensors that a graph reads.
+        self.graphs: dict[tuple[Any, ...], tuple[Any, object]] = {}
+        self._pool: Any = None
+        self._addresses: tuple[int, ...] = ()
+
+    def keep_for(self, addresses: tuple[int, ...]) -> None:
+        """Drop the graphs unless weights still lie at these addresses."""
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self.graphs.clear()
+
+    def replay(
+        self, key: tuple[Any, ...], step: Callable[[], None], *, times: int, changed: Sequence[Tensor], used: object
+    ) -> None:
+        """Take the step of this name so many times; what it changes is put back after the warm-up of a new one."""
+        if key not in self.graphs:
+            self.graphs[key] = self.capture(step, changed), used
+        self.graphs[key] = graph, _ = self.graphs.pop(key)  # the last in line to be dropped
+        if len(self.graphs) > MAX_GRAPHS:
+            del self.graphs[next(iter(self.graphs))]
+        for _ in range(times):
+            graph.replay()
+
+    def capture(self, step: Callable[[], None], changed: Sequence[Tensor]) -> Any:
+        """The step as a CUDA graph. What the warm-up does is undone, or done again by the first replay."""
+        saved = [tensor.clone() for tensor in changed]
+
+        def restore() -> None:
+            for tensor, value in zip(changed, saved, strict=True):
+                tensor.copy_(value)
+
+        stream = side_stream(changed[0].device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+                restore()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the actor stage weights meanwhile; their allocations do not belong to this capture.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            step()
+        self._pool = self._pool or graph.pool()
+        return graph
