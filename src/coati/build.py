@@ -28,6 +28,7 @@ from coati.prompts.stream import PromptStream
 from coati.prompts.table import load_prompts
 from coati.rewards import RewardScorer, build_reward
 from coati.trainer.modes import compile_blocks
+from coati.trainer.objective import load_loss
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy, Strategy
 from coati.trainer.strategies.ranks import choose_device
@@ -72,6 +73,8 @@ def trainer_models(config: RunSettings, *, for_maker: bool = False) -> tuple[Act
     Seeded, so that every process that builds them gets the same weights.
     """
     dtype = torch.float32 if config.train.mixed_precision and not for_maker else _dtype(config)
+    if ":" in config.algorithm.loss:  # the learner finds it by its name alone
+        load_loss(config.algorithm.loss, tuple(config.reward_search_paths))
     torch.manual_seed(config.run.seed)
     actor = _loaded(config, "model.path", config.model.path, Actor, lora=config.lora, dtype=dtype)
     if not config.algorithm.uses_critic:
@@ -142,6 +145,8 @@ def check_inputs(config: RunSettings) -> PromptStream:
 
     Returns the prompts.
     """
+    if ":" in config.algorithm.loss:
+        load_loss(config.algorithm.loss, tuple(config.reward_search_paths))
     prompts = make_prompts(config)
     next(iter(prompts))
     critic = config.model.path if config.model.critic == "actor" else config.model.critic

@@ -2,49 +2,32 @@
 
 Three policies are told apart. The *behavior* policy sampled the tokens, perhaps several versions ago; the *proximal*
 policy is the one the step starts from, whose neighbourhood the clip keeps; the *current* policy is being trained.
-Decoupled PPO is `clipped_policy_loss` around the proximal policy, its advantages times importance weights. On-policy,
+Decoupled PPO is `policy_loss` around the proximal policy, its advantages times importance weights. On-policy,
 behavior and proximal are the same, and it becomes, bit for bit, plain PPO.
 
-With d = log policy(token) - log behavior(token), a token's weight is w = exp(d), and a response's is the
-product over its tokens, exp(Σ d). Weighted by w, data of an older policy is unbiased for the newer one; the
-variance that this costs is why w is cut:
+With d = log policy(token) - log behavior(token), a token's weight is w = exp(d), a response's is the product over its
+tokens, exp(Σ d), or their geometric mean, exp(Σ d / n), which does not depend on its length. Weighted by w of tokens or
+responses, data of an older policy is unbiased for the newer one; the variance that this costs is why w is cut:
 
-| kind       | weight                      | known as |
-|------------|-----------------------------|----------|
-| "truncate" | min(w, cap)                 | TIS      |
-| "mask"     | w if w ≤ cap else 0         | MIS      |
-| "none"     | 1                           |          |
+| kind       | weight                         | known as                                                         |
+|------------|--------------------------------|------------------------------------------------------------------|
+| "truncate" | min(w, cap)                    | TIS                                                              |
+| "mask"     | w if floor ≤ w ≤ cap else 0    | MIS; IcePop (tokens, 0.5 to 5); geometric mask (0.999 to 1.001)  |
+| "none"     | 1                              |                                                                  |
 
 Weights are data or numbers to watch, and never differentiated. On-policy data has log-ratio 0, weight exactly 1
 whatever the kind and level, and effective sample size 1.
 """
 
-import math
-from typing import Literal, NamedTuple, assert_never
+from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
 
-from coati.algos.losses import largest
-from coati.algos.masked import MaskedMoments, divide_by_count, masked_moments, zero_padding
-from coati.errors import ConfigError
+from coati.algos.masked import MaskedMoments, divide_by_count, finite_exp, masked_moments, zero_padding
 
-ImportanceLevel = Literal["token", "sequence"]
+ImportanceLevel = Literal["token", "sequence", "geometric"]
 ImportanceKind = Literal["truncate", "mask", "none"]
-
-
-class RatioTails(NamedTuple):
-    """How far the policies are apart at the far end. Detached scalars.
-
-    Over the micro-batches of a step, `ratio_max` takes the maximum and the others add up.
-    """
-
-    ratio_max: Tensor
-    """Largest weight before any cut; 0 without any token."""
-    fraction_above_cap: Tensor
-    """Tokens whose weight is above the cap, over num_tokens."""
-    mean_abs_log_ratio: Tensor
-    """Σ |log w| / num_tokens."""
 
 
 def importance_weights(
@@ -55,12 +38,14 @@ def importance_weights(
     level: ImportanceLevel,
     kind: ImportanceKind,
     cap: float,
+    floor: float = 0.0,
 ) -> Tensor:
     """Weight of each response token, `[B, T]`, detached, zeros on padding.
 
-    At level "sequence" all tokens of a response carry the weight of the whole response. `cap` must be 1 or more
-    (`math.inf` for none), so that on-policy data is never cut. A weight too large for its dtype becomes the largest
-    power of e that is not.
+    At level "sequence" all tokens of a response carry the weight of the whole response, at level "geometric" the
+    geometric mean of its tokens' weights. `cap` must be 1 or more (`math.inf` for none) and `floor`, which only a mask
+    has, 1 or less, so that on-policy data is never cut. A weight too large for its dtype becomes the largest power of e
+    that is not.
 
     >>> logprobs, behavior = torch.tensor([[4.0, 0.5]]).log(), torch.zeros(1, 2)
     >>> mask = torch.ones(1, 2, dtype=torch.bool)
@@ -69,20 +54,21 @@ def importance_weights(
     >>> importance_weights(logprobs, behavior, mask, level="sequence", kind="mask", cap=1.5).tolist()
     [[0.0, 0.0]]
     """
-    if not cap >= 1:
-        raise ConfigError(f"the cap of importance weights must be 1 or more, got {cap}. On-policy data has weight 1.")
+    assert floor <= 1 <= cap, f"on-policy data has weight 1, got bounds of {floor} and {cap}"
     current = zero_padding(logprobs.detach(), mask, name="logprobs")
     behavior = zero_padding(behavior_logprobs.detach(), mask, name="behavior_logprobs")
     log_ratio = current - behavior  # [B, T], 0 on padding
     if kind == "none":
         return zero_padding(torch.ones_like(log_ratio), mask)
-    if level == "sequence":
-        log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
-    weights = finite_ratio(log_ratio)
+    if level != "token":
+        total = log_ratio.sum(-1, keepdim=True)
+        total = total if level == "sequence" else divide_by_count(total, mask.sum(-1, keepdim=True))
+        log_ratio = total.expand_as(log_ratio)
+    weights = finite_exp(log_ratio)
     if kind == "truncate":
         return zero_padding(weights.clamp(max=cap), mask)
     if kind == "mask":
-        return zero_padding(weights, mask & (weights <= cap))
+        return zero_padding(weights, mask & (weights >= floor) & (weights <= cap))
     assert_never(kind)
 
 
@@ -90,7 +76,7 @@ def weight_moments(
     log_ratios: Tensor,  # [B, T] policy - behavior
     mask: Tensor,  # [B, T] bool, True on response tokens
     *,
-    level: ImportanceLevel,
+    level: Literal["token", "sequence"],
 ) -> MaskedMoments:
     """Mean and variance of the uncut weights of all tokens, or all responses, in float64."""
     log_weights, is_sample = zero_padding(log_ratios.detach(), mask, name="log_ratios"), mask
@@ -111,25 +97,3 @@ def effective_sample_size(weights: MaskedMoments) -> Tensor:
     """
     square = weights.mean.square()
     return torch.where(weights.num_entries > 0, square / (square + weights.variance), 0.0)
-
-
-def ratio_tails(
-    log_ratios: Tensor,  # [B, T] policy - behavior
-    mask: Tensor,  # [B, T] bool, True on response tokens
-    *,
-    cap: float,
-    num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
-) -> RatioTails:
-    """Largest weight of a token, share of weights above `cap`, and mean |log w|."""
-    log_weights = zero_padding(log_ratios.detach(), mask, name="log_ratios")
-    ratios = zero_padding(finite_ratio(log_weights), mask)
-    return RatioTails(
-        ratio_max=largest(ratios),
-        fraction_above_cap=divide_by_count((ratios > cap).to(ratios.dtype).sum(), num_tokens),
-        mean_abs_log_ratio=divide_by_count(log_weights.abs().sum(), num_tokens),
-    )
-
-
-def finite_ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), but a little below the largest float where it would overflow: inf · 0 is nan."""
-    return log_ratio.clamp(max=math.floor(math.log(torch.finfo(log_ratio.dtype).max))).exp()

@@ -1,4 +1,15 @@
-"""The losses: PPO's clipped surrogate and value loss, GSPO's sequence-level ratio, and how tokens add up.
+"""The losses: the policy's surrogates, the critic's loss, GSPO's sequence-level ratio, and how tokens add up.
+
+A surrogate is what a token adds to the objective, given its ratio r = policy / behavior and its advantage A:
+
+| surrogate | value                                  | gradient, by A · ∇log π          | paper            |
+|-----------|----------------------------------------|----------------------------------|------------------|
+| clipped   | min(r · A, clip(r) · A)                | r, or 0 where the clip won       | PPO              |
+| cispo     | sg(clip(r)) · A · log π                | clip(r)                          | arXiv 2506.13585 |
+| dppo      | sg(min(r, cap)) · A · log π, or 0      | min(r, cap), or 0 if masked      | arXiv 2602.04879 |
+| sapo      | A · σ(τ(r - 1)) · 4/τ                  | 4σ(1 - σ) · r                    | arXiv 2511.20347 |
+
+On-policy, where r = 1, all have the gradient A · ∇log π.
 
 Denominators (`num_tokens`, `num_sequences`) count the whole optimizer step, over all micro-batches and ranks, and come
 from outside: then the losses, the fractions and the gradients of micro-batches simply add up. (With gradients averaged
@@ -8,16 +19,21 @@ split over micro-batches.
 Only the first argument of each loss is differentiated. Everything else is data, and is detached here.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, assert_never
 
 import torch
 from torch import Tensor
 
 from coati.algos.kl import k3
-from coati.algos.masked import divide_by_count, masked_sum, zero_padding
+from coati.algos.masked import divide_by_count, finite_exp, masked_sum, zero_padding
 
 LossNormalization = Literal["token", "sequence", "constant"]
 RatioLevel = Literal["token", "sequence"]
+Surrogate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Maps log-ratios and log-probs of the policy, both with its gradient, and advantages, detached and 0 on padding, to
+the gain of each token and whether its ratio was held back, all [B, T]. An advantage of 0 gains 0, without a gradient.
+"""
 
 
 class PolicyLossOutput(NamedTuple):
@@ -28,9 +44,9 @@ class PolicyLossOutput(NamedTuple):
     """
 
     loss: Tensor
-    """-Σ min(ratio · A, clip(ratio) · A) / num_tokens."""
+    """-Σ surrogate / num_tokens."""
     clip_fraction: Tensor
-    """Tokens whose gradient the clip stopped (not all that lie outside the range), over num_tokens."""
+    """Tokens whose ratio the surrogate held back (for PPO's: whose gradient the clip stopped), over num_tokens."""
     approx_kl: Tensor
     """Σ (ratio - 1 - log ratio) / num_tokens: the k3 estimate of KL(behavior || policy)."""
     ratio_max: Tensor
@@ -46,25 +62,24 @@ class ValueLossOutput(NamedTuple):
     """Tokens where the clipped term is larger, so that no gradient flows, over num_tokens. Detached."""
 
 
-def clipped_policy_loss(
+def policy_loss(
     logprobs: Tensor,  # [B, T] current policy
     behavior_logprobs: Tensor,  # [B, T] policy that sampled the tokens
     advantages: Tensor,  # [B, T]
     mask: Tensor,  # [B, T] bool, True on response tokens
     *,
-    clip_low: float,
-    clip_high: float,
+    surrogate: Surrogate,
     num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
     ratio: RatioLevel = "token",
     reduction: Tensor | None = None,  # [B, T] share of each token, from `loss_weights`; None divides by num_tokens
-    proximal_logprobs: Tensor | None = None,  # [B, T] policy whose neighbourhood the clip keeps; None: behavior
+    proximal_logprobs: Tensor | None = None,  # [B, T] policy whose neighbourhood is kept; None: behavior
 ) -> PolicyLossOutput:
-    """PPO's clipped surrogate, to be minimised; ratios are clipped to [1 - clip_low, 1 + clip_high].
+    """-Σ surrogate, to be minimised.
 
     With `reduction` the loss is -Σ share · surrogate. The other numbers stay means over tokens. With
     `proximal_logprobs` ratios are policy / proximal; only `approx_kl` still is of KL(behavior || policy), because the
-    tokens are samples of the behavior policy. Importance weights are factors of the advantages: w · min(x, y) is
-    min(w · x, w · y) for w ≥ 0, and a weight of 0 stops a token before its ratio is taken, which may overflow.
+    tokens are samples of the behavior policy. Importance weights are factors of the advantages: every surrogate is
+    proportional to a factor w ≥ 0, and a weight of 0 stops a token before its ratio is taken, which may overflow.
 
     With `ratio` "sequence" it is GSPO: every token of a response has the ratio s = exp(mean over its tokens of log
     ratio), and `reduction` must be that of mode "sequence", by which each of its n tokens gets the gradient s · A / n.
@@ -73,9 +88,7 @@ def clipped_policy_loss(
 
     >>> logprobs, behavior = torch.tensor([[1.5, 0.5]]).log(), torch.zeros(1, 2)
     >>> advantages, mask = torch.tensor([[1.0, -1.0]]), torch.tensor([[True, True]])
-    >>> out = clipped_policy_loss(
-    ...     logprobs, behavior, advantages, mask, clip_low=0.2, clip_high=0.2, num_tokens=mask.sum()
-    ... )
+    >>> out = policy_loss(logprobs, behavior, advantages, mask, surrogate=clipped(0.2, 0.2), num_tokens=mask.sum())
     >>> round(out.loss.item(), 4), out.clip_fraction.item()  # -(1.2 - 0.8) / 2
     (-0.2, 1.0)
     """
@@ -90,40 +103,73 @@ def clipped_policy_loss(
         log_s = divide_by_count(log_ratio.detach().sum(-1, keepdim=True), mask.sum(-1, keepdim=True))  # [B, 1]
         # The value of log s at every token, and the gradient of the token's own log-prob.
         log_ratio = log_s + (current - current.detach())
-    surrogate, is_clipped = clipped_surrogate(log_ratio, gains, clip_low=clip_low, clip_high=clip_high)
+    gained, is_held = surrogate(log_ratio, current, gains)
     if reduction is None:
-        loss = divide_by_count(-surrogate.sum(), num_tokens)
+        loss = divide_by_count(-gained.sum(), num_tokens)
     else:
-        loss = -(zero_padding(reduction.detach(), mask, name="reduction") * surrogate).sum()
+        loss = -(zero_padding(reduction.detach(), mask, name="reduction") * gained).sum()
     return PolicyLossOutput(
         loss=loss,
-        clip_fraction=divide_by_count(is_clipped.to(surrogate.dtype).sum(), num_tokens),
+        clip_fraction=divide_by_count(is_held.to(gained.dtype).sum(), num_tokens),
         approx_kl=divide_by_count(k3(behavior, current.detach()).sum(), num_tokens),
         ratio_max=largest(zero_padding(log_ratio.detach().exp(), mask)),
     )
 
 
-def clipped_surrogate(
-    log_ratio: Tensor,  # [B, T] log of policy / behavior
-    advantages: Tensor,  # [B, T] detached, zeros on padding
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> tuple[Tensor, Tensor]:
-    """min(ratio · A, clip(ratio) · A), and whether the clip stopped its gradient, `[B, T]` each.
+def clipped(clip_low: float, clip_high: float) -> Surrogate:
+    """PPO's: min(r · A, clip(r) · A), ratios clipped to [1 - clip_low, 1 + clip_high]."""
 
-    An advantage of 0 gives 0 without a gradient, whatever the ratio: that is all the masking needed here.
+    def surrogate(log_ratio: Tensor, _: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        ratio = log_ratio.detach().exp()
+        above = (advantages > 0) & (ratio > 1 + clip_high)
+        below = (advantages < 0) & (ratio < 1 - clip_low)
+        is_clipped = above | below
+        # Where the clip wins the surrogate is a constant. Selecting it before exp, instead of taking the minimum
+        # of both after, keeps a ratio that overflows from turning its zero gradient into 0 * inf.
+        bound = torch.where(above, torch.full_like(advantages, 1 + clip_high), 1 - clip_low)
+        is_free = ~is_clipped & (advantages != 0)
+        free_ratio = torch.where(is_free, log_ratio, torch.zeros_like(log_ratio)).exp()
+        return torch.where(is_clipped, bound, free_ratio) * advantages, is_clipped
+
+    return surrogate
+
+
+def cispo(clip_low: float, clip_high: float) -> Surrogate:
+    """CISPO's: every token keeps its gradient, with a weight clipped to [1 - clip_low, 1 + clip_high]."""
+
+    def surrogate(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        ratio = log_ratio.detach().exp()
+        weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+        return weight * advantages * logprobs, (weight != ratio) & (advantages != 0)
+
+    return surrogate
+
+
+def dppo(mask_low: float, mask_high: float, *, cap: float) -> Surrogate:
+    """DPPO's: a token is masked where its probability, not its ratio, has moved too far the way its advantage points.
+
+    That is by more than `mask_high` up where A > 0, or `mask_low` down where A < 0. So rare tokens, whose ratios are
+    large while hardly any probability moves, keep learning, and frequent ones stop in time.
     """
-    ratio = log_ratio.detach().exp()
-    above = (advantages > 0) & (ratio > 1 + clip_high)
-    below = (advantages < 0) & (ratio < 1 - clip_low)
-    is_clipped = above | below
-    # Where the clip wins the surrogate is a constant. Selecting it before exp, instead of taking the minimum
-    # of both after, keeps a ratio that overflows from turning its zero gradient into 0 * inf.
-    bound = torch.where(above, torch.full_like(advantages, 1 + clip_high), 1 - clip_low)
-    is_free = ~is_clipped & (advantages != 0)
-    free_ratio = torch.where(is_free, log_ratio, torch.zeros_like(log_ratio)).exp()
-    return torch.where(is_clipped, bound, free_ratio) * advantages, is_clipped
+
+    def surrogate(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        moved = logprobs.detach().exp() - (logprobs - log_ratio).detach().exp()
+        is_masked = ((advantages > 0) & (moved > mask_high)) | ((advantages < 0) & (moved < -mask_low))
+        weight = log_ratio.detach().exp().clamp(max=cap).masked_fill(is_masked, 0.0)
+        return weight * advantages * logprobs, is_masked
+
+    return surrogate
+
+
+def sapo(tau: float, tau_negative: float) -> Surrogate:
+    """SAPO's: a gate that closes smoothly as the ratio leaves 1, with a temperature for each sign of the advantage."""
+
+    def surrogate(log_ratio: Tensor, _: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        temperature = torch.where(advantages > 0, torch.full_like(advantages, tau), tau_negative)
+        gate = torch.sigmoid(temperature * (finite_exp(log_ratio) - 1)) * 4 / temperature
+        return gate * advantages, torch.zeros_like(advantages, dtype=torch.bool)
+
+    return surrogate
 
 
 def largest(ratios: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ through: it selects with `torch.where` instead of multiplying by the mask, becau
 forward pass and in the gradient alike.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -58,6 +59,11 @@ def divide_by_count(total: Tensor, count: Tensor | float) -> Tensor:
     """`total / count` in the dtype of `total`; a count below one is taken as one, so 0 / 0 is 0."""
     # as_tensor first: promotion with a float64 count would change the dtype of a float32 loss.
     return total / torch.as_tensor(count, dtype=total.dtype, device=total.device).clamp(min=1.0)
+
+
+def finite_exp(values: Tensor) -> Tensor:
+    """exp(values), but a little below the largest float where it would overflow: inf · 0 is nan."""
+    return values.clamp(max=math.floor(math.log(torch.finfo(values.dtype).max))).exp()
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What is optimised: the table of algorithms, and the section with their settings.
+"""What is optimised: the tables of algorithms and of policy losses, and the section with their settings.
 
 All algorithms share one pipeline. A maker turns scores into advantages (and may leave out groups that teach nothing); a
-learner clips a ratio, adds up tokens, and may keep the policy near the reference by a term of the loss. An algorithm is
-a choice for each of these.
+learner turns advantages and ratios into a loss, adds up tokens, and may keep the policy near the reference by a term of
+the loss. An algorithm is a choice for each of these; `loss` replaces the second.
 """
 
 from __future__ import annotations
@@ -35,8 +35,41 @@ class AlgorithmRow(NamedTuple):
 
     advantages: AdvantageKind
     defaults: Mapping[str, Any]
+
+
+class LossRow(NamedTuple):
+    """One policy loss: the surrogate of `coati.algos.losses`, and where its defaults differ from those of "clip"."""
+
+    surrogate: str
+    defaults: Mapping[str, Any] = MappingProxyType({})
     ratio: RatioKind = "token"
-    """Clip the ratio of each token, or of a response as a whole (GSPO)."""
+    """The ratio of each token, or of a response as a whole (GSPO)."""
+    weighs_age: bool = False
+    """Whether its ratio is that to the policy that sampled, so that old data needs no importance weights besides."""
+
+
+_MASK = {"importance": "mask"}
+
+LOSSES: Mapping[str, LossRow] = MappingProxyType(
+    {
+        "clip": LossRow("clipped"),
+        # No lower bound, as in the paper; at most 5, as in ScaleRL.
+        "cispo": LossRow("cispo", {"eps_clip": 1.0, "eps_clip_high": 4.0}, weighs_age=True),
+        "dppo": LossRow("dppo", {"eps_clip": 0.2, "eps_clip_high": 0.2, "importance_cap": 20.0}, weighs_age=True),
+        "sapo": LossRow("sapo"),
+        "gspo": LossRow(
+            "clipped", {"eps_clip": 3e-4, "eps_clip_high": 4e-4, "normalization": "sequence"}, ratio="sequence"
+        ),
+        "icepop": LossRow("clipped", {**_MASK, "importance_floor": 0.5, "importance_cap": 5.0}),
+        "geometric_mask": LossRow(
+            "clipped",
+            {**_MASK, "importance_level": "geometric", "importance_floor": 0.999, "importance_cap": 1.001},
+        ),
+    }
+)
+"""Every policy loss by the name that `algorithm.loss` calls it."""
+
+_OWN_LOSS = LossRow("own", weighs_age=True)
 
 
 _IN_LOSS = {"kl_in": "loss", "kl_coef": 0.0, "kl_estimator": "k3", "whiten_advantages": False}
@@ -52,11 +85,7 @@ ALGORITHMS: Mapping[AlgorithmName, AlgorithmRow] = MappingProxyType(
         "reinforce++": AlgorithmRow("returns", {"kl_coef": 0.01}),
         "reinforce++_baseline": AlgorithmRow("returns_above_group", {"kl_coef": 0.01}),
         "dapo": AlgorithmRow("group_normalized", {**_IN_LOSS, "eps_clip_high": 0.28, "dynamic_sampling": True}),
-        "gspo": AlgorithmRow(
-            "group_normalized",
-            {**_IN_LOSS, "eps_clip": 3e-4, "eps_clip_high": 4e-4, "normalization": "sequence"},
-            ratio="sequence",
-        ),
+        "gspo": AlgorithmRow("group_normalized", {**_IN_LOSS, "loss": "gspo"}),
     }
 )
 """Every algorithm by the name that `algorithm.name` calls it."""
@@ -74,6 +103,14 @@ class AlgorithmSettings(Section, section="algorithm"):
     """
 
     name: AlgorithmName = setting("ppo", "How to learn from scores: PPO with a critic, or one of the others, without.")
+    loss: str = setting(
+        "clip",
+        "How the policy learns from advantages: PPO's clip, another loss of docs/algorithms.md, or a function of your "
+        "own.",
+        rule=", ".join(f'"{name}"' for name in LOSSES) + ' or "module:function"',
+        remedy='For my_loss() in losses.py write "losses:my_loss".',
+        pattern=rf"^({'|'.join(LOSSES)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+    )
     kl_coef: float = setting(0.1, "Weight of the KL penalty against the reference.", ge=0)
     kl_in: Literal["reward", "loss"] = setting(
         "reward", "Where the KL penalty goes: into each token's reward, or into the loss as a term of its own."
@@ -85,12 +122,19 @@ class AlgorithmSettings(Section, section="algorithm"):
     )
     gamma: float = setting(1.0, "Discount per token.", ge=0, le=1)
     lam: float = setting(0.95, "Lambda of GAE.", ge=0, le=1)
-    eps_clip: float = setting(0.2, "Clips the policy ratio to at least 1 - this.", gt=0, lt=1)
+    eps_clip: float = setting(
+        0.2, "Clips the policy ratio to at least 1 - this; dppo: masks a probability that fell by more.", gt=0, le=1
+    )
     eps_clip_high: float = setting(
         0.2,
-        "Clips the policy ratio to at most 1 + this; left out, eps_clip, or the algorithm's own where its range is not "
-        "symmetric.",
+        "Clips the policy ratio to at most 1 + this; dppo: masks a probability that rose by more; left out, eps_clip, "
+        "or the algorithm's own where its range is not symmetric.",
         gt=0,
+    )
+    sapo_tau: float = setting(1.0, "sapo: how sharply the gate closes where the advantage is positive.", gt=0)
+    sapo_tau_negative: float = setting(1.05, "sapo: the same where it is negative.", gt=0)
+    behavior_kl_coef: float = setting(
+        0.0, "Weight of log²(policy / policy that sampled) in the loss, which pulls the policy back; 0 = off.", ge=0
     )
     value_clip: float = setting(0.4, "Clips how far new values move from old ones.", gt=0)
     normalization: Literal["token", "sequence", "constant"] = setting(
@@ -111,13 +155,14 @@ class AlgorithmSettings(Section, section="algorithm"):
     )
     importance: Literal["truncate", "mask", "none"] = setting(
         "truncate",
-        "What the decoupled loss does with importance weights above the cap: cut them down, drop their tokens, or use "
-        "no weights at all.",
+        "What the decoupled loss does with importance weights above the cap: cut them down, drop their tokens (and "
+        "those below the floor), or use no weights at all.",
     )
-    importance_level: Literal["token", "sequence"] = setting(
-        "token", "Importance weights of single tokens, or of whole responses."
+    importance_level: Literal["token", "sequence", "geometric"] = setting(
+        "token", "Importance weights of single tokens, of whole responses, or the geometric mean of a response's."
     )
-    importance_cap: float = setting(2.0, "Largest importance weight.", ge=1)
+    importance_cap: float = setting(2.0, "Largest importance weight; dppo: largest ratio.", ge=1)
+    importance_floor: float = setting(0.0, "Smallest importance weight that a mask keeps.", ge=0, le=1)
 
     @model_validator(mode="before")
     @classmethod
@@ -129,10 +174,12 @@ class AlgorithmSettings(Section, section="algorithm"):
         row = next((row for known, row in ALGORITHMS.items() if known == name), None)
         if row is None:
             return data  # the field's own rule says what is wrong with it
-        filled = {**row.defaults, **data}
-        clip, is_symmetric = data.get("eps_clip"), row.defaults.get("eps_clip") == row.defaults.get("eps_clip_high")
-        if is_symmetric and isinstance(clip, float) and 0 < clip < 1:  # a wrong one is one error, not two
-            filled.setdefault("eps_clip_high", clip)  # a symmetric range stays symmetric
+        loss = data.get("loss", row.defaults.get("loss"))
+        defaults = {**row.defaults, **(LOSSES[loss].defaults if isinstance(loss, str) and loss in LOSSES else {})}
+        filled = {**defaults, **data}
+        clip, is_symmetric = data.get("eps_clip"), defaults.get("eps_clip") == defaults.get("eps_clip_high")
+        if is_symmetric and isinstance(clip, float) and 0 < clip <= 1:  # a wrong one is one error, not two
+            filled["eps_clip_high"] = data.get("eps_clip_high", clip)  # a symmetric range stays symmetric
         return filled
 
     @property
@@ -141,9 +188,9 @@ class AlgorithmSettings(Section, section="algorithm"):
         return ALGORITHMS[self.name].advantages
 
     @property
-    def ratio(self) -> RatioKind:
-        """Whether tokens are clipped one by one, or a response as a whole."""
-        return ALGORITHMS[self.name].ratio
+    def loss_row(self) -> LossRow:
+        """What the policy loss is made of."""
+        return LOSSES.get(self.loss, _OWN_LOSS)
 
     @property
     def uses_critic(self) -> bool:
@@ -169,11 +216,13 @@ class AlgorithmSettings(Section, section="algorithm"):
         """Return the same settings with `correction` "auto" replaced by what it means at this bound.
 
         On-policy data needs no correction; but where the ratio is that of whole responses, the clip is so narrow that
-        the rounding of another engine would reach it.
+        the rounding of another engine would reach it, and a mask is there to catch what such engines do.
         """
         if self.correction != "auto":
             return self
-        is_off_policy = max_staleness != 0 or self.ratio == "sequence"
+        row = self.loss_row
+        is_off_policy = max_staleness != 0 and not row.weighs_age
+        is_off_policy |= row.ratio == "sequence" or self.importance == "mask"
         return self.model_copy(update={"correction": "decoupled" if is_off_policy else "none"})
 
     def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
@@ -185,6 +234,16 @@ class AlgorithmSettings(Section, section="algorithm"):
         if self.dynamic_sampling and not self.uses_groups:
             rule = f"false {with_name} does not compare the samples of a prompt"
             yield "dynamic_sampling", rule, True, "Use dapo or grpo."
-        if self.ratio == "sequence" and self.normalization != "sequence":
-            rule = f'"sequence" {with_name} has ratios of whole responses'
+        with_loss = f'with algorithm.loss = "{self.loss}", which'
+        if self.loss_row.ratio == "sequence" and self.normalization != "sequence":
+            rule = f'"sequence" {with_loss} has ratios of whole responses'
             yield "normalization", rule, self.normalization, "Leave it out."
+        if self.loss == "dppo" and self.correction == "decoupled":
+            rule = f'"none" {with_loss} weighs by its own ratio: importance weights would count it twice'
+            yield "correction", rule, "decoupled", "Leave it out."
+        if self.importance == "mask" and (self.loss == "dppo" or self.correction == "none"):
+            here = f"{with_loss} has its own mask" if self.loss == "dppo" else 'while algorithm.correction is "none"'
+            yield "importance", f'"truncate" {here}', "mask", "Leave one of them out."
+        if self.importance_floor > 0 and self.importance != "mask":
+            rule = f'0 while algorithm.importance is "{self.importance}", which drops nothing'
+            yield "importance_floor", rule, self.importance_floor, 'Set algorithm.importance to "mask".'

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from coati.algos.losses import clipped_policy_loss, clipped_value_loss
+from coati.algos.losses import clipped, clipped_value_loss, policy_loss
 from coati.algos.masked import at_least_float32
 from coati.errors import ConfigError
 
@@ -32,13 +32,12 @@ class PolicyLoss(nn.Module):
     ) -> Tensor:
         """The scalar loss: a sum over response tokens by `num_tokens` (None: those of this batch)."""
         mask = _mask_or_all(action_mask, log_probs)
-        return clipped_policy_loss(
+        return policy_loss(
             log_probs,
             old_log_probs,
             advantages,
             mask,
-            clip_low=self.clip_eps,
-            clip_high=self.clip_eps,
+            surrogate=clipped(self.clip_eps, self.clip_eps),
             num_tokens=mask.sum() if num_tokens is None else num_tokens,
         ).loss
 

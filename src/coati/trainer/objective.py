@@ -5,15 +5,22 @@ policy, and the ratio proximal / behavior says how far the policy has moved sinc
 are held to the same proximal policy.
 """
 
-from typing import NamedTuple
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from coati.algos.importance import effective_sample_size, importance_weights, ratio_tails, weight_moments
+from coati.algos.importance import effective_sample_size, importance_weights, weight_moments
 from coati.algos.kl import kl_penalty
-from coati.algos.losses import clipped_policy_loss, loss_weights
+from coati.algos.losses import Surrogate, cispo, clipped, dppo, largest, loss_weights, policy_loss, sapo
+from coati.algos.masked import divide_by_count, finite_exp, zero_padding
 from coati.config import AlgorithmSettings
-from coati.errors import DataError
+from coati.config.checks import load_reward_function
+from coati.errors import ConfigError, DataError
 from coati.experience import Experience
 from coati.trainer.step_numbers import StepNumbers
 
@@ -58,23 +65,67 @@ def policy_objective(
         dtype=logprobs.dtype,
     )
     proximal = part.proximal_log_probs if algorithm.correction == "decoupled" else None
-    policy = clipped_policy_loss(
+    policy = policy_loss(
         logprobs,
         part.action_log_probs,
         advantages if proximal is None else advantages * token_weights(part, algorithm),
         mask,
-        clip_low=algorithm.eps_clip,
-        clip_high=algorithm.eps_clip_high,
+        surrogate=_surrogate(part, mask, algorithm),
         num_tokens=counts.tokens,
-        ratio=algorithm.ratio,
+        ratio=algorithm.loss_row.ratio,
         reduction=None if algorithm.normalization == "token" else shares,
         proximal_logprobs=proximal,
     )
+    loss = policy.loss
+    if algorithm.behavior_kl_coef:  # k2 is half the square
+        to_behavior = kl_penalty(logprobs, part.action_log_probs, mask, kind="k2", weights=shares)
+        loss = loss + 2 * algorithm.behavior_kl_coef * to_behavior
     kl_term = logprobs.new_zeros(())
     if algorithm.kl_loss_coef:
         reference = _reference_of(part, algorithm)
         kl_term = kl_penalty(logprobs, reference, mask, kind=algorithm.kl_estimator, weights=shares)
-    return PolicyObjective(policy.loss, kl_term, policy.clip_fraction, policy.approx_kl, policy.ratio_max)
+    return PolicyObjective(loss, kl_term, policy.clip_fraction, policy.approx_kl, policy.ratio_max)
+
+
+def _surrogate(part: Experience, mask: Tensor, algorithm: AlgorithmSettings) -> Surrogate:
+    low, high = algorithm.eps_clip, algorithm.eps_clip_high
+    known: dict[str, Callable[[], Surrogate]] = {
+        "clipped": lambda: clipped(low, high),
+        "cispo": lambda: cispo(low, high),
+        "dppo": lambda: dppo(low, high, cap=algorithm.importance_cap),
+        "sapo": lambda: sapo(algorithm.sapo_tau, algorithm.sapo_tau_negative),
+        "own": lambda: own_surrogate(algorithm.loss, part, mask),
+    }
+    return known[algorithm.loss_row.surrogate]()
+
+
+def own_surrogate(name: str, part: Experience, mask: Tensor) -> Surrogate:
+    """Make a surrogate of the function "module:name", which takes tensors by their names: see docs/algorithms.md."""
+    function = load_loss(name)
+    declared = inspect.signature(function).parameters
+
+    def surrogate(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        given = {"logprobs": logprobs, "log_ratio": log_ratio, "advantages": advantages, "mask": mask}
+        given |= {"behavior_logprobs": zero_padding(part.action_log_probs, mask), "rewards": part.reward}
+        losses = function(**{key: tensor for key, tensor in given.items() if key in declared})
+        if not isinstance(losses, Tensor) or losses.shape != mask.shape:
+            came = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            raise DataError(
+                f"algorithm.loss {name!r} must return the loss of each token, {tuple(mask.shape)}, got {came}. Return "
+                "it before any sum or mean: algorithm.normalization adds tokens up."
+            )
+        return -zero_padding(losses, mask), torch.zeros_like(mask)
+
+    return surrogate
+
+
+@functools.cache
+def load_loss(name: str, search_paths: tuple[Path, ...] = ()) -> Callable[..., Any]:
+    """Import the loss that "module:function" names; a second time, the name alone will do."""
+    try:
+        return load_reward_function(name, search_paths)
+    except ConfigError as error:
+        raise ConfigError(f"algorithm.loss: {error}") from None
 
 
 def _reference_of(part: Experience, algorithm: AlgorithmSettings) -> Tensor:
@@ -96,6 +147,7 @@ def token_weights(part: Experience, algorithm: AlgorithmSettings) -> Tensor:
         level=algorithm.importance_level,
         kind=algorithm.importance,
         cap=algorithm.importance_cap,
+        floor=algorithm.importance_floor,
     )
 
 
@@ -106,13 +158,16 @@ def measure_off_policy(
     if experience.proximal_log_probs is None:
         return
     mask = experience.full_action_mask()
-    log_ratios = experience.proximal_log_probs - experience.action_log_probs
-    tails = ratio_tails(log_ratios, mask, cap=algorithm.importance_cap, num_tokens=num_tokens)
+    log_ratios = zero_padding(experience.proximal_log_probs - experience.action_log_probs, mask).double()
+    ratios = zero_padding(finite_exp(log_ratios), mask)
     numbers.moments["off_policy/effective_samples"] = weight_moments(log_ratios, mask, level="sequence")
     numbers.moments["off_policy/effective_tokens"] = weight_moments(log_ratios, mask, level="token")
-    numbers.largest("off_policy/ratio_max", tails.ratio_max)
-    numbers.add("off_policy/above_cap", tails.fraction_above_cap)
-    numbers.add("off_policy/log_ratio", tails.mean_abs_log_ratio)
+    numbers.largest("off_policy/ratio_max", largest(ratios))
+    shares = {"above_cap": ratios > algorithm.importance_cap, "log_ratio": log_ratios.abs()}
+    if algorithm.importance == "mask":
+        shares["dropped"] = mask & (token_weights(experience, algorithm) == 0)
+    for name, of_tokens in shares.items():
+        numbers.add(f"off_policy/{name}", divide_by_count(of_tokens.double().sum(), num_tokens))
 
 
 def off_policy_metrics(joined: StepNumbers) -> dict[str, float]:

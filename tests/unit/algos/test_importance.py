@@ -6,13 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos.importance import effective_sample_size, importance_weights, ratio_tails, weight_moments
-from coati.errors import ConfigError, DataError
+from coati.algos.importance import effective_sample_size, importance_weights, weight_moments
+from coati.errors import DataError
 from coati.trainer.step_numbers import joined_moments
 
 NAN, INF = float("nan"), float("inf")
 GARBAGE = [NAN, INF, -INF, 1e308]
-LEVELS = ("token", "sequence")
+LEVELS = ("token", "sequence", "geometric")
+MEASURED = ("token", "sequence")  # unbiased
 KINDS = ("truncate", "mask", "none")
 ALL = pytest.mark.parametrize(("level", "kind"), list(itertools.product(LEVELS, KINDS)))
 
@@ -50,22 +51,39 @@ def test_weights_by_hand(level, kind, expected):
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
+def test_icepop_and_the_geometric_mask_by_hand():
+    # IcePop keeps ratios of 0.5 to 5 with their weight: 4 and 0.5, not 5.1 and 0.4
+    mask = torch.tensor([[True, True, True, True, False]])
+    ratios = torch.tensor([[4.0, 0.5, 5.1, 0.4, 1.0]], dtype=torch.float64)
+    zero = torch.zeros_like(ratios)
+    weights = importance_weights(ratios.log(), zero, mask, level="token", kind="mask", floor=0.5, cap=5.0)
+    torch.testing.assert_close(weights, torch.tensor([[4.0, 0.5, 0.0, 0.0, 0.0]], dtype=torch.float64))
+    # Geometric means of 2 tokens: sqrt(2 · 0.5005) = 1.00050, sqrt(2 · 0.502) = 1.00200, sqrt(0.4985 · 2) = 0.99850
+    ratios = torch.tensor([[2.0, 0.5005], [2.0, 0.502], [0.4985, 2.0]], dtype=torch.float64)
+    mask, zero = torch.ones(3, 2, dtype=torch.bool), torch.zeros_like(ratios)
+    weights = importance_weights(ratios.log(), zero, mask, level="geometric", kind="mask", floor=0.999, cap=1.001)
+    kept = math.sqrt(1.001)
+    torch.testing.assert_close(weights, torch.tensor([[kept] * 2, [0.0] * 2, [0.0] * 2], dtype=torch.float64))
+
+
 @given(
     seed=st.integers(0, 2**31),
     cap=st.floats(1, 10),
+    floor=st.floats(0, 1),
     level=st.sampled_from(LEVELS),
     kind=st.sampled_from(KINDS),
 )
-def test_weights_equal_their_definition(seed, cap, level, kind):
+def test_weights_equal_their_definition(seed, cap, floor, level, kind):
     logprobs, behavior, mask = random_batch(seed, batch=2)
-    weights = importance_weights(logprobs, behavior, mask, level=level, kind=kind, cap=cap)
+    weights = importance_weights(logprobs, behavior, mask, level=level, kind=kind, cap=cap, floor=floor)
     for b, row in enumerate(mask.tolist()):
         ratios = {t: math.exp(logprobs[b, t] - behavior[b, t]) for t, real in enumerate(row) if real}
         product = math.prod(ratios.values())
+        of_row = {"sequence": product, "geometric": product ** (1 / max(1, len(ratios)))}
         expected = []
         for t, real in enumerate(row):
-            w = (ratios[t] if level == "token" else product) if real else 0.0
-            cut = {"truncate": min(w, cap), "mask": w if w <= cap else 0.0, "none": 1.0}[kind]
+            w = of_row.get(level, ratios[t]) if real else 0.0
+            cut = {"truncate": min(w, cap), "mask": w if floor <= w <= cap else 0.0, "none": 1.0}[kind]
             expected.append(cut if real else 0.0)
         assert weights[b].tolist() == pytest.approx(expected, rel=1e-12)
 
@@ -78,7 +96,7 @@ def test_on_policy_weights_are_exactly_one(level, kind):
     assert torch.equal(weights, mask.double())
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", MEASURED)
 def test_weights_average_to_one_under_the_behavior_policy(level):
     # Two independent tokens from three words: Σ over all texts of behavior(text) · w(text) = 1.
     policy, behavior = torch.randn(2, 3, generator=torch.Generator().manual_seed(4)).double().log_softmax(-1)
@@ -105,7 +123,6 @@ def test_a_weight_that_overflows_stays_finite(level, kind, dtype):
     if kind != "none":
         assert weights[0, 1] > 1e37
         assert weights[1, 0] == 0.0
-        assert ratio_tails(logprobs, mask, cap=2.0, num_tokens=6).ratio_max > 1e37
 
 
 @given(seed=st.integers(0, 2**31), garbage=st.sampled_from(GARBAGE), data=st.data())
@@ -117,15 +134,9 @@ def test_padding_and_the_order_of_rows_never_matter(seed, garbage, data):
         clean = importance_weights(logprobs, behavior, mask, level=level, kind=kind, cap=1.5)
         result = importance_weights(dirty, dirty_behavior, mask[order], level=level, kind=kind, cap=1.5)
         assert torch.equal(result, clean[order])
-    for level in LEVELS:
-        clean = [
-            effective_share(logprobs - behavior, mask, level=level),
-            *ratio_tails(logprobs - behavior, mask, cap=1.5, num_tokens=7),
-        ]
-        result = [
-            effective_share(dirty - dirty_behavior, mask[order], level=level),
-            *ratio_tails(dirty - dirty_behavior, mask[order], cap=1.5, num_tokens=7),
-        ]
+    for level in MEASURED:
+        clean = effective_share(logprobs - behavior, mask, level=level)
+        result = effective_share(dirty - dirty_behavior, mask[order], level=level)
         torch.testing.assert_close(result, clean, rtol=0, atol=1e-12)
 
 
@@ -138,7 +149,7 @@ def test_effective_sample_size_by_hand():
     assert effective_share(log_ratios, mask, level="sequence").item() == pytest.approx(25 / 26)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", MEASURED)
 def test_effective_sample_size_at_its_ends(level):
     mask = torch.ones(8, 3, dtype=torch.bool)
     assert effective_share(torch.zeros(8, 3), mask, level=level).item() == 1.0
@@ -166,13 +177,7 @@ def test_numbers_to_watch_combine_over_micro_batches(seed, cuts, scale):
     log_ratios = logprobs - behavior
     pieces = [slice(a, b) for a, b in itertools.pairwise([0, *sorted(cuts), 5])]
     count = mask.sum()
-    tails = ratio_tails(log_ratios, mask, cap=1.5, num_tokens=count)
-    parts = [ratio_tails(log_ratios[a], mask[a], cap=1.5, num_tokens=count) for a in pieces]
-    assert max(part.ratio_max for part in parts) == tails.ratio_max
-    for which in (1, 2):
-        total = sum(part[which] for part in parts)
-        torch.testing.assert_close(total, tails[which], rtol=1e-12, atol=1e-12)
-    for level in LEVELS:
+    for level in MEASURED:
         parts = [weight_moments(log_ratios[a], mask[a], level=level) for a in pieces]
         joined = joined_moments(*(torch.stack(column).double() for column in zip(*parts, strict=True)))
         whole = effective_share(log_ratios, mask, level=level)
@@ -180,15 +185,7 @@ def test_numbers_to_watch_combine_over_micro_batches(seed, cuts, scale):
         assert 0 < whole <= 1 or count == 0
 
 
-def test_ratio_tails_by_hand():
-    # tokens 4, 0.5 and 2, cap 1.9: two of three above; |log| = 2 log 2, log 2, log 2
-    log_ratios = torch.tensor([[4.0, 0.5], [2.0, NAN], [NAN, NAN]], dtype=torch.float64).log()
-    mask = torch.tensor([[True, True], [True, False], [False, False]])
-    tails = ratio_tails(log_ratios, mask, cap=1.9, num_tokens=3)
-    assert [x.item() for x in tails] == pytest.approx([4.0, 2 / 3, 4 / 3 * math.log(2)])
-
-
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", MEASURED)
 @pytest.mark.parametrize("shape", [(2, 3), (2, 0), (0, 3)])
 def test_no_response_tokens_give_zero(level, shape):
     garbage, mask = torch.full(shape, NAN), torch.zeros(shape, dtype=torch.bool)
@@ -196,7 +193,6 @@ def test_no_response_tokens_give_zero(level, shape):
         weights = importance_weights(garbage, garbage, mask, level=level, kind=kind, cap=2.0)
         assert torch.equal(weights, torch.zeros(shape))
     assert effective_share(garbage, mask, level=level).item() == 0.0
-    assert [x.item() for x in ratio_tails(garbage, mask, cap=2.0, num_tokens=0)] == [0.0] * 3
 
 
 def test_nothing_is_differentiated_and_half_precision_is_widened():
@@ -211,15 +207,13 @@ def test_nothing_is_differentiated_and_half_precision_is_widened():
     log_ratios = logprobs - behavior
     assert log_ratios.requires_grad
     assert not any(x.requires_grad for x in weight_moments(log_ratios, mask, level="token"))
-    watched = ratio_tails(log_ratios, mask, cap=2.0, num_tokens=5)
-    assert [(x.dtype, x.requires_grad) for x in watched] == [(torch.float32, False)] * 3
 
 
-@pytest.mark.parametrize("cap", [0.5, NAN])
-def test_a_cap_that_would_cut_on_policy_data_is_refused(cap):
+@pytest.mark.parametrize(("floor", "cap"), [(0.0, 0.5), (0.0, NAN), (1.5, 2.0)])
+def test_bounds_that_would_cut_on_policy_data_are_refused(floor, cap):
     one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    with pytest.raises(ConfigError, match=f"cap of importance weights must be 1 or more, got {cap}"):
-        importance_weights(one, one, mask, level="token", kind="mask", cap=cap)
+    with pytest.raises(AssertionError, match=f"{floor} and {cap}"):
+        importance_weights(one, one, mask, level="token", kind="mask", floor=floor, cap=cap)
 
 
 def test_an_unknown_kind_is_none_of_the_known_ones():
@@ -232,5 +226,3 @@ def test_wrong_shapes_are_refused_by_name():
     one, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
     with pytest.raises(DataError, match="behavior_logprobs must have the shape"):
         importance_weights(one, torch.zeros(1), mask, level="token", kind="none", cap=2.0)
-    with pytest.raises(DataError, match="log_ratios must have the shape"):
-        ratio_tails(torch.zeros(1), mask, cap=2.0, num_tokens=1)

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos.losses import clipped_policy_loss, loss_weights
+from coati.algos.losses import clipped, loss_weights, policy_loss
 from coati.errors import DataError
 
 NAN, INF = float("nan"), float("inf")
 GARBAGE = [NAN, INF, -INF, 1e308]
-CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+CLIP = {"surrogate": clipped(0.2, 0.3)}
 MODES = ("token", "sequence", "constant")
 
 
@@ -84,7 +84,7 @@ def test_wrong_masks_and_shapes_are_refused():
     with pytest.raises(DataError, match=r"mask must be a bool tensor"):
         loss_weights(mask.long(), mode="token", num_tokens=4, num_sequences=2, max_length=2)
     with pytest.raises(DataError, match=r"reduction must have the shape of its mask"):
-        clipped_policy_loss(zero, zero, zero, mask, **CLIP, reduction=torch.zeros(2), num_tokens=4)
+        policy_loss(zero, zero, zero, mask, **CLIP, reduction=torch.zeros(2), num_tokens=4)
 
 
 def test_a_policy_loss_with_shares_by_hand():
@@ -94,9 +94,7 @@ def test_a_policy_loss_with_shares_by_hand():
     advantages = torch.tensor([[1.0, 1.0, -2.0, INF]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True, False]])
     shares = torch.tensor([[0.5, 0.25, 0.125, NAN]], dtype=torch.float64)
-    out = clipped_policy_loss(
-        behavior + ratios.log(), behavior, advantages, mask, **CLIP, num_tokens=3, reduction=shares
-    )
+    out = policy_loss(behavior + ratios.log(), behavior, advantages, mask, **CLIP, num_tokens=3, reduction=shares)
     assert out.loss.item() == pytest.approx(-(1.3 / 2 + 0.5 / 4 - 2.2 / 8))
     assert out.clip_fraction.item() == pytest.approx(1 / 3)
     assert out.ratio_max.item() == pytest.approx(1.5)
@@ -118,7 +116,7 @@ def test_weighted_loss_is_its_sum_ignores_padding_and_adds_up(seed, mode, garbag
     def loss_at(inputs, rows):
         first, second, third, weights = (x[rows] for x in inputs)
         return with_gradient(
-            clipped_policy_loss,
+            policy_loss,
             first,
             second,
             third,
@@ -136,9 +134,7 @@ def test_weighted_loss_is_its_sum_ignores_padding_and_adds_up(seed, mode, garbag
     assert dirty_out == whole
     assert torch.equal(dirty_grad, whole_grad)
 
-    plain, plain_grad = with_gradient(
-        clipped_policy_loss, logprobs, behavior, advantages, mask, **CLIP, num_tokens=mask.sum()
-    )
+    plain, plain_grad = with_gradient(policy_loss, logprobs, behavior, advantages, mask, **CLIP, num_tokens=mask.sum())
     assert whole[1:] == plain[1:]
     if mode == "token":
         torch.testing.assert_close(whole[0], plain[0], rtol=1e-12, atol=1e-12)
@@ -154,13 +150,13 @@ def test_weighted_loss_differentiates_only_the_policy_and_exactly():
     tensors = [x.requires_grad_() for x in random_batch(1)[:3]]
     mask = random_batch(1)[3]
     weights = weights_of(mask, "sequence", like=mask).requires_grad_()
-    out = clipped_policy_loss(*tensors, mask, **CLIP, reduction=weights, num_tokens=9)
+    out = policy_loss(*tensors, mask, **CLIP, reduction=weights, num_tokens=9)
     out.loss.backward()
     assert tensors[0].grad.abs().sum() > 0
     assert [x.grad for x in (*tensors[1:], weights)] == [None] * 3
     assert not any(x.requires_grad for x in out[1:])
     _, behavior, advantages = (x.detach() for x in tensors)
     assert torch.autograd.gradcheck(
-        lambda x: clipped_policy_loss(x, behavior, advantages, mask, **CLIP, reduction=weights, num_tokens=9).loss,
+        lambda x: policy_loss(x, behavior, advantages, mask, **CLIP, reduction=weights, num_tokens=9).loss,
         tensors[0].detach().requires_grad_(),
     )

@@ -6,15 +6,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos.losses import clipped_policy_loss, clipped_value_loss, entropy_bonus
+from coati.algos.losses import cispo, clipped, clipped_value_loss, dppo, entropy_bonus, policy_loss, sapo
 from coati.errors import DataError
 
 NAN, INF = float("nan"), float("inf")
 GARBAGE = [NAN, INF, -INF, 1e308]
 
 
-def policy_loss(logprobs, behavior, advantages, mask, num_tokens):
-    return clipped_policy_loss(logprobs, behavior, advantages, mask, clip_low=0.2, clip_high=0.3, num_tokens=num_tokens)
+def loss_with(surrogate):
+    def loss_of(logprobs, behavior, advantages, mask, num_tokens):
+        return policy_loss(logprobs, behavior, advantages, mask, surrogate=surrogate, num_tokens=num_tokens)
+
+    return loss_of
+
+
+clipped_loss = loss_with(clipped(0.2, 0.3))
 
 
 def value_loss(values, old_values, returns, mask, num_tokens):
@@ -25,7 +31,10 @@ def bonus(entropy, _, __, mask, num_tokens):
     return (entropy_bonus(entropy, mask, num_tokens=num_tokens),)
 
 
-LOSSES = pytest.mark.parametrize("loss_of", [policy_loss, value_loss, bonus])
+DIFFERENTIATED = {"clipped": clipped_loss, "sapo": loss_with(sapo(1.0, 1.5)), "value": value_loss, "bonus": bonus}
+# The gradient of these is not that of their value: a weight in it is data.
+WEIGHTED = {"cispo": loss_with(cispo(0.5, 1.0)), "dppo": loss_with(dppo(0.2, 0.1, cap=1.5))}
+LOSSES = pytest.mark.parametrize("loss_of", (DIFFERENTIATED | WEIGHTED).values(), ids=DIFFERENTIATED | WEIGHTED)
 
 
 def random_batch(seed, *, batch=5, length=4):
@@ -55,7 +64,7 @@ def test_policy_loss_by_hand():
     logprobs = behavior + ratios.log()
     advantages = torch.tensor([[1.0, -1.0, -1.0, 1.0, 2.0, INF]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True, True, True, False]])
-    out = clipped_policy_loss(logprobs, behavior, advantages, mask, clip_low=0.2, clip_high=0.2, num_tokens=mask.sum())
+    out = loss_with(clipped(0.2, 0.2))(logprobs, behavior, advantages, mask, mask.sum())
     assert out.loss.item() == pytest.approx(-0.32, abs=1e-12)
     assert out.clip_fraction.item() == pytest.approx(0.4)
     assert out.ratio_max.item() == pytest.approx(1.5)
@@ -70,9 +79,7 @@ def test_policy_gradient_by_hand():
     logprobs = ratios.log().requires_grad_()
     advantages = torch.tensor([[1.0, 2.0, -1.0, 0.0]], dtype=torch.float64)
     mask = torch.ones(1, 4, dtype=torch.bool)
-    out = clipped_policy_loss(
-        logprobs, torch.zeros_like(ratios), advantages, mask, clip_low=0.2, clip_high=0.2, num_tokens=4
-    )
+    out = loss_with(clipped(0.2, 0.2))(logprobs, torch.zeros_like(ratios), advantages, mask, 4)
     out.loss.backward()
     expected = torch.tensor([[0.0, -2.2 / 4, 0.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(logprobs.grad, expected)
@@ -83,9 +90,7 @@ def test_the_two_clip_bounds_are_distances_from_one():
     logprobs = torch.tensor([[2.0, 0.1]], dtype=torch.float64).log()
     advantages = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
     mask = torch.ones(1, 2, dtype=torch.bool)
-    out = clipped_policy_loss(
-        logprobs, torch.zeros_like(logprobs), advantages, mask, clip_low=0.25, clip_high=0.5, num_tokens=1
-    )
+    out = loss_with(clipped(0.25, 0.5))(logprobs, torch.zeros_like(logprobs), advantages, mask, 1)
     assert out.loss.item() == pytest.approx(-(1.5 - 0.75), abs=1e-12)
 
 
@@ -94,7 +99,7 @@ def test_policy_loss_is_the_textbook_minimum(seed):
     logprobs, behavior, advantages, mask = random_batch(seed)
     ratio = (logprobs - behavior).exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
-    out = policy_loss(logprobs, behavior, advantages, mask, 7)
+    out = clipped_loss(logprobs, behavior, advantages, mask, 7)
     torch.testing.assert_close(out.loss, -(surrogate[mask].sum()) / 7, rtol=1e-12, atol=1e-12)
 
 
@@ -103,7 +108,7 @@ def test_a_ratio_that_overflows_is_clipped_without_nan():
     logprobs = torch.tensor([[1000.0, 1000.0]], requires_grad=True)
     advantages = torch.tensor([[1.0, 0.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
-    out = policy_loss(logprobs, torch.zeros(1, 2), advantages, mask, 2)
+    out = clipped_loss(logprobs, torch.zeros(1, 2), advantages, mask, 2)
     out.loss.backward()
     assert out.loss.item() == pytest.approx(-1.3 / 2)
     assert logprobs.grad.tolist() == [[0.0, 0.0]]
@@ -175,7 +180,7 @@ def test_the_order_of_the_batch_does_not_matter(loss_of):
     torch.testing.assert_close(there_grad[order], here_grad, rtol=0, atol=1e-12)
 
 
-@LOSSES
+@pytest.mark.parametrize("loss_of", DIFFERENTIATED.values(), ids=DIFFERENTIATED)
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_match_finite_differences(loss_of, seed):
     first, second, third, mask = random_batch(seed)
@@ -222,7 +227,7 @@ def test_a_tensor_of_the_wrong_shape_is_refused_by_name():
     mask = torch.ones(2, 3, dtype=torch.bool)
     ok = torch.zeros(2, 3)
     with pytest.raises(DataError, match=r"advantages must have the shape of its mask \(2, 3\), got \(2, 1\)"):
-        policy_loss(ok, ok, torch.zeros(2, 1), mask, 6)
+        clipped_loss(ok, ok, torch.zeros(2, 1), mask, 6)
     with pytest.raises(DataError, match="old_values must have the shape"):
         value_loss(ok, torch.zeros(2), ok, mask, 6)
 

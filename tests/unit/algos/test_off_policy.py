@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coati.algos.importance import importance_weights
-from coati.algos.losses import clipped_policy_loss, loss_weights
+from coati.algos.losses import clipped, loss_weights, policy_loss
 from coati.errors import DataError
 
 NAN, INF = float("nan"), float("inf")
 GARBAGE = [NAN, INF, -INF, 1e308]
-CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+CLIP = {"surrogate": clipped(0.2, 0.3)}
 
 
 def random_batch(seed, *, batch=5, length=4, dtype=torch.float64):
@@ -23,7 +23,7 @@ def random_batch(seed, *, batch=5, length=4, dtype=torch.float64):
 
 
 def decoupled(current, proximal, behavior, advantages, weights, mask, num_tokens, reduction=None, clip=CLIP):
-    return clipped_policy_loss(
+    return policy_loss(
         current,
         behavior,
         advantages * weights,
@@ -69,9 +69,7 @@ def test_on_policy_it_is_the_clipped_loss_bit_for_bit(dtype, seed):
     (current, proximal, _, advantages, _), mask = random_batch(seed, dtype=dtype)
     weights = importance_weights(proximal, proximal, mask, level="sequence", kind="truncate", cap=2.0)
     out, grad = with_gradient(decoupled, current, proximal, proximal, advantages, weights, mask, num_tokens=mask.sum())
-    plain, plain_grad = with_gradient(
-        clipped_policy_loss, current, proximal, advantages, mask, **CLIP, num_tokens=mask.sum()
-    )
+    plain, plain_grad = with_gradient(policy_loss, current, proximal, advantages, mask, **CLIP, num_tokens=mask.sum())
     assert out == plain
     assert [x.dtype for x in out] == [x.dtype for x in plain]
     assert torch.equal(grad, plain_grad)
@@ -90,7 +88,7 @@ def test_uncut_weights_and_an_open_clip_leave_the_plain_importance_ratio():
     # proximal/behavior · current/proximal = current/behavior: the proximal policy drops out
     (current, proximal, behavior, advantages, _), mask = random_batch(8)
     weights = importance_weights(proximal, behavior, mask, level="token", kind="truncate", cap=INF)
-    is_open = {"clip_low": INF, "clip_high": INF}
+    is_open = {"surrogate": clipped(INF, INF)}
     out = decoupled(current, proximal, behavior, advantages, weights, mask, 3, clip=is_open)
     expected = -((current - behavior).exp() * advantages)[mask].sum() / 3
     torch.testing.assert_close(out.loss, expected, rtol=1e-12, atol=0)
@@ -143,7 +141,7 @@ def test_another_reduction_is_the_weighted_loss_of_weighted_advantages():
     (current, proximal, behavior, advantages, weights), mask = random_batch(5)
     reduction = loss_weights(mask, mode="constant", num_tokens=9, num_sequences=5, max_length=9, dtype=torch.float64)
     out = decoupled(current, proximal, behavior, advantages, weights, mask, mask.sum(), reduction)
-    expected = clipped_policy_loss(
+    expected = policy_loss(
         current, proximal, advantages * weights, mask, **CLIP, reduction=reduction, num_tokens=mask.sum()
     )
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-12, atol=0)

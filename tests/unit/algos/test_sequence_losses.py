@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos.losses import clipped_policy_loss, loss_weights
+from coati.algos.losses import clipped, loss_weights, policy_loss
 from coati.algos.masked import spread
 
 NAN, INF = float("nan"), float("inf")
 GARBAGE = [NAN, INF, -INF, 1e308]
-CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+CLIP = {"surrogate": clipped(0.2, 0.3)}
 
 
 def random_batch(seed, *, batch=5, length=4):
@@ -32,7 +32,7 @@ def sequence_loss(logprobs, behavior, advantages, mask, num_sequences):
         max_length=4,
         dtype=torch.promote_types(logprobs.dtype, torch.float32),
     )
-    return clipped_policy_loss(
+    return policy_loss(
         *(logprobs, behavior, advantages, mask), **CLIP, num_tokens=20, ratio="sequence", reduction=shares
     )
 
@@ -96,7 +96,7 @@ def test_responses_of_one_token_make_it_the_clipped_loss():
     logprobs, behavior, advantages, _ = random_batch(6, length=1)
     mask = torch.tensor([[True], [True], [False], [True], [True]])
     out, grad = with_gradient(sequence_loss, logprobs, behavior, advantages, mask, 4)
-    plain, plain_grad = with_gradient(clipped_policy_loss, logprobs, behavior, advantages, mask, **CLIP, num_tokens=4)
+    plain, plain_grad = with_gradient(policy_loss, logprobs, behavior, advantages, mask, **CLIP, num_tokens=4)
     torch.testing.assert_close(out[0], plain[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(grad, plain_grad, rtol=1e-12, atol=1e-12)
 

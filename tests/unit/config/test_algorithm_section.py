@@ -38,6 +38,8 @@ def test_what_is_left_out_is_the_algorithms_own_and_what_is_set_stays():
         (["algorithm.eps_clip_high=0.4"], 0.2, 0.4),
         (["algorithm=dapo"], 0.2, 0.28),
         (["algorithm=dapo", "algorithm.eps_clip=0.1"], 0.1, 0.28),
+        (["algorithm=dapo", "algorithm.loss=cispo"], 1.0, 4.0),
+        (["algorithm.loss=dppo", "algorithm.eps_clip=0.1"], 0.1, 0.1),
     ],
 )
 def test_the_clip_range(overrides, low, high):
@@ -60,6 +62,10 @@ def test_a_saved_config_says_everything_and_loads_to_the_same(tmp_path):
         (["algorithm=grpo", "algorithm.kl_estimator=k1"], 'algorithm.kl_estimator must be "k2" or "k3"'),
         (["algorithm.dynamic_sampling=true"], "algorithm.dynamic_sampling must be false"),
         (["algorithm=gspo", "algorithm.normalization=token"], 'algorithm.normalization must be "sequence"'),
+        (["algorithm.loss=dppo", "algorithm.correction=decoupled"], 'algorithm.correction must be "none"'),
+        (["algorithm.loss=dppo", "algorithm.importance=mask"], 'algorithm.importance must be "truncate"'),
+        (["algorithm.loss=icepop", "algorithm.correction=none"], 'algorithm.importance must be "truncate"'),
+        (["algorithm.importance_floor=0.5"], "algorithm.importance_floor must be 0"),
         (["algorithm=grpo", "rollout.samples_per_prompt=1"], "rollout.samples_per_prompt must be 2 or more"),
         (["algorithm=rloo", "train.batch_size=6"], "Make train.batch_size a multiple of 4"),
         (["algorithm=rloo", "train.batch_size=6", "train.update_steps=2", "train.total_steps=3"], "train.total_steps"),

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from coati.config import AlgorithmSettings, algorithm
-from coati.config.algorithm import ALGORITHMS, AlgorithmName
+from coati.config.algorithm import ALGORITHMS, LOSSES, AlgorithmName
 from coati.errors import ConfigError
 
 EACH = {name: AlgorithmSettings(name=name) for name in ALGORITHMS}
@@ -32,7 +32,7 @@ def test_which_needs_what():
     assert [name for name, each in EACH.items() if each.uses_critic] == ["ppo"]
     assert [name for name, each in EACH.items() if not each.uses_groups] == ["ppo", "reinforce++"]
     assert [name for name, each in EACH.items() if each.dynamic_sampling] == ["dapo"]
-    assert [name for name, each in EACH.items() if each.ratio == "sequence"] == ["gspo"]
+    assert [name for name, each in EACH.items() if each.loss_row.ratio == "sequence"] == ["gspo"]
     assert [name for name, each in EACH.items() if each.normalization == "constant"] == ["dr_grpo"]
     whitening = ["ppo", "reinforce++", "reinforce++_baseline"]
     assert [name for name, each in EACH.items() if each.whiten_advantages] == whitening
@@ -57,6 +57,12 @@ def test_the_kl_penalty_is_in_one_place():
         ({}, 1, "decoupled"),
         ({}, -1, "decoupled"),
         ({"name": "gspo"}, 0, "decoupled"),  # its clip is narrower than the rounding of an engine
+        ({"loss": "sapo"}, 1, "decoupled"),
+        ({"loss": "cispo"}, 1, "none"),  # its ratio is to the policy that sampled
+        ({"loss": "dppo"}, -1, "none"),
+        ({"loss": "losses:mine"}, 4, "none"),
+        ({"loss": "icepop"}, 0, "decoupled"),  # the mask is for what engines do, too
+        ({"loss": "cispo", "importance": "mask"}, 0, "decoupled"),
         ({"correction": "none"}, 4, "none"),
         ({"correction": "decoupled"}, 0, "decoupled"),
     ],
@@ -68,3 +74,20 @@ def test_what_auto_corrects(settings, max_staleness, correction):
 def test_an_unknown_name_is_told_the_known_ones():
     with pytest.raises(ConfigError, match=r"algorithm\.name .*grpo"):
         AlgorithmSettings(name="gpro")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_loss_goes_with_every_algorithm_and_brings_its_defaults(name, loss):
+    settings = AlgorithmSettings(name=name, loss=loss)
+    for field, value in LOSSES[loss].defaults.items():
+        assert getattr(settings, field) == value
+    own = AlgorithmSettings(name=name, loss=loss, eps_clip=0.1, importance_cap=3.0)
+    assert (own.eps_clip, own.importance_cap) == (0.1, 3.0)
+
+
+def test_a_loss_of_ones_own_is_named_by_module_and_function():
+    assert AlgorithmSettings(loss="my.losses:loss_1").loss_row.surrogate == "own"
+    for wrong in ("cipso", "my.losses", "my losses:f", ""):
+        with pytest.raises(ConfigError, match=r'algorithm\.loss must be "clip", "cispo".* or "module:function"'):
+            AlgorithmSettings(loss=wrong)

@@ -11,8 +11,9 @@ from coati.config import AlgorithmSettings, TrainSettings
 from coati.errors import ConfigError, DataError
 from coati.experience_maker import Experience
 from coati.models import Actor
-from coati.trainer.objective import StepCounts, policy_objective
+from coati.trainer.objective import StepCounts, measure_off_policy, policy_objective, token_weights
 from coati.trainer.ppo import PPOLearner
+from coati.trainer.step_numbers import StepNumbers
 from coati.trainer.strategies import DDPStrategy
 
 LENGTHS = [3, 1, 2]
@@ -39,6 +40,30 @@ def make_part():
     )
 
 
+def slow_weight(row, t, part, settings):
+    ages = [float(part.proximal_log_probs[row, s] - part.action_log_probs[row, s]) for s in range(LENGTHS[row])]
+    is_geometric = settings.importance_level == "geometric"
+    weight = math.exp(sum(ages) / len(ages) if is_geometric else ages[t])
+    if settings.importance == "mask":
+        return weight if settings.importance_floor <= weight <= settings.importance_cap else 0.0
+    return min(weight, settings.importance_cap)
+
+
+def slow_surrogate(log_ratio, logprob, gain, settings):
+    ratio = math.exp(log_ratio)
+    clipped = min(max(ratio, 1 - settings.eps_clip), 1 + settings.eps_clip_high)
+    if settings.loss == "cispo":
+        return clipped * gain * logprob
+    if settings.loss == "dppo":
+        moved = math.exp(logprob) - math.exp(logprob - log_ratio)
+        is_masked = moved > settings.eps_clip_high if gain > 0 else moved < -settings.eps_clip
+        return 0.0 if is_masked else min(ratio, settings.importance_cap) * gain * logprob
+    if settings.loss == "sapo":
+        tau = settings.sapo_tau if gain > 0 else settings.sapo_tau_negative
+        return gain / (1 + math.exp(-tau * (ratio - 1))) * 4 / tau
+    return min(ratio * gain, clipped * gain)
+
+
 def slow_objective(current, part, advantages, settings):
     """The loss and the KL term, one token after the other."""
     num_tokens, num_sequences = sum(LENGTHS), len(LENGTHS)
@@ -52,13 +77,12 @@ def slow_objective(current, part, advantages, settings):
                 "sequence": 1 / (length * num_sequences),
                 "constant": 1 / (8 * num_sequences),
             }[settings.normalization]
-            log_ratio = float(current[row, t] - base[row, t]) if settings.ratio == "token" else mean_log_ratio
-            ratio, gain = math.exp(log_ratio), float(advantages[row, t])
+            log_ratio = mean_log_ratio if settings.loss == "gspo" else float(current[row, t] - base[row, t])
+            gain = float(advantages[row, t])
             if settings.correction != "none":
-                age = math.exp(float(part.proximal_log_probs[row, t] - part.action_log_probs[row, t]))
-                gain *= min(age, settings.importance_cap)
-            clipped = min(max(ratio, 1 - settings.eps_clip), 1 + settings.eps_clip_high)
-            loss -= share * min(ratio * gain, clipped * gain)
+                gain *= slow_weight(row, t, part, settings)
+            loss -= share * slow_surrogate(log_ratio, float(current[row, t]), gain, settings)
+            loss += share * settings.behavior_kl_coef * float(current[row, t] - part.action_log_probs[row, t]) ** 2
             difference = float(current[row, t] - part.reference_log_probs[row, t])
             kl_term += share * (math.exp(-difference) - 1 + difference)
     return loss, kl_term
@@ -69,23 +93,43 @@ OBJECTIVES = [
     AlgorithmSettings(**IN_LOSS, eps_clip_high=0.5),
     AlgorithmSettings(**IN_LOSS, normalization="sequence"),
     AlgorithmSettings(**IN_LOSS, normalization="constant", eps_clip_high=0.28),
-    AlgorithmSettings(**IN_LOSS, name="gspo", eps_clip=0.05, eps_clip_high=0.1),
+    AlgorithmSettings(**IN_LOSS, loss="gspo", eps_clip=0.05, eps_clip_high=0.1),
 ]
 OBJECTIVES += [settings.model_copy(update=DECOUPLED) for settings in OBJECTIVES]
+ON_ITS_OWN = [
+    AlgorithmSettings(**IN_LOSS, loss="cispo", eps_clip=0.5, eps_clip_high=0.5),
+    AlgorithmSettings(**IN_LOSS, loss="dppo", importance_cap=1.5, behavior_kl_coef=0.5, normalization="sequence"),
+    AlgorithmSettings(**IN_LOSS, loss="sapo", normalization="sequence"),
+    AlgorithmSettings(**IN_LOSS | {"correction": "decoupled"}, loss="sapo"),
+    AlgorithmSettings(**IN_LOSS | {"correction": "auto"}, loss="icepop", importance_cap=1.5).resolved(0),
+    AlgorithmSettings(
+        **IN_LOSS | {"correction": "auto"}, loss="geometric_mask", importance_floor=0.8, importance_cap=1.3
+    ).resolved(0),
+]
+LOSSES = OBJECTIVES + ON_ITS_OWN
 COUNTS = StepCounts(torch.tensor(sum(LENGTHS)), torch.tensor(len(LENGTHS)), max_response_tokens=8)
 
 
-@pytest.mark.parametrize("settings", OBJECTIVES)
+@pytest.mark.parametrize("settings", LOSSES)
 def test_loss_and_kl_term_are_what_their_definitions_say(settings):
     part, advantages, current = make_part(), numbers(7, -2, 2), numbers(9)
     found = policy_objective(current, part, advantages, COUNTS, settings)
     loss, kl_term = slow_objective(current, part, advantages, settings)
     assert float(found.loss) == pytest.approx(loss, abs=1e-12)
     assert float(found.kl_term) == pytest.approx(kl_term, abs=1e-12)
+    if settings.loss == "sapo":
+        return
     assert float(found.clip_fraction) > 0  # the range was reached, so the test can tell
 
 
-@pytest.mark.parametrize("settings", OBJECTIVES)
+def test_masks_drop_some_of_these_tokens_and_keep_some():
+    for settings in ON_ITS_OWN[-2:]:
+        weights = token_weights(make_part(), settings)[MASK]
+        assert settings.correction == "decoupled"
+        assert 0 < int((weights == 0).sum()) < len(weights)
+
+
+@pytest.mark.parametrize("settings", LOSSES)
 def test_micro_batches_add_up_and_padding_cannot_matter(settings):
 
     def gradient(rows_of_parts, part):
@@ -114,6 +158,85 @@ def test_the_kl_to_watch_is_from_the_policy_that_wrote_the_tokens_whatever_the_r
                 expected += (math.exp(log_ratio) - 1 - log_ratio) / sum(LENGTHS)
         found = policy_objective(current, part, numbers(7, -2, 2), COUNTS, settings)
         assert float(found.approx_kl) == pytest.approx(expected, abs=1e-12)
+
+
+def test_how_far_the_data_is_from_the_policy_by_hand():
+    # weights 4, 0.5 and 2 of tokens, cap 1.9: two of three above, which the mask drops; |log| = 2 log 2, log 2, log 2
+    part = make_part().select(slice(0, 2))
+    part.action_mask = torch.tensor([[True, True, False], [True, False, False]])
+    weights = torch.tensor([[4.0, 0.5, float("nan")], [2.0, float("nan"), float("nan")]], dtype=torch.float64)
+    part.proximal_log_probs = part.action_log_probs + weights.log()
+    found = StepNumbers()
+    settings = AlgorithmSettings(correction="decoupled", importance="mask", importance_cap=1.9)
+    measure_off_policy(found, part, settings, num_tokens=torch.tensor(3))
+    assert found.values() == pytest.approx(
+        {
+            "off_policy/above_cap": 2 / 3,
+            "off_policy/log_ratio": 4 / 3 * math.log(2),
+            "off_policy/dropped": 2 / 3,
+            "off_policy/ratio_max": 4.0,
+        }
+    )
+
+
+def clip_of_ones_own(log_ratio, advantages, *, low=0.2):
+    """PPO's clip as a user would write it."""
+    ratio = log_ratio.exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1.2) * advantages)
+
+
+def everything(logprobs, log_ratio, behavior_logprobs, advantages, rewards, mask):
+    torch.testing.assert_close(log_ratio, logprobs - behavior_logprobs)
+    assert rewards.shape == mask.shape[:1]
+    return -advantages * logprobs + (logprobs - behavior_logprobs) * rewards.unsqueeze(1)
+
+
+def mean_loss(logprobs, advantages):
+    return -(logprobs * advantages).mean()
+
+
+def unknown_name(logprobs, weights):
+    return logprobs * weights
+
+
+def own(name, **settings):
+    return AlgorithmSettings(**IN_LOSS, loss=f"{__name__}:{name}", **settings)
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence"])
+def test_a_loss_of_ones_own_is_trained_on_as_the_built_in_one_of_the_same_formula(normalization):
+    found, expected = [], []
+    for settings, results in [
+        (own("clip_of_ones_own", normalization=normalization), found),
+        (AlgorithmSettings(**IN_LOSS, normalization=normalization), expected),
+    ]:
+        current = numbers(9).requires_grad_()
+        out = policy_objective(current, make_part(), numbers(7, -2, 2), COUNTS, settings)
+        out.loss.backward()
+        results += [out.loss.item(), out.approx_kl.item(), out.ratio_max.item(), *current.grad.flatten().tolist()]
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_loss_of_ones_own_gets_every_tensor_that_it_names_without_padding():
+    part, advantages, current = make_part(), numbers(7, -2, 2), numbers(9)
+    part.reward = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    terms = -advantages * current + (current - part.action_log_probs) * part.reward.unsqueeze(1)
+    part.action_log_probs = part.action_log_probs.masked_fill(~MASK, float("nan"))
+    found = policy_objective(current, part, advantages, COUNTS, own("everything"))
+    assert found.loss.item() == pytest.approx(float(terms[MASK].sum()) / sum(LENGTHS), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("mean_loss", DataError, "loss of each token"),
+        ("unknown_name", TypeError, "'weights'"),
+        ("missing", ConfigError, "missing"),
+    ],
+)
+def test_a_loss_of_ones_own_that_cannot_be_used_is_refused(name, error, message):
+    with pytest.raises(error, match=message):
+        policy_objective(numbers(9), make_part(), numbers(7), COUNTS, own(name))
 
 
 def test_a_kl_term_needs_the_reference():
