@@ -72,7 +72,6 @@ class Workload:
     steps: int = 24
     device: str = "cpu"
     dtype: str = "float32"
-    gpu_sharing: str = "slices"
     trainer_share: float = 0.5
     seed: int = 0
 
@@ -132,7 +131,6 @@ class Workload:
                     "threads_per_actor": 0 if on_gpu else 1,
                     "gpus_per_maker": (1 - self.trainer_share) / makers if on_gpu else 0.0,
                     "gpus_per_trainer": self.trainer_share if on_gpu else 0.0,
-                    "gpu_sharing": self.gpu_sharing,
                 },
                 "logging": {"tensorboard": False, "samples_kept": 0},
             }

@@ -55,7 +55,6 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=one_or_more, default=2, help="of TRL on a CPU; coati's two actors have one each"
     )
-    parser.add_argument("--gpu-sharing", choices=["slices", "mps"], default="mps", help="of coati's two actors")
     parser.add_argument("--trainer-share", type=below_one, default=0.5, help="of a GPU, for coati's trainer")
     parser.add_argument(
         "--mixed-precision",
@@ -129,7 +128,7 @@ def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Names
 def measured(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """One run of one competitor, in a process of its own."""
     command = [sys.executable, __file__, "--only", name, "--folder", str(folder), "--device", arguments.device]
-    passed_on = ("batch", "threads", "gpu_sharing", "trainer_share", "mixed_precision")
+    passed_on = ("batch", "threads", "trainer_share", "mixed_precision")
     options = {option: getattr(arguments, option) for option in passed_on}
     is_trl = name.startswith("trl")
     options["steps"] = arguments.trl_steps if is_trl else arguments.steps
@@ -305,7 +304,6 @@ mixed_precision = {arguments.mixed_precision if is_gpu else "false"}
 max_staleness = {4 if batches > 1 else 1}
 gpus_per_maker = {1 - arguments.trainer_share if is_gpu else 0}
 gpus_per_trainer = {arguments.trainer_share if is_gpu else 0}
-gpu_sharing = "{arguments.gpu_sharing if is_gpu else "slices"}"
 
 [logging]
 tensorboard = false

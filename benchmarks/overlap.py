@@ -90,7 +90,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=one_or_more, default=3)
     parser.add_argument("--staleness", type=zero_or_more, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--gpu-sharing", choices=["slices", "mps"], default="slices")
     parser.add_argument("--trainer-share", type=below_one, default=0.5, help="of the GPU; the maker has the rest")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write every repeat here")
@@ -107,7 +106,6 @@ def main() -> None:
         steps=arguments.steps,
         device=arguments.device,
         dtype="bfloat16" if arguments.device == "cuda" else "float32",
-        gpu_sharing=arguments.gpu_sharing,
         trainer_share=arguments.trainer_share,
         seed=arguments.seed,
     )
@@ -117,8 +115,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for _ in range(arguments.repeats):
-            alone = dataclasses.replace(workload, gpu_sharing="slices")
-            turns = run(alone, Path(name), staleness=0, warmup=arguments.warmup)
+            turns = run(workload, Path(name), staleness=0, warmup=arguments.warmup)
             machine = machine_gain(2)
             detached = run(workload, Path(name), staleness=arguments.staleness, warmup=arguments.warmup)
             rows.append(row_of(turns, detached, machine))

@@ -327,11 +327,6 @@ class TopologySettings(Section, section="topology"):
     )
     gpus_per_maker: float = setting(0.0, "GPUs (or a share of one, below 1) for each maker.", ge=0)
     gpus_per_trainer: float = setting(0.0, "GPUs (or a share of one, below 1) for each trainer.", ge=0)
-    gpu_sharing: Literal["slices", "mps"] = setting(
-        "slices",
-        "How a maker and a trainer share a card: slices = each has all of it for moments, which the driver does by "
-        "itself; mps = side by side through NVIDIA's MPS, training on as much of the card as gpus_per_trainer says.",
-    )
     environment: Texts = setting(
         (),
         "Names of further environment variables that actors get from your shell, such as the key of a service that a "
@@ -354,19 +349,10 @@ class TopologySettings(Section, section="topology"):
     )
 
     def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find shares that Ray does not lend, and places with which a maker and a trainer cannot share a card."""
+        """Find shares of a GPU that Ray does not lend."""
         for key in ("gpus_per_maker", "gpus_per_trainer"):
             if (share := getattr(self, key)) > 1 and not share.is_integer():
                 yield key, "0, a share below 1, or a whole number", share, "Leave it out for the default, 0.0."
-        if self.gpu_sharing == "slices":
-            return
-        maker, trainer, here = self.gpus_per_maker, self.gpus_per_trainer, 'while topology.gpu_sharing is "mps"'
-        if not (maker > 0 < trainer and maker + trainer <= 1):
-            rule = f"above 0, and at most 1 together with topology.gpus_per_trainer, {here}"
-            yield "gpus_per_maker", rule, [maker, trainer], 'Set both to 0.5, or gpu_sharing to "slices".'
-        if self.placement == "spread":
-            remedy = 'Use "pack", which puts a maker and a trainer on one card, or set gpu_sharing to "slices".'
-            yield "placement", f'"auto" or "pack" {here}', "spread", remedy
 
 
 class Deadlines(Section, section="deadlines"):

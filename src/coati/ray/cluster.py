@@ -23,7 +23,7 @@ from coati import build
 from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import ConfigError, HeadLost, RunStopped
-from coati.ray import mps, warden
+from coati.ray import warden
 from coati.ray.environment import allowed_environment
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,7 @@ def connected(config: RunSettings, *, address: str | None, namespace: str, log_t
         finally:
             ray.shutdown()
         return
-    side_by_side = mps.daemon() if config.topology.gpu_sharing == "mps" else contextlib.nullcontext()
-    with side_by_side, _private_ray(config, namespace=namespace, log_to_driver=log_to_driver):
+    with _private_ray(config, namespace=namespace, log_to_driver=log_to_driver):
         yield True
 
 

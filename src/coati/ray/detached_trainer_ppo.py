@@ -23,7 +23,7 @@ from coati.monitor.timeline import trainer_metrics
 from coati.peers import wait_in_slices
 from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator, connect, num_parameters
 from coati.ray.detached_trainer_base import DetachedTrainer
-from coati.ray.environment import actor_name, apply_env_info, processors_for, remote, set_up_gpu
+from coati.ray.environment import actor_name, apply_env_info, remote, set_up_gpu
 from coati.ray.options import TrainerOptions
 from coati.ray.peers import RayPeers
 from coati.trainer.batches import BatchMover
@@ -95,7 +95,6 @@ class PPOTrainer(DetachedTrainer):
         self._leased = leased
         self.strategy = strategy_fn()
         set_up_gpu(self.strategy.device)
-        self._processors = processors_for(self.strategy.device, topology.gpu_sharing)
         with self.strategy.model_init_context():
             actor, critic = model_fn()
         critic = None if critic is None else as_critic(critic)
@@ -108,7 +107,7 @@ class PPOTrainer(DetachedTrainer):
         self._num_steps_unpublished = 0
         self._sender = self._make_sender()
         self._sync: Future[None] | None = None  # the last update of all weights
-        self._move = BatchMover(self.strategy.device, self._processors.stream if self._processors else None)
+        self._move = BatchMover(self.strategy.device)
         # Held while weights change and while they are read for publishing, so that no update is torn at its source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
         self._checkpoints = self._make_checkpoints()
@@ -173,8 +172,7 @@ class PPOTrainer(DetachedTrainer):
                 f"a batch holds samples {oldest:g} versions old, but max_staleness is {self._max_staleness}. "
                 "Have makers lease their work (options.rules, with the same bound), or leave max_staleness out."
             )
-        processors = self._processors.used() if self._processors else contextlib.nullcontext()
-        with self._hold_weights(), processors:
+        with self._hold_weights():
             metrics = plain_metrics(self._learner.step(experience))
             self._num_steps_unpublished += 1
         return {

@@ -16,9 +16,7 @@ import torch
 
 from coati import faults
 from coati.errors import ConfigError
-from coati.gpu import ProcessorShare
 from coati.monitor.records import RecordLog, WarningRecorder
-from coati.ray import mps
 
 ENV_INFO_KEYS = ("local_rank", "rank", "world_size", "master_addr", "master_port")
 
@@ -82,19 +80,6 @@ def set_up_gpu(device: torch.device) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def processors_for(device: torch.device, gpu_sharing: str) -> ProcessorShare | None:
-    """Return the share of the card's processors for a trainer's steps; None without MPS, or for a whole card."""
-    if gpu_sharing != "mps" or device.type != "cuda" or not has_part_of_a_gpu():
-        return None
-    if not mps.is_running():
-        raise ConfigError(
-            'topology.gpu_sharing = "mps" needs an MPS daemon on the machine of each trainer, got none on '
-            f'{ray.util.get_node_ip_address()}. Run "nvidia-cuda-mps-control -d" there before "ray start", or set it '
-            'to "slices".'
-        )
-    return ProcessorShare(device, assigned_gpus())
-
-
 def leave_out_of_collections() -> None:
     """Exclude what an actor has loaded so far from garbage collection; libraries and models stay until it ends.
 
@@ -116,18 +101,6 @@ def actor_name() -> str:
         return ""
     context = ray.get_runtime_context()
     return str(context.get_actor_name() or context.get_actor_id()[:8])
-
-
-def has_part_of_a_gpu() -> bool:
-    """Whether Ray gave this actor a share of a GPU, and not a whole one."""
-    return 0 < assigned_gpus() < 1
-
-
-def assigned_gpus() -> float:
-    """Return how many GPUs, or which share of one, Ray gave this actor."""
-    if not is_actor():
-        return 0.0
-    return float(ray.get_runtime_context().get_assigned_resources().get("GPU", 0))
 
 
 def remote(plain_class: type, *, groups: Sequence[str]) -> Any:

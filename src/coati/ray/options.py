@@ -30,7 +30,7 @@ class TrainerOptions:
     train: TrainSettings = dataclasses.field(default_factory=TrainSettings)
     algorithm: AlgorithmSettings = dataclasses.field(default_factory=lambda: AlgorithmSettings(correction="none"))
     topology: TopologySettings = dataclasses.field(default_factory=lambda: TopologySettings(max_staleness=-1))
-    """Staleness bound, checks of weight updates, chunk size and sharing of a GPU; the rest is not the trainer's."""
+    """Staleness bound, checks of weight updates and chunk size; the rest is not the trainer's."""
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     seed: int = 0
     num_threads: int = 0

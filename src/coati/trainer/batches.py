@@ -190,14 +190,10 @@ def _weightless_row(like: Experience) -> Experience:
 
 
 class BatchMover:
-    """Copies batches to a GPU on a separate stream; where there is no GPU, batches stay as they are.
+    """Copies batches to a GPU on a separate stream; where there is no GPU, batches stay as they are."""
 
-    `used_on` is the stream of the training steps, if that is not the default one.
-    """
-
-    def __init__(self, device: torch.device, used_on: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._used_on = used_on
         # Stream has no annotations.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -208,7 +204,7 @@ class BatchMover:
         with torch.cuda.stream(self._stream):
             batch.to_device(self._device)
         self._stream.synchronize()
-        used_on = self._used_on or torch.cuda.default_stream(self._device)
+        used_on = torch.cuda.default_stream(self._device)
         for _, tensor in batch.tensors():
             # The memory belongs to our stream, which may give it out again as soon as it is freed; the training step
             # uses it on another one.

@@ -101,7 +101,6 @@ BROKEN = [
     ("topology.placement=scatter", "'auto', 'pack' or 'spread'", '"scatter"', 'default, "auto"'),
     ("topology.max_staleness=-2", "equal to -1", "-2", "default, 1"),
     ("topology.gpus_per_maker=1.5", "whole number", "1.5", "default, 0.0"),
-    ("topology.gpu_sharing=mps", "above 0, and at most 1 together", "[0.0, 0.0]", 'gpu_sharing to "slices"'),
     ("train.batch_size=0", "equal to 1", "0", "default, 16"),
     ("train.actor_lr=0.0", "greater than 0", "0.0", "default, 1e-06"),
     ("train.lr_schedule=step", "'constant', 'linear' or 'cosine'", '"step"', 'default, "constant"'),
@@ -163,15 +162,6 @@ def test_generate_may_not_repeat_a_setting(option):
 def test_gpus_on_a_cpu_run():
     message = error_of("model.device=cpu", "topology.gpus_per_trainer=1")
     assert 'topology.gpus_per_trainer must be 0 while model.device is "cpu", got 1.0' in message
-
-
-@pytest.mark.parametrize(("maker", "trainer"), [(0.5, 0.6), (1.0, 0.5), (0.0, 0.5), (0.5, 0.0)])
-def test_mps_is_for_a_maker_and_a_trainer_on_one_card(maker, trainer):
-    shares = [f"topology.gpus_per_maker={maker}", f"topology.gpus_per_trainer={trainer}"]
-    assert f"got [{maker}, {trainer}]" in error_of("model.device=cuda", "topology.gpu_sharing=mps", *shares)
-    halves = ["topology.gpus_per_maker=0.5", "topology.gpus_per_trainer=0.5", "topology.gpu_sharing=mps"]
-    assert load_config(None, [*MINIMAL_OVERRIDES, "model.device=cuda", *halves]).topology.gpu_sharing == "mps"
-    assert 'got "spread". Use "pack"' in error_of("model.device=cuda", "topology.placement=spread", *halves)
 
 
 def test_missing_required_keys_are_named_with_an_example():
