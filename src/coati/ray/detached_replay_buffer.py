@@ -7,6 +7,7 @@ batch, which is unpacked and prepared in another thread while the consumer works
 
 import asyncio
 import pickle
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -165,14 +166,27 @@ class UnleasedBuffer(DetachedReplayBuffer):
         self._peers = peers or RayPeers()
         self._watch = MakerWatch((), deadlines, peers=self._peers)
         self._deliveries: deque[str] = deque(maxlen=_DELIVERIES_KEPT)
+        self._turn = threading.Lock()  # held by the delivery that is taken in, also while it waits for room
 
     def extend(self, items: Sequence[BufferItem], *, timeout_seconds: float | None = None) -> None:
-        """Add the items that have not come before; blocks while the buffer is full."""
-        check_items(items)  # before they are noted as delivered: a refused item was not
-        with self._lock:
+        """Add the items that have not come before; blocks while the buffer is full.
+
+        A retry waits for the outcome of the call before it, and is taken in if that failed.
+        """
+        check_items(items)
+        seconds = timeout_seconds or self._deadlines.batch_seconds
+        deadline = time.monotonic() + seconds
+        if not self._turn.acquire(timeout=seconds):
+            raise DeadlineExceeded(
+                f"waited {seconds:g} s for an earlier delivery to get room in the replay buffer (limit {self.limit} "
+                "batches), and added nothing: the trainer does not consume. Is fit running?"
+            )
+        try:
             fresh = [item for item in items if item.delivery_id not in self._deliveries]
+            super().extend(fresh, timeout_seconds=max(0.0, deadline - time.monotonic()))
             self._deliveries.extend({item.delivery_id for item in fresh if item.delivery_id is not None})
-        super().extend(fresh, timeout_seconds=timeout_seconds or self._deadlines.batch_seconds)
+        finally:
+            self._turn.release()
 
     def begin_fit(self) -> None:
         """Look for the makers anew: those of the `fit` before may be gone."""

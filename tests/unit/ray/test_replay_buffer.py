@@ -1,5 +1,6 @@
 """The replay buffer: items in, whole batches out. The queue is in this process."""
 
+import functools
 import threading
 
 import pytest
@@ -8,9 +9,11 @@ from ray_testing import Background
 from thread_peers import PATIENCE, LocalQueue
 from tiny import experience, item, items
 
+from coati.config import Deadlines
 from coati.errors import ConfigError, DataError, DeadlineExceeded
 from coati.experience import EXPERIENCE_FIELDS, make_experience_batch
-from coati.ray.detached_replay_buffer import DetachedReplayBuffer
+from coati.peers import LocalPeers
+from coati.ray.detached_replay_buffer import DetachedReplayBuffer, UnleasedBuffer
 
 
 @pytest.fixture
@@ -18,11 +21,27 @@ def make_buffer():
     return lambda *args, **kwargs: DetachedReplayBuffer(*args, **kwargs, queue=LocalQueue())
 
 
+@pytest.fixture
+def unleased():
+    """A full buffer with room for one batch of one sample."""
+    options = {"maker_names": [], "deadlines": Deadlines(), "peers": LocalPeers()}
+    buffer = UnleasedBuffer(1, 1, **options, queue=LocalQueue())
+    buffer.extend(delivery("first", 0))
+    return buffer
+
+
+def delivery(name, first):
+    made = items(first, 1)
+    for one in made:
+        one.delivery_id = name
+    return made
+
+
 def ids(batch):
     return batch.sample_ids.tolist()
 
 
-def blocked_producer(buffer, new_items):
+def blocked_producer(buffer, new_items, **options):
     """A producer in a thread that has been seen to find the buffer full."""
     found_full = threading.Event()
     length = buffer.get_length
@@ -33,10 +52,10 @@ def blocked_producer(buffer, new_items):
         return length()
 
     buffer.get_length = noting_length
-    producer = Background(buffer.extend, new_items)
+    producer = Background(functools.partial(buffer.extend, **options), new_items)
     assert found_full.wait(PATIENCE)
     buffer.get_length = length
-    assert producer.is_running
+    assert producer.is_running or options  # one with a deadline may have given up
     return producer
 
 
@@ -98,6 +117,30 @@ def test_a_producer_that_gives_up_has_added_nothing(make_buffer):
         buffer.extend(items(1, 2), timeout_seconds=0.05)
     assert ids(buffer.sample()) == [0]
     assert buffer.try_sample(0.0) is None
+
+
+def test_a_retry_of_a_delivery_that_got_no_room_is_taken_in_once(unleased):
+    late = blocked_producer(unleased, delivery("second", 1), timeout_seconds=0.05)
+    retry = Background(unleased.extend, delivery("second", 1))
+    with pytest.raises(DeadlineExceeded, match="for room"):
+        late.result()
+    assert ids(unleased.sample()) == [0]
+    retry.result()
+    assert ids(unleased.sample()) == [1]
+    unleased.extend(delivery("second", 1))  # now it was taken in
+    assert unleased.try_sample(0.0) is None
+
+
+def test_a_retry_is_not_acknowledged_before_its_delivery_is_taken_in(unleased):
+    waiting = blocked_producer(unleased, delivery("second", 1))
+    with pytest.raises(DeadlineExceeded, match="an earlier delivery"):
+        unleased.extend(delivery("second", 1), timeout_seconds=0.05)
+    retry = Background(unleased.extend, delivery("second", 1))
+    assert ids(unleased.sample()) == [0]
+    assert ids(unleased.sample(timeout_seconds=PATIENCE)) == [1]
+    waiting.result()
+    retry.result()
+    assert unleased.try_sample(0.0) is None
 
 
 def test_clear_drops_everything_and_makes_room_for_a_blocked_producer(make_buffer):
