@@ -215,8 +215,8 @@ class BufferItem(_SampleFields):
     delivery_id: str | None = None
     # Set by the sender where work is leased: number and epoch of the lease that this sample was made for.
     lease: tuple[int, int] | None = None
-    # Which weights wrote the batch that this sample was made in: see `MakerBatch.written_by`.
-    written_by: tuple[int, ...] = ()
+    # Version of the weights that scored it, which may be newer than those that wrote it; set by the sender.
+    scored_by: int = UNKNOWN_ID
 
     _label = "buffer item"
     _num_dims = 1
@@ -265,13 +265,13 @@ def separate_items(joined: Mapping[str, Tensor]) -> list[BufferItem]:
 
 
 # What the sender has set.
-_Sent = tuple[str | None, tuple[int, int] | None, tuple[int, ...]]
+_Sent = tuple[str | None, tuple[int, int] | None, int]
 _WireItems = tuple[dict[str, WireTensor], list[_Sent]]
 
 
 def _to_wire(items: Sequence[BufferItem]) -> _WireItems:
     fields = {name: encode(tensor) for name, tensor in join_items(items).items()}
-    return fields, [(item.delivery_id, item.lease, item.written_by) for item in items]
+    return fields, [(item.delivery_id, item.lease, item.scored_by) for item in items]
 
 
 def _from_wire(wire_items: _WireItems) -> list[BufferItem]:
@@ -279,7 +279,7 @@ def _from_wire(wire_items: _WireItems) -> list[BufferItem]:
     # Arrays from the object store are read-only; the items share the copy.
     items = separate_items({name: decode(wire, copy=True) for name, wire in fields.items()})
     for item, sent in zip(items, senders, strict=True):
-        item.delivery_id, item.lease, item.written_by = sent
+        item.delivery_id, item.lease, item.scored_by = sent
     return items
 
 

@@ -1,15 +1,16 @@
 """Re-executing a run from its journal: the same samples from the same weights, trained on in the same order.
 
-A sample's draws are keyed by its number, so a run on the CPU is determined by its settings and by what its journal
-says: which groups a maker wrote together (a grant), with which weights (a delivery), and which were trained on in which
-order (picks). The synchronous run does the work; its buffer follows the journal instead of deciding by itself, and its
-models serve the versions that the journal names. Everything is compared with the journal's digests on the way.
+A sample's draws are keyed by its number, and on a CPU its bits do not depend on its company. So a run is determined by
+its settings and by what its journal says: which weights wrote and scored a sample (a delivery), and what was trained on
+in which order (picks). The synchronous run does the work. It makes a delivery again when the first of its groups is
+picked, with the weights that the journal names, and compares everything with the journal's digests on the way.
 """
 
-import contextlib
+import dataclasses
+import functools
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,145 +22,230 @@ from coati.config import RunSettings, load_config
 from coati.config.checks import avoid_hub_without_network
 from coati.counting import counted
 from coati.errors import CheckpointError, ConfigError, ReplayDiffers
-from coati.experience import BufferItem, Experience
+from coati.experience import BufferItem, Experience, pad_items, split_experience_batch
 from coati.experience_buffer.leased import LeasedBuffer, content_digests
 from coati.experience_maker.base import PromptBatch
 from coati.ledger.audit import account_of
 from coati.ledger.journal import JournalContent, read_journals
-from coati.ledger.rules import Event, Lease, LeaseRequest
+from coati.ledger.rules import Event
 from coati.monitor.run_log import RunLog
 from coati.resume import changed_settings, resumed_settings
+from coati.rollout.engine import Response, RolloutRequest
 from coati.run_folder import earlier_settings
 from coati.synchronous import SynchronousRun
-from coati.weights.served import ServedModels, VerifiedUpdate
 
 _DIGITS = 8  # of the digest of one tensor
 _HARMLESS_SECTIONS = ("run", "logging", "deadlines", "topology")
 _HARMLESS = ("reward.search_paths", "train.save_every", "train.checkpoints_kept")
 
 
-class ReplayedBuffer(LeasedBuffer):
-    """Grants, takes in and hands out what a journal says, in its order, and compares what comes with its digests."""
+class ReplayedRun(SynchronousRun):
+    """A run that follows a journal up to a version. Nothing is written to its folder."""
 
-    def __init__(self, journal: JournalContent, sample_batch_size: int, *, until: int | None = None) -> None:
-        super().__init__(journal.rules, sample_batch_size)
-        self.ends: dict[int, int] = {event["train"]: event["samples"] for event in journal.events if "train" in event}
-        """Samples that had been trained on when a version was made."""
-        self._published = [event for event in journal.events if "publish" in event and "makers" not in event]
-        newest = max(self.ends.keys() & {event["publish"] for event in self._published}, default=0)
+    def __init__(
+        self,
+        config: RunSettings,
+        journal: JournalContent,
+        *,
+        until: int | None = None,
+        parts: build.Parts | None = None,
+        on_version: Callable[[int, int], None],
+    ) -> None:
+        events, self._on_version = journal.events, on_version
+        # Samples that had been trained on when a version was made.
+        self._ends: dict[int, int] = {event["train"]: event["samples"] for event in events if "train" in event}
+        self._published = deque(event for event in events if "publish" in event)
+        newest = max(self._ends.keys() & {event["publish"] for event in self._published}, default=0)
         self.last = newest if until is None else min(until, newest)
         """The version up to which the run is followed."""
-        self.wanted: Event | None = None
-        """The delivery that has to be made next."""
-        self.maker = ""
-        """Who made it."""
-        self.num_uses: Counter[int] = Counter()
-        """Deliveries that the weights of a version are still needed for."""
-        self.on_late_weights: Callable[[Event], None] = lambda _: None
-        """Called where some makers got weights that may be those of the middle of a version."""
-        picks = [number for event in journal.events for number in event.get("pick", ())]
-        self._trained = set(picks[: -(-self.ends.get(self.last, 0) // self.rules.group_size)])
-        self._events = deque(event for event in journal.events if self._is_followed(event))
-        self._late = deque(event for event in self._events if "publish" in event)
-        self._grants: dict[int, Event] = {}  # by number, the last
-        self._is_leased = False  # what is wanted
-        self._is_late = False  # whether weights are made for some makers only
-        for event in self._events:
-            self.num_uses.update({*event.get("written_by", ())[::2]})
+        self.num_sampled = 0
+        picks = [number for event in events for number in event.get("pick", ())]
+        picks = picks[: -(-self._ends.get(self.last, 0) // journal.rules.group_size)]
+        self._picks = iter(picks)
+        self._deliveries = _deliveries(events)
+        used = {id(event): event for event in map(self._deliveries.__getitem__, picks)}
+        # Deliveries that weights are still needed for, and these, by the number of their `publish`; then by model.
+        self._num_uses = Counter(number for event in used.values() for number in {*event["sent"].values()})
+        self._kept: dict[int, dict[str, dict[str, Tensor]]] = {}
+        self._num_sent = 0
+        self._made: dict[int, list[BufferItem]] = {}  # by the number of their group
+        self._picked: deque[BufferItem] = deque()  # in no batch
+        buffer = LeasedBuffer(journal.rules, config.train.batch_size)
+        super().__init__(config, RunLog(None, total_steps=0), parts=parts, buffer=buffer)
+        self._prompt_stream = build.make_prompts(config)
+        maker: Any = self._pipeline.maker
+        self._engine = maker.engine = _FollowingEngine(getattr(maker, "engine", None))
 
-    def _is_followed(self, event: Event) -> bool:
-        kind = next(iter(event))
-        if kind in ("deliver", "pick"):
-            return not self._trained.isdisjoint(event[kind])
-        return kind == "grant" or "makers" in event
+    def next_batch(self) -> Experience | None:
+        """The batch that was trained on next; None if the version was ended before it was."""
+        self.send()
+        if self.num_sampled >= self._ends[self._version + 1]:
+            return None
+        size = self._config.train.batch_size
+        while len(self._picked) < size:
+            number = next(self._picks)
+            if number not in self._made:
+                self._make(self._deliveries[number])
+            self._picked += self._made.pop(number)
+        batch = [self._picked.popleft() for _ in range(size)]
+        self.num_sampled += size
+        return pad_items(sorted(batch, key=self._number_of))
 
-    def _next_batch(self) -> Callable[[], Experience] | None:
-        with self._lock:
-            while len(self._picked) < self.sample_batch_size or self._has_late_weights():
-                if self.wanted is not None or not self._events:
-                    return None
-                self._follow(self._events.popleft())
-            return self._picked_batch()
+    def publish(self) -> None:
+        """Compare the next version with the journal, and keep it for what it wrote."""
+        self._version += 1
+        self.send()
+        self._on_version(self._version, self.last)
 
-    def _has_late_weights(self) -> bool:
-        """Whether makers got the weights as they are now, before the next batch was trained on."""
-        return bool(self._late) and self._late[0]["samples"] <= self.num_sampled
+    def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
+        """Save nothing."""
 
-    def _follow(self, event: Event) -> None:
-        kind = next(iter(event))
-        if kind == "grant":
-            self._grants |= dict.fromkeys(event["grant"], event)
-        elif kind == "deliver":
-            self.wanted, self._is_leased = event, False
-            self.maker = self._grants[event["deliver"][0]]["maker"]
-        elif kind == "pick":
-            for number in event["pick"]:
-                self._picked += self._delivered.pop(number)
-        else:
-            self._is_late = True
-            self.on_late_weights(event)
-            self._is_late = False
-            self._late.popleft()
+    def should_stop(self) -> bool:
+        """Whether all is checked."""
+        return self._version >= self.last
 
-    def lease(self, request: LeaseRequest) -> list[Lease]:  # noqa: ARG002
-        """Grant what the maker of the next delivery was granted."""
-        if self.wanted is None:
-            raise CheckpointError(f"The journal ends before all {self.ends[self.last]} samples that it trained on.")
-        if self._is_leased:
-            raise ReplayDiffers(f"{self._described()} came to nothing here, and to something in the journal.")
-        self._is_leased = True
-        return [Lease(number, 0) for number in self._grants[self.wanted["deliver"][0]]["grant"]]
+    def send(self, *, fully_update: bool = True) -> None:  # noqa: ARG002  (all weights are kept)
+        """Send and keep the weights as often as the run did now: for all makers, and for those that came later.
 
-    def extend(self, items: Sequence[BufferItem]) -> None:
-        """Take in what the run was delivered; what it was not was dropped, or came too late."""
-        assert self.wanted is not None
-        groups: dict[int, list[BufferItem]] = {number: [] for number in self.wanted["deliver"]}
-        for item in items:
-            groups.get(Lease(*item.lease or ()).number, []).append(item)
-        if lost := [number for number, group in groups.items() if not group]:
-            raise ReplayDiffers(
-                f"of {self._described()} {lost} were dropped here, and the journal says that they were delivered. "
-                "Does the reward give the same text the same score each time?"
-            )
-        came = content_digests([item for group in groups.values() for item in group])
-        for name, digest in came.items():
-            if digest != self.wanted[name]:
-                reward = "The reward has changed, or does not give the same text the same score each time."
-                raise ReplayDiffers(
-                    f"the {name} of {self._described()} has the digest {digest}, and the journal says "
-                    f"{self.wanted[name]}. {reward if name == 'reward' else _conditions()}"
-                )
-        self._delivered |= {number: group for number, group in groups.items() if number in self._trained}
-        self.num_uses.subtract({*self.wanted["written_by"][::2]})
-        self.wanted = None
-
-    def mark_trained(self, version: int) -> None:
-        """Nothing is left to decide."""
+        The latter may have got them in the middle of a version, which then is another one to them.
+        """
+        while self._published and self._published[0]["publish"] <= self._version:
+            event = self._published[0]
+            if event["samples"] > self.num_sampled:
+                return
+            self._sender.send(event["publish"], fully_update=True)  # which calls `note_weights`
+            self._published.popleft()
+            models = self._pipeline.served.modules.items()
+            copies = {label: {name: t.clone() for name, t in model.state_dict().items()} for label, model in models}
+            self._kept[self._num_sent] = copies
+            self._kept = {number: weights for number, weights in self._kept.items() if self._num_uses[number] > 0}
+            self._num_sent += 1
 
     def note_weights(self, version: int, digests: Mapping[str, Mapping[str, str]], makers: Sequence[str] = ()) -> None:  # noqa: ARG002
-        """Compare the weights of a version with what the journal says of them."""
-        published = [event for event in self._published if event["publish"] == version]
-        for event in [self._late[0]] if self._is_late else published:
-            self._compare(version, digests, event["weights"])
-
-    def _compare(self, version: int, digests: Mapping[str, Mapping[str, str]], expected: Mapping[str, str]) -> None:
-        differing = []
-        for label, came in digests.items():
-            text = expected.get(label, "")
-            said = [text[at : at + _DIGITS] for at in range(0, len(text), _DIGITS)]
-            pairs = itertools.zip_longest(came.items(), said, fillvalue=("none", ""))  # of another model
-            differing += [(f"{label} {name}", here, there) for (name, here), there in pairs if here != there]
-        if differing:
-            (name, here, there), total = differing[0], sum(map(len, digests.values()))
+        """Compare weights that are sent with what the journal says of them."""
+        came = [(f"{label} {name}", digest) for label, model in digests.items() for name, digest in model.items()]
+        text = "".join(self._published[0]["weights"].values())
+        said = [text[at : at + _DIGITS] for at in range(0, len(text), _DIGITS)]
+        pairs = itertools.zip_longest(came, said, fillvalue=("none", ""))  # of another model
+        if differing := [(name, here, there) for (name, here), there in pairs if here != there]:
+            name, here, there = differing[0]
             raise ReplayDiffers(
-                f"version {version} differs in {len(differing)} of {counted(total, 'weight')}. The first is {name}: "
-                f"its digest is {here}, and the journal says {there}. {_conditions()}"
+                f"version {version} differs in {len(differing)} of {counted(len(came), 'weight')}. The first is "
+                f"{name}: its digest is {here}, and the journal says {there}. {_conditions()}"
             )
 
-    def _described(self) -> str:
-        assert self.wanted is not None
-        versions = ", ".join(map(str, self.wanted["written_by"][::2]))
-        return f"groups {self.wanted['deliver']}, made by {self.maker} with the weights of version {versions},"
+    def _make(self, delivery: Event) -> None:
+        """Make the groups of a delivery again, those together that were scored by the same weights."""
+        numbers, size = delivery["deliver"], self._rules.group_size
+        samples = [number * size + index for number in numbers for index in range(size)]
+        self._engine.written_by = dict(zip(samples, delivery["written_by"], strict=True))
+        self._engine.serve = serve = functools.partial(self._serve, delivery["sent"])
+        groups: dict[int, list[BufferItem]] = {number: [] for number in numbers}
+        for version in dict.fromkeys(delivery["scored_by"]):
+            scored = [number for number, by in zip(numbers, delivery["scored_by"], strict=True) if by == version]
+            self._engine.scored_by = serve(version)
+            prompts = PromptBatch.parse(self._prompt_stream.batch(scored, group_size=size)[0])
+            made = self._pipeline.finish(self._pipeline.begin(prompts))
+            for item in [] if made is None else split_experience_batch(made):
+                groups[self._number_of(item)].append(item)
+        self._compare(delivery, groups)
+        self._made |= groups
+        self._num_uses.subtract({*delivery["sent"].values()})
+
+    def _compare(self, delivery: Event, groups: Mapping[int, list[BufferItem]]) -> None:
+        who = f"groups {delivery['deliver']}, made by {delivery['maker']} with versions {sorted(delivery['sent'])},"
+        if lost := [number for number, group in groups.items() if len(group) < self._rules.group_size]:
+            raise ReplayDiffers(
+                f"of {who} {lost} were dropped here, and the journal says that they were delivered. Does the reward "
+                "give the same text the same score each time?"
+            )
+        for name, digest in content_digests([item for group in groups.values() for item in group]).items():
+            if digest != delivery[name]:
+                reward = "The reward has changed, or does not give the same text the same score each time."
+                raise ReplayDiffers(
+                    f"the {name} of {who} has the digest {digest}, and the journal says {delivery[name]}. "
+                    f"{reward if name == 'reward' else _conditions()}"
+                )
+
+    def _number_of(self, item: BufferItem) -> int:
+        assert item.sample_ids is not None
+        return int(item.sample_ids) // self._rules.group_size
+
+    def _serve(self, sent: Mapping[int, int], version: int) -> int:
+        """Give the models the weights that were sent as a version."""
+        for label, module in self._pipeline.served.modules.items():
+            module.load_state_dict(self._kept[sent[version]][label])
+        return version
+
+
+class _FollowingEngine:
+    """Has an engine write each sample with the weights that wrote it in the run; those that scored it are left."""
+
+    written_by: Mapping[int, Sequence[int]]
+    """Of each sample: the version that wrote its first token; then before which token it changed, and to what."""
+    scored_by: int
+    serve: Callable[[int], int]
+
+    def __init__(self, engine: Any) -> None:
+        """`engine` may be None, of a maker that generates by itself; it writes with the weights that score."""
+        self._engine = engine
+        self._responses: list[Response] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def commit(self, version: int) -> None:
+        """Do nothing: the journal says when weights change."""
+
+    def submit(self, request: RolloutRequest) -> None:
+        """Write everything, those together whose weights changed before the same tokens."""
+        runs = [tuple(self.written_by[sample]) for sample in request.sample_ids.tolist()]
+        for kind in dict.fromkeys(runs):
+            rows = [row for row, own in enumerate(runs) if own == kind]
+            size = len(rows) if len(kind) == 1 else self._engine.room  # what waits for a place would be written later
+            for first in range(0, len(rows), size):
+                self._write(request, rows[first : first + size], *kind)
+        self.serve(self.scored_by)
+
+    def _write(self, request: RolloutRequest, rows: list[int], version: int, *changes: int) -> None:
+        versions = dict(zip(changes[::2], changes[1::2], strict=True))
+        tensors = {name: getattr(request, name)[rows] for name in ("input_ids", "attention_mask", "sample_ids")}
+        self._engine.commit(self.serve(version))
+        self._engine.submit(dataclasses.replace(request, **tensors, max_new_tokens=request.limits[rows]))
+        end = len(self._responses) + len(rows)
+        for token in itertools.count(1):
+            self._responses += self._engine.advance()
+            if len(self._responses) == end:
+                return
+            if token in versions:
+                self._engine.commit(self.serve(versions[token]))
+
+    def advance(self) -> list[Response]:
+        """Return what was written."""
+        responses, self._responses = self._responses, []
+        return responses
+
+
+def _deliveries(events: Sequence[Event]) -> dict[int, Event]:
+    """The delivery that each group came with, by its number, with its maker and which weights it was sent as versions.
+
+    The latter are told by the number of their `publish`: one maker may have got others as a version than the rest.
+    """
+    deliveries: dict[int, Event] = {}
+    makers: dict[int, str] = {}
+    sent: dict[tuple[int, str], int] = {}
+    numbers = itertools.count()
+    for event in events:
+        if "grant" in event:
+            makers |= dict.fromkeys(event["grant"], event["maker"])
+        elif "publish" in event:
+            sent |= dict.fromkeys(((event["publish"], maker) for maker in event.get("makers", [""])), next(numbers))
+        elif "deliver" in event:
+            maker = makers[event["deliver"][0]]
+            versions = {version for runs in event["written_by"] for version in runs[::2]} | {*event["scored_by"]}
+            weights = {one: max(sent[one, ""], sent.get((one, maker), -1)) for one in versions}
+            deliveries |= dict.fromkeys(event["deliver"], event | {"maker": maker, "sent": weights})
+    return deliveries
 
 
 def _conditions() -> str:
@@ -167,101 +253,6 @@ def _conditions() -> str:
         f"Models, prompts, the kind of processor, coati and torch must be those of the run, and so must the number of "
         f"threads; here it is torch {torch.__version__} with {counted(torch.get_num_threads(), 'thread')}."
     )
-
-
-class ReplayedModels(ServedModels):
-    """Keeps the weights of all versions that are still needed, and serves those that a delivery was made with."""
-
-    def __init__(self, modules: Mapping[str, torch.nn.Module], **options: Any) -> None:
-        super().__init__(modules, **options)
-        self.num_uses: Counter[int] = Counter()
-        self.makers: Sequence[str] = ()
-        """Who gets the weights that come next; empty for all makers."""
-        self._kept: dict[tuple[int, str], dict[tuple[str, str], Tensor]] = {}
-        self._maker = ""
-        self._changes: dict[int, int] = {}  # versions, by the number of the call before which they come
-        self._num_calls = 0
-
-    def offer(self, update: VerifiedUpdate) -> bool:
-        """Commit the update, and keep a copy of the models if some delivery needs it."""
-        is_taken = super().offer(update)
-        self._kept = {key: weights for key, weights in self._kept.items() if self.num_uses[key[0]] > 0}
-        if self.num_uses[self.version] > 0:
-            states = {label: module.state_dict() for label, module in self.modules.items()}
-            copy = {(label, name): states[label][name].clone() for label in states for name in states[label]}
-            self._kept |= {(self.version, maker): copy for maker in self.makers or [""]}
-        return is_taken
-
-    def follow(self, written_by: Sequence[int], maker: str) -> None:
-        """Serve these versions in the next `use`, as that maker had them."""
-        self._changes = {0: written_by[0], **dict(zip(written_by[1::2], written_by[2::2], strict=True))}
-        self._maker, self._num_calls = maker, 0
-
-    @contextlib.contextmanager
-    def use(self) -> Iterator[int]:
-        """Work with the first version; `commit_point` changes to the others."""
-        self._serve()
-        yield self.version
-
-    def commit_point(self) -> int:
-        """Change to the version that the maker had after this call."""
-        self._num_calls += 1
-        self._serve()
-        return self.version
-
-    def _serve(self) -> None:
-        version = self._changes.get(self._num_calls)
-        if version is not None:
-            weights = self._kept.get((version, self._maker)) or self._kept[version, ""]
-            self._commit(VerifiedUpdate(version=version, tensors=weights, is_full=True))
-
-
-class ReplayedRun(SynchronousRun):
-    """A run that follows a journal. Nothing is written to its folder."""
-
-    served_class = ReplayedModels
-    _buffer: ReplayedBuffer
-
-    def __init__(
-        self,
-        config: RunSettings,
-        buffer: ReplayedBuffer,
-        *,
-        parts: build.Parts | None = None,
-        on_version: Callable[[int, int], None],
-    ) -> None:
-        super().__init__(config, RunLog(None, total_steps=0), parts=parts, buffer=buffer)
-        assert isinstance(self._pipeline.served, ReplayedModels)
-        self._models = self._pipeline.served
-        self._models.num_uses = buffer.num_uses
-        self._on_version = on_version
-        buffer.on_late_weights = self._send_late
-
-    def next_batch(self) -> Experience | None:
-        """The batch that was trained on next; None if the version was ended before it was."""
-        return None if self._buffer.num_sampled >= self._buffer.ends[self._version + 1] else super().next_batch()
-
-    def should_stop(self) -> bool:
-        """Whether all is checked."""
-        return self._version >= self._buffer.last
-
-    def _make(self, prompts: PromptBatch) -> None:
-        assert self._buffer.wanted is not None
-        self._models.follow(self._buffer.wanted["written_by"], self._buffer.maker)
-        super()._make(prompts)
-
-    def _send_late(self, event: Event) -> None:
-        self._models.makers = event["makers"]
-        self._sender.send(event["publish"], fully_update=True)
-        self._models.makers = ()
-
-    def publish(self) -> None:
-        """Compare the next version, and keep it for what it wrote."""
-        super().publish()
-        self._on_version(self._version, self._buffer.last)
-
-    def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
-        """Save nothing."""
 
 
 class ReplayResult(NamedTuple):
@@ -299,17 +290,17 @@ def replay(
             f"The journal of {str(folder)!r} contradicts itself ({problems[0]}), so it cannot be followed. "
             "`coati audit` lists what is wrong."
         )
-    if not any(event.get("weights") for event in contents[0].events if "publish" in event):
+    has_weights = any(event.get("weights") for event in contents[0].events if "publish" in event)
+    if not has_weights or not all("scored_by" in event for event in contents[0].events if "deliver" in event):
         raise ConfigError(
-            f"coati replay follows runs on the CPU, whose journals have digests of the weights, and that of "
-            f"{str(folder)!r} has none: it trained on a GPU, whose sums are not the same each time, or with an earlier "
-            "version of coati."
+            f"coati replay follows runs on the CPU, whose journals tell the digests of the weights and which of them "
+            f"wrote a sample, and that of {str(folder)!r} does not: it trained on a GPU, whose sums are not the same "
+            "each time, or with an earlier version of coati."
         )
-    config = _settings(folder)
-    buffer = ReplayedBuffer(contents[0], config.train.batch_size, until=until)
-    on_version(0, buffer.last)
-    ReplayedRun(config, buffer, parts=parts, on_version=on_version).fit()
-    return ReplayResult(buffer.last, buffer.num_sampled)
+    run = ReplayedRun(_settings(folder), contents[0], until=until, parts=parts, on_version=on_version)
+    on_version(0, run.last)
+    run.fit()
+    return ReplayResult(run.last, run.num_sampled)
 
 
 def _settings(folder: Path) -> RunSettings:
@@ -329,14 +320,7 @@ def _settings(folder: Path) -> RunSettings:
                 f"coati replay needs a run with the same settings from start to end, got {str(folder)!r}, which was "
                 f"resumed with others: {'; '.join(said.values())}."
             )
-    changes = {
-        "model": {"device": "cpu"},
-        # It counts for each maker, and here one makes what all of them have made.
-        "reward": {"max_quarantined": config.reward.max_quarantined * 10**6},
-    }
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
-    )
+    return config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})
 
 
 def _matters(key: str, config: RunSettings) -> bool:

@@ -6,7 +6,7 @@ on-policy. So it is what an asynchronous run is held against, and where a debugg
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ from coati.cpu import set_up_cpu
 from coati.errors import DeadlineExceeded
 from coati.experience import Experience
 from coati.experience_buffer.leased import LeasedBuffer
-from coati.experience_maker.base import PromptBatch, build_maker
+from coati.experience_maker.base import build_maker
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
@@ -43,8 +43,6 @@ from coati.weights.served import ServedModels
 
 class SynchronousRun(FitSteps):
     """One maker and one trainer taking turns."""
-
-    served_class: type[ServedModels] = ServedModels
 
     def __init__(
         self,
@@ -131,7 +129,7 @@ class SynchronousRun(FitSteps):
     def fit(self) -> None:
         """Train as the config says, from the version that the run has."""
         train = self._config.train
-        self._sender.send(self._version, fully_update=True)
+        self.send(fully_update=True)
         FitLoop(self, seed=self._config.run.seed).run(
             train.total_steps, train.update_steps, train.epochs, num_done=self._num_done
         )
@@ -177,7 +175,7 @@ class SynchronousRun(FitSteps):
         )
         return ExperiencePipeline(
             maker,
-            self.served_class(maker.trained_models),
+            ServedModels(maker.trained_models),
             generate_kwargs=config.rollout.generate_options,
             in_flight=config.rollout.in_flight,
             timeline=self._timeline,
@@ -187,12 +185,9 @@ class SynchronousRun(FitSteps):
         """Make experience until it fills a batch; None after a stop."""
         while (batch := self._buffer.try_sample(0.0)) is None and not self.should_stop():
             if (prompts := self._prompts.poll()) is not None:
-                self._make(prompts)
+                self._work.make(prompts)
+                self._delivery.flush()
         return batch
-
-    def _make(self, prompts: PromptBatch) -> None:
-        self._work.make(prompts)
-        self._delivery.flush()
 
     def train_on(self, batch: Experience) -> dict[str, float]:
         """Take a training step and log it."""
@@ -224,15 +219,23 @@ class SynchronousRun(FitSteps):
             Recipients(peers, ["maker"], self._config.deadlines),
             self._config.topology,
             timeline=self._timeline,
-            on_read=self._buffer.note_weights if self._learner.device.type == "cpu" else None,
+            on_read=self.note_weights if self._learner.device.type == "cpu" else None,
         )
+
+    def send(self, *, fully_update: bool = False) -> None:
+        """Send the maker the weights of this version."""
+        self._sender.send(self._version, fully_update=fully_update)
+
+    def note_weights(self, version: int, digests: Mapping[str, Mapping[str, str]], makers: Sequence[str] = ()) -> None:
+        """Have the journal hold the digests of weights that are sent."""
+        self._buffer.note_weights(version, digests, makers)
 
     def publish(self) -> None:
         """Give the maker the weights as the next version."""
         self._version += 1
         self._buffer.mark_trained(self._version)
         with self._timeline.span("publish"):
-            self._sender.send(self._version)
+            self.send()
         self._log.trainer_version = self._version
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:

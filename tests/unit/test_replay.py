@@ -203,8 +203,9 @@ def finished(original, tmp_path):
 
 def check_variety(events):
     """Whether the run has what is hard to replay."""
-    deliveries = [event["written_by"] for event in events if "deliver" in event]
-    assert any(len(versions) > 1 for versions in deliveries), "no weights came between two tokens"
+    deliveries = [event for event in events if "deliver" in event]
+    samples = [versions for event in deliveries for versions in event["written_by"]]
+    assert any(len(versions) > 1 for versions in samples), "no weights came between two tokens"
     (late,) = [event for event in events if "makers" in event]
     assert late["samples"] % 8 == 4, "the successor did not get its weights in the middle of a version"
 
@@ -265,9 +266,11 @@ def test_a_journal_that_was_changed_is_noticed(finished, what, capsys, monkeypat
         expected = "version 1 differs"
     elif what == "weights of a batch":
         number, event = next(
-            (n, event) for n, event in enumerate(events_of(finished)) if event.get("written_by") == [1]
+            (n, event)
+            for n, event in enumerate(events_of(finished))
+            if "deliver" in event and all(versions == [1] for versions in event["written_by"])
         )
-        change(finished, number, written_by=[0])
+        change(finished, number, written_by=[[0]] * len(event["written_by"]))
         expected = f"the action_log_probs of groups {event['deliver']}"
     else:
         change(finished, find(finished, "deliver", 1)[0], reward="00000000")

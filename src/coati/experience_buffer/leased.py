@@ -3,6 +3,7 @@ which are trained on next."""
 
 import contextlib
 import functools
+import itertools
 import logging
 import secrets
 import time
@@ -99,7 +100,9 @@ class LeasedBuffer(SampleBuffer):
             fresh = self._ledger.deliver(groups, now=self._clock())
             if fresh and self._open_journal is not None:
                 made = [item for lease in fresh for item in groups[lease]]
-                self._ledger.events[-1] |= {"written_by": made[0].written_by, **content_digests(made)}
+                scored_by = [groups[lease][0].scored_by for lease in fresh]
+                self._ledger.events[-1] |= {"written_by": [*map(written_by, made)], "scored_by": scored_by}
+                self._ledger.events[-1] |= content_digests(made)
             for lease in fresh:
                 self._delivered[lease.number] = groups[lease]
 
@@ -252,6 +255,16 @@ class LeasedBuffer(SampleBuffer):
             with self._lock:
                 self._write_down()  # what a full disk did not take
             self._journal.close()
+
+
+def written_by(item: BufferItem) -> list[int]:
+    """Which weights wrote a sample: the version of its first token; then before which token it changed, and to what.
+
+    Versions 3, 3 and 4 of its tokens are [3, 2, 4].
+    """
+    versions = [] if item.policy_versions is None else item.policy_versions.tolist()
+    pairs = enumerate(itertools.pairwise(versions), start=1)
+    return [*versions[:1], *(number for token, (a, b) in pairs if a != b for number in (token, b))]
 
 
 def content_digests(items: Sequence[BufferItem]) -> dict[str, str]:

@@ -123,10 +123,7 @@ class MakerBatch:
     is_cut: Tensor | None = None
     """[B] bool: responses that ran into the length limit; None if the maker does not know."""
     version: int = 0
-    """Version of the weights that wrote the last token."""
-    written_by: tuple[int, ...] = ()
-    """All of them: the first version; then, for each change, after how many calls of `between_tokens` it came, and to
-    which version."""
+    """Version of the weights that wrote the last token, and scored the batch."""
     incarnation: int = 0
     """Of the trainers whose weights wrote the first token."""
     metrics: dict[str, Metric] = dataclasses.field(default_factory=dict)

@@ -107,7 +107,7 @@ class LeasedPrompts(WorkSource):
             else:
                 lease = self._take(number)
                 for item in group:
-                    item.lease, item.written_by = (lease.number, lease.epoch), batch.written_by
+                    item.lease, item.scored_by = (lease.number, lease.epoch), batch.version
         return [item for group in made.values() for item in group]
 
     def _end(self, number: int, reason: str, fate: str = "drop") -> None:

@@ -63,22 +63,15 @@ class ExperiencePipeline:
         if prompts.sample_ids is None:
             prompts = prompts.numbered(self._next_sample_id)
             self._next_sample_id += len(prompts)
-        written_by: list[int] = []
-        num_pauses = 0
 
         def between_tokens() -> int:
-            nonlocal num_pauses
             faults.reach("maker.generating")
             if meanwhile is not None:
                 meanwhile()
-            num_pauses += 1
-            if self._in_flight and (version := self.served.commit_point()) != written_by[-1]:
-                written_by.extend((num_pauses, version))
-            return written_by[-1]
+            return self.served.commit_point() if self._in_flight else version
 
         with self.served.use() as version:
             incarnation = self.served.incarnation
-            written_by.append(version)
             self.maker.policy_version = version
             is_needed = meanwhile is not None or self._in_flight or faults.are_enabled()
             self.maker.between_tokens = between_tokens if is_needed else None
@@ -90,7 +83,6 @@ class ExperiencePipeline:
             finally:
                 self.maker.between_tokens = None
         batch.version, batch.incarnation = self.maker.policy_version, incarnation
-        batch.written_by = tuple(written_by)
         return batch
 
     def finish(self, batch: MakerBatch) -> Experience | None:
