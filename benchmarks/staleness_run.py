@@ -24,7 +24,7 @@ from coati.experience_buffer import BufferItem, make_experience_batch, split_exp
 from coati.experience_maker import Experience, NaiveExperienceMaker
 from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
-from coati.ledger import ages_of
+from coati.ledger import age_metrics
 from coati.peers import LocalPeers
 from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.trainer.ppo import PPOLearner
@@ -218,11 +218,12 @@ class StaleRun(FitSteps):
         return make_experience_batch([self._items.pop(number) for number in self._schedule.trained[self._version]])
 
     def train_on(self, batch: Experience) -> dict[str, float]:
-        ages, expected = ages_of(batch, self._version), self._ages[self._version]
-        if ages != (statistics.fmean(expected), max(expected)) or ages.oldest > self._config.topology.max_staleness:
+        measured, expected = age_metrics(batch, self._version), self._ages[self._version]
+        ages = measured["train/age_mean"], measured["train/age_max"]
+        if ages != (statistics.fmean(expected), max(expected)) or ages[1] > self._config.topology.max_staleness:
             raise RuntimeError(f"data trained on at version {self._version} must be {expected} old, got {ages}")
         metrics = self.learner.step(batch)
-        for name, value in {**metrics, "age": ages.mean, "oldest": ages.oldest}.items():
+        for name, value in {**metrics, "age": ages[0], "oldest": ages[1]}.items():
             self.metrics[name].append(value)
         return metrics
 

@@ -197,7 +197,7 @@ class SynchronousRun(FitSteps):
         metrics |= {
             "version": float(self._version),
             "train/samples": float(batch.num_samples),
-            **age_metrics(batch, self._version, max_staleness=0),
+            **age_metrics(batch, self._version),
         }
         self._log.trainer_records([{"batch": self._num_batches, "version": self._version, "metrics": metrics}])
         self._log_spans()

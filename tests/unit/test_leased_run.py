@@ -25,7 +25,7 @@ from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
-from coati.ledger import LedgerRules, ages_of
+from coati.ledger import LedgerRules, age_metrics
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal
 from coati.peers import LocalPeers
@@ -102,7 +102,7 @@ class Trainer(FitSteps):
 
     def train_on(self, batch):
         assert torch.equal(batch.action_log_probs, batch.policy_versions.float())  # written by what it says
-        self.ages.append(ages_of(batch, self.version).oldest)
+        self.ages.append(age_metrics(batch, self.version)["train/age_max"])
         self.trained += batch.sample_ids.tolist()
         return {}
 

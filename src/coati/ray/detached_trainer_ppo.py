@@ -165,7 +165,7 @@ class PPOTrainer(DetachedTrainer):
     @ray.method(concurrency_group="compute")
     def training_step(self, experience: Experience) -> dict[str, float]:
         """One step of actor and critic; metrics include `actor_loss` and, with a critic, `critic_loss`."""
-        ages = age_metrics(experience, self.version, max_staleness=self._max_staleness)
+        ages = age_metrics(experience, self.version)
         oldest = ages["train/age_max"]
         if self._max_staleness is not None and oldest > self._max_staleness:
             raise StalenessExceeded(
