@@ -122,7 +122,7 @@ def state_of(models, *, max_bytes=64, is_full=True):
             yield label, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def messages_of(models, *, memory=None, header=None, has_checksums=True, is_full=True, max_bytes=64, canary=None):
+def messages_of(models, *, memory=None, header=None, has_checksums=True, is_full=True, max_bytes=64):
     """All messages of one update, as a sender makes them."""
     header, make = header or header_of(), made_by_value if memory is None else memory.make_chunk
     made = [make(index, *state) for index, state in enumerate(state_of(models, max_bytes=max_bytes, is_full=is_full))]
@@ -131,7 +131,6 @@ def messages_of(models, *, memory=None, header=None, has_checksums=True, is_full
         chunks=tuple(chunk.info for chunk in chunks),
         is_full=is_full,
         lora={label: LoRAConstructor.extract_lora_config(model) for label, model in models.items()},
-        canary=canary,
     )
     return Sent(header, chunks, manifest)
 

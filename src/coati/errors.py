@@ -30,7 +30,7 @@ class GenerateOptionError(CoatiError, TypeError):
 
 
 class WeightUpdateError(CoatiError, RuntimeError):
-    """A weight update was rejected; the receiver serves what it had, or nothing if the commit or its canary failed."""
+    """A weight update was rejected; the receiver serves what it had, or nothing if the commit failed."""
 
 
 class RunStopped(CoatiError, RuntimeError):

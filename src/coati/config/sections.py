@@ -336,10 +336,9 @@ class TopologySettings(Section, section="topology"):
         False, "Join a Ray cluster (--address) that has no token authentication: anyone who reaches it can run code."
     )
     update_lora_weights: bool = setting(False, "Send only the LoRA adapters to the makers.")
-    verify_updates: Literal["checksum", "canary", "off"] = setting(
+    verify_updates: Literal["checksum", "off"] = setting(
         "checksum",
-        "How makers check new weights beyond names, shapes, dtypes and counts: checksum = every byte, before they "
-        "serve; canary = that, and afterwards the log-probs of a fixed prompt against the trainer's; off = not at all.",
+        "How makers check new weights beyond names, shapes, dtypes and counts: checksum = every byte, off = not.",
     )
     chunk_mib: float = setting(
         64.0,

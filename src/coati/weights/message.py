@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from coati.models.lora import LayerLoRA
-from coati.weights.canary import Canary
 
 # Tensors in one buffer begin at multiples of this: any dtype is aligned, and so are vectorised loads.
 ALIGNMENT = 256
@@ -88,8 +87,6 @@ class WeightManifest:
     """All weights of the models travel, not only what is trained (LoRA adapters and other weights)."""
     lora: Mapping[str, Mapping[str, LayerLoRA]] = dataclasses.field(default_factory=dict)
     """Module to layer to adapter settings, for a receiver whose model has no adapters."""
-    canary: Canary | None = None
-    """What the sender's actor computes; the receiver compares after the commit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -214,7 +214,6 @@ class WeightReceiver:
             incarnation=header.incarnation,
             tensors=flat,
             is_full=is_complete,
-            canary=manifest.canary,
         )
 
     def _offer(self, update: VerifiedUpdate) -> None:

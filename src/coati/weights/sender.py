@@ -23,7 +23,6 @@ from coati.errors import DeadlineExceeded
 from coati.gpu import device_errors_explained
 from coati.models.lora import LoRAConstructor
 from coati.monitor.timeline import WEIGHTS, Timeline
-from coati.weights.canary import make_canary
 from coati.weights.message import Chunk, ChunkInfo, UpdateHeader, WeightManifest, WeightMessage
 from coati.weights.recipients import Recipients, UpdateCalls
 from coati.weights.transports import CardMemory, MadeChunk, value_chunk
@@ -180,12 +179,10 @@ class WeightSender:
 
     def _manifest(self, infos: Sequence[ChunkInfo], is_full: bool) -> WeightManifest:
         models = {label: self._strategy.unwrap_model(model) for label, model in self._models.items()}
-        has_canary = self._settings.verify_updates == "canary"
         return WeightManifest(
             chunks=tuple(infos),
             is_full=is_full,
             lora={label: LoRAConstructor.extract_lora_config(model) for label, model in models.items()},
-            canary=make_canary(models["actor"], device=self._strategy.device) if has_canary else None,
         )
 
     def _send_chunks(self, calls: UpdateCalls, header: UpdateHeader, chunks: Iterator[Chunk]) -> list[ChunkInfo]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from coati.errors import WeightUpdateError
 from coati.monitor.timeline import Timeline
-from coati.weights.canary import Canary, canary_fault
 from coati.weights.transports import copy_all
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,6 @@ class VerifiedUpdate:
     incarnation: int = 0  # of the sender
     tensors: Mapping[tuple[str, str], Tensor]
     is_full: bool  # every weight of every module of the receiver
-    canary: Canary | None = None  # what the actor must compute afterwards
 
 
 class ServedModels:
@@ -47,7 +45,7 @@ class ServedModels:
         self.name = name
         self._changed = threading.Condition()
         self._num_users = 0
-        self._fault: str | None = None  # why the models are torn or wrong and must not serve
+        self._fault: str | None = None  # why the models are torn and must not serve
         self._pending: VerifiedUpdate | None = None
         self.version = self.incarnation = 0  # of the weights that serve now
         self.last_commit_seconds = 0.0  # how long the last commit kept the models busy
@@ -115,7 +113,7 @@ class ServedModels:
     def wait_for_version(self, at_least: int, *, deadline_seconds: float) -> bool:
         """Wait until this version (or a newer one) serves; False after the deadline.
 
-        Raises WeightUpdateError if the models must not serve, because a commit or a canary has failed.
+        Raises WeightUpdateError if the models must not serve, because a commit has failed.
         """
         with self._changed:
             self._changed.wait_for(
@@ -144,7 +142,7 @@ class ServedModels:
             with self.timeline.span("commit"):
                 self._commit(update)
         except BaseException as error:
-            # Verified weights do not fail to copy, devices do. Neither half a model nor a wrong one may serve.
+            # Verified weights do not fail to copy, devices do. Half a model must not serve.
             self._fault = f"{self.name} could not commit version {update.version}: {error}"
             raise
         finally:
@@ -155,11 +153,6 @@ class ServedModels:
     def _commit(self, update: VerifiedUpdate) -> None:
         states = {label: module.state_dict() for label, module in self.modules.items()}
         copy_all([states[label][name] for label, name in update.tensors], list(update.tensors.values()))
-        if update.canary is not None and (fault := canary_fault(self.modules["actor"], update.canary)) is not None:
-            raise WeightUpdateError(
-                f"{self.name} does not compute what the sender of version {update.version} does: {fault}. It "
-                "serves nothing until a full update passes."
-            )
         if update.is_full:
             self._fault, self._is_synced = None, True
         self.version = self.timeline.version = update.version

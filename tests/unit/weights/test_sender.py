@@ -7,13 +7,11 @@ import weakref
 from typing import ClassVar
 
 import pytest
-import tiny
 import torch
 from thread_peers import PATIENCE, ThreadCall, ThreadPeers
 from weight_testing import Maker, PlainStrategy, deliver, header_of, make_sender, messages_of
 
 from coati.errors import ActorNotFound, DeadlineExceeded, PeerUnavailable, WeightUpdateError
-from coati.models import Actor
 from coati.peers import LocalPeer, LocalPeers, Peer, PendingCall, remote_error
 from coati.weights import sender as sender_module
 from coati.weights.message import WeightMessage
@@ -125,17 +123,6 @@ def test_with_adapters_only_what_is_not_trained_stays_at_home(trained, make_mode
     sender.send(1, fully_update=True, on_arrival=lambda _, num_bytes: sizes.append(num_bytes))
     assert maker.models["actor"].body.weight.equal(trained["actor"].body.weight)
     assert sizes == [20, 40 + 80 + 8 + 2 + 20]
-
-
-def test_a_canary_travels_if_it_is_asked_for_and_stops_a_maker_that_computes_otherwise():
-    actors = [Actor(tiny.llama(seed, initializer_range=0.5)) for seed in range(3)]
-    maker = Maker({"actor": actors[0]})
-    sender = make_sender({"actor": actors[1]}, ThreadPeers(maker=maker), ["maker"], verify_updates="canary")
-    sender.send(1)
-    maker.models["actor"].model.config.rms_norm_eps = 1.0
-    maker.models["actor"].model.model.norm.variance_epsilon = 1.0  # it computes something else now
-    with pytest.raises(WeightUpdateError, match=r"maker maker: .*does not compute"):
-        sender.send(2)
 
 
 def test_weights_are_read_even_if_no_maker_is_there_to_be_updated(trained):

@@ -10,7 +10,6 @@ from thread_peers import PATIENCE
 from weight_testing import Maker, header_of, messages_of
 
 from coati.errors import WeightUpdateError
-from coati.weights.canary import Canary
 from coati.weights.served import ServedModels, VerifiedUpdate
 
 
@@ -155,30 +154,6 @@ def test_waiting_for_a_version_ends_when_it_serves(served_models, make_models):
         assert results == []
     waiter.join(PATIENCE)
     assert results == [True]
-
-
-def test_waiting_for_a_version_ends_when_its_canary_fails(served_models, make_models, monkeypatch):
-    _, served = served_models
-    monkeypatch.setattr("coati.weights.served.canary_fault", lambda actor, canary: "other logits")
-    errors = []
-
-    def wait():
-        try:
-            served.wait_for_version(1, deadline_seconds=PATIENCE)
-        except WeightUpdateError as error:
-            errors.append(str(error))
-
-    waiter = threading.Thread(target=wait, daemon=True)
-    with served.use():
-        waiter.start()
-        update = dataclasses.replace(update_of(make_models(1), version=1), canary=Canary(logprobs=(), tolerance=0.0))
-        served.offer(update)
-    waiter.join(PATIENCE / 2)
-    assert len(errors) == 1, "the waiter did not hear of it"
-    assert "other logits" in errors[0]
-    with pytest.raises(WeightUpdateError, match="other logits"):
-        served.wait_for_version(1, deadline_seconds=0.0)
-    assert served.wait_for_version(0, deadline_seconds=0.0) is True
 
 
 def test_waiting_for_a_version_ends_when_its_commit_fails(served_models, make_models, monkeypatch):
