@@ -1,7 +1,7 @@
 """What each strategy costs on one GPU: seconds and peak memory of a PPO step, and the largest model that fits a cap.
 
     python benchmarks/strategies.py                                     a 0.5B Qwen2 shape, bfloat16, actor and critic
-    python benchmarks/strategies.py --cases ddp gemini-cpu --json rows.json
+    python benchmarks/strategies.py --cases ddp gemini-offload --json rows.json
     python benchmarks/strategies.py --largest --cap-gib 16              models that grow until they do not fit a cap
     python benchmarks/strategies.py --device cpu --tiny                 a smoke test, in seconds
 
@@ -53,13 +53,17 @@ CASES = {
     "zero1": lambda **options: LowLevelZeroStrategy(stage=1, **options),
     "zero2": lambda **options: LowLevelZeroStrategy(stage=2, **options),
     "zero2-offload": lambda **options: LowLevelZeroStrategy(stage=2, cpu_offload=True, **options),
-    "gemini-static": lambda **options: GeminiStrategy("static", **options),
-    "gemini-cpu": lambda **options: GeminiStrategy("cpu", **options),
+    "gemini": lambda **options: GeminiStrategy(**options),
+    "gemini-offload": lambda **options: GeminiStrategy(cpu_offload=True, **options),
     "ddp-mixed": lambda **options: DDPStrategy(compute_dtype=torch.bfloat16, **options),
-    "gemini-static-mixed": lambda **options: GeminiStrategy("static", compute_dtype=torch.bfloat16, **options),
-    "gemini-cpu-mixed": lambda **options: GeminiStrategy("cpu", compute_dtype=torch.bfloat16, **options),
+    "gemini-mixed": lambda **options: GeminiStrategy(compute_dtype=torch.bfloat16, **options),
+    "gemini-offload-mixed": lambda **options: GeminiStrategy(cpu_offload=True, compute_dtype=torch.bfloat16, **options),
 }
-OFFLOADED = {"zero2-offload", "gemini-cpu", "gemini-cpu-mixed"}  # weights, gradients and moments lie on the host
+OFFLOADED = {
+    "zero2-offload",
+    "gemini-offload",
+    "gemini-offload-mixed",
+}  # weights, gradients, moments on the host
 OUT_OF_MEMORY = 77  # exit status of a case that did not fit
 KILLED = (-9, 137)  # by the system, when its memory runs out
 NO_HOST_MEMORY = (
@@ -343,7 +347,7 @@ def main() -> None:
     if arguments.largest:
         if not arguments.cap_gib:
             parser.error("--largest needs a cap: give --cap-gib")
-        arguments.cases = arguments.cases or ["ddp", "gemini-static", "gemini-cpu"]
+        arguments.cases = arguments.cases or ["ddp", "gemini", "gemini-offload"]
         rows = [row for case in arguments.cases for row in find_largest(case, arguments, shape)]
     else:
         arguments.cases = arguments.cases or list(CASES)

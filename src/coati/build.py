@@ -60,11 +60,12 @@ def make_strategy(config: RunSettings, role: Literal["trainer", "maker"]) -> Str
     if role == "maker":
         return DDPStrategy(**common)
     common["compute_dtype"] = torch.bfloat16 if train.mixed_precision else None
-    if train.strategy == "gemini":
-        return GeminiStrategy(placement_policy=train.placement_policy, **common)
     if train.strategy == "ddp":
         return DDPStrategy(**common)
-    return LowLevelZeroStrategy(stage=1 if train.strategy == "zero1" else 2, cpu_offload=train.cpu_offload, **common)
+    common["cpu_offload"] = train.cpu_offload
+    if train.strategy == "gemini":
+        return GeminiStrategy(**common)
+    return LowLevelZeroStrategy(stage=1 if train.strategy == "zero1" else 2, **common)
 
 
 def trainer_models(config: RunSettings, *, for_maker: bool = False) -> tuple[Actor, Critic | None]:

@@ -90,7 +90,7 @@ def test_local_paths_become_absolute_and_hub_names_stay(tmp_path, monkeypatch):
         ({"strategy": "zero1"}, LowLevelZeroStrategy, {"_stage": 1, "_cpu_offload": False}),
         ({"strategy": "zero1", "cpu_offload": True}, LowLevelZeroStrategy, {"_stage": 1, "_cpu_offload": True}),
         ({"strategy": "zero2", "cpu_offload": True}, LowLevelZeroStrategy, {"_stage": 2, "_cpu_offload": True}),
-        ({"strategy": "gemini", "placement_policy": "cpu"}, GeminiStrategy, {"_placement_policy": "cpu"}),
+        ({"strategy": "gemini", "cpu_offload": True}, GeminiStrategy, {"_cpu_offload": True}),
         ({"mixed_precision": True}, DDPStrategy, {"compute_dtype": torch.bfloat16}),
     ],
 )

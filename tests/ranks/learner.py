@@ -34,7 +34,7 @@ STRATEGIES = {
     "ddp": lambda **options: DDPStrategy(device="cpu", timeout_seconds=180, **options),
     "zero1": lambda **options: LowLevelZeroStrategy(stage=1, device="cpu", timeout_seconds=180, **options),
     "zero2": lambda **options: LowLevelZeroStrategy(stage=2, device="cpu", timeout_seconds=180, **options),
-    "gemini": lambda **options: GeminiStrategy("cpu", device="cpu", timeout_seconds=180, **options),
+    "gemini": lambda **options: GeminiStrategy(cpu_offload=True, device="cpu", timeout_seconds=180, **options),
 }
 TRAIN = TrainSettings(actor_lr=1e-3, critic_lr=2e-3, micro_batch_size=2, max_grad_norm=0.5)
 ALGORITHM = AlgorithmSettings(entropy_coef=0.01, correction="none")

@@ -249,11 +249,8 @@ class TrainSettings(Section, section="train"):
         "during a step. zero2: weights whole from forward to backward, gradients never. gemini: a block whole only "
         "while it computes. The weights after a step are the same.",
     )
-    placement_policy: Literal["static", "auto", "cpu"] = setting(
-        "static", "gemini: shares rest on the device, in host memory (cpu), or on the device if they fit (auto)."
-    )
     cpu_offload: bool = setting(
-        False, "zero1, zero2: shares and optimizer state rest in host memory, and optimizer steps are made there."
+        False, "zero1, zero2, gemini: shares and optimizer state rest in host memory; optimizer steps are made there."
     )
     mixed_precision: bool = setting(
         False, "Trainers keep weights, gradients and optimizer state in float32 and compute in bfloat16."
@@ -280,20 +277,16 @@ class TrainSettings(Section, section="train"):
         return self.total_steps * self.epochs
 
     def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find counts that are larger than what they are part of, and placements that the strategy does not know."""
+        """Find counts that are larger than what they are part of, and shares of models that are whole."""
         if self.update_steps > self.total_steps:
             rule = f"at most train.total_steps ({self.total_steps})"
             yield "update_steps", rule, self.update_steps, "Lower it, or raise train.total_steps."
         if self.warmup_steps > self.optimizer_steps:
             rule = f"at most the optimizer steps of the run (total_steps × epochs = {self.optimizer_steps})"
             yield "warmup_steps", rule, self.warmup_steps, "Lower it."
-        here = f'while train.strategy is "{self.strategy}"'
-        if self.placement_policy != "static" and self.strategy != "gemini":
-            remedy = 'Leave it out, or set train.strategy to "gemini".'
-            yield "placement_policy", f'"static" {here}', self.placement_policy, remedy
-        if self.cpu_offload and self.strategy not in ("zero1", "zero2"):
-            other = 'placement_policy to "cpu"' if self.strategy == "gemini" else 'strategy to "zero2"'
-            yield "cpu_offload", f"false {here}", True, f"Leave it out, or set train.{other}."
+        if self.cpu_offload and self.strategy == "ddp":
+            remedy = 'Leave it out, or set train.strategy to "zero2".'
+            yield "cpu_offload", 'false while train.strategy is "ddp"', True, remedy
 
 
 class TopologySettings(Section, section="topology"):

@@ -155,7 +155,7 @@ class Checkpoints:
     @device_errors_explained(
         "loading a checkpoint",
         "Resume on as much of a GPU as the run had, shard the trainer (train.strategy), or keep optimizer state in "
-        "host memory (train.cpu_offload, train.placement_policy).",
+        "host memory (train.cpu_offload).",
     )
     def restore(self, path: Path) -> dict[str, Any]:
         """Load everything from a checkpoint, before training; returns its version and the counters it was saved with.

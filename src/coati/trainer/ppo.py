@@ -283,7 +283,7 @@ class PPOLearner:
             with device_errors_explained(
                 f"the optimizer step of the {label}",
                 'Set train.strategy to "zero2" or "gemini", or keep optimizer state in host memory '
-                "(train.cpu_offload, train.placement_policy).",
+                "(train.cpu_offload).",
             ):
                 self.strategy.optimizer_step(optimizer)
         for schedule in self._schedules:

@@ -105,7 +105,6 @@ BROKEN = [
     ("train.actor_lr=0.0", "greater than 0", "0.0", "default, 1e-06"),
     ("train.lr_schedule=step", "'constant', 'linear' or 'cosine'", '"step"', 'default, "constant"'),
     ("train.strategy=fsdp", "'ddp', 'zero1', 'zero2' or 'gemini'", '"fsdp"', 'default, "ddp"'),
-    ("train.placement_policy=cpu", 'while train.strategy is "ddp"', '"cpu"', 'train.strategy to "gemini"'),
     ("train.cpu_offload=true", 'while train.strategy is "ddp"', "true", 'train.strategy to "zero2"'),
     ("train.mixed_precision=true", 'while model.dtype is "float32"', "true", 'model.dtype to "bfloat16"'),
     ("train.update_steps=101", "at most train.total_steps (100)", "101", "Lower it"),

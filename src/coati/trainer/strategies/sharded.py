@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
@@ -19,25 +18,22 @@ from coati.errors import ConfigError
 from coati.trainer.optim import HybridAdam
 from coati.trainer.strategies.base import Strategy, StrategyOptions
 
-logger = logging.getLogger(__name__)
-
-PlacementPolicy = Literal["static", "auto", "cpu"]
-"""Where shards rest: on the device, wherever they fit, or in host memory."""
-
-# The rest of the free memory is left to activations and to the block that is gathered.
-_MEMORY_SHARE = 0.6
-
 
 class ShardedStrategy(Strategy):
-    """Every rank keeps one shard of parameters, gradients and optimizer state at rest."""
+    """Every rank keeps one shard of parameters, gradients and optimizer state at rest.
+
+    Args:
+        seed: see `Strategy`, as for all other options.
+        cpu_offload: keep shards and optimizer state in host memory, and step there (nothing to do on CPUs).
+    """
 
     optimizer_class = HybridAdam
     shards_parameters = True
     _reshards_after_forward = False
 
-    def _offloads(self, model: nn.Module) -> bool:  # noqa: ARG002
-        """Whether shards and optimizer state rest in host memory, where a GPU computes."""
-        return False
+    def __init__(self, seed: int = 42, cpu_offload: bool = False, **options: Unpack[StrategyOptions]) -> None:
+        super().__init__(seed, **options)
+        self._cpu_offload = cpu_offload
 
     def _prepare_trained(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         """Start from rank 0's weights, shard the model in place and point the optimizer at the shards."""
@@ -65,7 +61,7 @@ class ShardedStrategy(Strategy):
         if self.world_size > 1:
             self._agree_on_formats(model)
         mesh = init_device_mesh(self.device.type, (self.world_size,))
-        offloads = self.device.type != "cpu" and self._offloads(model)
+        offloads = self.device.type != "cpu" and self._cpu_offload
         offload: OffloadPolicy = CPUOffloadPolicy() if offloads else OffloadPolicy()
         reduce_dtype = None if self.compute_dtype is None else torch.float32
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=reduce_dtype)
@@ -127,8 +123,7 @@ class LowLevelZeroStrategy(ShardedStrategy):
 
     Args:
         stage: 1 or 2.
-        seed: see `Strategy`, as for all other options.
-        cpu_offload: keep shards and optimizer state in host memory, and step there (nothing to do on CPUs).
+        seed, cpu_offload: see `ShardedStrategy`.
     """
 
     def __init__(
@@ -143,12 +138,8 @@ class LowLevelZeroStrategy(ShardedStrategy):
                 f"LowLevelZeroStrategy stage must be 1 or 2, got {stage}. "
                 "For sharded parameters (stage 3) use GeminiStrategy."
             )
-        super().__init__(seed, **options)
+        super().__init__(seed, cpu_offload, **options)
         self._stage = stage
-        self._cpu_offload = cpu_offload
-
-    def _offloads(self, model: nn.Module) -> bool:  # noqa: ARG002
-        return self._cpu_offload
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Keep whole gradients and parameters on this rank in stage 1; stage 2 exchanges gradients every time."""
@@ -158,43 +149,9 @@ class LowLevelZeroStrategy(ShardedStrategy):
 
 
 class GeminiStrategy(ShardedStrategy):
-    """Every rank keeps one shard of parameters, gradients and state; a block is whole only while it computes.
-
-    Args:
-        placement_policy: `static` keeps shards on the device; `cpu` keeps them, and the optimizer's work, in
-            host memory; `auto` chooses `cpu` for a model whose shards would fill more than 60 % of the GPU
-            memory that is free when it is prepared. On a machine without GPUs all three are the same.
-        seed: see `Strategy`, as for all other options.
-    """
+    """Every rank keeps one shard of parameters, gradients and state; a block is whole only while it computes."""
 
     _reshards_after_forward = True
-
-    def __init__(
-        self, placement_policy: PlacementPolicy = "static", seed: int = 42, **options: Unpack[StrategyOptions]
-    ) -> None:
-        if placement_policy not in get_args(PlacementPolicy):
-            raise ConfigError(
-                f"GeminiStrategy placement_policy must be one of {', '.join(get_args(PlacementPolicy))}, "
-                f"got {placement_policy!r}."
-            )
-        super().__init__(seed, **options)
-        self._placement_policy = placement_policy
-
-    def _offloads(self, model: nn.Module) -> bool:
-        if self._placement_policy != "auto":
-            return self._placement_policy == "cpu"
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        needed_bytes = training_bytes(model) / self.world_size
-        is_tight = needed_bytes > _MEMORY_SHARE * free_bytes
-        # One rank that is short of memory decides for all: a collective has one layout.
-        offload = self.any_rank(is_tight)
-        logger.info(
-            "placement_policy auto: shards need %.1f GiB of %.1f GiB free, so they rest %s",
-            needed_bytes / 2**30,
-            free_bytes / 2**30,
-            "in host memory" if offload else "on the device",
-        )
-        return offload
 
 
 @contextmanager
@@ -223,19 +180,6 @@ def transformer_blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield from blocks
         else:
             yield from transformer_blocks(child)
-
-
-def training_bytes(model: nn.Module) -> int:
-    """Memory of the parameters, and for trainable ones of a gradient and Adam's two moments.
-
-    Example:
-        >>> training_bytes(nn.Linear(2, 2, bias=False))  # 4 weights × 4 bytes × 4 copies
-        64
-    """
-    return sum(
-        parameter.numel() * parameter.element_size() * (4 if parameter.requires_grad else 1)
-        for parameter in model.parameters()
-    )
 
 
 def _check_optimizer(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
