@@ -115,14 +115,11 @@ def report(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to write the page. Default: report.html in the folder.")
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a trace for ui.perfetto.dev or chrome://tracing.")
-    ] = None,
 ) -> None:
     """Show where a run's time went, and write a page with its curves and samples."""
     from coati.cli.report import run_report
 
-    run_report(folder, html=html, trace=trace)
+    run_report(folder, html=html)
 
 
 @app.command()

@@ -1,41 +1,31 @@
 """`coati report RUN_FOLDER`."""
 
-import json
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from coati.errors import ConfigError
-from coati.monitor.report import headline, read_run, render_page, trace_events
+from coati.monitor.report import headline, read_run, render_page
 from coati.monitor.time_use import RunTimes, run_times
 
 
-def run_report(folder: Path, *, html: Path | None, trace: Path | None) -> None:
-    """Print where the time went, and write the page (and the trace, if asked for)."""
+def run_report(folder: Path, *, html: Path | None) -> None:
+    """Print where the time went, and write the page."""
     console = Console()
     run = read_run(folder)
     times = run_times(run.spans)
-    if trace is not None and not run.spans:
-        raise ConfigError(
-            f"--trace needs spans, but {str(folder)!r} has no spans.jsonl. Train with logging.spans_kept above 0."
-        )
     console.print(f"[bold]{run.name}[/]", highlight=False)
     for name, value in headline(run, times):
         console.print(f"  {name}: {value}", highlight=False, markup=False)
     if times is None:
-        console.print("The run wrote no spans, so there is no timeline.")
+        console.print("The run wrote no spans, so there is no table of times.")
     else:
         console.print(time_table(times))
         console.print(times.verdict(), highlight=False, markup=False)
     page = html if html is not None else folder / "report.html"
     _write(page, render_page(run, times))
     console.print(f"Page:  {page}", highlight=False, soft_wrap=True)
-    if trace is not None:
-        _write(trace, json.dumps(trace_events(run)))
-        console.print(
-            f"Trace: {trace} (open it in ui.perfetto.dev or chrome://tracing)", highlight=False, soft_wrap=True
-        )
 
 
 def time_table(times: RunTimes) -> Table:

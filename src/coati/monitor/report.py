@@ -1,4 +1,4 @@
-"""What a run left in its folder, for people: the few facts, a page with pictures, and a trace for Perfetto.
+"""What a run left in its folder, for people: the few facts, and a page with pictures.
 
 The folder may be that of a run that is still writing. The page is one HTML file that stands on its own: styles and
 pictures inside, nothing fetched, no script.
@@ -21,13 +21,12 @@ from coati.counting import format_seconds
 from coati.errors import ConfigError, DataError
 from coati.monitor.metrics import read_jsonl
 from coati.monitor.time_use import RunTimes
-from coati.monitor.timeline import WORK, Span, is_idle, label_of
+from coati.monitor.timeline import Span
 
 T = TypeVar("T")
 
 _METRICS: Final = "metrics.jsonl"
 _SPANS: Final = "spans.jsonl"
-_MICROSECONDS: Final = 1e6
 NUM_SAMPLES: Final = 4
 _ENDS: Final = 10  # versions at either end over which the mean reward is taken
 _TERM: Final = "reward/term_"
@@ -127,36 +126,6 @@ def _read_spans(path: Path) -> dict[str, list[Span]]:
     for row in read_jsonl(path):
         spans.setdefault(row.pop("actor", ""), []).append(Span(**row))
     return spans
-
-
-def trace_events(run: RunFolder) -> dict[str, Any]:
-    """Return a trace for ui.perfetto.dev: a process for each actor, a thread for each of its lanes.
-
-    Times are microseconds since the first span.
-    """
-    origin = min((span.start for spans in run.spans.values() for span in spans), default=0.0)
-    events: list[dict[str, Any]] = []
-    for process, (actor, spans) in enumerate(run.spans.items(), 1):
-        threads = {lane: number for number, lane in enumerate(dict.fromkeys([WORK, *(span.lane for span in spans)]))}
-        named = [("process_name", 0, actor), *(("thread_name", thread, lane) for lane, thread in threads.items())]
-        events += [
-            {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
-            for kind, thread, name in named
-        ]
-        events += [
-            {
-                "name": label_of(span.what),
-                "cat": "idle" if is_idle(span.what) else "work",
-                "ph": "X",
-                "ts": (span.start - origin) * _MICROSECONDS,
-                "dur": (span.end - span.start) * _MICROSECONDS,
-                "pid": process,
-                "tid": threads[span.lane],
-                "args": {"version": span.version},
-            }
-            for span in spans
-        ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def render_page(run: RunFolder, times: RunTimes | None) -> str:

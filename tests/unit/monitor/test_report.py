@@ -1,4 +1,4 @@
-"""Reports of run folders, from spans worked by hand to a page and a trace."""
+"""Reports of run folders, from spans worked by hand to a page."""
 
 import io
 import json
@@ -10,7 +10,7 @@ from rich.console import Console
 
 from coati.cli.report import run_report, time_table
 from coati.errors import ConfigError, DataError
-from coati.monitor.report import chosen_samples, curve, headline, read_run, render_page, trace_events
+from coati.monitor.report import chosen_samples, curve, headline, read_run, render_page
 from coati.monitor.time_use import run_times
 from coati.monitor.timeline import Span
 
@@ -231,40 +231,20 @@ def test_samples_are_of_the_first_and_the_last_version(folder):
     assert [sample["version"] for sample in chosen] == [0, 0, 0, 0, 2, 2, 2, 2]
 
 
-def test_the_trace_has_an_event_for_every_span_and_a_lane_for_each_thread(folder):
-    trace = trace_events(read_run(folder))
-    events = trace["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == sum(map(len, SPANS.values()))
-    train = next(event for event in spans if event["name"] == "train")
-    assert (train["ts"], train["dur"], train["cat"]) == (14e6, 4e6, "work")  # the first span begins at 90
-    names = {
-        (event["name"], event["pid"], event["tid"]): event["args"]["name"] for event in events if event["ph"] == "M"
-    }
-    assert names[("process_name", 1, 0)] == "maker-0"
-    assert names[("thread_name", 1, 0)] == "work"
-    receive = next(event for event in spans if event["name"] == "receive")
-    assert names[("thread_name", 1, receive["tid"])] == "weights"
-    json.dumps(trace, allow_nan=False)
-
-
-def test_the_command_prints_a_table_and_writes_page_and_trace(folder, tmp_path, capsys, monkeypatch):
+def test_the_command_prints_a_table_and_writes_the_page(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    run_report(folder, html=None, trace=tmp_path / "trace.json")
+    run_report(folder, html=None)
     printed = capsys.readouterr().out
-    for part in (folder.name, "wait for data", "40%", "0.250 → 0.750", "report.html", "trace.json"):
+    for part in (folder.name, "wait for data", "40%", "0.250 → 0.750", "report.html"):
         assert part in printed
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-def test_a_run_without_spans_has_a_report_but_no_trace(folder, tmp_path, capsys):
+def test_a_run_without_spans_has_a_report(folder, tmp_path, capsys):
     (folder / "spans.jsonl").unlink()
-    run_report(folder, html=tmp_path / "page.html", trace=None)
+    run_report(folder, html=tmp_path / "page.html")
     assert "no spans" in capsys.readouterr().out
     assert "wrote no spans" in (tmp_path / "page.html").read_text()
-    with pytest.raises(ConfigError, match=r"--trace needs spans.*spans_kept"):
-        run_report(folder, html=None, trace=tmp_path / "trace.json")
 
 
 def test_folders_that_are_no_runs_are_refused(tmp_path):
@@ -302,4 +282,4 @@ def test_a_line_that_is_still_being_written_is_left_out(folder):
 
 def test_a_page_that_cannot_be_written_says_so(folder):
     with pytest.raises(ConfigError, match="cannot be written"):
-        run_report(folder, html=folder / "no" / "page.html", trace=None)
+        run_report(folder, html=folder / "no" / "page.html")
