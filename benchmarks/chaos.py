@@ -20,9 +20,7 @@ import time
 from pathlib import Path
 
 from checked import one_or_more, zero_or_more
-from living_run import LivingRun, slope
-
-from coati.faults import Fault
+from living_run import Fault, LivingRun, slope
 
 STALL_SECONDS = 12.0  # longer than deadlines.stall_seconds of the run
 MAKER_POINTS = ("maker.generating", "maker.before_deliver", "receiver.before_chunk")

@@ -18,9 +18,11 @@ from coati.cli.demo import demo_config
 from coati.config import dump_config
 from coati.demo.base_model import pretrain
 from coati.demo.grammar import PROMPTS
-from coati.faults import VARIABLE, Fault, Schedule
 from coati.ledger.audit import RunAccount, audit_run
 from coati.monitor import read_jsonl
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from fault_schedule import Fault, Schedule
 
 ENDLESS = 1_000_000  # steps
 
@@ -61,7 +63,7 @@ class LivingRun:
             command += ["--set", f"{name}={value}"]
         self.schedule = Schedule(folder / "faults", faults)
         self._temporary = Path(tempfile.mkdtemp(prefix="ct-", dir="/tmp"))
-        environment = {**os.environ, VARIABLE: str(folder / "faults"), "TMPDIR": str(self._temporary), "COLUMNS": "200"}
+        environment = {**os.environ, **self.schedule.environment, "TMPDIR": str(self._temporary), "COLUMNS": "200"}
         self.lines: list[tuple[float, str]] = []
         """What it has said, and when, in seconds since the epoch."""
         self.process = subprocess.Popen(

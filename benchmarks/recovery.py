@@ -27,9 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from checked import one_or_more
-from living_run import LivingRun, slope
-
-from coati.faults import Fault
+from living_run import Fault, LivingRun, slope
 
 ROOT = Path(__file__).resolve().parents[1]
 # An actor that dies again within a minute of its restart is started again after a longer and longer wait.

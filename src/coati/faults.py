@@ -1,25 +1,15 @@
-"""Faults on purpose: points in the code at which tests and `make chaos` have a process fail.
+"""Points in the code at which tests and `make chaos` have a process fail.
 
-    schedule = Schedule(folder, [Fault("maker.generating", "kill", actor="maker-1", nth=40)])
-
-Processes that are started with COATI_FAULTS=folder follow it; this one does inside `with schedule.enabled()`. The
-folder also gets a file for each fault that has happened, so each happens once, even if the process that it ended is
-started again. Without a schedule, a point is one comparison.
+A process that is started with COATI_FAULTS=FILE.py:ARGUMENT runs that file, whose `follow(ARGUMENT)` returns what is
+called at every point that the process reaches. Without it, a point is one comparison. `tests/fault_schedule.py` is such
+a file; actors of a private Ray inherit the variable.
 """
 
-import contextlib
-import dataclasses
-import itertools
-import json
 import os
-import signal
-import subprocess
-import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import runpy
+from collections.abc import Callable
 
 VARIABLE = "COATI_FAULTS"
-"""The environment variable that names the folder of a schedule. Actors of a private Ray inherit it."""
 
 POINTS = (
     "trainer.after_forward",
@@ -34,131 +24,33 @@ POINTS = (
     "checkpoint.before_rename",
     "journal.before_write",
 )
-ACTIONS = ("raise", "kill", "stop", "block", "sleep", "clock")
-_RELEASE_SECONDS = 120.0
-_POLL_SECONDS = 0.01
 
-
-class InjectedFault(RuntimeError):
-    """What a fault with the action "raise" raises."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """What happens at a point, and when.
-
-    "kill" and "stop" send SIGKILL and SIGSTOP to the own process; one that is stopped continues after `seconds`, if
-    there are any. "block" waits for `Schedule.release`. "sleep" waits for `seconds`, "clock" adds them to `time.time`.
-    """
-
-    point: str
-    action: str
-    actor: str = ""
-    """Name of the actor; "" for every process."""
-    nth: int = 1
-    """At which pass of the point in one process, counted from 1; 0 for every pass, more than once in a run."""
-    index: int | None = None
-    """Count only passes with this index, of a chunk for example."""
-    after: float = 0.0
-    """Count only passes so many seconds after the schedule was written."""
-    seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value, known in (("point", self.point, POINTS), ("action", self.action, ACTIONS)):
-            if value not in known:
-                raise ValueError(f"a fault's {name} must be one of {', '.join(known)}, got {value!r}.")
-
-
-class Schedule:
-    """Faults by number, and the folder that says which of them have happened."""
-
-    def __init__(self, folder: Path, faults: Sequence[Fault] | None = None) -> None:
-        """Write `faults` to a folder, whose time begins now; or read what it holds."""
-        self._folder = folder
-        self.actor = ""
-        """Which actor this process is."""
-        file = folder / "schedule.json"
-        if faults is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            # The monotonic clock is the same in all processes of a machine.
-            content = {"began": time.monotonic(), "faults": [dataclasses.asdict(fault) for fault in faults]}
-            file.write_text(json.dumps(content))
-        content = json.loads(file.read_text())
-        self._began: float = content["began"]
-        self.faults = [Fault(**fields) for fields in content["faults"]]
-        self._passes = [itertools.count(1) for _ in self.faults]  # which threads may share
-
-    @contextlib.contextmanager
-    def enabled(self) -> Iterator[None]:
-        """Have the faults happen in this process, inside the `with` block."""
-        global _active
-        before, _active = _active, self
-        try:
-            yield
-        finally:
-            _active = before
-
-    def has_happened(self, number: int = 0) -> bool:
-        """Whether a fault has happened."""
-        return (self._folder / f"happened-{number}").exists()
-
-    def release(self, number: int = 0) -> None:
-        """Let the process that a fault has blocked go on."""
-        (self._folder / f"released-{number}").touch()
-
-    def reach(self, point: str, index: int | None) -> None:
-        """Do what is due at a point."""
-        now = time.monotonic() - self._began
-        for number, fault in enumerate(self.faults):
-            is_meant = fault.actor in ("", self.actor) and fault.index in (None, index) and now >= fault.after
-            if fault.point != point or not is_meant:
-                continue
-            if next(self._passes[number]) >= fault.nth and self._is_new(number, fault):
-                self._happen(number, fault)
-
-    def _is_new(self, number: int, fault: Fault) -> bool:
-        """Note that a fault happens; False if it has happened before, and may only once."""
-        try:
-            (self._folder / f"happened-{number}").touch(exist_ok=fault.nth == 0)
-        except FileExistsError:
-            return False
-        return True
-
-    def _happen(self, number: int, fault: Fault) -> None:
-        if fault.action == "raise":
-            raise InjectedFault(f"fault {number} of {self._folder}, at {fault.point}")
-        if fault.action == "block":
-            deadline = time.monotonic() + _RELEASE_SECONDS
-            while not (self._folder / f"released-{number}").exists():
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"fault {number} at {fault.point} was not released in {_RELEASE_SECONDS:g} s.")
-                time.sleep(_POLL_SECONDS)
-        elif fault.action == "sleep":
-            time.sleep(fault.seconds)
-        elif fault.action == "clock":
-            real = time.time
-            time.time = lambda: real() + fault.seconds
-        else:
-            if fault.action == "stop" and fault.seconds:
-                subprocess.Popen(["sh", "-c", f"sleep {fault.seconds}; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+Hook = Callable[[str, int | None, str], None]
+"""Takes the point, the number of a chunk or the like, and the name of the actor."""
 
 
 def reach(point: str, index: int | None = None) -> None:
     """Be at a point, with the number of a chunk or the like."""
-    if _active is not None:
-        _active.reach(point, index)
+    if hook is not None:
+        hook(point, index, _actor)
 
 
 def are_enabled() -> bool:
-    """Whether this process follows a schedule."""
-    return _active is not None
+    """Whether something may happen at points of this process."""
+    return hook is not None
 
 
 def set_actor(name: str) -> None:
     """Say which actor this process is."""
-    if _active is not None:
-        _active.actor = name
+    global _actor
+    _actor = name
 
 
-_active: Schedule | None = Schedule(Path(os.environ[VARIABLE])) if VARIABLE in os.environ else None
+def _loaded() -> Hook | None:
+    file, _, argument = os.environ.get(VARIABLE, "").rpartition(":")
+    found: Hook | None = runpy.run_path(file)["follow"](argument) if file else None
+    return found
+
+
+_actor = ""
+hook: Hook | None = _loaded()

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from fault_schedule import Fault, Schedule
 
-from coati.faults import VARIABLE, Fault, Schedule
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import read_journal
 
@@ -27,7 +27,7 @@ def faulty_run(film_run, coati_here, forked_workers, tmp_path):
     def go(faults, *settings, steps=STEPS, command=coati_here, **variables):
         schedule = Schedule(tmp_path / "faults", faults)
         changes = (f"train.total_steps={steps}", *SHORT, *settings)
-        variables[VARIABLE] = str(tmp_path / "faults")
+        variables |= schedule.environment
         finished = command("train", film_run, *changed(*changes), **variables)
         told = finished.stdout + finished.stderr
         assert finished.returncode == 0, told

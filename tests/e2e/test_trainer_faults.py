@@ -13,8 +13,8 @@ import sys
 import time
 
 import pytest
+from fault_schedule import Fault, Schedule
 
-from coati.faults import VARIABLE, Fault, Schedule
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import read_journal
 from coati.monitor import read_jsonl
@@ -54,7 +54,7 @@ def killed_run(film_run, coati_here, check, tmp_path):
     def go(*faults, settings=()):
         schedule = Schedule(tmp_path / "faults", faults)
         arguments = ("train", film_run, *changed(*SETTINGS, *settings))
-        finished = coati_here(*arguments, **{VARIABLE: str(tmp_path / "faults")})
+        finished = coati_here(*arguments, **schedule.environment)
         told = finished.stdout + finished.stderr
         assert finished.returncode == 0, told
         assert all(schedule.has_happened(number) for number in range(len(faults))), told
@@ -91,9 +91,7 @@ def test_a_detached_run_whose_driver_is_killed_is_resumed_to_the_same_bits(film_
     """The driver dies when the trainer is in its third step, which is held, and has saved the second."""
     schedule = Schedule(tmp_path / "faults", [Fault("trainer.after_backward", "block", actor="trainer-0", nth=3)])
     command = [sys.executable, "-m", "coati.cli.main", "train", film_run, *changed(*SETTINGS)]
-    with subprocess.Popen(
-        command, env={**os.environ, VARIABLE: str(tmp_path / "faults")}, stderr=subprocess.DEVNULL
-    ) as driver:
+    with subprocess.Popen(command, env={**os.environ, **schedule.environment}, stderr=subprocess.DEVNULL) as driver:
         deadline = time.monotonic() + 200
         saved = tmp_path / "out" / "checkpoints" / "version-2"
         while not (schedule.has_happened() and saved.exists()):

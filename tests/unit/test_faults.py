@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from fault_schedule import Fault, InjectedFault, Schedule
 
 from coati import faults
 from coati.background import run_in_background
-from coati.faults import POINTS, Fault, InjectedFault, Schedule, reach
+from coati.faults import POINTS, reach
 
 SOURCE = Path(faults.__file__).parent
 
@@ -57,17 +58,17 @@ def test_passes_are_counted_by_index_from_a_time_on_or_all_of_them_count(tmp_pat
 
 
 def test_a_process_with_the_variable_kills_itself_once(tmp_path):
-    Schedule(tmp_path, [Fault("journal.before_write", "kill", nth=2)])
+    schedule = Schedule(tmp_path, [Fault("journal.before_write", "kill", nth=2)])
     code = "from coati.faults import reach\nfor _ in range(5): reach('journal.before_write')"
-    command, environment = [sys.executable, "-c", code], {**os.environ, faults.VARIABLE: str(tmp_path)}
+    command, environment = [sys.executable, "-c", code], {**os.environ, **schedule.environment}
     codes = [subprocess.run(command, env=environment, timeout=300).returncode for _ in range(2)]
     assert codes == [-signal.SIGKILL, 0]
 
 
 def test_a_process_that_is_stopped_continues(tmp_path):
-    Schedule(tmp_path, [Fault("maker.generating", "stop", seconds=0.05)])
+    schedule = Schedule(tmp_path, [Fault("maker.generating", "stop", seconds=0.05)])
     code = "from coati.faults import reach; reach('maker.generating')"
-    environment = {**os.environ, faults.VARIABLE: str(tmp_path)}
+    environment = {**os.environ, **schedule.environment}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment)
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
@@ -111,7 +112,7 @@ def test_only_records_read_the_wall_clock():
     reads = re.compile(r"\btime\.time\b|datetime\.(?:now|today|utcnow)|time\.(?:localtime|gmtime|ctime)\b")
     found = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if reads.search(path.read_text())}
     # When a row was written, and when a timeline began, which a monotonic clock continues.
-    assert found == {"faults.py", "monitor/run_log.py", "monitor/timeline.py"}
+    assert found == {"monitor/run_log.py", "monitor/timeline.py"}
 
 
 def test_every_row_of_the_page_names_tests_that_exist():

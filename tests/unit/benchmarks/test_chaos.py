@@ -5,8 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
-from coati.faults import Schedule
+from fault_schedule import Schedule
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
