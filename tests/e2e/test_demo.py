@@ -42,9 +42,8 @@ def test_it_learns_over_three_seeds(demo, tmp_path):
 def test_the_demo_learns_and_leaves_what_it_promises(demo):
     output, text = demo
     summary_of(output)
-    for promised in ("Before", "After", "mean reward", "Try next", "version"):
+    for promised in ("Before", "After", "mean reward", "Reward curve:  ▁", "Try next", "version"):
         assert promised in text
-    assert (output / "report.html").read_text().count("<svg") > 2
     saved = load_config(output / "config.toml")
     assert Path(saved.model.path).is_absolute()  # a copy of the file works anywhere
     assert Path(saved.prompts.path).is_absolute()

@@ -72,9 +72,8 @@ def test_a_run_leaves_config_metrics_samples_and_a_model(film_run, coati_here, t
     assert list((out / "tensorboard").iterdir())
     told = coati_here("report", out)
     assert told.returncode == 0, told.stderr
-    for part in ("this process", "generate", "train", "report.html"):
+    for part in ("this process", "generate", "train", "mean reward", "Samples"):
         assert part in told.stdout
-    assert (out / "report.html").read_text().count("<svg") > 2
     again = coati_here(*arguments)
     assert again.returncode == 2
     assert "holds an earlier run" in again.stderr

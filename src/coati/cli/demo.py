@@ -12,8 +12,7 @@ from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.demo.reward import sentiment_analyzer
 from coati.entry import RunResult
-from coati.monitor.report import read_run, render_page
-from coati.monitor.time_use import run_times
+from coati.monitor.report import read_run, sparkline
 from coati.run_folder import open_run_folder
 
 NUM_EVALUATED = 256  # enough that the mean reward is good to about 0.03
@@ -101,11 +100,9 @@ def _show_numbers(console: Console, before: dict[str, float], after: dict[str, f
 
 
 def _show_files(console: Console, result: RunResult, *, seconds: float) -> None:
-    page = result.folder / "report.html"
-    run = read_run(result.folder)
-    page.write_text(render_page(run, run_times(run.spans)), encoding="utf-8", errors="backslashreplace")
+    rewards = [reward for _, reward in read_run(result.folder).series("reward/mean")]
     console.print(
-        f"Reward curve:  {page}\n"
+        f"Reward curve:  {sparkline(rewards)}\n"
         f"Model:         {result.model}\n"
         f"Metrics:       {result.folder / 'metrics.jsonl'}\n"
         f"Whole run:     {seconds:.0f} s\n"
@@ -113,7 +110,7 @@ def _show_files(console: Console, result: RunResult, *, seconds: float) -> None:
         f'  the model:      python -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', '{result.model}')('the film', max_new_tokens=16))\"\n"
         f"  another reward: coati train examples/film/run.toml   (its rewards.py is yours to change)\n"
-        f"  its time:       coati report {result.folder}\n"
+        f"  its report:     coati report {result.folder}\n"
         f"  the same run:   coati train {result.folder / 'config.toml'} --set run.output=runs/again",
         highlight=False,
         soft_wrap=True,

@@ -112,14 +112,11 @@ def report(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run, finished or running.")
     ],
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to write the page. Default: report.html in the folder.")
-    ] = None,
 ) -> None:
-    """Show where a run's time went, and write a page with its curves and samples."""
+    """Show what a run learned, a few samples, and where its time went."""
     from coati.cli.report import run_report
 
-    run_report(folder, html=html)
+    run_report(folder)
 
 
 @app.command()

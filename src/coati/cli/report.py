@@ -4,28 +4,43 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from coati.errors import ConfigError
-from coati.monitor.report import headline, read_run, render_page
+from coati.monitor.report import chosen_samples, curves, headline, read_run
 from coati.monitor.time_use import RunTimes, run_times
 
+_MAX_CHARACTERS = 400
 
-def run_report(folder: Path, *, html: Path | None) -> None:
-    """Print where the time went, and write the page."""
-    console = Console()
+
+def run_report(folder: Path) -> None:
+    """Print the few facts, the course of the metrics, samples, and where the time went."""
+    console = Console(highlight=False, markup=False)
     run = read_run(folder)
     times = run_times(run.spans)
-    console.print(f"[bold]{run.name}[/]", highlight=False)
+    console.print(run.name, style="bold")
     for name, value in headline(run, times):
-        console.print(f"  {name}: {value}", highlight=False, markup=False)
+        console.print(f"  {name}: {value}")
+    if found := curves(run):
+        table = Table("", "over training steps", "first → last", title="Learning", title_justify="left")
+        for row in found:
+            table.add_row(*row)
+        console.print(table)
+    if run.samples:
+        table = Table("version", "reward", "prompt and response", title="Samples", title_justify="left")
+        for sample in chosen_samples(run.samples):
+            text = Text.assemble((_short(sample["prompt"]), "dim"), " ", _short(sample["response"]))
+            table.add_row(str(sample["version"]), f"{sample['reward']:.3f}", text)
+        console.print(table)
     if times is None:
-        console.print("The run wrote no spans, so there is no table of times.")
+        console.print("The run wrote no spans (logging.spans_kept), so there is no table of times.")
     else:
         console.print(time_table(times))
-        console.print(times.verdict(), highlight=False, markup=False)
-    page = html if html is not None else folder / "report.html"
-    _write(page, render_page(run, times))
-    console.print(f"Page:  {page}", highlight=False, soft_wrap=True)
+        console.print(times.verdict())
+
+
+def _short(text: str) -> str:
+    """The beginning of a text, on one line, without what would steer a terminal."""
+    return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())[:_MAX_CHARACTERS]
 
 
 def time_table(times: RunTimes) -> Table:
@@ -40,10 +55,3 @@ def time_table(times: RunTimes) -> Table:
             table.add_section()
         table.add_row(*cells, style=styles[kind])
     return table
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise ConfigError(f"{str(path)!r} cannot be written: {error}. Choose another file.") from None

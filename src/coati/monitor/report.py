@@ -1,7 +1,6 @@
-"""What a run left in its folder, for people: the few facts, and a page with pictures.
+"""What a run left in its folder, for people: the few facts, the course of its metrics, a few samples.
 
-The folder may be that of a run that is still writing. The page is one HTML file that stands on its own: styles and
-pictures inside, nothing fetched, no script.
+The folder may be that of a run that is still writing.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from coati import __version__
 from coati.counting import format_seconds
 from coati.errors import ConfigError, DataError
 from coati.monitor.metrics import read_jsonl
@@ -27,10 +24,11 @@ T = TypeVar("T")
 
 _METRICS: Final = "metrics.jsonl"
 _SPANS: Final = "spans.jsonl"
-NUM_SAMPLES: Final = 4
+NUM_SAMPLES: Final = 3
 _ENDS: Final = 10  # versions at either end over which the mean reward is taken
 _TERM: Final = "reward/term_"
-_MAX_POINTS: Final = 100
+_BARS: Final = "▁▂▃▄▅▆▇█"
+_MAX_BARS: Final = 40
 
 _CURVES: Final = (
     ("reward/mean", "mean reward"),
@@ -47,32 +45,12 @@ _CURVES: Final = (
     ("maker/busy_share", "makers: share of time working"),
 )
 
-_STYLE: Final = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2rem auto; padding: 0 1rem;
-  color: light-dark(#222, #ddd); background: light-dark(#fff, #16181c); }
-h1 { font-size: 1.6rem; margin-bottom: 0; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-svg { width: 100%; height: auto; display: block; } svg text { font: 11px sans-serif; fill: currentColor; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid var(--line); }
-td:first-child { text-align: left; } tr.idle { background: var(--soft); }
-tr.head td, tr.total td { font-weight: 600; } td.text { text-align: left; overflow-wrap: anywhere; }
-.prompt { opacity: .6; } .facts { display: flex; flex-wrap: wrap; gap: .6rem 2.4rem; padding: 0; list-style: none; }
-.facts b { display: block; font-size: 1.25rem; }
-.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(290px, 1fr)); gap: 1rem; }
-figure { margin: 0; } figcaption { font-size: .85rem; font-weight: 600; margin-left: 2.6rem; }
-pre { columns: 20rem; font-size: .8rem; overflow-wrap: anywhere; white-space: pre-wrap; }
-.wide { overflow-x: auto; } footer { margin-top: 3rem; font-size: .8rem; opacity: .7; }
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
     """What a run has written so far."""
 
     path: Path
-    settings: str
-    """config.toml; empty if the folder has none."""
     state: Mapping[str, Any]
     """state.json, which runs on Ray write."""
     metrics: list[dict[str, Any]]
@@ -101,7 +79,6 @@ def read_run(path: Path) -> RunFolder:
         raise ConfigError(f"{rule}, which has neither {_METRICS} nor {_SPANS}.")
     run = RunFolder(
         path=path,
-        settings=_read(path / "config.toml", lambda file: file.read_text(encoding="utf-8"), ""),
         state=_read(path / "state.json", lambda file: json.loads(file.read_bytes()), {}),
         metrics=_read(path / _METRICS, read_jsonl, []),
         samples=_read(path / "samples.jsonl", read_jsonl, []),
@@ -126,33 +103,6 @@ def _read_spans(path: Path) -> dict[str, list[Span]]:
     for row in read_jsonl(path):
         spans.setdefault(row.pop("actor", ""), []).append(Span(**row))
     return spans
-
-
-def render_page(run: RunFolder, times: RunTimes | None) -> str:
-    """Return the page. Parts for which the run wrote nothing are left out, and the page says so."""
-    body = [
-        f"<h1>{escape(run.name)}</h1>",
-        '<ul class="facts">',
-        *(f"<li><b>{escape(value)}</b>{escape(name)}</li>" for name, value in headline(run, times)),
-        "</ul>",
-        "<h2>Where the time went</h2>",
-        _times(times),
-        "<h2>Learning</h2>",
-        "<p>Over training steps.</p>",
-        f'<div class="curves">{_curves(run) or "No metric has two points yet."}</div>',
-        "<h2>Samples</h2>",
-        _samples(run.samples),
-        "<h2>Settings</h2>",
-        f"<pre>{escape(run.settings) or 'The folder has no config.toml.'}</pre>",
-        f"<footer>coati {__version__}, from {escape(str(run.path))}</footer>",
-    ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)}: coati report</title><style>{_STYLE}</style></head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
 
 
 def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
@@ -183,55 +133,28 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
     return facts
 
 
-def _times(times: RunTimes | None) -> str:
-    if times is None:
-        return "<p>The run wrote no spans (logging.spans_kept = 0, or an older version).</p>"
-    rows = [
-        f'<tr class="{kind}">' + "".join(f"<td>{escape(text)}</td>" for text in cells) + "</tr>"
-        for kind, cells in times.table()
-    ]
-    return f'<p>{escape(times.verdict())}</p>\n<div class="wide"><table>{"".join(rows)}</table></div>'
-
-
-def _curves(run: RunFolder) -> str:
+def curves(run: RunFolder) -> list[tuple[str, str, str]]:
+    """Return the metrics that have two points or more: what each is, its course, and its first and last value."""
     terms = sorted({name for row in run.metrics for name in row if name.startswith(_TERM)})
     titles = dict(_CURVES[:1]) | {name: f"reward term: {name.removeprefix(_TERM)}" for name in terms} | dict(_CURVES)
-    return "".join(
-        f"<figure><figcaption>{escape(title)}</figcaption>{curve(points)}</figure>"
-        for name, title in titles.items()
-        if len(points := run.series(name)) > 1
-    )
+    courses = {title: [value for _, value in run.series(name)] for name, title in titles.items()}
+    return [
+        (title, sparkline(values), f"{values[0]:,.4g} → {values[-1]:,.4g}")
+        for title, values in courses.items()
+        if len(values) > 1
+    ]
 
 
-def curve(points: Sequence[tuple[float, float]]) -> str:
-    """Draw one metric over the training steps as SVG; many points are averaged in groups."""
-    groups = min(len(points), _MAX_POINTS)
-    xs, ys = ([float(part.mean()) for part in np.array_split(column, groups)] for column in np.array(points).T)
-    low, high = min(ys), max(ys)
-    left, right, top, bottom = 60, 330, 12, 130
-    across, up = (right - left) / ((xs[-1] - xs[0]) or 1.0), (bottom - top) / ((high - low) or 1.0)
-    line = " ".join(
-        f"{left + (x - xs[0]) * across:.1f},{bottom - (y - low) * up:.1f}" for x, y in zip(xs, ys, strict=True)
-    )
-    labels = ((left - 5, top + 4, high), (left - 5, bottom + 4, low), (left + 10, 148, xs[0]), (right, 148, xs[-1]))
-    return (
-        '<svg viewBox="0 0 340 152" text-anchor="end">'
-        + "".join(f'<text x="{x}" y="{y}">{value:,.4g}</text>' for x, y, value in labels)
-        + f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="currentColor" opacity="0.2"/>'
-        + f'<polyline points="{line}" fill="none" stroke="#2f7fc1" stroke-width="1.5"/></svg>'
-    )
+def sparkline(values: Sequence[float]) -> str:
+    """Draw values as bars from the least to the greatest; many are averaged in groups.
 
-
-def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
-    if not samples:
-        return "<p>The run kept no samples.</p>"
-    rows = "".join(
-        f"<tr><td>{sample['version']}</td><td>{sample['reward']:.3f}</td>"
-        f'<td class="text"><span class="prompt">{escape(sample["prompt"])}</span>{escape(sample["response"])}</td></tr>'
-        for sample in chosen_samples(samples)
-    )
-    head = '<tr class="head"><td>version</td><td>reward</td><td class="text">prompt and response</td></tr>'
-    return f"<table>{head}{rows}</table>"
+    >>> sparkline([0.0, 1.0, 2.0, 7.0])
+    '▁▂▃█'
+    """
+    parts = np.array_split(np.array(values), min(len(values), _MAX_BARS))
+    means = [float(part.mean()) for part in parts]
+    low, reach = min(means), (max(means) - min(means)) or 1.0
+    return "".join(_BARS[round((mean - low) / reach * (len(_BARS) - 1))] for mean in means)
 
 
 def chosen_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -1,16 +1,17 @@
-"""Reports of run folders, from spans worked by hand to a page."""
+"""Reports of run folders, from spans worked by hand to what is printed."""
 
+import doctest
 import io
 import json
 import re
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 from rich.console import Console
 
+import coati.monitor.report
 from coati.cli.report import run_report, time_table
 from coati.errors import ConfigError, DataError
-from coati.monitor.report import chosen_samples, curve, headline, read_run, render_page
+from coati.monitor.report import chosen_samples, curves, headline, read_run, sparkline
 from coati.monitor.time_use import run_times
 from coati.monitor.timeline import Span
 
@@ -79,7 +80,7 @@ def folder(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     samples = [
-        {"version": version, "prompt": "the <b>film</b>", "response": f" number {index} & more", "reward": 0.5}
+        {"version": version, "prompt": "the <b>film</b>", "response": f" number {index} \x1b[31m& more", "reward": 0.5}
         for version in range(3)
         for index in range(5)
     ]
@@ -179,40 +180,19 @@ def test_spans_without_work_have_no_times():
     assert run_times({"maker-0": [work("wait_weights", 0, 1)]}) is None
 
 
-def drawn(points):
-    picture = ElementTree.fromstring(curve(points))
-    places = [tuple(map(float, place.split(","))) for place in picture.find("polyline").get("points").split()]
-    return places, [node.text for node in picture.iter("text")]
+def test_a_course_is_drawn_from_the_least_to_the_greatest_and_thinned_to_averages():
+    assert doctest.testmod(coati.monitor.report).failed == 0
+    assert sparkline([0.5, 0.5]) == "▁▁"
+    long = sparkline([step % 2 for step in range(3000)] + [9.0] * 1000)
+    assert len(long) == 40
+    assert set(long) == {"▁", "█"}  # each of the first is the mean of fifty zeros and fifty ones
 
 
-def test_a_curve_goes_from_corner_to_corner_and_says_its_range():
-    places, labels = drawn([(10.0, 0.25), (20.0, 0.5), (30.0, 0.75)])
-    assert places == [(60.0, 130.0), (195.0, 71.0), (330.0, 12.0)]
-    assert labels == ["0.75", "0.25", "10", "30"]
-
-
-def test_long_curves_are_thinned_to_averages():
-    places, labels = drawn([(step, step % 2) for step in range(6000)])
-    assert len(places) == 100
-    assert {y for _, y in places} == {130.0}  # each is the mean of thirty zeros and thirty ones
-    assert labels[0] == "0.5"
-
-
-def test_points_of_one_step_are_drawn():
-    assert drawn([(3.0, 1.0), (3.0, 2.0)])[0] == [(60.0, 130.0), (60.0, 12.0)]
-
-
-def test_the_page_holds_everything_and_loads_nothing(folder):
-    run = read_run(folder)
-    page = render_page(run, run_times(run.spans))
-    assert "<script" not in page
-    assert "http" not in page
-    assert "the &lt;b&gt;film&lt;/b&gt;" in page
-    assert "<b>film</b>" not in page
-    assert "0.250 → 0.750" in page
-    assert page.count("<svg") == 2  # only the reward and its term have two points
-    for part in ("reward term: brevity", "completed", "makers = 1", "[algorithm]"):
-        assert part in page
+def test_metrics_with_two_points_have_a_course_with_its_ends(folder):
+    assert curves(read_run(folder)) == [
+        ("mean reward", "▁█", "0.25 → 0.75"),
+        ("reward term: brevity", "█▁", "5.12e-07 → 1e-07"),
+    ]
 
 
 def test_faults_of_machines_and_of_data_are_counted_apart(folder):
@@ -228,23 +208,31 @@ def test_faults_of_machines_and_of_data_are_counted_apart(folder):
 
 def test_samples_are_of_the_first_and_the_last_version(folder):
     chosen = chosen_samples(read_run(folder).samples)
-    assert [sample["version"] for sample in chosen] == [0, 0, 0, 0, 2, 2, 2, 2]
+    assert [sample["version"] for sample in chosen] == [0, 0, 0, 2, 2, 2]
 
 
-def test_the_command_prints_a_table_and_writes_the_page(folder, capsys, monkeypatch):
+def test_the_command_prints_facts_courses_samples_and_times(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    run_report(folder, html=None)
+    run_report(folder)
     printed = capsys.readouterr().out
-    for part in (folder.name, "wait for data", "40%", "0.250 → 0.750", "report.html"):
+    for part in (
+        folder.name,
+        "completed",
+        "0.250 → 0.750",
+        "▁█",
+        "the <b>film</b> number 0 [31m& more",
+        "wait for data",
+        "40%",
+    ):
         assert part in printed
-    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert "\x1b" not in printed  # samples do not steer the terminal
 
 
-def test_a_run_without_spans_has_a_report(folder, tmp_path, capsys):
-    (folder / "spans.jsonl").unlink()
-    run_report(folder, html=tmp_path / "page.html")
+def test_a_run_without_spans_or_samples_has_a_report(folder, capsys):
+    for name in ("spans.jsonl", "samples.jsonl"):
+        (folder / name).unlink()
+    run_report(folder)
     assert "no spans" in capsys.readouterr().out
-    assert "wrote no spans" in (tmp_path / "page.html").read_text()
 
 
 def test_folders_that_are_no_runs_are_refused(tmp_path):
@@ -278,8 +266,3 @@ def test_a_line_that_is_still_being_written_is_left_out(folder):
     with (folder / "spans.jsonl").open("a") as file:
         file.write('{"actor": "maker-0", "la')
     assert read_run(folder).spans == SPANS
-
-
-def test_a_page_that_cannot_be_written_says_so(folder):
-    with pytest.raises(ConfigError, match="cannot be written"):
-        run_report(folder, html=folder / "no" / "page.html")
