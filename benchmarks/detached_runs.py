@@ -12,7 +12,7 @@ from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.monitor import RunLog
 from coati.monitor.report import read_run
-from coati.monitor.timeline import WORK, Span
+from coati.monitor.timeline import Span
 
 # A program that says when it is ready, waits for a line, and then says how many rounds it did in so many seconds.
 _SPIN = """
@@ -187,7 +187,7 @@ def measure(by_actor: dict[str, list[Span]], *, batch: int, warmup: int) -> Meas
         spent[actor] = {}
         for span in spans:
             seconds = min(span.end, end) - max(span.start, start)
-            if span.lane == WORK and seconds > 0:
+            if seconds > 0:
                 spent[actor][span.what] = spent[actor].get(span.what, 0.0) + seconds
     num_steps = len(steps) - warmup
     return Measured(seconds=end - start, steps=num_steps, samples=num_steps * batch, spent=spent)

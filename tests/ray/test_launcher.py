@@ -46,12 +46,10 @@ def check_times(folder):
     assert [actor.actor for actor in times.actors] == ["maker-0", "trainer-0", "trainer-1"]
     maker, *trainers = times.actors
     assert maker.shares.keys() >= {"generate", "score", "send", "wait_weights"}
-    assert {span.what for span in run.spans["maker-0"] if span.lane == "weights"} >= {"receive", "commit"}
     for trainer in trainers:
         assert trainer.shares.keys() >= {"train", "publish", "wait_data", "wait_ranks"}
         spans = run.spans[trainer.actor]
-        assert "buffer" in {span.lane for span in spans}
-        assert sum((span.lane, span.what) == ("work", "train") for span in spans) == 2
+        assert sum(span.what == "train" for span in spans) == 2
     # No time is counted twice.
     assert all(0 < actor.shares["worked"] + actor.shares["waited"] <= 1 + 1e-6 for actor in times.actors)
     made = [row for row in run.metrics if "wait/weights_share" in row]

@@ -101,7 +101,8 @@ def _read(path: Path, parse: Callable[[Path], T], default: T) -> T:
 def _read_spans(path: Path) -> dict[str, list[Span]]:
     spans: dict[str, list[Span]] = {}
     for row in read_jsonl(path):
-        spans.setdefault(row.pop("actor", ""), []).append(Span(**row))
+        fields = {name: row[name] for name in Span._fields if name in row}
+        spans.setdefault(row.get("actor", ""), []).append(Span(**fields))
     return spans
 
 

@@ -21,7 +21,7 @@ from coati.monitor.metrics import (
     values_of,
 )
 from coati.monitor.progress import RunSnapshot
-from coati.monitor.timeline import LEAVE, WORK, Span
+from coati.monitor.timeline import LEAVE, Span
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class RunLog:
     def left(self, actor: str) -> None:
         """Write down that an actor has left: from now on it is not idle, but gone."""
         now = time.time()
-        self.spans(actor, [Span(WORK, LEAVE, now, now, self.trainer_version)])
+        self.spans(actor, [Span(LEAVE, now, now, self.trainer_version)])
 
     def flush(self) -> None:
         """Write everything that was reported so far."""

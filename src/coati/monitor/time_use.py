@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from coati.monitor.timeline import ACTIVITIES, LEAVE, WORK, Span, is_idle, label_of
+from coati.monitor.timeline import ACTIVITIES, LEAVE, Span, is_idle, label_of
 
 # A run begins when some actor does one of these for the first time; before that it starts up.
 _FIRST_WORK: Final = frozenset({"generate", "train", "wait_data"})
@@ -116,7 +116,7 @@ def _actor_time(actor: str, spans: Sequence[Span], start: float, end: float) -> 
     seconds: dict[str, float] = {}
     last = came
     for span in spans:
-        if span.lane == WORK and span.end > start:
+        if span.end > start:
             seconds[span.what] = seconds.get(span.what, 0.0) + span.end - max(span.start, start)
             last = max(last, span.end)
     shares = {what: spent / elapsed for what, spent in seconds.items()} if elapsed else {}

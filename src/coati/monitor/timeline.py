@@ -21,14 +21,8 @@ from typing import Final, NamedTuple
 from coati.monitor.metrics import Mean, Metric, Sum
 from coati.monitor.records import RecordLog, RecordPage
 
-WORK: Final = "work"
-"""The lane of an actor's loop. Other lanes hold what its other threads do."""
-WEIGHTS: Final = "weights"
-BUFFER: Final = "buffer"
-
-
 ACTIVITIES: Final = (
-    *("generate", "score", "send", "train", "publish", "deliver", "commit", "save", "receive", "take_in"),
+    *("generate", "score", "send", "train", "publish", "commit", "save"),
     *("wait_data", "wait_weights", "wait_room", "wait_prompts", "wait_rewards", "wait_ranks", "wait_delivery"),
 )
 """Every activity that actors of this project report, in the order in which reports list them; see docs/report.md."""
@@ -55,7 +49,6 @@ LEAVE: Final = "leave"
 class Span(NamedTuple):
     """One piece of an actor's time."""
 
-    lane: str
     what: str
     start: float  # seconds since the epoch
     end: float
@@ -64,7 +57,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class TimeUse:
-    """How a period was spent: seconds of each activity in the lane of work, without counting a moment twice."""
+    """How a period was spent: seconds of each activity, without counting a moment twice."""
 
     elapsed: float = 0.0
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -83,25 +76,11 @@ class TimeUse:
         return min(1.0, self.spent(*activities) / self.elapsed) if self.elapsed > 0 else 0.0
 
 
-@dataclass
-class _OpenSpan:
-    what: str
-    lane: str
-    since: float  # of the part that is not yet recorded
-    version: int | None
-
-
-class _ThreadSpans(threading.local):
-    """The spans that the calling thread is in, the innermost last."""
-
-    def __init__(self) -> None:
-        self.open: list[_OpenSpan] = []
-
-
 class Timeline:
-    """Records spans, from any thread, in bounded memory: the oldest go if the driver does not fetch them.
+    """Records what the thread of an actor's loop does, in bounded memory: the oldest spans go if nobody fetches them.
 
-    A thread does one thing at a time: a span inside another one interrupts it, and is in the same lane.
+    The thread is the one that called `take` last, or made the timeline; what other threads do is left out. It does one
+    thing at a time: a span inside another one interrupts it.
 
     >>> timeline = Timeline()
     >>> with timeline.span("send"):
@@ -124,52 +103,51 @@ class Timeline:
         self._began = clock()
         self._offset = wall_clock() - self._began
         self._log: RecordLog[Span] = RecordLog(capacity)
-        self._lock = threading.Lock()
         self._totals: dict[str, float] = {}
         self._taken = TimeUse()
-        self._mine = _ThreadSpans()
+        self._thread = threading.get_ident()
+        self._open: list[str] = []  # what the thread is in, the innermost last
+        self._noted = self._began
 
     @contextlib.contextmanager
-    def span(self, what: str, lane: str = WORK, *, version: int | None = None) -> Iterator[None]:
-        """Time the body of a `with` statement, also if it raises. Pass `version` if it is not the newest."""
-        now, open_spans = self._record_open(), self._mine.open
-        open_spans.append(_OpenSpan(what, open_spans[-1].lane if open_spans else lane, now, version))
+    def span(self, what: str) -> Iterator[None]:
+        """Time the body of a `with` statement, also if it raises."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        self._note()
+        self._open.append(what)
         try:
             yield
         finally:
-            now = self._record_open()
-            open_spans.pop()
-            if open_spans:
-                open_spans[-1].since = now
+            if threading.get_ident() == self._thread:  # else another one has taken over
+                self._note()
+                self._open.pop()
 
     def since(self, cursor: int) -> RecordPage[Span]:
         """Return the spans that ended after `cursor`, as far as they are still kept."""
         return self._log.since(cursor)
 
     def read(self) -> TimeUse:
-        """Return how the time since the beginning was spent, with the span that the calling thread is in."""
-        now = self._record_open()
-        with self._lock:
-            return TimeUse(now - self._began, dict(self._totals))
+        """Return how the time since the beginning was spent, with the span that the thread is in."""
+        return TimeUse(self._note() - self._began, dict(self._totals))
 
     def take(self) -> TimeUse:
-        """Return how the time since the last call was spent. Call it from one thread, that of the loop."""
+        """Return how the time since the last call was spent."""
+        if self._thread != threading.get_ident():
+            self._thread, self._open = threading.get_ident(), []
         now, earlier = self.read(), self._taken
         self._taken = now
         return now.after(earlier)
 
-    def _record_open(self) -> float:
-        """Record what the calling thread is doing, up to now; return the time."""
-        now = self._clock()
-        for span in self._mine.open[-1:]:
-            start, span.since = span.since, now
-            if now > start:
-                version = self.version if span.version is None else span.version
-                self._log.append(Span(span.lane, span.what, start + self._offset, now + self._offset, version))
-            if span.lane == WORK:
-                with self._lock:
-                    self._totals[span.what] = self._totals.get(span.what, 0.0) + now - start
-        return now
+    def _note(self) -> float:
+        """Record what the thread has done since the last time; return the time."""
+        start, self._noted = self._noted, self._clock()
+        if self._open and self._noted > start:
+            what = self._open[-1]
+            self._log.append(Span(what, start + self._offset, self._noted + self._offset, self.version))
+            self._totals[what] = self._totals.get(what, 0.0) + self._noted - start
+        return self._noted
 
 
 _MAKER_WORK: Final = ("generate", "score", "send")

@@ -23,7 +23,7 @@ from coati.experience import BufferItem, Experience, split_experience_batch
 from coati.experience_buffer.buffer import SampleBuffer
 from coati.ledger import Lease, LeaseRequest
 from coati.monitor.records import RecordLog, RecordPage
-from coati.monitor.timeline import BUFFER, WEIGHTS, Span, Timeline
+from coati.monitor.timeline import Span, Timeline
 from coati.peers import wait_in_slices
 from coati.ray.callbacks import TrainerCallback, connect, dispatch
 from coati.ray.detached_replay_buffer import UnleasedBuffer
@@ -125,8 +125,7 @@ class DetachedTrainer(FitSteps):
     def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
         """Send all weights to the makers now; a maker with `sync_models_from_trainers` starts after this."""
         self._timeline.version = self.version
-        with self._timeline.span("publish", WEIGHTS):
-            self._update_remote_makers(fully_update=True, **kwargs)
+        self._update_remote_makers(fully_update=True, **kwargs)
 
     def stop(self) -> None:
         """End `fit` before its next batch; weights and buffer stay as they are."""
@@ -147,9 +146,8 @@ class DetachedTrainer(FitSteps):
     @ray.method(concurrency_group="buffer_append")
     def buffer_extend(self, items: list[BufferItem]) -> None:
         """Called by experience makers; blocks while the buffer is full. Returning is the acknowledgement."""
-        with self._timeline.span("take_in", BUFFER):
-            self._buffer.extend(items)
-            faults.reach("trainer.after_delivery")
+        self._buffer.extend(items)
+        faults.reach("trainer.after_delivery")
 
     @ray.method(concurrency_group="buffer_length")  # which no call keeps for long
     def lease(self, request: LeaseRequest) -> list[Lease]:

@@ -27,7 +27,7 @@ from coati.experience_maker.loader_prompts import LoaderPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
 from coati.monitor.records import RecordLog, RecordPage
-from coati.monitor.timeline import WEIGHTS, Span, Timeline
+from coati.monitor.timeline import Span, Timeline
 from coati.peers import wait_in_slices
 from coati.prompts.stream import PromptStream
 from coati.ray.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, connect, dispatch, num_parameters
@@ -130,6 +130,7 @@ class MakerHolder:
         Returns when every item made has been acknowledged by a trainer.
         """
         self._state = "working"
+        self._timeline.take()  # it is this thread whose time counts
         try:
             with self._timeline.span("wait_weights"):
                 self._await_first_weights()
@@ -169,17 +170,16 @@ class MakerHolder:
         `chunk_end=True`, in one call or several. Either way the update is staged, verified as a whole and committed
         at once; if anything is wrong it is rejected, and the maker keeps its current weights.
         """
-        with self._timeline.span("receive", WEIGHTS):
-            if message is not None:
-                self._receiver.receive(message)
-            else:
-                self._receiver.receive_plain(
-                    {"actor": new_actor_state_dict, "critic": new_critic_state_dict},
-                    {"actor": new_actor_lora_config_dict, "critic": new_critic_lora_config_dict},
-                    fully_update=fully_update,
-                    chunk_start=chunk_start,
-                    chunk_end=chunk_end,
-                )
+        if message is not None:
+            self._receiver.receive(message)
+        else:
+            self._receiver.receive_plain(
+                {"actor": new_actor_state_dict, "critic": new_critic_state_dict},
+                {"actor": new_actor_lora_config_dict, "critic": new_critic_lora_config_dict},
+                fully_update=fully_update,
+                chunk_start=chunk_start,
+                chunk_end=chunk_end,
+            )
 
     # Asked for at any time.
 

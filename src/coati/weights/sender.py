@@ -22,7 +22,7 @@ from coati.config import TopologySettings
 from coati.errors import DeadlineExceeded
 from coati.gpu import device_errors_explained
 from coati.models.lora import LoRAConstructor
-from coati.monitor.timeline import WEIGHTS, Timeline
+from coati.monitor.timeline import Timeline
 from coati.weights.message import Chunk, ChunkInfo, UpdateHeader, WeightManifest, WeightMessage
 from coati.weights.recipients import Recipients, UpdateCalls
 from coati.weights.transports import CardMemory, MadeChunk, value_chunk
@@ -154,12 +154,11 @@ class WeightSender:
             self._on_read(version, digests, calls.healthy if only_behind else ())
 
         def deliver() -> None:
-            with self._timeline.span("deliver", WEIGHTS, version=version):
-                calls.send(_UPDATE, message=WeightMessage(header=header, manifest=manifest))
-                calls.wait()
-                if memory is not None:
-                    memory.returned_by(calls.ended)
-                self.recipients.note(calls, version, is_full=is_full)
+            calls.send(_UPDATE, message=WeightMessage(header=header, manifest=manifest))
+            calls.wait()
+            if memory is not None:
+                memory.returned_by(calls.ended)
+            self.recipients.note(calls, version, is_full=is_full)
             faults.reach("trainer.after_ack")
             on_arrival(time.perf_counter() - started, sum(info.nbytes for info in infos))
 

@@ -17,7 +17,7 @@ from coati.monitor.timeline import Span
 
 
 def work(what, start, end, version=0):
-    return Span("work", what, start, end, version)
+    return Span(what, start, end, version)
 
 
 def shares(**actors):
@@ -44,7 +44,6 @@ SPANS = {
         work("wait_weights", 104.0, 105.5),
         work("commit", 105.5, 106.0, 1),
         work("generate", 106.0, 110.0, 1),
-        Span("weights", "receive", 105.0, 105.25, 0),
     ],
     "trainer-0": [
         work("wait_data", 100.0, 104.0),
@@ -121,7 +120,7 @@ def test_the_verdict_names_what_limits_the_run(maker, trainer, says):
 
 def test_who_was_there_for_a_part_of_the_run_has_shares_of_that_part():
     # Of 100 s: maker-0 works all the time, maker-1 leaves after 10, maker-2 is there from 80 to 90, and works for 9 of
-    # them. maker-3 is there from 50 on, and done after 20 more; but it receives and commits weights later on.
+    # them. maker-3 is there from 50 on, and done after 20 more.
     spans = {
         "maker-0": [
             work("generate", 0, 100),
@@ -136,8 +135,6 @@ def test_who_was_there_for_a_part_of_the_run_has_shares_of_that_part():
         ],
         "maker-3": [
             work("generate", 50, 70),
-            Span("weights", "receive", 94.0, 95.0, 0),
-            Span("weights", "commit", 95.0, 96.0, 0),
         ],
         "trainer-0": [
             work("wait_data", 0, 10),

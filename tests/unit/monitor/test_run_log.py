@@ -293,11 +293,11 @@ def test_spans_are_written_as_long_as_there_is_room(make_log, tmp_path, caplog):
     log = make_log(max_spans=3)
     log.spans("maker-0", [])
     assert not path.exists()
-    log.spans("maker-0", [Span("work", "generate", 1.0, 2.5, 4), Span("work", "score", 2.5, 2.75, 4)])
-    log.spans("trainer-0", [Span("work", "train", 2.0, 3.0, 4), Span("work", "publish", 3.0, 4.0, 5)])
-    log.spans("trainer-0", [Span("work", "train", 4.0, 5.0, 5)])
+    log.spans("maker-0", [Span("generate", 1.0, 2.5, 4), Span("score", 2.5, 2.75, 4)])
+    log.spans("trainer-0", [Span("train", 2.0, 3.0, 4), Span("publish", 3.0, 4.0, 5)])
+    log.spans("trainer-0", [Span("train", 4.0, 5.0, 5)])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert rows[0] == {"actor": "maker-0", "lane": "work", "what": "generate", "start": 1.0, "end": 2.5, "version": 4}
+    assert rows[0] == {"actor": "maker-0", "what": "generate", "start": 1.0, "end": 2.5, "version": 4}
     assert [(row["actor"], row["what"]) for row in rows[1:]] == [("maker-0", "score"), ("trainer-0", "train")]
     assert len(caplog.messages) == 1
     assert "logging.spans_kept" in caplog.text
@@ -313,7 +313,7 @@ def test_that_a_maker_left_is_a_span_without_length(make_log, tmp_path):
 @pytest.mark.parametrize("folder", [True, False])
 def test_without_room_or_a_folder_no_spans_are_written(folder, tmp_path):
     log = RunLog(tmp_path if folder else None, total_steps=1, max_spans=0 if folder else 10)
-    log.spans("maker-0", [Span("work", "generate", 1.0, 2.5, 4)])
+    log.spans("maker-0", [Span("generate", 1.0, 2.5, 4)])
     log.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -325,7 +325,7 @@ def test_a_file_that_cannot_be_written_is_reported_once_and_the_run_continues(ma
     for version in range(3):
         log.maker_records([made(version, 0.5, texts=[sample()])])
         log.trainer_records([trained(version + 1, version)])
-        log.spans("maker-0", [Span("work", "generate", 1.0, 2.0, version)])
+        log.spans("maker-0", [Span("generate", 1.0, 2.0, version)])
     log.close()
     assert sorted(message.split(" ")[0].rsplit("/", 1)[1] for message in caplog.messages) == [
         "metrics.jsonl",

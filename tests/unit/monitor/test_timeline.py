@@ -8,7 +8,6 @@ from metric_table import DOCUMENTED
 from coati.monitor import Mean, Sum
 from coati.monitor.timeline import (
     ACTIVITIES,
-    WEIGHTS,
     Span,
     Timeline,
     TimeUse,
@@ -42,13 +41,13 @@ def test_spans_have_wall_times_and_the_version_at_their_end(timeline, clock):
         clock.now += 2.0
         timeline.version = 3
     clock.now += 1.0
-    with timeline.span("receive", WEIGHTS):
+    with timeline.span("generate"):
         clock.now += 0.5
     assert timeline.since(0).records == [
-        Span("work", "wait_weights", 1050.0, 1052.0, 3),
-        Span("weights", "receive", 1053.0, 1053.5, 3),
+        Span("wait_weights", 1050.0, 1052.0, 3),
+        Span("generate", 1053.0, 1053.5, 3),
     ]
-    assert timeline.since(1).records == [Span("weights", "receive", 1053.0, 1053.5, 3)]
+    assert timeline.since(1).records == [Span("generate", 1053.0, 1053.5, 3)]
 
 
 def test_a_span_interrupts_the_one_it_is_in(timeline, clock):
@@ -107,24 +106,20 @@ def test_what_is_taken_in_the_middle_of_a_span_is_counted_then_and_only_then(tim
     assert timeline.read().seconds["generate"] == 6.0
 
 
-def test_another_thread_has_its_own_lane_and_does_not_count_into_the_work(timeline, clock):
-    def receive():
-        with timeline.span("receive", WEIGHTS):
+def test_what_other_threads_do_is_left_out_until_one_takes_over(timeline, clock):
+    def work(takes_over):
+        if takes_over:
+            timeline.take()
+        with timeline.span("generate"):
             clock.now += 1.0
-            with timeline.span("commit"):  # in the lane of the span that it is in
-                clock.now += 0.25
 
     with timeline.span("wait_weights"):
-        thread = threading.Thread(target=receive)
-        thread.start()
-        thread.join()
-        clock.now += 1.0
-    assert timeline.take().seconds == {"wait_weights": 2.25}
-    assert [(span.lane, span.what) for span in timeline.since(0).records] == [
-        ("weights", "receive"),
-        ("weights", "commit"),
-        ("work", "wait_weights"),
-    ]
+        for takes_over in (False, True):
+            thread = threading.Thread(target=work, args=[takes_over])
+            thread.start()
+            thread.join()
+    assert timeline.read().seconds == {"generate": 1.0}
+    assert [span.what for span in timeline.since(0).records] == ["generate"]
 
 
 def test_a_span_counts_when_its_body_raises(timeline, clock):
