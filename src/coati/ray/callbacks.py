@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from coati.counting import format_seconds
-from coati.monitor.timeline import Timeline, TimeUse
+from coati.monitor.timeline import Timeline, TimeUse, label_of
 
 if TYPE_CHECKING:
     from coati.experience import Experience
@@ -105,12 +105,10 @@ class _PerformanceEvaluator(_Callback):
     """Counts what a loop does, and reads off the timeline what that took; `str` summarizes it."""
 
     title: str
-    phases: tuple[tuple[str, tuple[str, ...]], ...]  # the activities that make up each; FLOPs are done in the first
     flops_per_token: float
     flops_per_sample = 0.0
     samples = 0
     tokens = 0  # of prompts and responses, without padding
-    response_tokens = 0
     use = TimeUse()
 
     @property
@@ -118,36 +116,25 @@ class _PerformanceEvaluator(_Callback):
         """What all models computed."""
         return self.flops_per_token * self.tokens + self.flops_per_sample * self.samples
 
-    @property
-    def phase_seconds(self) -> dict[str, float]:
-        """Seconds of each phase, and of what belongs to none."""
-        seconds = {phase: self.use.spent(*activities) for phase, activities in self.phases}
-        return {**seconds, "other": max(self.use.elapsed - sum(seconds.values()), 0.0)}
-
     def __str__(self) -> str:
-        samples, seconds, phases = self.samples, self.use.elapsed, self.phase_seconds
+        samples, seconds = self.samples, self.use.elapsed
         if samples == 0 or seconds == 0:
             return f"{self.title}: {samples} samples in {format_seconds(seconds)}, so nothing to measure"
-        first = next(iter(phases))
-        parts = [f"{name} {format_seconds(spent / samples)} ({spent / seconds:.0%})" for name, spent in phases.items()]
+        shares = [f"{label_of(what)} {spent / seconds:.0%}" for what, spent in self.use.seconds.items() if spent]
         return (
-            f"{self.title}: {samples:,} samples ({samples / seconds:,.2f}/s), {self.tokens:,} tokens "
-            f"({self.tokens / seconds:,.0f}/s, {self.response_tokens:,} in responses) in {format_seconds(seconds)}\n"
-            f"  {self.flops / max(phases[first], 1e-9) / 1e9:,.2f} GFLOP/s in {first}, "
-            f"{self.flops / seconds / 1e9:,.2f} GFLOP/s overall\n"
-            f"  per sample {format_seconds(seconds / samples)}: {', '.join(parts)}"
+            f"{self.title}: {samples:,} samples ({samples / seconds:,.2f}/s, {format_seconds(seconds / samples)} each),"
+            f" {self.tokens:,} tokens ({self.tokens / seconds:,.0f}/s) in {format_seconds(seconds)}, "
+            f"{self.flops / seconds / 1e9:,.2f} GFLOP/s\n  of the time: {', '.join(shares)}"
         )
 
     def _begin(self) -> None:
-        self.samples = self.tokens = self.response_tokens = 0
+        self.samples = self.tokens = 0
         self._began = self.timeline.read()
 
     def _count(self, experience: Experience) -> None:
-        mask, action_mask = experience.attention_mask, experience.action_mask  # [B, S], [B, A]
+        mask = experience.attention_mask  # [B, S]
         self.samples += len(experience.sequences)
         self.tokens += experience.sequences.numel() if mask is None else int(mask.sum())
-        # Without an action mask every action is a response token.
-        self.response_tokens += experience.action_log_probs.numel() if action_mask is None else int(action_mask.sum())
 
     def _end(self) -> None:
         self.use = self.timeline.read().after(self._began)
@@ -155,7 +142,7 @@ class _PerformanceEvaluator(_Callback):
 
 
 class ExperienceMakerPerformanceEvaluator(_PerformanceEvaluator, MakerCallback):
-    """Measures each loop of a maker: throughput, time per sample by phase, FLOP/s. Logs a summary at the end.
+    """Measures each loop of a maker: throughput, FLOP/s, shares of its time. Logs a summary at the end.
 
     With B samples of N tokens in all, prompt and response without padding, and a key-value cache, an experience takes::
 
@@ -166,11 +153,6 @@ class ExperienceMakerPerformanceEvaluator(_PerformanceEvaluator, MakerCallback):
     """
 
     title = "Experience maker"
-    phases = (
-        ("make experience", ("generate", "score", "wait_rewards")),
-        ("send", ("send", "wait_room")),
-        ("wait for weights", ("wait_weights",)),
-    )
 
     def __init__(
         self,
@@ -194,7 +176,7 @@ class ExperienceMakerPerformanceEvaluator(_PerformanceEvaluator, MakerCallback):
 
 
 class TrainerPerformanceEvaluator(_PerformanceEvaluator, TrainerCallback):
-    """Measures each fit of a trainer: throughput, time per sample by phase, FLOP/s. Logs a summary at the end.
+    """Measures each fit of a trainer: throughput, FLOP/s, shares of its time. Logs a summary at the end.
 
     A batch of N tokens, prompt and response without padding, takes 6·(P_actor + P_critic)·N FLOPs (forward 2, backward
     4), and 8·(P_actor + P_critic)·N with gradient checkpointing, which runs the forward once more. Prompts that samples
@@ -203,7 +185,6 @@ class TrainerPerformanceEvaluator(_PerformanceEvaluator, TrainerCallback):
     """
 
     title = "Trainer"
-    phases = (("learn", ("train",)), ("update", ("publish", "wait_delivery")), ("wait for data", ("wait_data",)))
 
     def __init__(
         self,

@@ -144,8 +144,8 @@ def test_the_maker_by_hand(caplog):
         evaluator.on_loop_end()
     clock.pass_seconds(100.0)  # what comes after the loop does not count
     s = evaluator
-    assert (s.samples, s.tokens, s.response_tokens, s.use.elapsed) == (4, 16, 10, 10.0)
-    assert s.phase_seconds == {"make experience": 7.0, "send": 1.0, "wait for weights": 1.5, "other": 0.5}
+    assert (s.samples, s.tokens, s.use.elapsed) == (4, 16, 10.0)
+    assert s.use.seconds == {"generate": 6.5, "score": 0.5, "send": 1.0, "wait_weights": 1.5}
     # One experience: generation 2·1000·(8 − 2) = 12,000 and scoring 2·1111·8 = 17,776.
     assert s.flops == 2 * (12_000 + 17_776)
     assert caplog.messages == [str(s)]
@@ -159,7 +159,7 @@ def test_the_maker_without_masks_counts_every_position():
     evaluator.on_loop_start()
     make_one(evaluator, clock, experience, 1.0, 0.0)
     evaluator.on_loop_end()
-    assert (evaluator.tokens, evaluator.response_tokens) == (10, 6)
+    assert evaluator.tokens == 10
     assert evaluator.flops == 2 * (10 - 2) + 2 * 10
 
 
@@ -200,8 +200,8 @@ def test_the_trainer_by_hand(caplog, enable_grad_checkpoint, per_weight, first_e
     with caplog.at_level(logging.INFO, logger="coati.ray.callbacks"):
         evaluator.on_fit_end()
     s = evaluator
-    assert (s.samples, s.tokens, s.response_tokens, s.use.elapsed) == (8, 32, 20, 12.5)
-    assert s.phase_seconds == {"learn": 8.0, "update": 0.5, "wait for data": 4.0, "other": 0.0}
+    assert (s.samples, s.tokens, s.use.elapsed) == (8, 32, 12.5)
+    assert s.use.seconds == {"train": 8.0, "publish": 0.5, "wait_data": 4.0}
     assert s.flops == per_weight * 1100 * 32
     assert caplog.messages == [str(s)]
 
@@ -247,19 +247,16 @@ def test_rates_by_hand():
     evaluator.on_loop_start()
     evaluator.on_loop_end()
     assert str(evaluator) == "Experience maker: 0 samples in 0 s, so nothing to measure"
-    for what, seconds in {"generate": 1.5, "score": 0.5, "send": 0.03, "wait_room": 0.02, "publish": 1.0}.items():
+    for what, seconds in {"generate": 1.6, "score": 0.4, "send": 0.04, "wait_room": 0.04, "publish": 1.0}.items():
         spend(evaluator, clock, what, seconds)
-    clock.pass_seconds(0.95)  # in no span
-    no_masks = {"attention_mask": None, "action_mask": None, "action_log_probs": torch.zeros(100, 10)}
-    batch = SimpleNamespace(sequences=torch.zeros(100, 30, dtype=torch.long), **no_masks)
+    clock.pass_seconds(0.92)  # in no span
+    batch = SimpleNamespace(sequences=torch.zeros(100, 30, dtype=torch.long), attention_mask=None)
     evaluator.on_make_experience_end(batch)
     evaluator.on_loop_end()
     assert evaluator.flops == 17.7e9  # 2 · 1.5e6 · (2 · 3000 − 100)
     assert str(evaluator).splitlines() == [
-        "Experience maker: 100 samples (25.00/s), 3,000 tokens (750/s, 1,000 in responses) in 4 s",
-        "  8.85 GFLOP/s in make experience, 4.42 GFLOP/s overall",
-        "  per sample 40 ms: make experience 20 ms (50%), send 500 us (1%), wait for weights 0 s (0%), "
-        "other 19.5 ms (49%)",
+        "Experience maker: 100 samples (25.00/s, 40 ms each), 3,000 tokens (750/s) in 4 s, 4.42 GFLOP/s",
+        "  of the time: generate 40%, score 10%, send 1%, wait for room 1%, publish 25%",
     ]
 
 
