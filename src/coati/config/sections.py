@@ -296,10 +296,8 @@ class TopologySettings(Section, section="topology"):
         1, "Experience makers, when the run begins; `coati scale` changes it while it trains.", ge=1, le=64
     )
     trainers: int = setting(1, "Trainers; they share every optimizer step.", ge=1, le=64)
-    placement: Literal["auto", "pack", "spread"] = setting(
-        "auto",
-        "Where on a cluster they run: auto = Ray places each for itself, pack = on as few nodes as possible, a maker's "
-        "and a trainer's shares of a GPU on one card, spread = over the nodes. Both reserve all places first.",
+    placement: Literal["auto", "spread"] = setting(
+        "auto", "Where on a cluster they run: auto = as Ray does by default, on few nodes; spread = over the nodes."
     )
     lead: int = setting(
         1,

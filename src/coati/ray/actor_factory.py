@@ -1,4 +1,4 @@
-"""Creating the actors of a run from its settings, placing them, and ending them.
+"""Creating the actors of a run from its settings, and ending them.
 
 Every maker sends experience to every trainer. The trainers of a group hold the same weights, so each maker is updated
 by exactly one of them, by its number, and keeps it when others join or leave: two trainers would change their lists at
@@ -6,12 +6,10 @@ different versions, and the maker might miss one.
 """
 
 import functools
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coati import build
@@ -24,9 +22,6 @@ from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
 from coati.ray.options import MakerOptions, TrainerOptions
 from coati.ray.peers import RayHost
-from coati.ray.placement import Placement
-
-logger = logging.getLogger(__name__)
 
 # ray.remote makes actor classes of these, which mypy cannot see.
 _MAKER: Any = ExperienceMakerHolder
@@ -49,17 +44,8 @@ class ActorFactory:
         """Those that the run begins with."""
         self._next_maker = topology.makers
         self._num_created = 0  # makers
-        self._placement = Placement(config, trainers=self.trainer_names, makers=self.first_makers)
-        self._is_private = False
-
-    def reserve(self, *, is_private: bool, should_stop: Callable[[], bool]) -> None:
-        """Reserve the resources of all actors that the run begins with.
-
-        A private Ray was started with one CPU for each of them, so makers that join later get none.
-        """
-        self._is_private = is_private
-        seconds = self._config.deadlines.start_seconds
-        self._placement.reserve(deadline_seconds=seconds, should_stop=should_stop)
+        self.is_private = False
+        """Whether Ray was started for this run, with one CPU for each of these: makers that join later get none."""
 
     def create_trainers(self, resume: Path | None, *, makers: Iterable[str], incarnation: int) -> list[Peer]:
         """Create the trainers, which then load their models, or a checkpoint. `incarnation` counts earlier ones."""
@@ -74,9 +60,7 @@ class ActorFactory:
         config = self._config
         ray_options = self._options(name, config.topology.gpus_per_maker)
         if not is_first:
-            ray_options = {**self._placement.newcomer_options(), **ray_options}
-            if self._is_private:
-                ray_options["num_cpus"] = 0
+            ray_options["num_cpus"] = 0 if self.is_private else 1
         self._num_created += 1
         return self._host.start(
             _MAKER,
@@ -103,7 +87,7 @@ class ActorFactory:
         """Return names for makers that are to join. Raises ScalingRefused if the cluster has no room for them."""
         free = self._host.free_resources()
         num_gpus = count * self._config.topology.gpus_per_maker
-        for kind, need in (("CPU", 0.0 if self._is_private else float(count)), ("GPU", num_gpus)):
+        for kind, need in (("CPU", 0.0 if self.is_private else float(count)), ("GPU", num_gpus)):
             room = free.get(kind, 0.0)
             if need > room:
                 raise ScalingRefused(
@@ -121,13 +105,6 @@ class ActorFactory:
     def kill(self, peer: Peer) -> None:
         """End an actor's process."""
         self._host.kill(peer)
-
-    def release(self) -> None:
-        """Give the reserved resources back."""
-        try:
-            self._placement.release()
-        except RayError as error:
-            logger.debug("could not release the placement group: %s", error)
 
     def _create_trainer(
         self,
@@ -172,13 +149,14 @@ class ActorFactory:
         options = [self._options(name, num_gpus) for name in names]
         if len(names) == 1:
             return [(options[0], None)]
-        call = self._host.find_meeting(names[0], self._placement.options(names[0]) or {"num_gpus": num_gpus})
+        call = self._host.find_meeting(names[0], {"num_gpus": num_gpus})
         seconds = self._config.deadlines.start_seconds
         node_id, address, port = answer(call, "a node where the trainers can meet", seconds=seconds, who=names[0])
-        options[0].setdefault("scheduling_strategy", NodeAffinitySchedulingStrategy(node_id, soft=False))
+        options[0]["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
         meeting = {"world_size": str(len(names)), "master_addr": address, "master_port": str(port)}
         # Each actor sees only its own GPU, so its local rank is 0.
         return [(own, {"rank": str(rank), "local_rank": "0", **meeting}) for rank, own in enumerate(options)]
 
     def _options(self, name: str, num_gpus: float) -> dict[str, Any]:
-        return {"name": name, "num_cpus": 1, "num_gpus": num_gpus, **self._placement.options(name)}
+        options = {"name": name, "num_cpus": 1, "num_gpus": num_gpus}
+        return options | ({"scheduling_strategy": "SPREAD"} if self._config.topology.placement == "spread" else {})

@@ -82,7 +82,7 @@ class DetachedRun:
             self._control = RunControl(self._folder, makers=self._config.topology.makers)
             ending = "failed"
             try:
-                self._factory.reserve(is_private=is_private, should_stop=self._should_stop)
+                self._factory.is_private = is_private
                 self._show("loading models")
                 self._supervisor.create_all(self._checkpoint)
                 self._train()

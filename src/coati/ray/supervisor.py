@@ -168,10 +168,9 @@ class Supervisor:
                 actor.order("stop")
 
     def kill_all(self) -> None:
-        """End all actors and give their resources back."""
+        """End all actors."""
         for actor in self.actors:
             self._factory.kill(actor.peer)
-        self._factory.release()
 
     # What happens
 

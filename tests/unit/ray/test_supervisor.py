@@ -44,7 +44,7 @@ class Stage:
             }
         )
         factory = ActorFactory(config, checkpoints=None, host=self.host)
-        factory.reserve(is_private=is_private, should_stop=lambda: False)
+        factory.is_private = is_private
         self.log = RunLog(None, total_steps=6)
         self.crew = Supervisor(config, factory, self.log, self.restarts)
         self.crew.create_all(None)
