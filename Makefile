@@ -17,6 +17,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "coati: installing into $(VENV) (once; about two minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'reasoning-gym>=0.1.20' \
+		|| echo "coati: reasoning-gym could not be built (it needs a C compiler); its tests are skipped"
 	@touch $(STAMP)
 
 demo: $(STAMP)

@@ -152,6 +152,7 @@ def prepare(
     """Return the settings that a run has; the arguments are those of `train`. ConfigError if it could not start."""
     if reward is not None:  # it takes the place of whatever `[reward]` names
         overrides = [*overrides, f"reward.function={_name_of(reward)}", "reward.model=''", "reward.terms=[]"]
+        overrides.append("reward.options={}")
     if (config is None) == (resume is None):
         raise ConfigError("a run needs settings, or the folder of a run to resume (--resume), and not both.")
     if resume is not None:

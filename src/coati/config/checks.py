@@ -6,17 +6,13 @@ only shows when models, tokenizer and prompts are loaded is left to the run, whi
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
 import json
 import logging
 import os
 import socket
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import PathFinder
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +22,8 @@ from safetensors import SafetensorError, safe_open
 from coati.config.run_settings import RunSettings
 from coati.errors import ConfigError, DataError
 from coati.prompts.table import check_source, load_prompts, looks_local
+from coati.reward_functions.calling import OFFERED
+from coati.reward_functions.loading import keyword_parameters, load_reward_function
 
 logger = logging.getLogger(__name__)
 
@@ -122,81 +120,22 @@ def _peeked_columns(config: RunSettings) -> list[str] | None:
 
 
 def _reward_problems(config: RunSettings, columns: Sequence[str] | None) -> Iterator[str]:
-    functions = {"reward.function": config.reward.function} | {
-        f"reward.terms[{index}].function": term.function for index, term in enumerate(config.reward.terms)
-    }
-    for key, name in functions.items():
-        if not name:
+    for index, part in enumerate(config.reward.parts):
+        key = f"reward.terms[{index}].function" if config.reward.terms else "reward.function"
+        if not part.function:
             continue
         try:
-            function = load_reward_function(name, config.reward_search_paths)
+            function = load_reward_function(part.function, config.reward_search_paths, part.options)
         except ConfigError as error:
             yield f"{key}: {error}"
             continue
         if columns is None:
             continue
-        parameters = keyword_parameters(function) or {}
-        needed = [parameter for parameter, is_required in parameters.items() if is_required]
-        if missing := [parameter for parameter in needed if parameter not in ("prompts", "completions", *columns)]:
+        named, _ = keyword_parameters(function)
+        own = {parameter for parameter, is_required in named.items() if is_required and parameter not in part.columns}
+        if missing := sorted({*own, *part.columns.values()} - {*OFFERED, *columns}):
             yield (
-                f"{key} {name!r} has a parameter {missing[0]!r}, but a reward gets prompts, completions and the "
-                f"dataset's columns ({', '.join(sorted(columns)) or 'none'}). Rename it, give it a default, or add the "
-                "column."
+                f"{key} {part.function!r} needs {missing[0]!r}, but a reward gets {', '.join(OFFERED)} and the "
+                f"dataset's columns ({', '.join(sorted(columns)) or 'none'}). Rename the parameter, give it a default, "
+                "name its column in columns, or add the column."
             )
-
-
-def load_reward_function(name: str, search_paths: Sequence[Path] = ()) -> Callable[..., Any]:
-    """Import the function that "module:function" names.
-
-    The search paths come first in `sys.path` during the import, and last from then on, because a reward may import its
-    neighbours when it is called. ConfigError says why it cannot be loaded.
-
-    >>> load_reward_function("math:sqrt")(9.0)
-    3.0
-    """
-    module_name, _, attribute = name.partition(":")
-    if not all(map(str.isidentifier, (attribute, *module_name.split(".")))):
-        raise ConfigError(
-            f'A reward function must be given as "module:function", got {name!r}. '
-            'For praise() in rewards.py write "rewards:praise".'
-        )
-    paths = list(dict.fromkeys(str(Path(path).resolve()) for path in search_paths))
-    sys.path[:0] = paths
-    importlib.invalidate_caches()  # a file written a moment ago must be seen
-    package = module_name.partition(".")[0]
-    spec, loaded = PathFinder.find_spec(package), getattr(sys.modules.get(package), "__file__", None)
-    where = spec.origin if spec is not None and spec.has_location else None
-    try:
-        if where is not None and loaded not in (None, where):
-            raise ImportError(f"{package!r} is already imported from {loaded}; rename your module")
-        module = importlib.import_module(module_name)
-        if not callable(function := getattr(module, attribute, None)):
-            sys.modules.pop(module_name)  # to be read again when it is corrected
-            public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-            own = [key for key, value in public.items() if getattr(value, "__module__", "") == module_name]
-            raise AttributeError(f"it has no function {attribute!r}, but {', '.join(own) or 'none'}")
-    except Exception as error:  # a module may raise anything
-        raise ConfigError(
-            f"Reward function {name!r} cannot be loaded from {where or ', '.join(paths) or 'the installed packages'}: "
-            f"{type(error).__name__}: {error}. Check the name and reward.search_paths."
-        ) from error
-    finally:
-        for path in paths:
-            sys.path.remove(path)
-        sys.path.extend(path for path in paths if path not in sys.path)
-    return function  # type: ignore[no-any-return]
-
-
-def keyword_parameters(function: Callable[..., Any]) -> dict[str, bool] | None:
-    """Return the parameters that can be passed by keyword, with True for required ones; None = takes any."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some compiled functions do not tell: offer the two that every reward knows
-        return {"prompts": True, "completions": True}
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {
-        parameter.name: parameter.default is inspect.Parameter.empty
-        for parameter in parameters
-        if parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    }

@@ -12,6 +12,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from coati.config.algorithm import AlgorithmSettings
+from coati.config.reward import RewardSettings
 from coati.config.section import Section, describe
 from coati.config.sections import (
     Deadlines,
@@ -20,7 +21,6 @@ from coati.config.sections import (
     LoRASettings,
     ModelSettings,
     PromptSettings,
-    RewardSettings,
     RolloutSettings,
     TopologySettings,
     TrainSettings,

@@ -19,11 +19,6 @@ from coati.errors import GenerateOptionError
 _OWNERS = {"max_length": "max_new_tokens", "num_return_sequences": "samples_per_prompt"}
 
 Texts = Annotated[tuple[str, ...], Strict(False)]  # a list in TOML
-_FUNCTION = {
-    "rule": '"module:function", or empty',
-    "remedy": 'For praise() in rewards.py write "rewards:praise".',
-    "pattern": r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$",
-}
 
 
 class GeneralSettings(Section, section="run"):
@@ -101,75 +96,6 @@ class PromptSettings(Section, section="prompts"):
     max_tokens: int = setting(
         0, "Skip (and count) prompts of more tokens than this; 0 = whatever fits the model's context.", ge=0
     )
-
-
-class RewardTerm(Section):
-    """One term of a weighted sum in `reward.terms`."""
-
-    function: str = setting("", 'A function over text, as "module:function".', **_FUNCTION)
-    model: str = setting("", "A reward model: a path or hub name.")
-    weight: float = setting(1.0, "Factor of this term; a negative one is a penalty.")
-    name: str = setting("", "What metrics call it; empty = the function's or the model folder's name.")
-
-    @property
-    def label(self) -> str:
-        """What metrics and errors call this term."""
-        return self.name or reward_label(self.function, self.model)
-
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find terms of no or two rewards."""
-        if bool(self.function) == bool(self.model):
-            both = ["function", "model"] if self.function else []
-            yield "", "given as exactly one of function and model", both, "Write one term for each reward."
-
-
-class RewardSettings(Section, section="reward"):
-    """`[reward]`: what a response is worth. Exactly one of `function`, `model` and `terms`."""
-
-    function: str = setting("", 'A function over text and the dataset\'s columns, as "module:function".', **_FUNCTION)
-    model: str = setting("", "A reward model: a path or hub name.")
-    terms: tuple[RewardTerm, ...] = setting(
-        (),
-        "A weighted sum of rewards.",
-        rule="a list of tables, each with function or model, and weight",
-        remedy='For example reward.terms = [{ function = "rewards:praise", weight = 0.5 }].',
-        strict=False,
-    )
-    timeout_seconds: float = setting(120.0, "Longest that a reward function may take for one batch.", gt=0)
-    retries: int = setting(1, "How often a function that raises or hangs is called again with the same batch.", ge=0)
-    max_quarantined: int = setting(
-        64,
-        "Groups that a maker may leave out because the function fails on a sample of theirs; one more ends the run.",
-        ge=0,
-    )
-    isolation: Literal["thread", "process"] = setting(
-        "thread", "Where functions run: on a thread of the maker, or in a child process that can be killed."
-    )
-    memory_mib: int = setting(8192, "Address space of a child process, in MiB; 0 = unlimited.", ge=0)
-    network: bool = setting(False, "Whether a child process may use the network.")
-    environment: Texts = setting((), "Further environment variables that reach a child process, by name.")
-    search_paths: Texts = setting(
-        (),
-        "Folders where modules of reward functions are looked for, before the working directory; left out, the folder "
-        "of the TOML file.",
-    )
-
-    def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find no or several ways to reward, and terms that share a name."""
-        ways = [key for key in ("function", "model", "terms") if getattr(self, key)]
-        if len(ways) != 1:
-            remedy = (
-                "Give one (--set reward.terms=[] removes a file's terms); to add rewards up, list them in reward.terms."
-            )
-            yield "", "given as exactly one of function, model and terms", ways, remedy
-        labels = [term.label for term in self.terms]
-        if len(set(labels)) < len(labels):
-            yield "terms", "rewards with different names", labels, "Give each its own name."
-
-
-def reward_label(function: str, model: str) -> str:
-    """Return the name of a reward that was given none: its function, or the last part of the model's path."""
-    return function.partition(":")[2] if function else model.rstrip("/").rpartition("/")[2]
 
 
 class RolloutSettings(SamplingSettings, section="rollout"):

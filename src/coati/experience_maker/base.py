@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -14,6 +13,7 @@ from coati.errors import DataError
 from coati.experience import BufferItem, Experience
 from coati.monitor.metrics import Metric
 from coati.monitor.timeline import Timeline
+from coati.reward_functions.calling import recorded
 from coati.rewards import PendingScores
 
 __all__ = ["AllSamplesDropped", "Experience", "ExperienceMaker", "MakerBatch", "PromptBatch"]
@@ -24,7 +24,6 @@ LESS_TO_MAKE = (
 )
 """What to do when a maker runs out of memory."""
 _RECORDED_CHARACTERS = 10_000  # of each text of a sample in quarantine
-_COLUMN_CHARACTERS = 1_000  # of each value of a dataset's row
 
 
 class AllSamplesDropped(DataError):
@@ -132,6 +131,8 @@ class MakerBatch:
     """Why no sample is left."""
     losses: dict[int, str] = dataclasses.field(default_factory=dict)
     """Why samples were left out, by their ids; those of their groups that were left out with them are not named."""
+    verdicts: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """The terms of a weighted reward and the details that rewards gave, by sample id."""
     quarantined: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Samples on which the reward failed, as text, with the error: to be written down."""
     quarantined_ids: set[int] = dataclasses.field(default_factory=set)
@@ -149,11 +150,15 @@ class MakerBatch:
         if self.scores is not None:
             self.scores.wait(seconds)
 
-    def quarantine(self, scores: PendingScores) -> None:
-        """Note the samples on which the reward failed."""
+    def note_verdicts(self, scores: PendingScores) -> None:
+        """Note what the reward says of each sample, and those on which it failed."""
         assert self.experience is not None
         assert self.experience.sample_ids is not None
         ids, request = self.experience.sample_ids.tolist(), scores.request
+        terms = {name: values.tolist() for name, values in scores.terms.items()}
+        for row, (sample_id, details) in enumerate(zip(ids, scores.details, strict=True)):
+            said = {"terms": {name: values[row] for name, values in terms.items()}, "details": details}
+            self.verdicts[sample_id] = {name: table for name, table in said.items() if table}
         groups = ids if self.experience.group_ids is None else self.experience.group_ids.tolist()
         for row, error in sorted(scores.failures.items()):
             self.losses[ids[row]] = error
@@ -162,16 +167,15 @@ class MakerBatch:
             columns = self.columns_of(ids[row])
             self.quarantined.append({"sample_id": ids[row], "group_id": groups[row], **cut, "columns": columns})
 
+    def facts_of(self, sample_id: int | None) -> dict[str, Any]:
+        """The dataset's columns of a sample, and what rewards say of it besides the score."""
+        return {**self.verdicts.get(-1 if sample_id is None else sample_id, {}), "columns": self.columns_of(sample_id)}
+
     def columns_of(self, sample_id: int | None) -> dict[str, Any]:
         """The dataset's columns of a sample as JSON has them; of a long value the beginning, as text."""
         ids = [] if self.prompts.sample_ids is None else self.prompts.sample_ids.tolist()
         if sample_id not in ids:
             return {}
-
-        def recorded(value: Any) -> Any:
-            text = json.dumps(value, default=str, ensure_ascii=False)
-            return json.loads(text) if len(text) <= _COLUMN_CHARACTERS else text[:_COLUMN_CHARACTERS]
-
         row = ids.index(sample_id)
         return {name: recorded(column[row]) for name, column in self.prompts.columns.items() if name != "prompt"}
 

@@ -26,7 +26,7 @@ from coati.experience_maker.scoring import (
     keep_scored,
     score_with_models,
 )
-from coati.experience_maker.statistics import reward_term_metrics
+from coati.experience_maker.statistics import reward_metrics
 from coati.gpu import SideStream, device_errors_explained
 from coati.models import RewardModel, as_critic
 from coati.models.actor import unwrap
@@ -185,8 +185,8 @@ class NaiveExperienceMaker(ExperienceMaker):
         """Write the pending scores, if there are any, into the experience."""
         if (scores := batch.scores) is not None:
             experience.reward = self._checked_scores(scores(), experience.sequences)
-            batch.quarantine(scores)
-            batch.metrics |= reward_term_metrics(scores.terms, experience.num_samples)
+            batch.note_verdicts(scores)
+            batch.metrics |= reward_metrics(scores)
             batch.scores = None
 
     def _keep_signal(self, batch: MakerBatch, experience: Experience) -> Experience:

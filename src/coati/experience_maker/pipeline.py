@@ -148,7 +148,7 @@ class ExperiencePipeline:
                 **maker_metrics(use),
                 **batch.metrics,
             },
-            "samples": [{**sample, "columns": batch.columns_of(sample["sample_id"])} for sample in samples],
+            "samples": [{**sample, **batch.facts_of(sample["sample_id"])} for sample in samples],
         }
 
 

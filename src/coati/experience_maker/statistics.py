@@ -1,7 +1,6 @@
 """What a maker reports of a batch: typed metrics, and a few samples as text."""
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from coati.experience import Experience
 from coati.monitor.metrics import Max, Mean, Metric, Min, Sum
+from coati.rewards import PendingScores
 from coati.rewards.base import decode_completions, decode_prompts
 
 
@@ -48,12 +48,17 @@ def batch_metrics(experience: Experience, is_cut: Tensor | None = None) -> dict[
     return metrics
 
 
-def reward_term_metrics(terms: Mapping[str, float], num_samples: int) -> dict[str, Metric]:
-    """The mean score of each term of a weighted sum, under names that metrics may have."""
-    return {
-        f"reward/term_{re.sub('[^a-z0-9_]', '_', name.lower())}": Mean(mean, float(num_samples))
-        for name, mean in terms.items()
-    }
+def reward_metrics(scores: PendingScores) -> dict[str, Metric]:
+    """How often a reward was asked again, and the mean score of each term of a sum, under names that metrics may have.
+
+    A term that scored no sample has no mean.
+    """
+    metrics: dict[str, Metric] = {"reward/retries": Sum(float(scores.num_retries))}
+    for term, values in scores.terms.items():
+        if len(found := values[values.isfinite()].double()):
+            name = re.sub("[^a-z0-9_]", "_", term.lower())
+            metrics[f"reward/term_{name}"] = Mean(float(found.mean()), float(len(found)))
+    return metrics
 
 
 def sample_texts(experience: Experience, tokenizer: Any, count: int) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Rewards: functions over text, reward models, and weighted sums; every one with a name and a deadline."""
 
-from coati.config.checks import load_reward_function
-from coati.rewards.base import ModelReward, Reward, RewardRequest, WeightedSum
+from coati.reward_functions.loading import load_reward_function
+from coati.rewards.base import ModelReward, Reward, RewardRequest, Scores, WeightedSum
 from coati.rewards.function import FunctionReward, build_reward
 from coati.rewards.isolation import RewardProcess
 from coati.rewards.scorer import PendingScores, RewardScorer
@@ -14,6 +14,7 @@ __all__ = [
     "RewardProcess",
     "RewardRequest",
     "RewardScorer",
+    "Scores",
     "WeightedSum",
     "build_reward",
     "load_reward_function",

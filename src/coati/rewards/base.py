@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ class RewardRequest:
     Args:
         prompts: B texts, or a function that returns them; it is called when they are first read.
         completions: the same for the responses.
-        sequences: [B, S] left-padded prompt, then response, S = P + A.
+        sequences: [B, S] left-padded prompt, then response, S = P + A; S = 0 where only the texts are known.
         attention_mask: [B, S].
         action_mask: [B, A] True on response tokens.
         columns: further columns of the dataset, B values each.
@@ -50,17 +50,18 @@ class RewardRequest:
     def __len__(self) -> int:
         return int(self.sequences.shape[0])
 
-    def row(self, index: int) -> RewardRequest:
-        """One of the samples."""
-        rows = slice(index, index + 1)
-        return RewardRequest(
-            prompts=self.prompts[rows],
-            completions=self.completions[rows],
+    def select(self, rows: list[int]) -> RewardRequest:
+        """Some of the samples."""
+        part = RewardRequest(
+            prompts=[self.prompts[row] for row in rows],
+            completions=[self.completions[row] for row in rows],
             sequences=self.sequences[rows],
             attention_mask=self.attention_mask[rows],
             action_mask=self.action_mask[rows],
-            columns={name: values[rows] for name, values in self.columns.items()},
+            columns={name: [values[row] for row in rows] for name, values in self.columns.items()},
         )
+        part.completion_ids = self.completion_ids and [self.completion_ids[row] for row in rows]
+        return part
 
     @cached_property
     def prompts(self) -> list[str]:
@@ -71,6 +72,22 @@ class RewardRequest:
     def completions(self) -> list[str]:
         """The responses as text."""
         return self._completions() if callable(self._completions) else self._completions
+
+    @cached_property
+    def completion_ids(self) -> list[list[int]] | None:
+        """The tokens of the responses, with the one that ends them; None where only the texts are known."""
+        return _response_ids(self.sequences, self.action_mask) if self.sequences.shape[1] else None
+
+
+class Scores(NamedTuple):
+    """What a reward says of a batch."""
+
+    values: Tensor
+    """[B] float32; NaN = no score."""
+    details: Sequence[dict[str, Any]] = ()
+    """Of each sample, if there are any."""
+    failures: Mapping[int, str] = {}
+    """Why it failed, by row; such a sample has no score."""
 
 
 class Reward:
@@ -91,6 +108,10 @@ class Reward:
             RewardError: when it cannot be used at all.
         """
         raise NotImplementedError
+
+    def evaluate(self, request: RewardRequest) -> Scores:
+        """Score as `score` does, with details, and with the samples on which it failed."""
+        return Scores(self.score(request))
 
 
 class ModelReward(Reward):
@@ -126,20 +147,20 @@ class WeightedSum(Reward):
         if not terms or len(set(names)) != len(names):
             raise ConfigError(f"reward.terms must be one or more rewards with different names, got {names}.")
         self.name = name
-        self.last_terms: dict[str, float] = {}
-        """Mean score of each term in the latest batch, before weighting; NaN where no sample has one."""
+        self.terms = tuple(terms)
         self.is_host_work = all(reward.is_host_work for reward, _ in terms)
         self.timeout_seconds = sum(reward.timeout_seconds for reward, _ in terms)
-        self._terms = tuple(terms)
 
     def score(self, request: RewardRequest) -> Tensor:
         """Return the weighted sum, [B] float32."""
-        scores = {reward.name: reward.score(request).float() for reward, _ in self._terms}  # each [B]
-        self.last_terms = {name: score.nanmean().item() for name, score in scores.items()}
-        total = torch.zeros(len(request), dtype=torch.float32, device=next(iter(scores.values())).device)
-        for reward, weight in self._terms:
+        return self.total({reward.name: reward.score(request) for reward, _ in self.terms})
+
+    def total(self, scores: Mapping[str, Tensor]) -> Tensor:
+        """Add up the scores of the terms, [B] each, by their names."""
+        total = torch.zeros_like(next(iter(scores.values())), dtype=torch.float32)
+        for reward, weight in self.terms:
             # A weight of 0 must not hide that a term failed: 0 × NaN stays NaN.
-            total = total + weight * scores[reward.name].to(total.device)
+            total = total + weight * scores[reward.name].float().to(total.device)
         return total
 
 
@@ -165,9 +186,8 @@ def decode_completions(
     decoded together with the end of its prompt, whose text is then cut off.
     """
     contexts = [ids[-_CONTEXT_TOKENS:] for ids in _prompt_ids(sequences, attention_mask, action_mask)]
-    responses = _kept(sequences[:, sequences.shape[1] - action_mask.shape[1] :], action_mask)
     texts = []
-    for context, response in zip(contexts, responses, strict=True):
+    for context, response in zip(contexts, _response_ids(sequences, action_mask), strict=True):
         before, whole = _decode(tokenizer, context), _decode(tokenizer, context + response)
         # They differ where the prompt ends within a character that the response finishes.
         texts.append(whole.removeprefix(before) if whole.startswith(before) else _decode(tokenizer, response))
@@ -177,6 +197,10 @@ def decode_completions(
 def _prompt_ids(sequences: Tensor, attention_mask: Tensor, action_mask: Tensor) -> list[list[int]]:
     length = sequences.shape[1] - action_mask.shape[1]  # P
     return _kept(sequences[:, :length], attention_mask[:, :length])
+
+
+def _response_ids(sequences: Tensor, action_mask: Tensor) -> list[list[int]]:
+    return _kept(sequences[:, sequences.shape[1] - action_mask.shape[1] :], action_mask)
 
 
 def _kept(ids: Tensor, mask: Tensor) -> list[list[int]]:

@@ -16,21 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from coati.background import run_in_background
-from coati.config.checks import load_reward_function
-from coati.config.sections import RewardSettings, reward_label
+from coati.config.reward import RewardSettings, RewardTerm
 from coati.errors import RewardError, RewardFailed
-from coati.reward_worker import WrongScores, call_function, excerpt, raised
-from coati.rewards.base import ModelReward, Reward, RewardRequest, WeightedSum
+from coati.reward_functions.calling import Verdict, WrongScores, call_function, excerpt, raised
+from coati.reward_functions.loading import isolation_of, load_reward_function
+from coati.rewards.base import ModelReward, Reward, RewardRequest, Scores, WeightedSum
 from coati.rewards.isolation import FunctionFailed, RewardProcess
 
 
 class FunctionReward(Reward):
     """Scores text with a function called as TRL calls its own: by keyword, with lists of equal length.
 
-    The function gets `prompts`, `completions` and the dataset's columns, but only those that its signature
-    names (all of them if it takes `**kwargs`). It returns one number per sample; None, NaN and infinite ones
-    mean "no score". Texts are plain strings, for chat prompts too. It may be `async`: every batch then has its
-    own event loop.
+    The function gets `prompts`, `completions`, `completion_ids` and the dataset's columns, but only those that its
+    signature names (all of them if it takes `**kwargs`); `columns` says which column a parameter of another name takes.
+    One that names `timeout_seconds` is told how long it may take. It returns one number per sample; None, NaN and
+    infinite ones mean "no score"; `coati.reward_functions.calling` says what else. Texts are plain strings, for chat
+    prompts too. It may be `async`: every batch then has its own event loop.
 
     A call past the deadline raises. Python cannot end the thread, so a function that never returns keeps it
     until the process ends, which does not wait for it. Give a `RewardProcess` to have it killed.
@@ -44,12 +45,18 @@ class FunctionReward(Reward):
     """
 
     def __init__(
-        self, function: Callable[..., Any] | RewardProcess, *, name: str = "", timeout_seconds: float = 120.0
+        self,
+        function: Callable[..., Any] | RewardProcess,
+        *,
+        name: str = "",
+        timeout_seconds: float = 120.0,
+        columns: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self.timeout_seconds = timeout_seconds
         # A function that asks a model on the GPU sets this to False: it would get in the way of the other models.
         self.is_host_work = bool(getattr(function, "is_host_work", True))
+        self._columns = dict(columns or {})
         self._process: RewardProcess | None = None
         if isinstance(function, RewardProcess):
             self._process, self._function = function, function.call
@@ -60,18 +67,45 @@ class FunctionReward(Reward):
         """Return one score per sample, [B] float32 on the CPU.
 
         Raises:
-            RewardFailed: when the function raises, hangs, or ends its process.
+            RewardFailed: when the function raises, hangs, or ends its process, or fails on a sample.
             RewardError: when it does not return one number per sample.
         """
-        offered = {**request.columns, "prompts": request.prompts, "completions": request.completions}
-        scores = self._call(offered, request)
-        # Judge finiteness as float32: 1e300 is finite in Python and infinite in the tensor.
-        tensor = torch.tensor(scores, dtype=torch.float64).to(torch.float32)  # [B]
-        return torch.where(tensor.isfinite(), tensor, torch.full_like(tensor, math.nan))
+        scores = self.evaluate(request)
+        for error in scores.failures.values():
+            raise RewardFailed(error)
+        return scores.values
 
-    def _call(self, offered: Mapping[str, Any], request: RewardRequest) -> list[float]:
+    def evaluate(self, request: RewardRequest) -> Scores:
+        """Score as `score` does, with details; samples on which the function says that it failed are named."""
+        verdicts = self._call(self._offered(request), request)
+        # Judge finiteness as float32: 1e300 is finite in Python and infinite in the tensor.
+        values = torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float64).to(torch.float32)  # [B]
+        failures = {
+            row: str(self._error(verdict.error, "", request, row=row))
+            for row, verdict in enumerate(verdicts)
+            if verdict.error
+        }
+        has_score = values.isfinite()
+        has_score[list(failures)] = False
+        values = torch.where(has_score, values, torch.full_like(values, math.nan))
+        return Scores(values, [verdict.details or {} for verdict in verdicts], failures)
+
+    def _offered(self, request: RewardRequest) -> dict[str, Any]:
+        offered: dict[str, Any] = {**request.columns}
+        for parameter, column in self._columns.items():
+            if column not in request.columns:
+                known = ", ".join(request.columns) or "none"
+                what = f"takes {parameter!r} from the column {column!r}, but the columns are {known}"
+                raise self._error(what, "Correct reward.columns", request)
+            offered[parameter] = request.columns[column]
+        offered |= {"prompts": request.prompts, "completions": request.completions}
+        if request.completion_ids is not None:
+            offered["completion_ids"] = request.completion_ids
+        return offered | {"timeout_seconds": min(self.timeout_seconds, request.timeout_seconds)}
+
+    def _call(self, offered: Mapping[str, Any], request: RewardRequest) -> list[Verdict]:
         """Call the function on a daemon thread and wait for it, at most until the deadline."""
-        seconds = min(self.timeout_seconds, request.timeout_seconds)
+        seconds = offered["timeout_seconds"]
         try:
             if self._process is not None:
                 self._process.start()
@@ -98,13 +132,14 @@ class FunctionReward(Reward):
             raise self._error(what, remedy, request, RewardFailed) from error
 
     def _error(
-        self, what: str, remedy: str, request: RewardRequest, kind: type[RewardError] = RewardError
+        self, what: str, remedy: str, request: RewardRequest, kind: type[RewardError] = RewardError, row: int = 0
     ) -> RewardError:
-        sample = ""
+        sentences = [f"Reward function {self.name!r} {what}.", f"{remedy}." if remedy else ""]
         if len(request):
-            prompt, completion = excerpt(request.prompts[0]), excerpt(request.completions[0])
-            sample = f" First sample: prompt {prompt!r}, completion {completion!r}."
-        return kind(f"Reward function {self.name!r} {what}. {remedy}.{sample}")
+            prompt, completion = excerpt(request.prompts[row]), excerpt(request.completions[row])
+            which = "Sample" if row else "First sample"
+            sentences.append(f"{which}: prompt {prompt!r}, completion {completion!r}.")
+        return kind(" ".join(filter(None, sentences)))
 
 
 def build_reward(
@@ -117,20 +152,19 @@ def build_reward(
     """Make the reward that `[reward]` describes, or that of a `function` which a program brings.
 
     `load_model` turns a path or hub name into a module called as `model(sequences, attention_mask)`. Functions run
-    where `settings.isolation` says. ConfigError if one cannot be loaded.
+    where `settings.isolation` says, those of the library where they should. ConfigError if one cannot be loaded.
     """
 
-    def build(function: str | Callable[..., Any], model: str, name: str) -> Reward:
-        if model:
-            return ModelReward(load_model(model), name)
+    def build(part: RewardTerm) -> Reward:
+        if part.model and function is None:
+            return ModelReward(load_model(part.model), part.label)
         called: Callable[..., Any] | RewardProcess
-        if settings.isolation == "process":
-            called = RewardProcess(function, settings, search_paths=search_paths)
+        if isolation_of("" if function else part.function, settings.isolation) == "process":
+            called = RewardProcess(function or part.function, settings, options=part.options, search_paths=search_paths)
         else:
-            called = load_reward_function(function, search_paths) if isinstance(function, str) else function
-        return FunctionReward(called, name=name, timeout_seconds=settings.timeout_seconds)
+            called = function or load_reward_function(part.function, search_paths, part.options)
+        return FunctionReward(called, name=part.label, timeout_seconds=settings.timeout_seconds, columns=part.columns)
 
     if settings.terms and function is None:
-        return WeightedSum([(build(term.function, term.model, term.label), term.weight) for term in settings.terms])
-    label = reward_label(settings.function, settings.model)
-    return build(function or settings.function, "" if function else settings.model, label)
+        return WeightedSum([(build(term), term.weight) for term in settings.terms])
+    return build(settings.parts[0])

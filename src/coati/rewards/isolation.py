@@ -20,9 +20,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from coati.background import run_in_background
-from coati.config.sections import RewardSettings
+from coati.config.reward import RewardSettings
 from coati.errors import ConfigError
-from coati.reward_worker import WorkerOrder, WrongScores, raised
+from coati.reward_functions.calling import Verdict, WrongScores, raised
+from coati.reward_functions.worker import WorkerOrder
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +31,12 @@ logger = logging.getLogger(__name__)
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from coati.reward_worker import main
+from coati.reward_functions.worker import main
 main(int(sys.argv[2]))"""
 _START_SECONDS = 120.0
 _END_SECONDS = 5.0
-_ANSWER_BYTES = 1 << 20  # besides those of the scores
+_ANSWER_BYTES = 1 << 20  # besides those of the verdicts
+_VERDICT_BYTES = 1 << 16
 
 
 class FunctionFailed(Exception):
@@ -43,24 +45,30 @@ class FunctionFailed(Exception):
 
 class _Answer(BaseModel, strict=True):
     number: int = 0
-    scores: list[float] = []
+    verdicts: list[Verdict] = []
     error: str = ""
     remedy: str = ""
     has_network: bool = False
 
 
 class RewardProcess:
-    """A reward function that runs in a child process (see `coati.reward_worker`), started when it is made and kept.
+    """A reward function in a child process (`coati.reward_functions.worker`), started when it is made and kept.
 
-    `function` is "module:function", or a function that can be pickled. ConfigError if the child cannot import it.
+    `function` is a name, with its `options`, or one that can be pickled. ConfigError if the child cannot import it.
     """
 
     def __init__(
-        self, function: str | Callable[..., Any], settings: RewardSettings, *, search_paths: Sequence[Path] = ()
+        self,
+        function: str | Callable[..., Any],
+        settings: RewardSettings,
+        *,
+        options: Mapping[str, Any] | None = None,
+        search_paths: Sequence[Path] = (),
     ) -> None:
         self._label = function if isinstance(function, str) else getattr(function, "__qualname__", repr(function))
         self._order = WorkerOrder(
             function if isinstance(function, str) else self._pickled(function),
+            dict(options or {}),
             tuple(Path(path).resolve() for path in search_paths),
             memory_bytes=settings.memory_mib << 20,
             network=settings.network,
@@ -104,20 +112,20 @@ class RewardProcess:
             raise FunctionFailed(answer.error)
         return answer.has_network
 
-    def call(self, arguments: Mapping[str, Any], expected: int) -> list[float]:
+    def call(self, arguments: Mapping[str, Any], expected: int) -> list[Verdict]:
         """Call the function in the child that was started; a deadline is kept by calling `kill` meanwhile.
 
         Raises WrongScores, as `call_function` does, or FunctionFailed.
         """
         self._num_calls += 1
         number = self._num_calls
-        answer = self._exchange((number, dict(arguments), expected), _ANSWER_BYTES + 32 * expected)
-        if answer.number != number or (len(answer.scores) != expected and not answer.error):
+        answer = self._exchange((number, dict(arguments), expected), _ANSWER_BYTES + _VERDICT_BYTES * expected)
+        if answer.number != number or (len(answer.verdicts) != expected and not answer.error):
             self.kill()
             raise FunctionFailed("wrote to the pipe of its process")
         if answer.error:
             raise WrongScores(answer.error, answer.remedy) if answer.remedy else FunctionFailed(answer.error)
-        return answer.scores
+        return answer.verdicts
 
     def kill(self) -> None:
         """End the child and all that it has started. The next call needs another."""

@@ -1,12 +1,14 @@
 """From the tokens of a rollout to scores: decodes the texts and asks the reward, again if it fails.
 
-A reward that fails on a batch is asked again, then for each sample alone. Samples on which it fails then have no score,
-and are named as failures; if it fails on all, and has never scored anything, it is the reward that is wrong.
+A reward, or a term of a sum, that fails is asked again, for all samples that it failed on, then for each of them alone.
+Samples on which it still fails have no score, and are named as failures; if it fails on all, and has never scored
+anything, it is the reward that is wrong.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from coati.background import BackgroundThread
+from coati.counting import counted
 from coati.errors import ConfigError, RewardError, RewardFailed
 from coati.rewards.base import Reward, RewardRequest, WeightedSum, decode_completions, decode_prompts
 
@@ -29,20 +32,25 @@ _GRACE_SECONDS = 5.0
 class PendingScores:
     """The scores of one batch, which may still be computed on a thread; call it to get them."""
 
-    def __init__(self, scorer: RewardScorer, request: RewardRequest, *, may_fail: bool) -> None:
-        """With `may_fail`, samples on which the reward fails are left without a score, if it scores any."""
-        self.terms: dict[str, float] = {}
-        """Mean score of each term of a weighted sum, when the scores are there."""
+    def __init__(self, scorer: RewardScorer, request: RewardRequest, device: torch.device, *, may_fail: bool) -> None:
+        """Start to score. The scores come to `device`; with `may_fail`, samples on which the reward fails have none, if
+        it scores any."""
+        self.terms: dict[str, Tensor] = {}
+        """The scores of each term of a weighted sum, [B], when they are there."""
+        self.details: list[dict[str, Any]] = [{} for _ in range(len(request))]
+        """What rewards say of each sample besides the score, by their names, when the scores are there."""
         self.failures: dict[int, str] = {}
         """Why the reward failed, by row, when the scores are there."""
+        self.num_retries = 0
+        """How often a reward was asked again."""
         self.request = request
-        self._scorer, self._reward = scorer, scorer.reward
+        self._scorer, self._device = scorer, device
         self._may_fail = may_fail and scorer.max_quarantined > 0
         # A reward's own deadline ends before this one and says more; the batch before may take its time too.
         num_calls = 1 + scorer.retries + self._may_fail
-        self._seconds = 2 * (num_calls * self._reward.timeout_seconds + _GRACE_SECONDS)
+        self._seconds = 2 * (num_calls * scorer.reward.timeout_seconds + _GRACE_SECONDS)
         self._deadline = time.monotonic() + self._seconds
-        self._future: Future[Tensor] | None = scorer.thread.run(self._ask) if self._reward.is_host_work else None
+        self._future: Future[Tensor] | None = scorer.thread.run(self._ask) if scorer.reward.is_host_work else None
 
     @property
     def is_in_background(self) -> bool:
@@ -62,54 +70,75 @@ class PendingScores:
     def __call__(self) -> Tensor:
         """Return the scores, [B] on the device of the sequences; raise what the reward raised."""
         if self._future is None:
-            return self._ask().to(self.request.sequences.device)
+            return self._ask().to(self._device)
         try:
-            return self._future.result(timeout=self._seconds_left()).to(self.request.sequences.device)
+            return self._future.result(timeout=self._seconds_left()).to(self._device)
         except FutureTimeout:
             if self._future.done():  # the reward's own error
                 raise
             raise RewardError(
-                f"Reward {self._reward.name!r} did not score a batch within {self._seconds:g} s."
+                f"Reward {self._scorer.reward.name!r} did not score a batch within {self._seconds:g} s."
             ) from None
 
     def _seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
     def _ask(self) -> Tensor:
-        for attempt in range(self._scorer.retries + 1):
-            try:
-                return self._score(self.request)
-            except RewardFailed as error:
-                failure = error
-                if attempt < self._scorer.retries:
-                    logger.warning("a reward failed and is asked again: %s", error)
-        return self._score_each(failure)
+        reward = self._scorer.reward
+        if type(reward) is not WeightedSum:
+            return self._scores_of(reward)
+        self.terms = {term.name: self._scores_of(term) for term, _ in reward.terms}
+        return reward.total(self.terms)
 
-    def _score(self, request: RewardRequest) -> Tensor:
-        self._deadline = max(self._deadline, time.monotonic() + self._reward.timeout_seconds + _GRACE_SECONDS)
-        scores = self._reward.score(request)
-        self._scorer.has_scored = True
-        if isinstance(self._reward, WeightedSum):
-            self.terms = self._reward.last_terms
+    def _scores_of(self, reward: Reward) -> Tensor:
+        """Ask one reward for all samples, again for those that it fails on, at last for each of them alone."""
+        rows = list(range(len(self.request)))
+        device = "cpu" if self._scorer.reward.is_host_work else self._device
+        scores = torch.full([len(rows)], torch.nan, device=device)
+        failures = self._evaluate(reward, rows, scores)
+        for _ in range(self._scorer.retries):
+            if failures:
+                rows, first = list(failures), next(iter(failures.values()))
+                self.num_retries += 1
+                logger.warning("a reward failed on %s and is asked again: %s", counted(len(rows), "sample"), first)
+                failures = self._evaluate(reward, rows, scores)
+        if failures:
+            error = RewardFailed(next(iter(failures.values())))
+            if not self._may_fail:
+                raise error
+            failures = self._evaluate_each(reward, list(failures), scores)
+            if len(failures) == len(scores) and reward.name not in self._scorer.working:
+                raise error
+        self.failures |= failures
         return scores
 
-    def _score_each(self, failure: RewardFailed) -> Tensor:
-        """Score the samples one by one, in the time that a batch has: what one leaves of its share is for the rest."""
-        size, seconds = len(self.request), self._reward.timeout_seconds
-        if not self._may_fail:
-            raise failure
-        scores, until = torch.full([size], torch.nan), time.monotonic() + seconds
-        for row in range(size):
-            sample = self.request.row(row)
-            sample.timeout_seconds = max(seconds / size, (until - time.monotonic()) / (size - row))
-            try:
-                scores[row] = self._score(sample)[0]
-            except RewardFailed as error:
-                self.failures[row] = str(error)
-        if len(self.failures) == size and not self._scorer.has_scored:
-            raise failure
-        self.terms = {}  # not of the whole batch
-        return scores
+    def _evaluate(
+        self, reward: Reward, rows: list[int], scores: Tensor, timeout_seconds: float = math.inf
+    ) -> dict[int, str]:
+        """Ask for some samples and write their scores down; returns why it failed on others."""
+        self._deadline = max(self._deadline, time.monotonic() + reward.timeout_seconds + _GRACE_SECONDS)
+        request = self.request if len(rows) == len(self.request) else self.request.select(rows)
+        request.timeout_seconds = timeout_seconds
+        try:
+            found = reward.evaluate(request)
+        except RewardFailed as error:
+            return dict.fromkeys(rows, str(error))
+        scores[rows] = found.values.to(scores.device, scores.dtype)
+        for row, details in zip(rows, found.details, strict=False):  # of none, or of all
+            if details:
+                self.details[row][reward.name] = details
+        if len(found.failures) < len(rows):
+            self._scorer.working.add(reward.name)
+        return {rows[row]: error for row, error in found.failures.items()}
+
+    def _evaluate_each(self, reward: Reward, rows: list[int], scores: Tensor) -> dict[int, str]:
+        """Ask for samples one by one, in the time that a batch has: what one leaves of its share is for the rest."""
+        seconds, failures = reward.timeout_seconds, dict[int, str]()
+        until = time.monotonic() + seconds
+        for index, row in enumerate(rows):
+            share = max(seconds / len(rows), (until - time.monotonic()) / (len(rows) - index))
+            failures |= self._evaluate(reward, [row], scores, share)
+        return failures
 
 
 class RewardScorer:
@@ -128,8 +157,8 @@ class RewardScorer:
         self.reward = reward
         self.tokenizer = tokenizer
         self.retries, self.max_quarantined = retries, max_quarantined
-        self.has_scored = False
-        """Whether the reward has ever returned scores."""
+        self.working: set[str] = set()
+        """Names of the rewards that have ever returned scores."""
         self.thread = BackgroundThread(name="rewards")
 
     def __call__(
@@ -171,18 +200,18 @@ class RewardScorer:
                     f"Column {name!r} must have one value per sample ({sequences.shape[0]}), got {len(values)}. "
                     "Pass the columns of the batch that the sequences were generated from."
                 )
-        tokens = (sequences, attention_mask, action_mask)
+        device, tokens = sequences.device, (sequences, attention_mask, action_mask)
         if self.reward.is_host_work:  # fetched now: on the thread they would wait for what the models compute meanwhile
             tokens = (sequences.cpu(), attention_mask.cpu(), action_mask.cpu())
         request = RewardRequest(
             prompts=listed.pop("prompt", partial(decode_prompts, self.tokenizer, *tokens)),
             completions=partial(decode_completions, self.tokenizer, *tokens),
             columns=listed,
-            sequences=sequences,
-            attention_mask=attention_mask,
-            action_mask=action_mask,
+            sequences=tokens[0],
+            attention_mask=tokens[1],
+            action_mask=tokens[2],
         )
-        return PendingScores(self, request, may_fail=may_fail)
+        return PendingScores(self, request, device, may_fail=may_fail)
 
 
 def _as_list(values: Any) -> list[Any]:

@@ -19,9 +19,9 @@ from coati.algos.kl import kl_penalty
 from coati.algos.losses import Surrogate, cispo, clipped, dppo, largest, loss_weights, policy_loss, sapo
 from coati.algos.masked import divide_by_count, finite_exp, zero_padding
 from coati.config import AlgorithmSettings
-from coati.config.checks import load_reward_function
 from coati.errors import ConfigError, DataError
 from coati.experience import Experience
+from coati.reward_functions.loading import load_reward_function
 from coati.trainer.step_numbers import StepNumbers
 
 

@@ -138,9 +138,15 @@ def test_a_reward_parameter_that_nothing_is_passed_for(folder):
     )
     (problem,) = problems("reward.function=odd_rewards:wants")
     assert "'solution'" in problem
-    assert "prompts, completions and the dataset's columns" in problem
+    assert "prompts, completions, completion_ids, timeout_seconds and the dataset's columns" in problem
+    (problem,) = problems("reward.function=odd_rewards:wants", "reward.columns.solution=answer")
+    assert "needs 'answer'" in problem
     assert problems("reward.function=odd_rewards:defaults") == []
     assert problems("reward.function=odd_rewards:anything") == []
+    (folder / "prompts.jsonl").write_text('{"prompt": "the film", "answer": "x"}\n')
+    assert problems("reward.function=odd_rewards:wants", "reward.columns.solution=answer") == []
+    (problem,) = problems("reward.function=regex")
+    assert "reward.function: Reward 'regex': missing a required argument: 'pattern'" in problem
 
 
 def write_parts(folder, names):

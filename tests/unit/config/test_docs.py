@@ -76,7 +76,7 @@ def dry_run(tmp_path, monkeypatch):
         "model/config.json": "{}",
         "prompts.jsonl": '{"prompt": "the film"}\n',
         "texts.jsonl": '{"text": "the film"}\n',
-        "rewards.py": "def praise(completions): ...\n",
+        "rewards.py": "def praise(completions): ...\ndef asks(completions, answer): ...\n",
         "run.toml": "model.path = './model'\nprompts.path = 'prompts.jsonl'\nreward.function = 'math:sqrt'\n",
         "other/notes.txt": "",
         "runs/film/.coati-run": "",
@@ -108,6 +108,11 @@ def test_troubleshooting_quotes_the_messages_before_a_run_as_they_are(dry_run, m
         dry_run("reward.function=rewards:prais"),
         dry_run("reward.function=my_rewards:f"),
         dry_run("reward.terms=[{ function = 'rewards:praise' }]"),
+        dry_run("reward.function=regex"),
+        dry_run("reward.function=rewards:asks"),
+        dry_run(
+            "reward.function=judge", "reward.options={ url = 'http://x', model = 'm', api_key_env = 'NO_SUCH_KEY' }"
+        ),
         dry_run("prompts.path=texts.jsonl"),
         dry_run("algorithm=grpo", "rollout.samples_per_prompt=3"),
         dry_run("rollout.generate.max_tokens=5"),

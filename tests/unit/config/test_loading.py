@@ -274,7 +274,13 @@ def test_paths_of_a_file_count_from_its_folder_first(tmp_path, monkeypatch):
         ({"terms": [{"function": "a:b", "model": "m"}]}, r'terms\[0\].*got \["function", "model"\]'),
         ({"terms": [{"function": "a:b"}, {"function": "c:b"}]}, r'different names, got \["b", "b"\]'),
         ({"terms": [{"function": "a:b", "weight": float("inf")}]}, "weight must be a finite number, got inf"),
-        ({"terms": [{"function": "ab"}]}, r'reward.terms\[0\].function must be "module:function".* got "ab"'),
+        ({"model": "m", "options": {"a": 1}}, r'reward.options must be left out without function, got \["a"\]'),
+        ({"function": "a:b", "options": {"API_KEY": "sk-1"}}, r'options.API_KEY must be left out, got "\*\*\*"'),
+        ({"function": "a:b", "columns": {"answer": 3}}, r"reward.columns.answer must be a valid string, got 3"),
+        (
+            {"terms": [{"function": "ab"}]},
+            r'terms\[0\].function must be one of math-verify.*"module:function".* got "ab"',
+        ),
     ],
 )
 def test_reward_is_given_in_exactly_one_way(reward, message):

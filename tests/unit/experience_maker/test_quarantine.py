@@ -17,7 +17,8 @@ from coati.ledger import LedgerRules
 from coati.models import Actor
 from coati.monitor.records import RecordLog
 from coati.peers import LocalPeers
-from coati.rewards import FunctionReward, RewardScorer
+from coati.reward_functions.calling import Verdict
+from coati.rewards import FunctionReward, RewardScorer, WeightedSum
 from coati.weights.served import ServedModels
 
 SIZE = 2  # samples of each prompt
@@ -134,6 +135,20 @@ def test_samples_have_the_columns_of_their_rows(llama):
     assert len(samples[-1]["columns"]["answer"]) == 1000, "a long value is cut"
 
 
+def test_samples_have_what_each_term_and_its_details_say(llama):
+    rig = Rig(llama, bad=[2])
+    scorer = rig.maker.reward_model
+    named = FunctionReward(lambda number: [{"score": one, "seen": one} for one in number], name="named")
+    scorer.reward = WeightedSum([(scorer.reward, 1.0), (named, -0.5)])
+    batch = rig.make()
+    first, second, *_ = rig.pipeline.record(batch, samples_kept=6)["samples"]
+    assert (first["terms"], first["details"]) == ({"judge": 0.0, "named": 0.0}, {"named": {"seen": 0}})
+    assert (second["terms"], second["reward"]) == ({"judge": 1.0, "named": 1.0}, 0.5)
+    metrics = rig.pipeline.record(batch, samples_kept=0)["metrics"]
+    assert metrics["reward/term_named"].value == pytest.approx(sum(range(8)) / 8)
+    assert (metrics["reward/term_judge"].value, metrics["reward/retries"].value) == (pytest.approx(5 / 7), 0.0)
+
+
 def test_no_score_and_a_failure_are_told_apart(llama):
     rig = Rig(llama, bad=[2], nan=[4, 5])
     rig.make()
@@ -144,14 +159,16 @@ def test_no_score_and_a_failure_are_told_apart(llama):
 
 def test_samples_without_signal_say_so(llama):
     rig = Rig(llama, algorithm="grpo", dynamic_sampling=True)
-    rig.maker.reward_model.reward._function = lambda arguments, expected: [1.0] * 2 + [0.0, 1.0] * 3
+    rig.maker.reward_model.reward._function = lambda arguments, expected: [
+        Verdict(score) for score in (1.0, 1.0, *[0.0, 1.0] * 3)
+    ]
     rig.make()
     assert rig.fates == [(0, "drop", "all samples scored the same (samples 0, 1)")]
 
 
 def test_a_batch_of_nothing_but_failures_is_in_quarantine_and_not_dropped(llama):
     rig = Rig(llama, bad=range(8))
-    rig.maker.reward_model.has_scored = True  # else the function would be at fault
+    rig.maker.reward_model.working.add("judge")  # else the function would be at fault
     assert rig.make().experience is None
     assert [fate for _, fate, _ in rig.fates] == ["quarantine"] * 4
     assert (rig.pipeline.num_dropped, rig.pipeline.num_quarantined) == (0, 8)

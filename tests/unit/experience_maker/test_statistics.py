@@ -1,11 +1,14 @@
 """Numbers that describe a batch, by hand."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from coati.experience import Experience
-from coati.experience_maker.statistics import batch_metrics, reward_term_metrics, sample_texts
-from coati.monitor.metrics import Mean
+from coati.experience_maker.statistics import batch_metrics, reward_metrics, sample_texts
+from coati.monitor.metrics import Mean, Sum
 
 
 @pytest.fixture
@@ -64,7 +67,9 @@ def test_a_cut_response_is_not_empty(experience):
 
 
 def test_terms_get_names_that_metrics_may_have():
-    assert reward_term_metrics({"My term!": 2.0}, 3) == {"reward/term_my_term_": Mean(2.0, 3.0)}
+    terms = {"My term!": torch.tensor([1.0, math.nan, 3.0]), "none": torch.tensor([math.nan] * 3)}
+    metrics = reward_metrics(SimpleNamespace(terms=terms, num_retries=2))
+    assert metrics == {"reward/retries": Sum(2.0), "reward/term_my_term_": Mean(2.0, 2.0)}
 
 
 class Letters:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import AuthenticationError
 
-from coati.config import build_config
+from coati.config import RewardSettings, build_config
 from coati.errors import ConfigError, HeadLost, RunStopped
 from coati.ray import cluster
 
@@ -86,13 +86,14 @@ def test_every_private_ray_has_a_token_of_its_own_that_only_the_user_can_read(fa
 
 
 def test_actors_of_a_private_ray_get_the_variables_that_are_allowed(fake_ray, config, monkeypatch):
-    for name in ("BANK_KEY", "JUDGE_KEY", "HF_HOME"):
+    for name in ("BANK_KEY", "JUDGE_KEY", "SCORER_KEY", "HF_HOME"):
         monkeypatch.setenv(name, "1")
     topology = config.topology.model_copy(update={"environment": ("JUDGE_KEY",)})
-    with connect(config.model_copy(update={"topology": topology})):
+    reward = RewardSettings(function="http", options={"url": "http://host", "api_key_env": "SCORER_KEY"})
+    with connect(config.model_copy(update={"topology": topology, "reward": reward})):
         environment = fake_ray.environments[0]
         assert "BANK_KEY" not in environment
-        assert {"JUDGE_KEY", "HF_HOME", "PATH"} <= environment.keys()
+        assert {"JUDGE_KEY", "SCORER_KEY", "HF_HOME", "PATH"} <= environment.keys()
         assert os.environ["BANK_KEY"] == "1"
 
 

@@ -148,6 +148,46 @@ def test_one_that_hangs_is_found_within_the_time_of_a_batch_and_the_rest_gets_wh
     assert now[0] == pytest.approx(2.0 + 0.25 + 1.75 / 2 + 0.25)
 
 
+def test_only_what_a_function_names_is_asked_for_again():
+    calls = []
+
+    def picky(completions):
+        calls.append([int(text) for text in completions])
+        is_bad = {2: len(calls) == 1, 4: True}
+        return [ValueError("hard") if is_bad.get(number) else 1.0 for number in calls[-1]]
+
+    scores = begin(picky, 1, 2, 3, 4, retries=1)
+    assert scores().tolist() == pytest.approx([1.0, 1.0, 1.0, math.nan], nan_ok=True)
+    assert calls == [[1, 2, 3, 4], [2, 4], [4]]
+    assert list(scores.failures) == [3]
+    assert "'judge' raised ValueError: hard" in scores.failures[3]
+    assert scores.num_retries == 1
+
+
+def test_a_function_that_fails_on_every_sample_before_it_has_scored_one_is_wrong_itself():
+    with pytest.raises(RewardFailed, match="no such key"):
+        begin(lambda completions: [KeyError("no such key") for _ in completions], 1, 2)()
+
+
+def test_without_quarantine_a_named_failure_is_an_error_too():
+    with pytest.raises(RewardFailed, match="hard"):
+        begin(lambda completions: [ValueError("hard") for _ in completions], 1, 2, max_quarantined=0)()
+
+
+def test_a_term_that_fails_is_asked_again_and_the_others_are_not():
+    judge, calls = Judge(2), []
+    other = FunctionReward(lambda completions: calls.append(1) or [{"score": 1.0, "by": "other"}] * 2, name="other")
+    terms = WeightedSum([(other, 10.0), (FunctionReward(judge, name="judge"), 2.0)])
+    scores = begin(None, 1, 2, scorer=RewardScorer(terms, Numbers(), retries=1, max_quarantined=4))
+    assert scores().tolist() == pytest.approx([11.0, math.nan], nan_ok=True)
+    assert len(calls) == 1
+    assert judge.calls == [[1, 2], [1, 2], [1], [2]]
+    assert scores.terms["other"].tolist() == [1.0, 1.0]
+    assert scores.terms["judge"].tolist() == pytest.approx([0.5, math.nan], nan_ok=True)
+    assert scores.details == [{"other": {"by": "other"}}] * 2
+    assert list(scores.failures) == [1]
+
+
 def test_no_score_is_no_failure():
     scores = begin(lambda completions: [math.nan, None], 1, 2)
     assert scores().isnan().all()

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 import math
 import pickle
 import sys
@@ -92,7 +93,61 @@ def test_a_function_gets_what_its_signature_names():
     score_with(few, request)
     assert seen == {"completions": ["a", "b"], "topic": ["x", "y"], "extra": "default"}
     score_with(all_of_it, request)
-    assert seen["kwargs"] == ["answer", "completions", "prompts", "topic"]
+    assert seen["kwargs"] == ["answer", "completion_ids", "completions", "prompts", "topic"]
+
+
+def test_a_function_can_ask_for_tokens_and_for_its_time():
+    seen = {}
+
+    def curious(completion_ids, timeout_seconds):
+        seen.update(ids=completion_ids, seconds=timeout_seconds)
+        return [0, 0]
+
+    score_with(curious, timeout_seconds=30)
+    assert seen == {"ids": [[2, 3], [6, 7]], "seconds": 30}
+
+
+def test_a_parameter_takes_the_column_that_the_settings_name():
+    request = request_of("a", "b", solution=[1, 2])
+    assert score_with(lambda answer: answer, request, columns={"answer": "solution"}).tolist() == [1.0, 2.0]
+    with pytest.raises(RewardError, match=r"'answer' from the column 'truth', but the columns are solution"):
+        score_with(lambda answer: answer, request, columns={"answer": "truth"})
+
+
+def test_details_come_with_scores():
+    def judge(completions):
+        return [{"score": 1, "why": ["x"] * 999, "at": math.nan}, {"score": None, "why": "no idea"}]
+
+    found = FunctionReward(judge).evaluate(request_of("a", "b"))
+    assert found.values.tolist() == pytest.approx([1.0, math.nan], nan_ok=True)
+    assert len(found.details[0]["why"]) == 1000
+    assert found.details[0]["at"] == "nan"
+    assert found.details[1] == {"why": "no idea"}
+    assert found.failures == {}
+
+
+def test_details_that_no_file_could_hold_are_cut():
+    loop = []
+    loop.append(loop)
+    deep = json.loads("[" * 900 + "]" * 900)
+    many = {str(index): index for index in range(100)}
+    judge = lambda completions: [{"score": 1, "loop": loop, "deep": deep, "set": {1}, **many}]  # noqa: E731
+    (details,) = FunctionReward(judge).evaluate(request_of("a")).details
+    assert len(json.dumps(details)) < 10_000
+    assert len(details) == 8
+
+
+def test_a_function_may_fail_on_some_samples():
+    def picky(completions):
+        return [1.0, KeyError("no such word"), {"error": "no judge", "tries": 3}]
+
+    found = FunctionReward(picky, name="judge").evaluate(request_of("a", "b", "c"))
+    assert found.values.isnan().tolist() == [False, True, True]
+    assert found.failures[1].startswith("Reward function 'judge' raised KeyError: 'no such word'.")
+    assert "completion 'b'" in found.failures[1]
+    assert "returned an error: no judge" in found.failures[2]
+    with pytest.raises(RewardError, match="no such word"):
+        score_with(picky, request_of("a", "b", "c"))
 
 
 def test_callable_objects_and_methods_work():
@@ -206,7 +261,7 @@ def test_a_score_that_is_no_number(value):
 def test_a_parameter_that_is_no_column():
     message = message_of(lambda completions, answer: [0, 0], request_of("a", "b", topic=["x", "y"]))
     assert "'answer'" in message
-    assert "topic, prompts, completions" in message
+    assert "topic, prompts, completions, completion_ids" in message
 
 
 def test_long_texts_are_cut_in_errors():
@@ -252,12 +307,11 @@ def constant(name, *values):
 
 
 def test_a_weighted_sum_by_hand():
-    # 1 × (1, 2, none) - 0.5 × (4, none, 8) = (-1, none, none); means over what there is: 1.5 and 6
+    # 1 × (1, 2, none) - 0.5 × (4, none, 8) = (-1, none, none)
     total = WeightedSum([(constant("kind", 1, 2, None), 1.0), (constant("long", 4, None, 8), -0.5)])
     scores = total.score(request_of("a", "b", "c"))
     assert scores[0] == -1.0
     assert scores.isnan().tolist() == [False, True, True]
-    assert total.last_terms == {"kind": 1.5, "long": 6.0}
 
 
 def test_a_weight_of_zero_does_not_hide_a_missing_score():
@@ -347,7 +401,7 @@ def test_rewards_from_settings(tmp_path):
     assert built({"model": "models/rm"}).name == "rm"
     total = built({"terms": [term, {"model": "rm", "name": "style"}]})
     assert total.score(request).tolist() == [2 * 1 + 3.0, 2 * 2 + 7.0]
-    assert total.last_terms == {"length": 1.5, "style": 5.0}
+    assert [reward.name for reward, _ in total.terms] == ["length", "style"]
     assert asked == ["models/rm", "rm"]
 
 

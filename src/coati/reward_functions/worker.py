@@ -1,26 +1,21 @@
-"""Calls a reward function and checks what it returns: on a thread of the maker, or in a child process.
+"""The child process of a reward function, which `coati.rewards.isolation` starts.
 
-The child is two processes. The guard runs only what is here. It forks the worker, which imports the function and calls
-it, and waits until the worker has ended, or the maker is gone or says so (SIGTERM). Then it kills everything that the
-worker has started, and nothing is left:
+It is two processes. The guard runs only what is here. It forks the worker, which imports the function and calls it, and
+waits until the worker has ended, or the maker is gone or says so (SIGTERM). Then it kills everything that the worker
+has started, and nothing is left:
 
     maker ── requests (pickle) ──► worker ◄── forks, kills ── guard
           ◄── answers (JSON) ─────
 
-Answers are JSON because the maker must not unpickle what a function wrote. Without torch, so that a child is up in a
-second; `coati.rewards.isolation` starts it.
+Answers are JSON because the maker must not unpickle what a function wrote. Functions are called on the worker's main
+thread, where signals can end what takes too long.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
-import inspect
-import itertools
 import json
-import math
-import numbers
 import os
 import pickle
 import resource
@@ -29,97 +24,25 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from coati.config.checks import keyword_parameters, load_reward_function
-from coati.counting import counted
 from coati.errors import ConfigError
+from coati.reward_functions.calling import WrongScores, call_function, raised
+from coati.reward_functions.loading import load_reward_function
 
-_EXCERPT_LENGTH = 80
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _KILL_SECONDS = 4.0
-
-
-class WrongScores(Exception):
-    """A function cannot be called, or did not return one number for each sample: what it did, and the remedy."""
-
-
-def call_function(function: Callable[..., Any], offered: Mapping[str, Any], expected: int) -> list[float]:
-    """Call a reward function with those of the offered arguments that it takes; return its scores, NaN for none.
-
-    Raises WrongScores if it takes others, or does not return `expected` numbers; and what the function raises.
-    """
-    parameters = keyword_parameters(function)
-    if missing := [name for name, is_required in (parameters or {}).items() if is_required and name not in offered]:
-        raise WrongScores(
-            f"has the parameter {missing[0]!r}, but it can only be called with {', '.join(offered)}",
-            "Rename the parameter, give it a default, or add the column to the prompts",
-        )
-    returned = function(**{name: offered[name] for name in offered if parameters is None or name in parameters})
-    if inspect.isawaitable(returned):
-        returned = asyncio.run(_awaited(returned))
-    scores = _listed(returned, expected)  # a generator does its work while it is read
-    if scores is None:
-        raise WrongScores("did not return a list of scores", "Return one number for each completion")
-    if len(scores) != expected:
-        raise WrongScores(
-            f"returned {counted(len(scores), 'score')} for {counted(expected, 'completion')}",
-            "Return a list as long as completions, with None where there is no score",
-        )
-    return [_number(index, value) for index, value in enumerate(scores)]
-
-
-def raised(error: BaseException) -> str:
-    """What a function raised, and where."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"raised {type(error).__name__}: {error} (at {place.filename}:{place.lineno})"
-
-
-def excerpt(text: str) -> str:
-    """The beginning of a text, for messages."""
-    return text if len(text) <= _EXCERPT_LENGTH else text[: _EXCERPT_LENGTH - 1] + "…"
-
-
-async def _awaited(returned: Any) -> Any:
-    return await returned
-
-
-def _listed(returned: Any, expected: int) -> list[Any] | None:
-    """Turn what a function returned into a list; None when it is no collection of scores."""
-    if hasattr(returned, "detach"):  # a tensor
-        return list(returned.detach().cpu().tolist()) if returned.dim() == 1 else None
-    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
-        return None
-    # One more than expected is enough to know that there are too many, even if the source never ends.
-    return list(returned) if hasattr(returned, "__len__") else list(itertools.islice(returned, expected + 1))
-
-
-def _number(index: int, value: Any) -> float:
-    if value is None:
-        return math.nan
-    if hasattr(value, "detach") and value.numel() == 1:
-        value = value.item()
-    # numpy's scalars count as Real; texts that look like numbers do not, on purpose.
-    if isinstance(value, numbers.Real):
-        try:
-            return float(value)
-        except OverflowError:  # an int too large for any float is as good as infinite
-            return math.inf
-    raise WrongScores(
-        f"returned {excerpt(repr(value))} ({type(value).__name__}) as score {index}, which is not a number",
-        "Convert the scores to float",
-    )
 
 
 class WorkerOrder(NamedTuple):
     """What a child process is to run, and what it may use. Sent first, pickled."""
 
     function: str | bytes
-    """ "module:function", or a pickled function."""
+    """A name, or a pickled function."""
+    options: dict[str, Any]
     search_paths: tuple[Path, ...]
     memory_bytes: int
     """Address space; 0 = unlimited."""
@@ -197,7 +120,7 @@ def _serve(maker: Connection[Any, Any], libc: ctypes.CDLL) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (order.memory_bytes, order.memory_bytes))
     try:
         if isinstance(order.function, str):
-            function = load_reward_function(order.function, order.search_paths)
+            function = load_reward_function(order.function, order.search_paths, order.options)
         else:
             function = pickle.loads(order.function)
     except BaseException as error:
@@ -208,7 +131,7 @@ def _serve(maker: Connection[Any, Any], libc: ctypes.CDLL) -> None:
         while True:
             number, arguments, expected = pickle.loads(maker.recv_bytes())
             try:
-                answer(number=number, scores=call_function(function, arguments, expected))
+                answer(number=number, verdicts=call_function(function, arguments, expected))
             except WrongScores as fault:
                 what, remedy = fault.args
                 answer(number=number, error=what, remedy=remedy)

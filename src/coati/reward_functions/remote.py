@@ -1,0 +1,233 @@
+"""Rewards that ask a server: one of your own over HTTP, or a language model as the judge.
+
+A request without an answer, or with one that says the server is busy, is sent again, with growing pauses, until the
+call's time is up: a server may be away for a while. A wrong answer is asked for again a few times; one that says that
+the request is wrong, never. Samples that have no score then are failures.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+import urllib3
+
+from coati.background import run_in_background
+from coati.errors import ConfigError
+from coati.reward_functions.calling import Verdict, WrongScores, excerpt, read_verdicts
+from coati.reward_functions.loading import require
+
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 15.0
+_WRONG_ANSWERS = 3  # to one request
+_ANSWER_BYTES = 16 << 20
+_USABLE = 0.9  # share of a call's time; the rest is for its end
+_BUSY = {408, 409, 425, 429, *range(500, 600)}
+_SCORE = re.compile(r'(?<![a-z])score"?\s{0,9}[:=]\s{0,9}"?(-?\d{1,9}(?:\.\d{1,9})?)', re.IGNORECASE)
+_PROMPT = """Rate how well the response answers the prompt, from {low} (worst) to {high} (best).
+
+<prompt>
+{prompt}
+</prompt>
+
+<response>
+{completion}
+</response>
+
+Answer with one line of JSON: {"reason": "one sentence", "score": number}"""
+
+
+class NoAnswer(Exception):
+    """Why a request has no answer, in words; `pause` is what the server asks for."""
+
+    def __init__(self, what: str, *, pause: float = 0.0, is_final: bool = False, is_wrong: bool = False) -> None:
+        super().__init__(what)
+        self.pause, self.is_final, self.is_wrong = pause, is_final, is_wrong
+
+
+class Endpoint:
+    """A URL that JSON is posted to, and the environment variable that holds its key."""
+
+    def __init__(self, url: str, api_key_env: str, request_seconds: float) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+            raise ConfigError(
+                "Reward option url must be http:// or https:// and a host, without a user or password, got "
+                f"{parts.scheme}://{parts.hostname}. Keep keys in an environment variable, which api_key_env names."
+            )
+        self._url, self._name, self._seconds = url, parts.netloc, request_seconds
+        self._key = os.environ.get(api_key_env, "").strip()
+        if api_key_env and not (self._key and self._key.isascii() and self._key.isprintable()):
+            raise ConfigError(
+                f"Reward option api_key_env names the variable {api_key_env!r}, which is not set here or is no key. "
+                "Set it in the shell that starts the run, or on a cluster where `ray start` ran."
+            )
+
+    def ask(self, body: Mapping[str, Any], read: Callable[[Any], list[Verdict]], until: float) -> list[Verdict]:
+        """Post until there is an answer that `read` takes, or no time. NoAnswer says why there is none."""
+        data, num_wrong = json.dumps(body, default=str).encode(), 0
+        for attempt in itertools.count():
+            try:
+                return read(self._post(data, min(self._seconds, until - time.monotonic())))
+            except NoAnswer as failure:
+                num_wrong += failure.is_wrong
+                pause = min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 2.0**attempt)
+                pause = max(failure.pause, random.SystemRandom().uniform(pause / 2, pause))
+                if failure.is_final or num_wrong == _WRONG_ANSWERS or time.monotonic() + pause >= until:
+                    failure.args = (f"{failure.args[0]} (from {self._name}, asked {attempt + 1} times)",)
+                    raise
+            time.sleep(pause)
+        raise AssertionError  # the loop has no end
+
+    def _post(self, data: bytes, seconds: float) -> Any:
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        options = {"headers": headers, "auth": self._authorize, "timeout": max(seconds, 1e-3), "stream": True}
+        deadline, content = time.monotonic() + seconds, b""
+        try:
+            # A redirect could take the key elsewhere.
+            with requests.post(self._url, data, allow_redirects=False, **options) as response:
+                while part := response.raw.read1(1 << 16):
+                    content += part
+                    if time.monotonic() > deadline:
+                        raise requests.Timeout
+                    if len(content) > _ANSWER_BYTES:
+                        raise NoAnswer(f"had an answer of more than {_ANSWER_BYTES:,} bytes", is_wrong=True)
+        except (requests.Timeout, urllib3.exceptions.ReadTimeoutError):
+            raise NoAnswer(f"had no whole answer within {seconds:.3g} s") from None
+        except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+            raise NoAnswer(f"could not reach the server: {type(error).__name__}") from None
+        text = content[:1000].decode("utf-8", "replace")
+        text = excerpt(text.replace(self._key, "***") if self._key else text)  # servers quote what they refuse
+        if response.status_code != 200:
+            pause, is_final = response.headers.get("Retry-After", ""), response.status_code not in _BUSY
+            what = f"had the answer HTTP {response.status_code}: {text}"
+            raise NoAnswer(what, pause=float(pause) if pause.isdigit() else 0.0, is_final=is_final)
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError):
+            raise NoAnswer(f"had an answer that is not JSON: {text}", is_wrong=True) from None
+
+    def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        if self._key:
+            request.headers["Authorization"] = f"Bearer {self._key}"
+        return request
+
+
+def http(
+    *, url: str, api_key_env: str = "", batch_size: int = 16, concurrency: int = 4, request_seconds: float = 30.0
+) -> Callable[..., list[Verdict]]:
+    """The scores that a server returns for `{"prompts": […], "completions": […], "columns": {…}}`.
+
+    It answers `{"scores": […]}` with what a reward function may return, as JSON: numbers, null, or tables with `score`
+    or `error`.
+    """
+    endpoint = Endpoint(url, api_key_env, request_seconds)
+    require(
+        "http", min(batch_size, concurrency, request_seconds) > 0, "batch_size, concurrency, request_seconds above 0"
+    )
+
+    def score(
+        prompts: list[str], completions: list[str], timeout_seconds: float, **columns: list[Any]
+    ) -> list[Verdict]:
+        columns.pop("completion_ids", None)
+
+        def ask(rows: slice, until: float) -> list[Verdict]:
+            sent = {name: values[rows] for name, values in columns.items()}
+            body = {"prompts": prompts[rows], "completions": completions[rows], "columns": sent}
+            return endpoint.ask(body, lambda answer: _read_scores(answer, len(completions[rows])), until)
+
+        return _in_parallel(ask, len(completions), batch_size, concurrency, timeout_seconds)
+
+    return score
+
+
+def _read_scores(answer: Any, expected: int) -> list[Verdict]:
+    try:
+        return read_verdicts(answer.get("scores") if isinstance(answer, Mapping) else answer, expected)
+    except WrongScores as error:
+        raise NoAnswer(f"had a wrong answer: the server {error.args[0]}", is_wrong=True) from None
+
+
+def judge(
+    *,
+    url: str,
+    model: str,
+    api_key_env: str = "",
+    prompt: str = _PROMPT,
+    low: float = 0.0,
+    high: float = 10.0,
+    concurrency: int = 8,
+    request_seconds: float = 60.0,
+    body: Mapping[str, Any] | None = None,
+) -> Callable[..., list[Verdict]]:
+    """What a language model thinks of each completion, from 0 (`low`) to 1 (`high`).
+
+    `url` is that of an OpenAI-compatible server, up to /v1. `prompt` may name {prompt}, {completion}, {low}, {high} and
+    columns, and asks for "score: number"; the last one in the answer counts. `body` has further fields of the request.
+    """
+    endpoint = Endpoint(f"{url.rstrip('/')}/chat/completions", api_key_env, request_seconds)
+    require(
+        "judge", min(concurrency, request_seconds) > 0 and low < high, "concurrency, request_seconds > 0; low < high"
+    )
+    request = {"model": model, "max_tokens": 512, "temperature": 0.0, **(body or {})}
+
+    def read(answer: Any) -> list[Verdict]:
+        try:
+            text = str(answer["choices"][0]["message"]["content"])
+        except (KeyError, IndexError, TypeError):
+            raise NoAnswer("had a wrong answer: there is no message in it", is_wrong=True) from None
+        found = _SCORE.findall(text)
+        if not found or not low <= float(found[-1]) <= high:
+            what = f"had an answer without a score from {low:g} to {high:g}: {text[-80:]}"
+            raise NoAnswer(what, is_wrong=True)
+        return [Verdict((float(found[-1]) - low) / (high - low), {"answer": text[-500:]})]
+
+    def score(
+        prompts: list[str], completions: list[str], timeout_seconds: float, **columns: list[Any]
+    ) -> list[Verdict]:
+        bounds = {name: [f"{bound:g}"] * len(prompts) for name, bound in (("low", low), ("high", high))}
+        offered = {**columns, **bounds, "prompt": prompts, "completion": completions}
+
+        def ask(rows: slice, until: float) -> list[Verdict]:
+            # In one pass: what a completion has in braces stays as it is.
+            text = re.sub(r"\{(\w+)\}", lambda found: str(offered[found[1]][rows.start]), prompt)
+            return endpoint.ask({**request, "messages": [{"role": "user", "content": text}]}, read, until)
+
+        return _in_parallel(ask, len(completions), 1, concurrency, timeout_seconds)
+
+    return score
+
+
+def _in_parallel(
+    ask: Callable[[slice, float], list[Verdict]], size: int, batch_size: int, concurrency: int, timeout_seconds: float
+) -> list[Verdict]:
+    """Ask for all rows, a batch at a time, with so many requests under way; raise what is no NoAnswer."""
+    until = time.monotonic() + _USABLE * timeout_seconds
+    verdicts = [Verdict(error="had no answer in time")] * size
+    waiting = deque(slice(start, min(start + batch_size, size)) for start in range(0, size, batch_size))
+
+    def work() -> None:
+        while waiting and time.monotonic() < until:
+            try:
+                rows = waiting.popleft()
+            except IndexError:  # another worker took it
+                return
+            try:
+                verdicts[rows] = ask(rows, until)
+            except NoAnswer as error:
+                verdicts[rows] = [Verdict(error=str(error))] * (rows.stop - rows.start)
+
+    workers = [run_in_background(work, name="reward-request") for _ in range(min(concurrency, len(waiting)))]
+    done, _ = wait(workers, timeout=timeout_seconds * (1 + _USABLE) / 2)
+    for worker in done:
+        worker.result()
+    return list(verdicts)

@@ -1,0 +1,65 @@
+"""The examples in docs/rewards.md run as they stand there."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from coati.config import RewardSettings
+from coati.reward_functions import remote, text, verifiers
+from coati.reward_functions.loading import LIBRARY, keyword_parameters
+from coati.rewards import FunctionReward, load_reward_function
+
+PAGE = (Path(__file__).parents[3] / "docs/rewards.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+@pytest.fixture
+def my_rewards(tmp_path, monkeypatch):
+    """The page's module of functions, next to the run."""
+    monkeypatch.syspath_prepend(tmp_path)
+    definitions, *_ = blocks("python")
+    (tmp_path / "my_rewards.py").write_text(definitions)
+    yield tmp_path
+    sys.modules.pop("my_rewards", None)
+
+
+def test_the_functions_and_the_way_to_try_them(my_rewards, capsys):
+    _, trial = blocks("python")
+    names = {}
+    exec(compile(trial, "rewards.md", "exec"), names)
+    assert capsys.readouterr().out == "tensor([1., 0.])\n"
+    polite = FunctionReward(load_reward_function("my_rewards:is_polite", [my_rewards])).evaluate(names["request"])
+    assert torch.equal(polite.values, torch.zeros(2))
+    assert polite.details == [{"words": 2}, {"words": 2}]
+
+
+def test_the_settings_are_valid_and_their_rewards_can_be_loaded(my_rewards, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "k")
+    loaded = []
+    for block in blocks("toml"):
+        settings = RewardSettings(**tomllib.loads(block)["reward"])
+        for part in settings.parts:
+            if part.function in LIBRARY or part.function.endswith(("is_polite", "matches_answer")):
+                load_reward_function(part.function, [my_rewards], part.options)
+                loaded.append(part.function)
+    assert {"math-verify", "overlong", "http", "judge", "my_rewards:is_polite"} <= set(loaded)
+
+
+def test_the_table_has_every_reward_with_every_option():
+    rows = dict(re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", PAGE.partition("## The library")[2], re.MULTILINE))
+    assert set(rows) >= set(LIBRARY)
+    servers = PAGE.partition("## Servers")[2].partition("\n## ")[0]
+    for name, place in LIBRARY.items():
+        module, _, factory = place.partition(":")
+        options, _ = keyword_parameters(
+            getattr({"text": text, "verifiers": verifiers, "remote": remote}[module], factory)
+        )
+        said = servers if module == "remote" else rows[name]
+        assert [option for option in options if f"`{option}`" not in said and f"{option} =" not in said] == [], name
