@@ -119,6 +119,30 @@ def report(
     run_report(folder)
 
 
+reward_app = typer.Typer(help="Try rewards.", no_args_is_help=True)
+app.add_typer(reward_app, name="reward")
+
+
+@reward_app.command("check")
+def reward_check(
+    source: Annotated[
+        str, typer.Argument(metavar="REWARD", help="A run's TOML file, a reward of the library, or module:function.")
+    ],
+    rows: Annotated[
+        Path, typer.Option(metavar="FILE", help="Rows with prompt, completion and columns; samples.jsonl, for example.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, such as reward.options.pattern."),
+    ] = None,
+    show: Annotated[int, typer.Option(help="Rows to show; those that failed come first.")] = 20,
+) -> None:
+    """Score rows with a reward, without a model, and show what it says. Exit with 1 if it fails on one."""
+    from coati.cli.reward import run_reward_check
+
+    run_reward_check(source, rows, overrides=overrides or [], show=show)
+
+
 @app.command()
 def audit(
     folder: Annotated[
