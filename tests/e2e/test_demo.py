@@ -42,8 +42,9 @@ def test_it_learns_over_three_seeds(demo, tmp_path):
 def test_the_demo_learns_and_leaves_what_it_promises(demo):
     output, text = demo
     summary_of(output)
-    for promised in ("Before", "After", "mean reward", "Reward curve:  ▁", "Try next", "version"):
+    for promised in ("Before", "After", "mean reward", "Reward curve:  ▁", "report.html", "Try next", "version"):
         assert promised in text
+    assert "mean reward" in (output / "report.html").read_text()
     saved = load_config(output / "config.toml")
     assert Path(saved.model.path).is_absolute()  # a copy of the file works anywhere
     assert Path(saved.prompts.path).is_absolute()

@@ -72,7 +72,7 @@ def test_a_run_leaves_config_metrics_samples_and_a_model(film_run, coati_here, t
     assert list((out / "tensorboard").iterdir())
     told = coati_here("report", out)
     assert told.returncode == 0, told.stderr
-    for part in ("this process", "generate", "train", "mean reward", "Samples"):
+    for part in ("this process", "generate", "train", "mean reward", "Samples", "report.html"):
         assert part in told.stdout
     again = coati_here(*arguments)
     assert again.returncode == 2

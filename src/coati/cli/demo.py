@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from coati.cli.report import write_page
 from coati.cli.train import EXIT_STOPPED, execute, quiet_libraries
 from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
@@ -100,9 +101,12 @@ def _show_numbers(console: Console, before: dict[str, float], after: dict[str, f
 
 
 def _show_files(console: Console, result: RunResult, *, seconds: float) -> None:
-    rewards = [reward for _, reward in read_run(result.folder).series("reward/mean")]
+    run = read_run(result.folder)
+    rewards = [reward for _, reward in run.series("reward/mean")]
+    page = write_page(run, result.folder / "report.html")
     console.print(
         f"Reward curve:  {sparkline(rewards)}\n"
+        f"Report:        {page}\n"
         f"Model:         {result.model}\n"
         f"Metrics:       {result.folder / 'metrics.jsonl'}\n"
         f"Whole run:     {seconds:.0f} s\n"
@@ -110,7 +114,6 @@ def _show_files(console: Console, result: RunResult, *, seconds: float) -> None:
         f'  the model:      python -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', '{result.model}')('the film', max_new_tokens=16))\"\n"
         f"  another reward: coati train examples/film/run.toml   (its rewards.py is yours to change)\n"
-        f"  its report:     coati report {result.folder}\n"
         f"  the same run:   coati train {result.folder / 'config.toml'} --set run.output=runs/again",
         highlight=False,
         soft_wrap=True,

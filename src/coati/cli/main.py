@@ -112,11 +112,14 @@ def report(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run, finished or running.")
     ],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write the page. Default: report.html in the folder.")
+    ] = None,
 ) -> None:
-    """Show what a run learned, a few samples, and where its time went."""
+    """Show what a run learned, a few samples, and where its time went; also as a page."""
     from coati.cli.report import run_report
 
-    run_report(folder)
+    run_report(folder, html=html)
 
 
 reward_app = typer.Typer(help="Try rewards.", no_args_is_help=True)

@@ -1,21 +1,41 @@
 """`coati report RUN_FOLDER`."""
 
+import io
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coati.monitor.report import chosen_samples, curves, headline, read_run
+from coati.errors import ConfigError
+from coati.monitor.report import RunFolder, chosen_samples, curves, headline, read_run
 from coati.monitor.time_use import RunTimes, run_times
 
 _MAX_CHARACTERS = 400
+_PAGE_WIDTH = 160
 
 
-def run_report(folder: Path) -> None:
+def run_report(folder: Path, *, html: Path | None = None) -> None:
+    """Print what a run learned, and write the same as a page."""
+    console, run = Console(highlight=False, markup=False), read_run(folder)
+    show(console, run)
+    page = write_page(run, html or folder / "report.html")
+    console.print(f"Page: {page}", soft_wrap=True)
+
+
+def write_page(run: RunFolder, path: Path) -> Path:
+    """Write a report as an HTML file that stands on its own: nothing is fetched, and texts are escaped."""
+    console = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, highlight=False, markup=False)
+    show(console, run)
+    try:
+        console.save_html(str(path))
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error}. Choose another file.") from None
+    return path
+
+
+def show(console: Console, run: RunFolder) -> None:
     """Print the few facts, the course of the metrics, samples, and where the time went."""
-    console = Console(highlight=False, markup=False)
-    run = read_run(folder)
     times = run_times(run.spans)
     console.print(run.name, style="bold")
     for name, value in headline(run, times):

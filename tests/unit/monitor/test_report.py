@@ -223,12 +223,19 @@ def test_the_command_prints_facts_courses_samples_and_times(folder, capsys, monk
     ):
         assert part in printed
     assert "\x1b" not in printed  # samples do not steer the terminal
+    page = (folder / "report.html").read_text()
+    for part in ("completed", "▁█", "the &lt;b&gt;film&lt;/b&gt;", " number 0 [31m&amp; more", "wait for data", "40%"):
+        assert part in page
+    assert "<b>film</b>" not in page
+    assert "<script" not in page
+    assert "http" not in page
 
 
-def test_a_run_without_spans_or_samples_has_a_report(folder, capsys):
+def test_a_run_without_spans_or_samples_has_a_report(folder, tmp_path, capsys):
     for name in ("spans.jsonl", "samples.jsonl"):
         (folder / name).unlink()
-    run_report(folder)
+    run_report(folder, html=tmp_path / "page.html")
+    assert "no spans" in (tmp_path / "page.html").read_text()
     assert "no spans" in capsys.readouterr().out
 
 
@@ -263,3 +270,8 @@ def test_a_line_that_is_still_being_written_is_left_out(folder):
     with (folder / "spans.jsonl").open("a") as file:
         file.write('{"actor": "maker-0", "la')
     assert read_run(folder).spans == SPANS
+
+
+def test_a_page_that_cannot_be_written_says_so(folder):
+    with pytest.raises(ConfigError, match="cannot be written"):
+        run_report(folder, html=folder / "no" / "page.html")
