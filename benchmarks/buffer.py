@@ -8,8 +8,8 @@ then `sample`, which takes whole batches out again. Raw: an actor with a list, o
 training batch there and one to get them back; nothing is checked, collated or counted, and there is no limit. So a
 ratio of 1 would mean that all of that is free.
 
-Also measured: how long a consumer waits for a batch that is ready, with and without `prefetch`, and what checking and
-collating alone cost. Both sides alternate, after a warm-up; medians.
+Also measured: how long a consumer waits for a batch that is ready, and what checking and collating alone cost. Both
+sides alternate, after a warm-up; medians.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import json
 import os
 import statistics
 import time
-from concurrent.futures import wait
 from pathlib import Path
 
 import ray
@@ -90,17 +89,12 @@ def collating(items: list[BufferItem], batch: int) -> float:
     return time.perf_counter() - started
 
 
-def waits(buffer: DetachedReplayBuffer, items: list[BufferItem], batch: int) -> tuple[float, float]:
-    """Seconds until a consumer has a batch that is there: plainly, and taken ahead."""
-    buffer.extend(items[: 2 * batch])
+def waiting(buffer: DetachedReplayBuffer, items: list[BufferItem], batch: int) -> float:
+    """Seconds until a consumer has a batch that is there."""
+    buffer.extend(items[:batch])
     started = time.perf_counter()
     buffer.sample()
-    plain = time.perf_counter() - started
-    buffer.prefetch()
-    wait([buffer._prefetched], timeout=60.0)
-    started = time.perf_counter()
-    buffer.sample()
-    return plain, time.perf_counter() - started
+    return time.perf_counter() - started
 
 
 def measure(tokens: str, batch: int, arguments: argparse.Namespace) -> dict[str, object]:
@@ -109,14 +103,12 @@ def measure(tokens: str, batch: int, arguments: argparse.Namespace) -> dict[str,
     batches = [make_experience_batch(items[start : start + batch]) for start in range(0, len(items), batch)]
     arrays = [{name: tensor.numpy() for name, tensor in one.tensors()} for one in batches]
     buffer, keeper = DetachedReplayBuffer(batch), Keeper.remote()
-    seconds: dict[str, list[float]] = {"buffer": [], "ray": [], "collate": [], "plain": [], "ahead": []}
+    seconds: dict[str, list[float]] = {"buffer": [], "ray": [], "collate": [], "wait": []}
     for _ in range(arguments.warmups + arguments.repeats):
         seconds["buffer"].append(through_buffer(buffer, items, arguments.count))
         seconds["ray"].append(through_ray(keeper, arrays))
         seconds["collate"].append(collating(items, batch))
-        plain, ahead = waits(buffer, items, batch)
-        seconds["plain"].append(plain)
-        seconds["ahead"].append(ahead)
+        seconds["wait"].append(waiting(buffer, items, batch))
     buffer.close()
     ray.kill(keeper)
     medians = {name: statistics.median(values[arguments.warmups :]) for name, values in seconds.items()}
@@ -128,8 +120,7 @@ def measure(tokens: str, batch: int, arguments: argparse.Namespace) -> dict[str,
         "ray_items_per_second": len(items) / medians["ray"],
         "ratio": medians["ray"] / medians["buffer"],
         "collate_share": medians["collate"] / medians["buffer"],
-        "next_batch_ms": medians["plain"] * 1e3,
-        "next_batch_ahead_ms": medians["ahead"] * 1e3,
+        "next_batch_ms": medians["wait"] * 1e3,
     }
 
 
@@ -148,10 +139,8 @@ def main() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     print(f"load average {os.getloadavg()[0]:.1f}")
-    print(
-        "| tokens | batch | MB a batch | buffer, items/s | raw Ray | ratio | collating | next batch, ms | ahead, ms |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    print("| tokens | batch | MB a batch | buffer, items/s | raw Ray | ratio | collating | next batch, ms |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     rows = []
     for tokens in arguments.tokens:
         for batch in arguments.batches:
@@ -160,7 +149,7 @@ def main() -> None:
             print(
                 f"| {tokens} | {batch} | {row['megabytes']:.2f} | {row['buffer_items_per_second']:,.0f} | "
                 f"{row['ray_items_per_second']:,.0f} | {row['ratio']:.2f} | {row['collate_share']:.0%} | "
-                f"{row['next_batch_ms']:.2f} | {row['next_batch_ahead_ms']:.3f} |",
+                f"{row['next_batch_ms']:.2f} |",
                 flush=True,
             )
     ray.shutdown()

@@ -97,9 +97,6 @@ class Trainer(FitSteps):
     def next_batch(self):
         return self.buffer.sample(timeout_seconds=SECONDS)
 
-    def look_ahead(self):
-        self.buffer.prefetch()
-
     def train_on(self, batch):
         assert torch.equal(batch.action_log_probs, batch.policy_versions.float())  # written by what it says
         self.ages.append(age_metrics(batch, self.version)["train/age_max"])

@@ -1,13 +1,11 @@
-"""Where samples wait for a trainer: whole batches come out, the next one prepared while the last is trained on."""
+"""Where samples wait for a trainer, until whole batches of them come out."""
 
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from typing import Any
 
-from coati.background import BackgroundThread
 from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience import BufferItem, Experience
 from coati.ledger.rules import Lease, LeaseRequest
@@ -25,9 +23,6 @@ class SampleBuffer(ABC):
         # Guards everything; never held while waiting for room or for a batch.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._prefetching = BackgroundThread(name="prefetch")
-        self._prepare: Callable[[Experience], Experience] | None = None  # of a prefetch whose batch is not there yet
-        self._prefetched: Future[Experience] | None = None
 
     @abstractmethod
     def extend(self, items: Sequence[BufferItem]) -> None:
@@ -93,58 +88,10 @@ class SampleBuffer(ABC):
     def try_sample(self, timeout_seconds: float) -> Experience | None:
         """Return the next whole batch, or None if none comes in time."""
         deadline = time.monotonic() + timeout_seconds
-        while True:
-            with self._lock:
-                prefetched = self._prefetched
-                if prefetched is None:
-                    if (unpack := self._next_batch()) is not None:
-                        self._prepare = None  # this is the batch that it was for
-                        self._changed.notify_all()
-                        break
-                    seconds = min(SLICE_SECONDS, deadline - time.monotonic())
-                    if seconds <= 0:
-                        return None
-                    self._changed.wait(seconds)
-                    continue
-            wait([prefetched], timeout=max(0.0, deadline - time.monotonic()))
-            if not prefetched.done():
-                return None
-            with self._lock:
-                if self._prefetched is prefetched:  # else another consumer was quicker, or it was cleared
-                    self._prefetched = None
-                    self._changed.notify_all()
-                    return prefetched.result()
+        with self._lock:
+            while (unpack := self._next_batch()) is None:
+                if (seconds := deadline - time.monotonic()) <= 0:
+                    return None
+                self._changed.wait(min(SLICE_SECONDS, seconds))
+            self._changed.notify_all()  # there is room again
         return unpack()
-
-    def prefetch(self, prepare: Callable[[Experience], Experience] = lambda batch: batch) -> None:
-        """Take the next batch as soon as it is there and prepare it in another thread, for the next `try_sample`.
-
-        One batch at a time; it counts as waiting until it is sampled.
-        """
-        with self._lock:
-            if self._prefetched is None:
-                self._prepare = prepare
-                self._notify()
-
-    def stop_prefetching(self) -> None:
-        """Take no batch ahead any more; one that was taken is prepared when this returns, for the next `try_sample`."""
-        with self._lock:
-            prefetched, self._prepare = self._prefetched, None
-        if prefetched is not None:
-            wait([prefetched], timeout=DEFAULT_WAIT_SECONDS)
-
-    def close(self) -> None:
-        """End its thread."""
-        self.stop_prefetching()
-        self._prefetching.close()
-
-    @property
-    def _num_prefetched(self) -> int:
-        return int(self._prefetched is not None)
-
-    def _notify(self) -> None:
-        """Wake those who wait, and begin a prefetch that waited for its batch; called with the lock."""
-        if self._prepare is not None and (unpack := self._next_batch()) is not None:
-            prepare, self._prepare = self._prepare, None
-            self._prefetched = self._prefetching.run(lambda: prepare(unpack()))
-        self._changed.notify_all()

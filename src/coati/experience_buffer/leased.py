@@ -137,7 +137,7 @@ class LeasedBuffer(SampleBuffer):
     def get_length(self) -> int:
         """Whole batches that are there."""
         with self._lock:
-            return self.num_items_waiting // self.sample_batch_size + self._num_prefetched
+            return self.num_items_waiting // self.sample_batch_size
 
     @property
     def num_items_waiting(self) -> int:
@@ -176,7 +176,7 @@ class LeasedBuffer(SampleBuffer):
             yield
             self._write_down()
             if is_news:
-                self._notify()
+                self._changed.notify_all()
 
     def _write_down(self) -> None:
         """Append what has changed to the journal; on a full disk it is kept, and written when there is room again."""
@@ -249,8 +249,7 @@ class LeasedBuffer(SampleBuffer):
         self.restore({"ledger": Ledger(self.rules).state(), "events": 0}, _pack([]))
 
     def close(self) -> None:
-        """End its thread and its journal."""
-        super().close()
+        """End its journal."""
         if self._journal is not None:
             with self._lock:
                 self._write_down()  # what a full disk did not take

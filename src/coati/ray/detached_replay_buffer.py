@@ -1,8 +1,7 @@
 """The replay buffer of the contract: items in, whole batches out, through a Ray queue. A trainer whose makers have data
 loaders of their own uses it; `coati train` leases work and uses `LeasedBuffer` instead.
 
-An item is in one of three places: among the items that do not fill a batch yet, in the queue, or in the prefetched
-batch, which is unpacked and prepared in another thread while the consumer works on the one before.
+An item is in one of two places: among the items that do not fill a batch yet, or in the queue.
 """
 
 import asyncio
@@ -104,7 +103,7 @@ class DetachedReplayBuffer(SampleBuffer):
                 batches.append(pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL))
             if batches:
                 self._queue.put_all(batches)
-                self._notify()
+                self._changed.notify_all()
 
     def flush(self) -> Experience | None:
         """Return the samples that do not fill a batch as a smaller one, to be trained on when no more come."""
@@ -119,13 +118,12 @@ class DetachedReplayBuffer(SampleBuffer):
             self._items.clear()
             while self._queue.get() is not None:
                 pass
-            self._prefetched = None
             self._changed.notify_all()
 
     def get_length(self) -> int:
         """Whole batches waiting."""
         with self._lock:
-            return self._queue.size() + self._num_prefetched
+            return self._queue.size()
 
     @property
     def num_items_waiting(self) -> int:
@@ -135,7 +133,6 @@ class DetachedReplayBuffer(SampleBuffer):
 
     def close(self) -> None:
         """End the queue actor."""
-        super().close()
         self._queue.close()
 
     def _next_batch(self) -> Callable[[], Experience] | None:
@@ -207,6 +204,5 @@ class UnleasedBuffer(DetachedReplayBuffer):
         """Return the last samples, fewer than a batch, when all makers have finished."""
         if not self._watch.all_finished():
             return None
-        self.stop_prefetching()
         batch = self.try_sample(0.0)  # finished makers have been acknowledged, so all that they made is here
         return (self.flush() if batch is None else batch,)

@@ -118,8 +118,6 @@ class DetachedTrainer(FitSteps):
         except BaseException:
             self._state = "failed"
             raise
-        finally:
-            self._buffer.stop_prefetching()
         self._state = "finished"
 
     def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
@@ -196,11 +194,6 @@ class DetachedTrainer(FitSteps):
         """Whether `stop` was called."""
         return self._stop.is_set()
 
-    def look_ahead(self) -> None:
-        """Have the buffer prepare the next batch in another thread."""
-        if not self._is_exhausted:
-            self._buffer.prefetch(self._prepared)
-
     def give_back(self, batch: Experience) -> None:
         """Note that a batch is not trained on after all."""
         self._buffer.give_back(batch)
@@ -258,10 +251,6 @@ class DetachedTrainer(FitSteps):
             return (None,)
         batch = self._buffer.try_sample(seconds)
         if batch is not None:
-            return (self._prepared(batch),)
+            return (batch.pin_memory() if self.dataloader_pin_memory else batch,)
         self._update_late_makers()
         return self._buffer.last_batch()
-
-    def _prepared(self, batch: Experience) -> Experience:
-        """The batch, ready for training; called in another thread for the next one while this one is trained on."""
-        return batch.pin_memory() if self.dataloader_pin_memory else batch

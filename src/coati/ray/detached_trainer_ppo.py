@@ -26,7 +26,6 @@ from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.environment import actor_name, apply_env_info, remote, set_up_gpu
 from coati.ray.options import TrainerOptions
 from coati.ray.peers import RayPeers
-from coati.trainer.batches import BatchMover
 from coati.trainer.checkpoints import Checkpoints
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.step_numbers import plain_metrics
@@ -107,7 +106,6 @@ class PPOTrainer(DetachedTrainer):
         self._num_steps_unpublished = 0
         self._sender = self._make_sender()
         self._sync: Future[None] | None = None  # the last update of all weights
-        self._move = BatchMover(self.strategy.device)
         # Held while weights change and while they are read for publishing, so that no update is torn at its source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
         self._checkpoints = self._make_checkpoints()
@@ -276,9 +274,6 @@ class PPOTrainer(DetachedTrainer):
             raise CheckpointError(f"there is no critic to save to {path}: the algorithm of this trainer has none.")
         with self._hold_weights():
             self.strategy.save_model(self._learner.critic, path, only_rank0)
-
-    def _prepared(self, batch: Experience) -> Experience:
-        return self._move(super()._prepared(batch))
 
     def publish(self) -> None:
         """Send the makers the next version."""

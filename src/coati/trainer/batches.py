@@ -1,4 +1,4 @@
-"""Batches on their way to the device, and cut into passes that fit into its memory."""
+"""Batches, cut into passes that fit into the device's memory."""
 
 import contextlib
 import gc
@@ -187,26 +187,3 @@ def _weightless_row(like: Experience) -> Experience:
         reference_log_probs=floats,
         proximal_log_probs=floats,
     )
-
-
-class BatchMover:
-    """Copies batches to a GPU on a separate stream; where there is no GPU, batches stay as they are."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # Stream has no annotations.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def __call__(self, batch: Experience) -> Experience:
-        """Move the batch; it is on the device when this returns. Pinned memory is copied while others compute."""
-        if self._stream is None:
-            return batch
-        with torch.cuda.stream(self._stream):
-            batch.to_device(self._device)
-        self._stream.synchronize()
-        used_on = torch.cuda.default_stream(self._device)
-        for _, tensor in batch.tensors():
-            # The memory belongs to our stream, which may give it out again as soon as it is freed; the training step
-            # uses it on another one.
-            tensor.record_stream(used_on)
-        return batch

@@ -51,9 +51,6 @@ class FitSteps(ABC):
         as long as some rank has data and none was stopped. A rank without data then trains on an empty batch."""
         return has_data and not is_stopped
 
-    def look_ahead(self) -> None:  # noqa: B027
-        """Begin to fetch the next batch; called before a batch is trained on if another fresh one will be asked for."""
-
     def should_stop(self) -> bool:
         """Whether to end before the next batch."""
         return False
@@ -65,7 +62,6 @@ class FitLoop:
     def __init__(self, steps: FitSteps, *, seed: int = 0) -> None:
         self._steps = steps
         self._seed = seed
-        self._num_wanted = 0
         self.num_episodes = 0
 
     def run(self, total_steps: int, update_steps: int, train_epochs: int = 1, *, num_done: int = 0) -> int:
@@ -87,7 +83,6 @@ class FitLoop:
 
     def _run(self, total_steps: int, update_steps: int, train_epochs: int, num_done: int) -> int:
         self._steps.notify("on_fit_start")
-        self._num_wanted = total_steps - num_done
         self.num_episodes += num_done // update_steps
         while num_done < total_steps and self._steps.agree(True, self._steps.should_stop()):
             wanted = min(update_steps, total_steps - num_done)
@@ -136,9 +131,6 @@ class FitLoop:
                 break
             if batch is None:
                 batch = Experience.empty()
-            self._num_wanted -= 1
-            if self._num_wanted > 0 and not self._steps.should_stop():
-                self._steps.look_ahead()
             self._train_on(batch)
             num_fresh += 1
             if keeps:

@@ -255,35 +255,6 @@ def test_who_holds_up_the_next_batch_is_named():
     story.buffer.describe_wait()
 
 
-def test_the_next_batch_is_prepared_while_the_last_is_trained_on_and_counts_until_it_is_sampled(story):
-    prepared = threading.Event()
-
-    def prepare(batch):
-        prepared.set()
-        return batch
-
-    story.buffer.prefetch(prepare)
-    leases = story.ask(4)
-    story.deliver(leases)
-    assert prepared.wait(PATIENCE)
-    assert story.buffer.get_length() == 2
-    assert story.buffer.try_sample(PATIENCE).sample_ids.tolist() == [0, 1]
-    assert story.buffer.get_length() == 1
-    assert story.sample() == [2, 3]
-    story.buffer.close()
-
-
-def test_a_prefetch_that_has_no_batch_can_be_ended_and_one_that_has_keeps_it(story):
-    story.buffer.prefetch()
-    story.buffer.stop_prefetching()
-    assert story.sample() is None
-    story.deliver(story.ask(2))
-    story.buffer.prefetch()
-    story.buffer.stop_prefetching()
-    assert story.sample() == [0, 1]
-    story.buffer.close()
-
-
 def test_makers_on_threads_and_a_trainer_make_every_sample_once():
     total = 60 * VERSION
     story = Story(total_samples=total, group_size=2, lead=1, max_staleness=2)

@@ -174,7 +174,7 @@ def test_samples_that_were_delivered_and_not_trained_on_are_trained_on_after_it(
     deliver(first.buffer, 0, 7)
     trained = first.buffer.try_sample(0.0)
     first.buffer.mark_trained(1)
-    first.buffer.try_sample(0.0)  # prefetched, say, and not trained on
+    first.buffer.try_sample(0.0)  # and not trained on
     open_lease = first.buffer.lease(LeaseRequest("maker", 10**7, 1, 1))
     first.save(1)
     second.checkpoints.restore(tmp_path / "version-1")

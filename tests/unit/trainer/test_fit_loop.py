@@ -236,38 +236,14 @@ def test_zeros_are_refused_before_anything_happens(arguments, name):
     assert recorder.events == []
 
 
-class Looker(Recorder):
-    def notify(self, hook, *args):
-        pass
-
-    def look_ahead(self):
-        self.events.append("look")
-
-
-def test_it_looks_ahead_while_another_fresh_batch_is_to_come():
-    looker = Looker()
-    looker.loop.run(3, 2, 2)
-    events = looker.events
-    first_epoch = ["look", "train 0", "look", "train 1"]  # the second look is for the next episode
-    assert events[:4] == first_epoch
-    assert sorted(events[4:6]) == ["train 0", "train 1"]
-    assert events[6:] == ["publish", "train 2", "train 2", "publish"]
-    events.clear()
-    looker.loop.run(2, 1)
-    assert events == ["look", "train 3", "publish", "train 4", "publish"], "every run counts again"
-
-
-def test_after_a_stop_it_does_not_look_ahead():
-    looker = Looker(should_stop=lambda: bool(looker.trained))
-    looker.loop.run(5, 5)
-    assert looker.events.count("look") == 1
-
-
 @pytest.mark.parametrize(("epochs", "most_alive"), [(1, 1), (2, 4)])
 def test_batches_are_kept_only_for_later_epochs(epochs, most_alive):
     made, counts = [], []
 
-    class Counter(Looker):
+    class Counter(Recorder):
+        def notify(self, hook, *args):
+            pass
+
         def next_batch(self):
             fresh = batch(0)
             made.append(weakref.ref(fresh))
