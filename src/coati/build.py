@@ -177,6 +177,7 @@ def make_prompts(config: RunSettings) -> PromptStream:
         samples_per_prompt=config.rollout.samples_per_prompt,
         seed=config.run.seed,
         shuffle=prompts.shuffle,
+        curriculum=prompts.curriculum,
         context_length=context_length_of(holder),
         max_prompt_tokens=prompts.max_tokens,
         max_new_tokens=config.rollout.max_new_tokens,

@@ -53,7 +53,7 @@ class _SampleFields:
     reward: Tensor
     # Per-token estimate of KL(policy || initial model), [B, A].
     kl: Tensor
-    # Advantages, not whitened; with a critic, advantages + values is its target, [B, A].
+    # Advantages, not whitened, [B, A].
     advantages: Tensor
     # 1 on real tokens, 0 on padding, [B, S].
     attention_mask: Tensor | None
@@ -72,6 +72,10 @@ class _SampleFields:
     proximal_log_probs: Tensor | None = None
     # log-probs under the initial model, [B, A]; only where the KL penalty is a term of the loss.
     reference_log_probs: Tensor | None = None
+    # The critic's targets, [B, A]; None: advantages + values.
+    returns: Tensor | None = None
+    # Whether the length limit ended the response, [B] bool.
+    is_cut: Tensor | None = None
 
     _label: ClassVar[str]
     _num_dims: ClassVar[int]  # of sequences
@@ -135,7 +139,7 @@ class _SampleFields:
 EXPERIENCE_FIELDS = tuple(field.name for field in dataclasses.fields(_SampleFields))
 REQUIRED_FIELDS = EXPERIENCE_FIELDS[:6]
 PER_TOKEN_FIELDS = ("sequences", "attention_mask")  # [B, S]
-PER_SAMPLE_FIELDS = ("reward", "sample_ids", "group_ids", "temperatures")  # [B]; all others are [B, A]
+PER_SAMPLE_FIELDS = ("reward", "sample_ids", "group_ids", "temperatures", "is_cut")  # [B]; all others are [B, A]
 
 
 @dataclasses.dataclass
@@ -165,12 +169,17 @@ class Experience(_SampleFields):
             policy_versions=floats.long(),
             temperatures=scores,
             reference_log_probs=floats,
+            is_cut=scores.bool(),
         )
 
     @property
     def num_samples(self) -> int:
         """B."""
         return int(self.sequences.shape[0])
+
+    def critic_targets(self) -> Tensor:
+        """`returns`, or advantages + values where the experience has none, [B, A]."""
+        return self.advantages + self.values if self.returns is None else self.returns
 
     def full_action_mask(self) -> Tensor:
         """`action_mask`, or all True where the experience has none, [B, A] bool."""
@@ -392,8 +401,10 @@ def _default(item: BufferItem, name: str) -> Tensor:
         return torch.ones_like(item.action_log_probs, dtype=torch.bool)
     if name in ("proximal_log_probs", "reference_log_probs"):
         return item.action_log_probs
-    if name == "temperatures":
-        return torch.ones((), device=item.sequences.device)
+    if name == "returns":
+        return item.advantages + item.values
+    if name in ("temperatures", "is_cut"):
+        return torch.tensor(1.0 if name == "temperatures" else False, device=item.sequences.device)
     if name == "policy_versions":
         return torch.full_like(item.action_log_probs, UNKNOWN_ID, dtype=torch.long)
     return torch.tensor(UNKNOWN_ID, device=item.sequences.device)

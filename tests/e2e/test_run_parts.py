@@ -168,6 +168,7 @@ def test_deadlines_and_generate_options_arrive():
             "top_p": 0.8,
             "generate": {"min_p": 0.1},
         },
+        algorithm={"correction": "none"},
     )
     assert config.rollout.generate_options == {
         "max_new_tokens": 5,

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from coati.algos.losses import clipped_value_loss, entropy_bonus
+from coati.algos.losses import clipped_value_loss
 from coati.algos.masked import masked_whiten
 from coati.cpu import set_up_cpu
 from coati.models import Critic, action_logprobs, action_values
@@ -48,7 +48,7 @@ def backward_of(actor, critic, joined, rows):
     inputs = (part.sequences, part.attention_mask, part.num_actions)
     logprobs, entropy = action_logprobs(actor, *inputs, with_entropy=True)
     policy = policy_objective(logprobs, part, advantages, counts, algorithm)
-    bonus = entropy_bonus(entropy, part.action_mask, num_tokens=counts.tokens)
+    bonus = entropy[part.action_mask].sum() / counts.tokens
     (policy.loss - algorithm.entropy_coef * bonus).backward()
     value = clipped_value_loss(
         action_values(critic, *inputs),

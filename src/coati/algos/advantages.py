@@ -8,7 +8,7 @@ belong together, in any order and any number. All responses of a group must be i
 over micro-batches or ranks would get two baselines. Scores are data, and results are detached.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def gae(
     mask: Tensor,  # [B, T] bool, a prefix of True in each row
     *,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,  # of all rows, or [B]
 ) -> Tensor:
     """Generalised advantage estimates, `[B, T]`, zeros on padding.
 
@@ -62,14 +62,27 @@ def gae(
     return discounted_sums(clean_rewards + gamma * next_values - clean_values, mask, decay=gamma * lam)
 
 
+def adaptive_lambda(
+    mask: Tensor,  # [B, T] bool, True on response tokens
+    *,
+    alpha: float,
+) -> Tensor:
+    """VAPO's λ for GAE, 1 - 1 / (alpha · length), `[B]`: the longer a response, the further its score reaches back.
+
+    0 for responses of 1 / alpha tokens or fewer.
+    """
+    return (1 - 1 / (alpha * mask.sum(-1).clamp(min=1))).clamp(min=0.0)
+
+
 def discounted_sums(
     terms: Tensor,  # [B, T] zeros on padding
     mask: Tensor,  # [B, T] bool, a prefix of True in each row
     *,
-    decay: float,
+    decay: float | Tensor,  # of all rows, or [B]
 ) -> Tensor:
     """S_t = terms_t + decay · S_{t+1} for each t, `[B, T]`, and 0 after the end."""
     if terms.is_cuda:  # hundreds of sums so small that the host is done with all of them before a GPU has begun them
+        decay = decay.cpu() if isinstance(decay, Tensor) else decay
         return discounted_sums(terms.cpu(), mask.cpu(), decay=decay).to(terms.device)
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         raise DataError(
@@ -90,13 +103,15 @@ def grpo_advantages(
     scores: Tensor,  # [B] one score per response
     group_ids: Tensor,  # [B] integers
     *,
-    normalize_std: bool = True,
+    divide_by: Literal["deviation", "mean", "nothing"] = "deviation",
     eps: float = 1e-6,
 ) -> Tensor:
-    """(score - group mean) / (group standard deviation + eps), `[B]`; undivided without `normalize_std`.
+    """(score - group mean) / (group standard deviation + eps), `[B]`; or by the group mean, or undivided.
 
-    The standard deviation is the population's (divided by n). Undivided, as in Dr. GRPO, a prompt weighs as
-    much as its scores spread. A group of equal scores, or of one, gets exact zeros, whatever `eps`.
+    The standard deviation is the population's (divided by n). Undivided, as in Dr. GRPO, a prompt weighs as much as its
+    scores spread. By the mean, as in MaxRL (arXiv 2602.02710), hard prompts weigh more: with scores of 0 and 1 the
+    update follows the gradient of log(success rate), expanded to order n - 1. Scores must then be 0 or more. A group of
+    equal scores, or of one, gets exact zeros.
 
     >>> scores, group_ids = torch.tensor([1.0, 5.0, 3.0, 7.0]), torch.tensor([0, 1, 0, 1])
     >>> grpo_advantages(scores, group_ids, eps=0.0).tolist()
@@ -104,8 +119,16 @@ def grpo_advantages(
     """
     groups = _groups(scores, group_ids)
     centered = groups.above_lowest - groups.mean_of(groups.above_lowest)
-    if not normalize_std:
+    if divide_by == "nothing":
         return centered
+    if divide_by == "mean":
+        if bool((groups.lowest < 0).any()):
+            raise DataError(
+                f"scores must be 0 or more to be divided by their mean (MaxRL), got {float(groups.lowest.min()):g}. "
+                "Use a reward such as 1 for right and 0 for wrong, or another algorithm."
+            )
+        mean = groups.lowest + groups.mean_of(groups.above_lowest)
+        return centered / torch.where(mean > 0, mean, torch.ones_like(mean))
     variance = groups.mean_of(centered.square())
     # Zeros over anything are zeros, but 0 / 0 is not.
     divisor = torch.where(variance > 0, variance.sqrt() + eps, torch.ones_like(variance))

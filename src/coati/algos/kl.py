@@ -13,6 +13,7 @@ the gradient of k1 averages to zero, and that of k3 follows the reversed KL. As 
 where no gradient flows, any of them will do.
 """
 
+import math
 from typing import Literal
 
 from torch import Tensor
@@ -63,6 +64,18 @@ def kl_estimate(
         zero_padding(logprobs, mask, name="logprobs"),
         zero_padding(reference_logprobs, mask, name="reference_logprobs"),
     )
+
+
+def adapted_coefficient(coefficient: float, kl: float, target: float) -> float:
+    """Return the coefficient for the next step: up to 2 % larger if the KL was above `target`, smaller if below.
+
+    A proportional controller (Ziegler et al. 2019). A KL that is not finite changes nothing.
+
+    >>> adapted_coefficient(0.5, kl=0.11, target=0.1), adapted_coefficient(0.5, kl=9.0, target=0.1)
+    (0.505, 0.51)
+    """
+    error = max(-0.2, min(0.2, kl / target - 1)) if math.isfinite(kl) else 0.0
+    return coefficient * (1 + 0.1 * error)
 
 
 def kl_penalty(

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from coati.algos.kl import k3
-from coati.algos.masked import divide_by_count, finite_exp, masked_sum, zero_padding
+from coati.algos.masked import divide_by_count, finite_exp, zero_padding
 
 LossNormalization = Literal["token", "sequence", "constant"]
 RatioLevel = Literal["token", "sequence"]
@@ -37,7 +37,7 @@ the gain of each token and whether its ratio was held back, all [B, T]. An advan
 
 
 class PolicyLossOutput(NamedTuple):
-    """The loss and numbers to watch. All scalars; all but `loss` are detached.
+    """The loss and numbers to watch. All scalars; all but `loss` and `kl_term` are detached.
 
     Over the micro-batches of a step, `loss`, `clip_fraction` and `approx_kl` add up and `ratio_max` takes the
     maximum.
@@ -51,6 +51,8 @@ class PolicyLossOutput(NamedTuple):
     """Σ (ratio - 1 - log ratio) / num_tokens: the k3 estimate of KL(behavior || policy)."""
     ratio_max: Tensor
     """Largest policy/behavior ratio of a response token; 0 without any, which no ratio undercuts."""
+    kl_term: Tensor | None = None
+    """KL to the reference, with a gradient and before its coefficient, where an objective has it; adds up."""
 
 
 class ValueLossOutput(NamedTuple):
@@ -199,16 +201,6 @@ def clipped_value_loss(
         loss=divide_by_count(0.5 * torch.maximum(error, clipped_error).sum(), num_tokens),
         clip_fraction=divide_by_count(is_clipped.sum(), num_tokens),
     )
-
-
-def entropy_bonus(
-    entropy: Tensor,  # [B, T]
-    mask: Tensor,  # [B, T] bool, True on response tokens
-    *,
-    num_tokens: Tensor | float,  # scalar: response tokens in the whole step, over all ranks
-) -> Tensor:
-    """Σ entropy / num_tokens, a scalar to be subtracted from the loss, times its coefficient."""
-    return divide_by_count(masked_sum(entropy, mask), num_tokens)
 
 
 def loss_weights(

@@ -15,8 +15,12 @@ from pydantic import model_validator
 
 from coati.config.section import Section, setting
 
-AlgorithmName = Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "dapo", "gspo"]
-AdvantageKind = Literal["gae", "group_normalized", "group_centered", "leave_one_out", "returns", "returns_above_group"]
+AlgorithmName = Literal[
+    "ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "dapo", "gspo", "maxrl", "vapo", "distill"
+]
+AdvantageKind = Literal[
+    "gae", "group_normalized", "group_centered", "group_over_mean", "leave_one_out", "returns", "returns_above_group"
+]
 RatioKind = Literal["token", "sequence"]
 
 
@@ -28,6 +32,7 @@ class AlgorithmRow(NamedTuple):
     - "gae": rewards per token, a critic, generalised advantage estimation.
     - "group_normalized": score less the mean of its group, over the group's standard deviation.
     - "group_centered": the same undivided.
+    - "group_over_mean": the same over the group's mean.
     - "leave_one_out": score less the mean of the *others* of its group.
     - "returns": discounted rewards from each token on.
     - "returns_above_group": the same less the group's mean.
@@ -69,6 +74,7 @@ LOSSES: Mapping[str, LossRow] = MappingProxyType(
 )
 """Every policy loss by the name that `algorithm.loss` calls it."""
 
+_OF_CRITIC = ("adaptive_lam", "critic_warmup_steps")
 _OWN_LOSS = LossRow("own", weighs_age=True)
 
 
@@ -86,6 +92,12 @@ ALGORITHMS: Mapping[AlgorithmName, AlgorithmRow] = MappingProxyType(
         "reinforce++_baseline": AlgorithmRow("returns_above_group", {"kl_coef": 0.01}),
         "dapo": AlgorithmRow("group_normalized", {**_IN_LOSS, "eps_clip_high": 0.28, "dynamic_sampling": True}),
         "gspo": AlgorithmRow("group_normalized", {**_IN_LOSS, "loss": "gspo"}),
+        "maxrl": AlgorithmRow("group_over_mean", _IN_LOSS),
+        "vapo": AlgorithmRow(
+            "gae", {"adaptive_lam": 0.05, "critic_lam": 1.0, "nll_coef": 0.1, "eps_clip_high": 0.28, "kl_coef": 0.0}
+        ),
+        # Each token's own KL to the reference, which is the teacher, and nothing that comes after it.
+        "distill": AlgorithmRow("returns", {"gamma": 0.0, "kl_coef": 1.0, "whiten_advantages": False}),
     }
 )
 """Every algorithm by the name that `algorithm.name` calls it."""
@@ -120,8 +132,17 @@ class AlgorithmSettings(Section, section="algorithm"):
         "Per-token KL estimate.",
         rule='"k1" (unbiased; not in the loss), "k2" (squared) or "k3" (unbiased, never negative)',
     )
+    kl_target: float = setting(
+        0.0, "With kl_in loss: kl_coef follows the KL (policy/kl_loss) so that it comes near this; 0 = fixed.", ge=0
+    )
     gamma: float = setting(1.0, "Discount per token.", ge=0, le=1)
     lam: float = setting(0.95, "Lambda of GAE.", ge=0, le=1)
+    critic_lam: float = setting(0.95, "Lambda of GAE for the critic's targets; left out, lam.", ge=0, le=1)
+    adaptive_lam: float = setting(
+        0.0, "Above 0, in place of lam: lambda is 1 - 1 / (this × length of the response), as in VAPO.", ge=0
+    )
+    critic_warmup_steps: int = setting(0, "Optimizer steps at the start in which only the critic learns.", ge=0)
+    nll_coef: float = setting(0.0, "Weight of -log π on responses with a reward above 0, as in VAPO; 0 = off.", ge=0)
     eps_clip: float = setting(
         0.2, "Clips the policy ratio to at least 1 - this; dppo: masks a probability that fell by more.", gt=0, le=1
     )
@@ -145,6 +166,9 @@ class AlgorithmSettings(Section, section="algorithm"):
     whiten_advantages: bool = setting(True, "Give the advantages of a batch mean 0 and deviation 1.")
     dynamic_sampling: bool = setting(
         False, "Replace (and count) prompts whose samples all score the same: they teach nothing."
+    )
+    mask_cut_responses: bool = setting(
+        False, "Leave responses that the length limit cut out of the losses; they still count in their group's mean."
     )
     entropy_coef: float = setting(0.0, "Weight of the entropy bonus; 0 = off.", ge=0)
     correction: Literal["auto", "none", "decoupled"] = setting(
@@ -180,6 +204,8 @@ class AlgorithmSettings(Section, section="algorithm"):
         clip, is_symmetric = data.get("eps_clip"), defaults.get("eps_clip") == defaults.get("eps_clip_high")
         if is_symmetric and isinstance(clip, float) and 0 < clip <= 1:  # a wrong one is one error, not two
             filled["eps_clip_high"] = data.get("eps_clip_high", clip)  # a symmetric range stays symmetric
+        if isinstance(lam := data.get("lam"), float) and 0 <= lam <= 1:
+            filled.setdefault("critic_lam", lam)
         return filled
 
     @property
@@ -234,6 +260,14 @@ class AlgorithmSettings(Section, section="algorithm"):
         if self.dynamic_sampling and not self.uses_groups:
             rule = f"false {with_name} does not compare the samples of a prompt"
             yield "dynamic_sampling", rule, True, "Use dapo or grpo."
+        if self.advantages == "group_over_mean" and self.kl_reward_coef:
+            rule = f'"loss" {with_name} divides by the mean score, which a penalty in the reward can make 0 or less'
+            yield "kl_in", rule, self.kl_in, "Leave it out."
+        if not self.uses_critic and (key := next((key for key in _OF_CRITIC if getattr(self, key)), None)):
+            yield key, f"0 {with_name} has no critic", getattr(self, key), "Use ppo or vapo."
+        if self.kl_target and not self.kl_loss_coef:
+            rule = '0 unless algorithm.kl_in is "loss" and algorithm.kl_coef, where it starts, above 0'
+            yield "kl_target", rule, self.kl_target, "Only the trainer, where the loss is, knows what all makers wrote."
         with_loss = f'with algorithm.loss = "{self.loss}", which'
         if self.loss_row.ratio == "sequence" and self.normalization != "sequence":
             rule = f'"sequence" {with_loss} has ratios of whole responses'

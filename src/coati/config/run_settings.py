@@ -124,7 +124,21 @@ class RunSettings(Section):
             if self.model.device == "cpu" and (share := getattr(self.topology, key)):
                 remedy = 'Set it to 0, or model.device to "auto".'
                 yield f"topology.{key}", '0 while model.device is "cpu"', share, remedy
+        if (warmup := self.algorithm.critic_warmup_steps) >= (steps := self.train.optimizer_steps):
+            rule = f"less than the optimizer steps of the run (train.total_steps × train.epochs = {steps})"
+            yield "algorithm.critic_warmup_steps", rule, warmup, "The policy would learn nothing."
+        yield from self._sampling_conflicts()
         yield from self._group_conflicts()
+
+    def _sampling_conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        """Importance weights compare whole distributions: none makes up for tokens that could not be drawn."""
+        options, algorithm, staleness = self.rollout.generate_options, self.algorithm, self.topology.max_staleness
+        is_weighted = algorithm.correction != "none" and (staleness or algorithm.resolved(0).correction == "decoupled")
+        for key, off in {"top_k": 0, "top_p": 1.0, "min_p": 0.0}.items():
+            if is_weighted and self.rollout.do_sample and (value := options.get(key, off)) != off:
+                rule = f"{off} while old data is corrected: nothing corrects for tokens that could not be drawn"
+                remedy = 'Lower rollout.temperature instead, or set algorithm.correction to "none" to accept the bias.'
+                yield f"rollout.{'generate.' * (key == 'min_p')}{key}", rule, value, remedy
 
     def _group_conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         """Samples that are compared with each other are made together, and every version takes whole groups."""

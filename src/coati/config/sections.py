@@ -93,6 +93,9 @@ class PromptSettings(Section, section="prompts"):
         min_length=1,
     )
     shuffle: bool = setting(True, "Shuffle the prompts for every pass.")
+    curriculum: str = setting(
+        "", 'A column of numbers that every pass is ordered by, from small to large, or back ("-column"); empty = off.'
+    )
     max_tokens: int = setting(
         0, "Skip (and count) prompts of more tokens than this; 0 = whatever fits the model's context.", ge=0
     )

@@ -119,8 +119,6 @@ class MakerBatch:
     """Without rewards while `scores` are pending, without advantages until it is finished; None if all was dropped."""
     scores: PendingScores | None = None
     """Scores that a reward function is still computing."""
-    is_cut: Tensor | None = None
-    """[B] bool: responses that ran into the length limit; None if the maker does not know."""
     version: int = 0
     """Version of the weights that wrote the last token, and scored the batch."""
     incarnation: int = 0
@@ -186,7 +184,6 @@ class MakerBatch:
             if reason and self.experience.sample_ids is not None:
                 self.losses |= dict.fromkeys(self.experience.sample_ids[~rows].tolist(), reason)
             self.experience = self.experience.select(rows)
-            self.is_cut = None if self.is_cut is None else self.is_cut[rows]
         return self.experience
 
 

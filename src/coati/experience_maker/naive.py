@@ -179,7 +179,7 @@ class NaiveExperienceMaker(ExperienceMaker):
                 experience = self._keep_signal(batch, experience)
                 batch.metrics["maker/no_signal"] = Sum(self._num_without_signal)
                 self._num_without_signal = 0
-            experience.advantages = estimate_advantages(experience, self.algorithm)
+            experience.advantages, experience.returns = estimate_advantages(experience, self.algorithm)
 
     def _take_scores(self, batch: MakerBatch, experience: Experience) -> None:
         """Write the pending scores, if there are any, into the experience."""
@@ -242,7 +242,6 @@ class NaiveExperienceMaker(ExperienceMaker):
         reference_logprobs, values = score_with_models(self.initial_model, self.critic, *forward, temperatures)
         with side_stream.used():  # launched by the host more slowly than the GPU runs it, which is busy with the others
             batch.metrics |= self._gap_watch.measure(self.actor, rollout, temperatures, version=self.policy_version)
-        batch.is_cut = rollout.is_cut
         batch.experience = Experience(
             sequences=sequences,
             action_log_probs=logprobs,
@@ -256,6 +255,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             group_ids=prompts.group_ids,
             policy_versions=rollout.token_versions.clone(),
             temperatures=temperatures,
+            is_cut=rollout.is_cut,
             reference_log_probs=(
                 reference_logprobs.masked_fill(~action_mask, 0.0) if self.algorithm.kl_in == "loss" else None
             ),

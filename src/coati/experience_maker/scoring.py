@@ -1,11 +1,19 @@
 """From a rollout to advantages: reference and critic, the check of the engine, what is dropped, and the estimates."""
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from coati.algos.advantages import gae, grpo_advantages, reinforce_returns, rloo_advantages, shaped_rewards
+from coati.algos.advantages import (
+    adaptive_lambda,
+    gae,
+    grpo_advantages,
+    reinforce_returns,
+    rloo_advantages,
+    shaped_rewards,
+)
 from coati.algos.masked import spread, zero_padding
 from coati.config import AlgorithmSettings
 from coati.counting import counted
@@ -139,8 +147,8 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     return batch.keep(is_good)
 
 
-def estimate_advantages(experience: Experience, algorithm: AlgorithmSettings) -> Tensor:
-    """Advantages `[B, A]`, not whitened, zeros on padding.
+def estimate_advantages(experience: Experience, algorithm: AlgorithmSettings) -> tuple[Tensor, Tensor | None]:
+    """Advantages `[B, A]`, not whitened, zeros on padding, and the critic's targets if they are not those + values.
 
     Where responses are compared as wholes, the KL penalty of a response is summed over its tokens.
     """
@@ -149,12 +157,24 @@ def estimate_advantages(experience: Experience, algorithm: AlgorithmSettings) ->
     if kind in ("gae", "returns", "returns_above_group"):
         rewards = shaped_rewards(scores, kl, mask, kl_coef=kl_coef)
         if kind == "gae":
-            return gae(rewards, experience.values, mask, gamma=algorithm.gamma, lam=algorithm.lam)
+            return _estimate_with_critic(experience, rewards, algorithm)
         compared = group_ids if kind == "returns_above_group" else None
-        return reinforce_returns(rewards, mask, gamma=algorithm.gamma, group_ids=compared)
+        return reinforce_returns(rewards, mask, gamma=algorithm.gamma, group_ids=compared), None
     # The estimate may overflow to inf even where there is no penalty, and 0 * inf is nan.
     totals = scores - kl_coef * zero_padding(kl, mask, name="kl").sum(-1) if kl_coef else scores
     assert group_ids is not None  # see `PromptBatch.check_groups`
     if kind == "leave_one_out":
-        return spread(rloo_advantages(totals, group_ids), mask)
-    return spread(grpo_advantages(totals, group_ids, normalize_std=kind == "group_normalized"), mask)
+        return spread(rloo_advantages(totals, group_ids), mask), None
+    divide_by: Any = {"group_normalized": "deviation", "group_over_mean": "mean"}.get(kind, "nothing")
+    return spread(grpo_advantages(totals, group_ids, divide_by=divide_by), mask), None
+
+
+def _estimate_with_critic(
+    experience: Experience, rewards: Tensor, algorithm: AlgorithmSettings
+) -> tuple[Tensor, Tensor | None]:
+    mask, values, alpha = experience.full_action_mask(), experience.values, algorithm.adaptive_lam
+    lam = adaptive_lambda(mask, alpha=alpha) if alpha else algorithm.lam
+    advantages = gae(rewards, values, mask, gamma=algorithm.gamma, lam=lam)
+    if not alpha and algorithm.critic_lam == algorithm.lam:
+        return advantages, None
+    return advantages, gae(rewards, values, mask, gamma=algorithm.gamma, lam=algorithm.critic_lam) + values

@@ -4,7 +4,6 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from coati.experience import Experience
 from coati.monitor.metrics import Max, Mean, Metric, Min, Sum
@@ -12,10 +11,10 @@ from coati.rewards import PendingScores
 from coati.rewards.base import decode_completions, decode_prompts
 
 
-def batch_metrics(experience: Experience, is_cut: Tensor | None = None) -> dict[str, Metric]:
+def batch_metrics(experience: Experience) -> dict[str, Metric]:
     """Rewards, KL to the initial model, and lengths; `reward/std` is that of the batch.
 
-    `is_cut` [B] marks responses that ran into the length limit. One that ends with its first token is empty.
+    A response that ends with its first token, and was not cut there, is empty.
     """
     mask = experience.full_action_mask()
     lengths = mask.sum(dim=1)
@@ -41,8 +40,9 @@ def batch_metrics(experience: Experience, is_cut: Tensor | None = None) -> dict[
             )
             squares = torch.zeros_like(means).index_add(0, members, (reward - means[members]).square()) / sizes
             metrics["reward/group_std"] = Mean(float(squares.sqrt().mean()), float(len(sizes)))
-    if is_cut is not None:
-        is_cut = is_cut.to(lengths.device)
+            is_equal = squares.sqrt() <= 1e-12 * means.abs()  # what rounding leaves
+            metrics["reward/equal_groups"] = Mean(float(is_equal.double().mean()), float(len(sizes)))
+    if (is_cut := experience.is_cut) is not None:
         metrics["response/cut_fraction"] = Mean(float(is_cut.double().mean()), num_samples)
         metrics["response/empty"] = Sum(float((~is_cut & (lengths <= 1)).sum()))
     return metrics

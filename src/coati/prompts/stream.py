@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -56,7 +57,8 @@ class PromptStream:
     `group_ids` [B] (all int64), `prompt` (B texts, as rendered) and every other column of the table (B values
     each). The samples of one prompt are adjacent.
 
-    With `shuffle` each pass has an order of its own, by `seed`. Prompts that leave no room in the model's
+    With `shuffle` each pass has an order of its own, by `seed`. With `curriculum`, a column of numbers, it goes from
+    small to large, or back with a minus before the name. Prompts that leave no room in the model's
     `context_length`, or have more than `max_prompt_tokens` (0 = any number), are skipped. `max_new_tokens` only serves
     to say when the context will cut responses short. The settings of `[prompts]` and `[rollout]` have the same names.
     """
@@ -70,6 +72,7 @@ class PromptStream:
         samples_per_prompt: int = 1,
         seed: int = 0,
         shuffle: bool = True,
+        curriculum: str = "",
         context_length: int | None = None,
         max_prompt_tokens: int = 0,
         max_new_tokens: int = 1,
@@ -86,6 +89,7 @@ class PromptStream:
         self._table, self._tokenizer, self._columns = table, tokenizer, columns
         self._prompts_per_batch, self._samples_per_prompt = prompts_per_batch, samples_per_prompt
         self._seed, self._shuffle = seed, shuffle
+        self._levels = _levels(table, curriculum) if curriculum else None
         self._context_length, self._max_new_tokens = context_length, max_new_tokens
         self._limits = {SKIP_TOO_LONG: max_prompt_tokens} if max_prompt_tokens else {}
         if context_length is not None:
@@ -146,11 +150,10 @@ class PromptStream:
 
     def _order_of(self, epoch: int) -> Sequence[int]:
         """The rows in the order of one pass."""
-        size = len(self._table)
-        if not self._shuffle:
-            return range(size)
-        order: list[int] = keyed_generator(self._seed, epoch, stream=STREAM_PROMPTS).permutation(size).tolist()
-        return order
+        order: Sequence[int] = range(len(self._table))
+        if self._shuffle:
+            order = keyed_generator(self._seed, epoch, stream=STREAM_PROMPTS).permutation(len(order)).tolist()
+        return order if self._levels is None else sorted(order, key=self._levels.__getitem__)
 
     def _encode(self, row: int) -> _Prompt:
         prompt = self._table.rows[row][self._table.column]
@@ -204,6 +207,20 @@ class PromptStream:
             "prompt": [place.prompt.text for place in samples],
             **{name: [self._table.rows[place.row].get(name) for place in samples] for name in self._columns},
         }
+
+
+def _levels(table: PromptTable, curriculum: str) -> list[float]:
+    column, sign = curriculum.removeprefix("-"), -1 if curriculum.startswith("-") else 1
+    levels = []
+    for index, row in enumerate(table.rows):
+        level = row.get(column)
+        if isinstance(level, bool) or not isinstance(level, int | float) or not math.isfinite(level):
+            raise DataError(
+                f"{table.where(index)}: the column {column!r}, which prompts.curriculum names, must be a number, got "
+                f"{level!r}. Give every row one, or name another column."
+            )
+        levels.append(sign * level)
+    return levels
 
 
 def _pad_id(tokenizer: Any) -> int:

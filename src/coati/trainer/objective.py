@@ -16,8 +16,18 @@ from torch import Tensor
 
 from coati.algos.importance import effective_sample_size, importance_weights, weight_moments
 from coati.algos.kl import kl_penalty
-from coati.algos.losses import Surrogate, cispo, clipped, dppo, largest, loss_weights, policy_loss, sapo
-from coati.algos.masked import divide_by_count, finite_exp, zero_padding
+from coati.algos.losses import (
+    PolicyLossOutput,
+    Surrogate,
+    cispo,
+    clipped,
+    dppo,
+    largest,
+    loss_weights,
+    policy_loss,
+    sapo,
+)
+from coati.algos.masked import divide_by_count, finite_exp, masked_sum, zero_padding
 from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, DataError
 from coati.experience import Experience
@@ -32,19 +42,8 @@ class StepCounts(NamedTuple):
     sequences: Tensor
     max_response_tokens: int = 0
     """What the normalisation "constant" divides by."""
-
-
-class PolicyObjective(NamedTuple):
-    """Shares of one micro-batch in the numbers of the step; only the first two have a gradient. `ratio_max` takes the
-    maximum, all others add up.
-    """
-
-    loss: Tensor
-    kl_term: Tensor
-    """Before its coefficient; 0 where the loss has none."""
-    clip_fraction: Tensor
-    approx_kl: Tensor
-    ratio_max: Tensor
+    positive_tokens: Tensor | float = 0.0
+    """Those of responses with a reward above 0."""
 
 
 def policy_objective(
@@ -53,7 +52,7 @@ def policy_objective(
     advantages: Tensor,  # [B, A]
     counts: StepCounts,
     algorithm: AlgorithmSettings,
-) -> PolicyObjective:
+) -> PolicyLossOutput:
     """Apply the algorithm, its `correction` resolved, to a micro-batch; a decoupled one needs proximal log-probs."""
     mask = part.full_action_mask()
     shares = loss_weights(
@@ -80,11 +79,14 @@ def policy_objective(
     if algorithm.behavior_kl_coef:  # k2 is half the square
         to_behavior = kl_penalty(logprobs, part.action_log_probs, mask, kind="k2", weights=shares)
         loss = loss + 2 * algorithm.behavior_kl_coef * to_behavior
-    kl_term = logprobs.new_zeros(())
+    if algorithm.nll_coef:
+        is_positive = mask & (part.reward > 0).unsqueeze(1)
+        loss = loss - algorithm.nll_coef * divide_by_count(masked_sum(logprobs, is_positive), counts.positive_tokens)
     if algorithm.kl_loss_coef:
         reference = _reference_of(part, algorithm)
         kl_term = kl_penalty(logprobs, reference, mask, kind=algorithm.kl_estimator, weights=shares)
-    return PolicyObjective(loss, kl_term, policy.clip_fraction, policy.approx_kl, policy.ratio_max)
+        policy = policy._replace(kl_term=kl_term)
+    return policy._replace(loss=loss)
 
 
 def _surrogate(part: Experience, mask: Tensor, algorithm: AlgorithmSettings) -> Surrogate:

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from transformers import get_scheduler
 
 from coati import faults
-from coati.algos.losses import clipped_value_loss, entropy_bonus
-from coati.algos.masked import masked_moments, masked_whiten
+from coati.algos.kl import adapted_coefficient
+from coati.algos.losses import PolicyLossOutput, clipped_value_loss
+from coati.algos.masked import divide_by_count, masked_moments, masked_sum, masked_whiten
 from coati.config import AlgorithmSettings, TrainSettings
 from coati.errors import ConfigError
 from coati.experience import Experience
@@ -31,13 +32,7 @@ from coati.trainer.modes import (
     make_optimizer,
     set_learning_mode,
 )
-from coati.trainer.objective import (
-    PolicyObjective,
-    StepCounts,
-    measure_off_policy,
-    off_policy_metrics,
-    policy_objective,
-)
+from coati.trainer.objective import StepCounts, measure_off_policy, off_policy_metrics, policy_objective
 from coati.trainer.step_numbers import StepNumbers, explained_variance
 from coati.trainer.strategies import Strategy
 
@@ -73,6 +68,7 @@ class PPOLearner:
         self.train_settings = train
         self.algorithm = algorithm.resolved(max_staleness)
         self._max_response_tokens = max_response_tokens
+        self._kl_coef = algorithm.kl_loss_coef
         rates = {"actor": (actor, train.actor_lr), "critic": (critic, train.critic_lr)}
         pairs = {
             label: (model, make_optimizer(optimizer_class, model, rate, device=strategy.device))
@@ -125,6 +121,8 @@ class PPOLearner:
         """
         experience.validate()
         experience.to_device(self.device)
+        if self.algorithm.mask_cut_responses and experience.is_cut is not None:
+            experience.action_mask = experience.full_action_mask() & ~experience.is_cut.unsqueeze(1)
         while True:
             with contextlib.suppress(PassTooLarge):
                 return self._try_step(experience)
@@ -169,11 +167,12 @@ class PPOLearner:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds besides weights and optimizers; schedules are where the steps are."""
-        return {"counts": self._health.counts}
+        return {"counts": self._health.counts, "kl_coef": self._kl_coef}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`, after weights and optimizers were loaded."""
         self._health.counts = state["counts"]
+        self._kl_coef = state.get("kl_coef", self._kl_coef)
         if steps := self._health.num_steps:
             for schedule in self._schedules:
                 schedule.load_state_dict({**schedule.state_dict(), "last_epoch": steps - 1, "_step_count": steps + 1})
@@ -185,7 +184,7 @@ class PPOLearner:
         part: Experience,
         advantages: Tensor,  # [B, A]
         counts: StepCounts,
-    ) -> PolicyObjective:
+    ) -> PolicyLossOutput:
         """Return the loss of the policy on one micro-batch. Override it to train with another loss.
 
         Divide by the numbers of `counts`, which are those of the whole step, so that micro-batches add up.
@@ -198,13 +197,15 @@ class PPOLearner:
         numbers = StepNumbers()
         numbers.add("tokens", mask.sum())
         numbers.add("sequences", mask.any(-1).sum())
+        if self.algorithm.nll_coef:
+            numbers.add("positive_tokens", (mask & (experience.reward > 0).unsqueeze(1)).sum())
         if self.algorithm.whiten_advantages:
             numbers.moments["advantages"] = masked_moments(experience.advantages, mask)
         numbers = numbers.over_all_ranks(self.strategy.all_gather)
         advantages = experience.advantages
         if self.algorithm.whiten_advantages:
             advantages = masked_whiten(advantages, mask, moments=numbers.moments["advantages"])
-        return StepCounts(numbers.shares["tokens"], numbers.shares["sequences"], self._max_response_tokens), advantages
+        return StepCounts(**numbers.shares, max_response_tokens=self._max_response_tokens), advantages
 
     def _passes(self, batches: MicroBatches, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> Tensor:
         """Add up the gradients of all passes; returns the log-probs of the batch, [B, A]."""
@@ -246,15 +247,16 @@ class PPOLearner:
             part = dataclasses.replace(part, proximal_log_probs=logprobs.detach().masked_fill(~mask, 0.0))
         policy = self.policy_objective(logprobs, part, advantages, counts)
         entropy = entropy if needs_entropy_gradient else entropy.detach()
-        bonus = entropy_bonus(entropy, mask, num_tokens=counts.tokens)
-        loss = policy.loss + algorithm.kl_loss_coef * policy.kl_term - algorithm.entropy_coef * bonus
+        bonus = divide_by_count(masked_sum(entropy, mask), counts.tokens)
+        loss = policy.loss - algorithm.entropy_coef * bonus
+        if policy.kl_term is not None:
+            loss = loss + self._kl_coef * policy.kl_term
+            numbers.add("policy/kl_loss", policy.kl_term)
         self.strategy.backward(loss, self.actor, self.optimizers["actor"])
         numbers.add("policy/loss", policy.loss)
         numbers.add("policy/clip_fraction", policy.clip_fraction)
         numbers.add("policy/approx_kl", policy.approx_kl)
         numbers.add("policy/entropy", bonus)
-        if algorithm.kl_loss_coef:
-            numbers.add("policy/kl_loss", policy.kl_term)
         numbers.largest("policy/ratio_max", policy.ratio_max)
         return logprobs.detach()
 
@@ -263,7 +265,7 @@ class PPOLearner:
         value = clipped_value_loss(
             values,
             part.values,
-            part.advantages + part.values,
+            part.critic_targets(),
             part.full_action_mask(),
             clip=self.algorithm.value_clip,
             num_tokens=counts.tokens,
@@ -280,6 +282,8 @@ class PPOLearner:
             self._health.count_skipped(experience, num_tokens, norms)
             return norms
         for label, optimizer in self.optimizers.items():
+            if label == "actor" and self._health.num_steps < self.algorithm.critic_warmup_steps:
+                self.actor.zero_grad(set_to_none=True)  # the step then changes nothing
             with device_errors_explained(
                 f"the optimizer step of the {label}",
                 'Set train.strategy to "zero2" or "gemini", or keep optimizer state in host memory '
@@ -310,7 +314,7 @@ class PPOLearner:
         mask = experience.full_action_mask()
         measure_off_policy(numbers, experience, self.algorithm, num_tokens=counts.tokens)
         if self.critic is not None:
-            returns = experience.advantages + experience.values
+            returns = experience.critic_targets()
             numbers.moments["returns"] = masked_moments(returns, mask)
             numbers.moments["residuals"] = masked_moments(returns - experience.values, mask)
         numbers = numbers.over_all_ranks(self.strategy.all_gather)
@@ -324,6 +328,9 @@ class PPOLearner:
             "train/tokens": float(counts.tokens),
             "train/micro_batch_tokens": float(self._pass_size.tokens),
         }
+        if self.algorithm.kl_target:
+            metrics["policy/kl_coef"] = self._kl_coef
+            self._kl_coef = adapted_coefficient(self._kl_coef, values["policy/kl_loss"], self.algorithm.kl_target)
         if self.critic is not None:
             metrics |= {
                 "critic_loss": values["value/loss"],

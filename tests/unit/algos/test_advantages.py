@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos.advantages import gae, reinforce_returns, shaped_rewards
+from coati.algos.advantages import adaptive_lambda, gae, reinforce_returns, shaped_rewards
 from coati.errors import DataError
 
 NAN, INF = float("nan"), float("inf")
@@ -61,6 +61,18 @@ def test_gae_by_hand():
     values = torch.tensor([[4.0, 8.0, INF]])
     mask = torch.tensor([[True, True, False]])
     assert gae(rewards, values, mask, gamma=0.5, lam=0.5).tolist() == [[-0.5, -6.0, 0.0]]
+
+
+def test_adaptive_lambda_by_hand_and_in_gae():
+    # 1 - 1 / (0.5 · 4) = 0.5;  1 - 1 / (0.5 · 2) = 0;  of fewer tokens 0, not less
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
+    lam = adaptive_lambda(mask, alpha=0.5)
+    assert lam.tolist() == [0.5, 0.0, 0.0, 0.0]
+    rewards, values = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
+    by_row = [
+        gae(rewards[r : r + 1], values[r : r + 1], mask[r : r + 1], gamma=0.9, lam=float(lam[r])) for r in range(4)
+    ]
+    torch.testing.assert_close(gae(rewards, values, mask, gamma=0.9, lam=lam), torch.cat(by_row))
 
 
 def test_reinforce_returns_by_hand():

@@ -14,12 +14,16 @@ NAN, INF = float("nan"), float("inf")
 
 
 def dr_grpo_advantages(scores, group_ids):
-    return grpo_advantages(scores, group_ids, normalize_std=False)
+    return grpo_advantages(scores, group_ids, divide_by="nothing")
 
 
 def reinforce_plus_plus_advantages(token_rewards, mask, *, gamma, group_ids=None, eps=1e-8):
     """Returns as makers compute them, whitened as the learner does."""
     return masked_whiten(reinforce_returns(token_rewards, mask, gamma=gamma, group_ids=group_ids), mask, eps=eps)
+
+
+def maxrl_advantages(scores, group_ids):
+    return grpo_advantages(scores, group_ids, divide_by="mean")
 
 
 ESTIMATORS = [grpo_advantages, dr_grpo_advantages, rloo_advantages, has_signal]
@@ -48,6 +52,29 @@ def test_by_hand():
     # 1 - (2 + 6) / 2,  2 - (1 + 6) / 2,  6 - (1 + 2) / 2
     assert rloo_advantages(scores, group_ids).tolist() == pytest.approx([-3.0, 0, -1.5, 0, 4.5, 0])
     assert has_signal(scores, group_ids).tolist() == [True, False, True, False, True, False]
+    # over the mean 3
+    assert maxrl_advantages(scores, group_ids).tolist() == pytest.approx([-2 / 3, 0, -1 / 3, 0, 1, 0])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_maxrl_follows_the_log_of_the_success_rate(p, n):
+    # A policy that is right with probability p = σ(x): d log π / dx is 1 - p if right, -p if wrong. And log p is
+    # -Σ (1 - p)^k / k, whose derivative by x up to k = n - 1 is (1 - p) - (1 - p)^n.
+    expected = 0.0
+    for outcome in itertools.product([0.0, 1.0], repeat=n):
+        chance = math.prod(p if right else 1 - p for right in outcome)
+        advantages = maxrl_advantages(torch.tensor(outcome, dtype=torch.float64), torch.zeros(n, dtype=torch.long))
+        slopes = [1 - p if right else -p for right in outcome]
+        expected += chance * sum(a * s for a, s in zip(advantages.tolist(), slopes, strict=True)) / n
+    assert expected == pytest.approx((1 - p) - (1 - p) ** n, rel=1e-9)
+
+
+def test_maxrl_wants_scores_that_have_a_mean_to_divide_by():
+    zeros, ids = torch.zeros(4), torch.tensor([0, 0, 1, 1])
+    assert torch.equal(maxrl_advantages(zeros, ids), zeros)
+    with pytest.raises(DataError, match="0 or more"):
+        maxrl_advantages(torch.tensor([1.0, 0.0, -0.5, 1.0]), ids)
 
 
 @given(grouped=grouped_scores())

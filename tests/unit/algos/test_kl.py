@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos.kl import k1, k2, k3, kl_estimate
+from coati.algos.kl import adapted_coefficient, k1, k2, k3, kl_estimate
 
 NAN, INF = float("nan"), float("inf")
 KINDS = ("k1", "k2", "k3")
@@ -92,6 +92,16 @@ def test_gradients_and_padding(kind):
         grad = torch.autograd.grad(result.sum(), dirty)[0]
         clean = torch.autograd.grad(kl_estimate(policy, reference, mask, kind=kind).sum(), policy)[0]
         assert torch.equal(grad, clean)
+
+
+def test_the_adapted_coefficient_brings_the_kl_to_its_target():
+    assert adapted_coefficient(1.0, kl=0.09, target=0.1) == pytest.approx(0.99)  # 0.1 · (0.9 - 1)
+    assert adapted_coefficient(1.0, kl=0.0, target=0.1) == pytest.approx(0.98)  # errors count up to 20 %
+    assert adapted_coefficient(1.0, kl=NAN, target=0.1) == 1.0
+    coefficient = 0.01
+    for _ in range(1000):
+        coefficient = adapted_coefficient(coefficient, kl=0.05 / coefficient, target=0.1)  # a KL that yields to it
+    assert coefficient == pytest.approx(0.5, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -65,6 +65,11 @@ def test_a_saved_config_says_everything_and_loads_to_the_same(tmp_path):
         (["algorithm.loss=dppo", "algorithm.correction=decoupled"], 'algorithm.correction must be "none"'),
         (["algorithm.loss=dppo", "algorithm.importance=mask"], 'algorithm.importance must be "truncate"'),
         (["algorithm.loss=icepop", "algorithm.correction=none"], 'algorithm.importance must be "truncate"'),
+        (["algorithm=maxrl", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"], 'algorithm.kl_in must be "loss"'),
+        (["algorithm=grpo", "algorithm.critic_warmup_steps=2"], "algorithm.critic_warmup_steps must be 0"),
+        (["algorithm=grpo", "algorithm.adaptive_lam=0.05"], "algorithm.adaptive_lam must be 0"),
+        (["algorithm.critic_warmup_steps=100"], "algorithm.critic_warmup_steps must be less than"),
+        (["algorithm.kl_target=0.1"], "algorithm.kl_target must be 0"),
         (["algorithm.importance_floor=0.5"], "algorithm.importance_floor must be 0"),
         (["algorithm=grpo", "rollout.samples_per_prompt=1"], "rollout.samples_per_prompt must be 2 or more"),
         (["algorithm=rloo", "train.batch_size=6"], "Make train.batch_size a multiple of 4"),
@@ -76,6 +81,19 @@ def test_what_does_not_go_together_is_said(overrides, message):
         loaded(*overrides)
     assert message in str(caught.value)
     assert str(caught.value).count("must") == 1  # one mistake, one message
+
+
+@pytest.mark.parametrize("cut", ["rollout.top_k=20", "rollout.top_p=0.9", "rollout.generate.min_p=0.1"])
+@pytest.mark.parametrize("loss", ["clip", "cispo", "icepop"])
+def test_what_cutting_the_distribution_does_to_old_data_is_not_corrected_but_refused(cut, loss):
+    key = cut.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{key} must be 0|{key} must be 1") as caught:
+        loaded(cut, f"algorithm.loss={loss}")
+    assert "algorithm.correction" in str(caught.value)
+    if loss != "icepop":  # whose mask is a correction
+        loaded(cut, f"algorithm.loss={loss}", "algorithm.correction=none")
+        loaded(cut, f"algorithm.loss={loss}", "topology.max_staleness=0")
+    loaded(cut, f"algorithm.loss={loss}", "rollout.do_sample=false")
 
 
 def test_groups_may_span_batches_but_not_trainers():

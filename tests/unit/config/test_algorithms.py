@@ -29,12 +29,12 @@ def test_every_default_of_an_algorithm_is_a_setting(name):
 
 
 def test_which_needs_what():
-    assert [name for name, each in EACH.items() if each.uses_critic] == ["ppo"]
-    assert [name for name, each in EACH.items() if not each.uses_groups] == ["ppo", "reinforce++"]
+    assert [name for name, each in EACH.items() if each.uses_critic] == ["ppo", "vapo"]
+    assert [name for name, each in EACH.items() if not each.uses_groups] == ["ppo", "reinforce++", "vapo", "distill"]
     assert [name for name, each in EACH.items() if each.dynamic_sampling] == ["dapo"]
     assert [name for name, each in EACH.items() if each.loss_row.ratio == "sequence"] == ["gspo"]
     assert [name for name, each in EACH.items() if each.normalization == "constant"] == ["dr_grpo"]
-    whitening = ["ppo", "reinforce++", "reinforce++_baseline"]
+    whitening = ["ppo", "reinforce++", "reinforce++_baseline", "vapo"]
     assert [name for name, each in EACH.items() if each.whiten_advantages] == whitening
     assert (EACH["dapo"].eps_clip, EACH["dapo"].eps_clip_high) == (0.2, 0.28)
 
@@ -43,6 +43,15 @@ def test_the_clip_range_stays_symmetric_where_it_was():
     assert AlgorithmSettings(eps_clip=0.3).eps_clip_high == 0.3
     assert AlgorithmSettings(eps_clip=0.3, eps_clip_high=0.4).eps_clip_high == 0.4
     assert AlgorithmSettings(name="dapo", eps_clip=0.1).eps_clip_high == 0.28
+
+
+def test_the_critics_lambda_is_the_policys_unless_it_has_its_own():
+    assert AlgorithmSettings(lam=0.5).critic_lam == 0.5
+    assert AlgorithmSettings(lam=0.5, critic_lam=1.0).critic_lam == 1.0
+    assert EACH["ppo"].critic_lam == EACH["ppo"].lam
+    assert AlgorithmSettings(name="vapo", lam=0.5).critic_lam == 1.0
+    changed = AlgorithmSettings().with_arguments("algorithm", lam=("lam", 0.8, 0.95))
+    assert (changed.lam, changed.critic_lam) == (0.8, 0.8)
 
 
 def test_the_kl_penalty_is_in_one_place():

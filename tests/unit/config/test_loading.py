@@ -52,6 +52,7 @@ def test_overrides_are_toml_values_or_bare_texts():
             "lora.rank=4",
             'lora.target_modules=["q", "v"]',
             "rollout.generate.min_p=0.2",
+            "algorithm.correction=none",
             "model.path=owner/name=x",
             "run.output=a folder",
         ],

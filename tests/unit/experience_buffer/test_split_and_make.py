@@ -16,7 +16,7 @@ from coati.experience import BufferItem, Experience, make_experience_batch, spli
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Experience))
 PER_ACTION = ("action_log_probs", "values", "kl", "advantages", "policy_versions")
-PER_SAMPLE = ("reward", "sample_ids", "group_ids", "temperatures")
+PER_SAMPLE = ("reward", "sample_ids", "group_ids", "temperatures", "is_cut")
 NAN = float("nan")
 
 
@@ -60,6 +60,8 @@ def samples(draw):
         temperatures=torch.tensor(draw(st.floats(0.5, 2, width=32))),
         proximal_log_probs=torch.arange(actions) - 0.25,
         reference_log_probs=torch.arange(actions) - 0.5,
+        returns=torch.arange(actions) + 0.5,
+        is_cut=torch.tensor(draw(st.booleans())),
         **floats,
     )
 
@@ -138,6 +140,8 @@ def test_what_samples_of_a_hand_written_maker_lack_gets_a_neutral_value(item):
         temperatures=torch.tensor(0.5),
         proximal_log_probs=torch.tensor([-5.0, -6.0]),
         reference_log_probs=torch.tensor([-7.0, -8.0]),
+        returns=torch.tensor([1.5, 2.5]),
+        is_cut=torch.tensor(True),
         group_ids=torch.tensor(11),
     )
     lacking = ("attention_mask", "action_mask", "policy_versions", "temperatures", "proximal_log_probs")
@@ -151,6 +155,8 @@ def test_what_samples_of_a_hand_written_maker_lack_gets_a_neutral_value(item):
     assert batch.proximal_log_probs.tolist() == [[-5.0, -6.0], [theirs.action_log_probs.item(), 0.0]]
     assert batch.reference_log_probs.tolist() == [[-7.0, -8.0], [theirs.action_log_probs.item(), 0.0]]
     assert (batch.group_ids.tolist(), batch.sample_ids.tolist()) == ([11, -1], [1, -1])
+    assert batch.returns.tolist() == [[1.5, 2.5], [theirs.advantages.item() + theirs.values.item(), 0.0]]
+    assert batch.is_cut.tolist() == [True, False]
 
 
 def test_without_masks_nothing_is_padding_and_none_comes_back():

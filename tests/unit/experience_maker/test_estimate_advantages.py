@@ -18,10 +18,16 @@ GROUPS = torch.tensor([7, 7, 3, 3])
 
 
 def estimate(kind, *, kl_coef=0.0, gamma=1.0, lam=1.0, scores=SCORES):
+    advantages, targets = estimate_both(kind, kl_reward_coef=kl_coef, gamma=gamma, lam=lam, scores=scores)
+    assert targets is None
+    return advantages
+
+
+def estimate_both(kind, *, lam=1.0, critic_lam=None, adaptive_lam=0.0, scores=SCORES, **settings):
     tokens = torch.zeros(4, 3, dtype=torch.long)
     experience = Experience(tokens, VALUES, VALUES, scores, KL, VALUES, None, MASK, group_ids=GROUPS)
-    algorithm = SimpleNamespace(advantages=kind, kl_reward_coef=kl_coef, gamma=gamma, lam=lam)
-    return estimate_advantages(experience, algorithm)
+    settings |= {"lam": lam, "critic_lam": lam if critic_lam is None else critic_lam, "adaptive_lam": adaptive_lam}
+    return estimate_advantages(experience, SimpleNamespace(advantages=kind, **settings))
 
 
 @pytest.mark.parametrize(
@@ -30,6 +36,7 @@ def estimate(kind, *, kl_coef=0.0, gamma=1.0, lam=1.0, scores=SCORES):
         # Means 3 and 2; deviations 2 and 0.
         ("group_centered", 0.0, [[-2, -2], [2, 0], [0, 0], [0, 0]]),
         ("group_normalized", 0.0, [[-1, -1], [1, 0], [0, 0], [0, 0]]),
+        ("group_over_mean", 0.0, [[-2 / 3, -2 / 3], [2 / 3, 0], [0, 0], [0, 0]]),
         # Less what the other scored.
         ("leave_one_out", 0.0, [[-4, -4], [4, 0], [0, 0], [0, 0]]),
         # Half of the KL of each response off its score: 1 - 2, 5 - 1, 2 - 1, 2 - 3.
@@ -45,6 +52,19 @@ def estimate(kind, *, kl_coef=0.0, gamma=1.0, lam=1.0, scores=SCORES):
 )  # fmt: skip
 def test_by_hand(kind, kl_coef, expected):
     torch.testing.assert_close(estimate(kind, kl_coef=kl_coef), torch.tensor(expected, dtype=torch.float32))
+
+
+def test_policy_and_critic_may_have_a_lambda_each():
+    # λ = 0 for the policy: δ_0 = 0.25 - 0.5, δ_1 = 1 - 0.25;  5 - 1;  0, 2;  0, 2 - 1. λ = 1 for the critic: the score.
+    settings = {"kl_reward_coef": 0.0, "gamma": 1.0}
+    advantages, targets = estimate_both("gae", lam=0.0, critic_lam=1.0, **settings)
+    expected = torch.tensor([[-0.25, 0.75], [4, 0], [0, 2], [0, 1]])
+    torch.testing.assert_close(advantages, expected)
+    torch.testing.assert_close(targets, torch.tensor([[1.0, 1], [5, 0], [2, 2], [2, 2]]))
+    # VAPO's λ: 1 - 1 / (1 · 2) = 0.5 for responses of 2 tokens, 1 - 1 / 1 = 0 for the one of 1
+    advantages, targets = estimate_both("gae", critic_lam=1.0, adaptive_lam=1.0, **settings)
+    torch.testing.assert_close(advantages, expected + torch.tensor([[0.375, 0], [0, 0], [1, 0], [0.5, 0]]))
+    torch.testing.assert_close(targets, torch.tensor([[1.0, 1], [5, 0], [2, 2], [2, 2]]))
 
 
 def test_reinforce_plus_plus_is_the_returns_whitened_by_the_learner():

@@ -29,6 +29,8 @@ EXTRA_FIELDS = (
     "temperatures",
     "proximal_log_probs",
     "reference_log_probs",
+    "returns",
+    "is_cut",
 )
 
 

@@ -32,7 +32,8 @@ def experience():
 def test_batch_metrics_by_hand(experience):
     # rewards 1, 2, 6: mean 3, variance (4 + 1 + 9) / 3
     # kl: 0.5 + 0.5 + 1 + 2 + 1 + 1 = 6 nats over 3 samples and 6 tokens
-    metrics = batch_metrics(experience, torch.tensor([False, False, True]))
+    experience.is_cut = torch.tensor([False, False, True])
+    metrics = batch_metrics(experience)
     values = {name: metric.value for name, metric in metrics.items()}
     assert values == pytest.approx(
         {
@@ -56,14 +57,27 @@ def test_cuts_are_reported_only_where_they_are_known(experience):
 
 def test_a_response_that_ends_without_an_end_token_is_not_cut(experience):
     # As with stop strings: the third response ends with token 8.
-    metrics = batch_metrics(experience, torch.tensor([False, False, False]))
+    experience.is_cut = torch.tensor([False, False, False])
+    metrics = batch_metrics(experience)
     assert metrics["response/cut_fraction"].value == 0.0
 
 
 def test_a_cut_response_is_not_empty(experience):
-    metrics = batch_metrics(experience, torch.tensor([False, True, True]))
+    experience.is_cut = torch.tensor([False, True, True])
+    metrics = batch_metrics(experience)
     assert metrics["response/cut_fraction"].value == pytest.approx(2 / 3)
     assert metrics["response/empty"].value == 0.0
+
+
+def test_groups_whose_samples_all_score_the_same_are_counted(experience):
+    batch = experience.select(torch.zeros(7, dtype=torch.long))
+    batch.reward, batch.group_ids = (
+        torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.0, 0.0]),
+        torch.tensor([1, 1, 1, 2, 2, 3, 3]),
+    )
+    metrics = batch_metrics(batch)
+    assert metrics["reward/equal_groups"] == Mean(2 / 3, 3.0)
+    assert metrics["reward/group_std"].value == pytest.approx(0.5 / 3)
 
 
 def test_terms_get_names_that_metrics_may_have():

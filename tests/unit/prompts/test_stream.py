@@ -295,3 +295,27 @@ def test_an_end_token_that_a_prompt_spells_out_stays_with_a_vocabulary_without_t
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
     assert first_batch(table_of("w1 <eos>"), tokenizer)["input_ids"][0].tolist() == [1, 0]
+
+
+def test_a_curriculum_orders_every_pass_and_shuffles_what_is_equally_hard():
+    prompts, levels = "abcdeabcde", [2, 1.5, 1, 2, 2, 1, 2, 1, 1.5, 2]
+    table = table_of(*prompts, level=levels, n=range(10))
+
+    def passes(**options):
+        stream = stream_of(table, shuffle=True, prompts_per_batch=10, **options)
+        return [batch["n"] for batch in itertools.islice(stream, 3)]
+
+    rising, falling = passes(curriculum="level", seed=1), passes(curriculum="-level", seed=1)
+    for orders, expected in ((rising, sorted(levels)), (falling, sorted(levels, reverse=True))):
+        assert all([levels[n] for n in order] == expected for order in orders)
+        assert all(sorted(order) == list(range(10)) for order in orders)
+        assert len(set(map(tuple, orders))) == 3
+    assert passes(curriculum="level", seed=1) == rising
+    assert passes(curriculum="level", seed=2) != rising
+    assert first_batch(table, curriculum="level", prompts_per_batch=10)["n"] == [2, 5, 7, 1, 8, 0, 3, 4, 6, 9]
+
+
+@pytest.mark.parametrize("level", ["hard", None, True, float("nan")])
+def test_a_curriculum_needs_a_number_in_every_row(level):
+    with pytest.raises(DataError, match=r"row 1: the column 'level'.*prompts\.curriculum"):
+        stream_of(table_of("a", "b", level=[1, level]), curriculum="-level")

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 
@@ -529,3 +530,34 @@ def test_a_frozen_model_is_refused():
     actor.requires_grad_(False)
     with pytest.raises(ConfigError, match="Actor has no trainable parameters"):
         make_learner(models=(actor, critic))
+
+
+def test_while_the_critic_warms_up_only_it_learns_also_after_a_resumption():
+    learner = make_learner(SETTINGS | {"critic_warmup_steps": 2})
+    seen = [weights(learner)]
+    for _ in range(3):
+        learner.step(make_batch())
+        seen.append(weights(learner))
+    for label, has_moved in [("actor", [False, False, True]), ("critic", [True, True, True])]:
+        of_model = [{name: x for name, x in each.items() if name.startswith(label)} for each in seen]
+        assert [not same_bits(*pair) for pair in itertools.pairwise(of_model)] == has_moved
+    resumed = make_learner(SETTINGS | {"critic_warmup_steps": 2})
+    learner = make_learner(SETTINGS | {"critic_warmup_steps": 2})
+    learner.step(make_batch())
+    resumed.restore(learner.state())
+    before = weights(resumed)
+    resumed.step(make_batch())
+    assert torch.equal(before["actor.model.lm_head.weight"], weights(resumed)["actor.model.lm_head.weight"])
+    resumed.step(make_batch())
+    assert not torch.equal(before["actor.model.lm_head.weight"], weights(resumed)["actor.model.lm_head.weight"])
+
+
+def test_the_critic_learns_towards_the_returns_if_the_batch_has_them():
+    batch = make_batch()
+    same, other = copied(batch), copied(batch)
+    same.returns, other.returns = batch.advantages + batch.values, batch.values + 1.0
+    learners = [make_learner() for _ in range(3)]
+    metrics = [learner.step(each) for learner, each in zip(learners, (batch, same, other), strict=True)]
+    assert same_bits(weights(learners[0]), weights(learners[1]))
+    assert metrics[2]["critic_loss"] != metrics[0]["critic_loss"]
+    assert metrics[2]["actor_loss"] == metrics[0]["actor_loss"]
