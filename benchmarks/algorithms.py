@@ -1,132 +1,210 @@
-"""Do the algorithms learn? Each of them on the demo's task, with several seeds.
+"""Do the losses and algorithms learn? Each of them on a small task, on-policy and on old data, with several seeds.
 
-    python benchmarks/algorithms.py                               every algorithm, 5 seeds
-    python benchmarks/algorithms.py --algorithms grpo --seeds 1 --steps 40
+    python benchmarks/algorithms.py --output runs/algorithms              all of them, 5 seeds; can be resumed
+    python benchmarks/algorithms.py --output runs/x --variants clip --seeds 1 --versions 10
+    python benchmarks/algorithms.py --output runs/algorithms --report     only the tables
 
-Every run is synchronous and on-policy, in a process of one thread: the demo's base model and reward, groups of 8
-samples, 64 samples a step, the same learning rate for all. The KL coefficient is the same where an algorithm has a KL
-term (`--kl`); those whose papers leave it out run as their papers say (0), unless `--kl-for-all` is given. Reported are
-means of 256 fresh samples from the final weights: reward (before and after training), KL to the base model, and how
-many of 64 samples are distinct; medians over seeds, with the lowest and highest reward.
+The task has a verifier: a response scores 1 if it makes the prompt a sentence of the demo's film grammar that praises
+(compound sentiment above 0.6), else 0. The base model is the demo's. Every run is one process of one thread, a maker
+and a trainer in turns: 8 prompts × 8 samples and four optimizer steps on them for a version of the weights, so that
+ratios leave 1 even on-policy, without a KL penalty. Staleness 0 trains each version on its own samples, staleness 1
+(the default bound) on those of the version before.
+
+Reported are medians over seeds: success of 256 fresh samples of the final weights (with the lowest and highest seed),
+the mean success of all samples of the run (how quickly it was learnt), KL to the base model (distill: to the teacher)
+in nats per sample, distinct texts among 64, tokens that the loss held back or a mask dropped, and success at equal
+compute: of the samples of the last three versions that a run had made by the time that "clip" (GRPO) of the same seed
+and staleness was done, in seconds of processor time, which other processes on the machine hardly change.
 """
 
 import argparse
-import concurrent.futures
 import json
-import multiprocessing
-import os
 import statistics
+import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-SAMPLES_PER_PROMPT = 8
+HERE = Path(__file__).resolve().parent
+GROUP_SIZE, GROUPS = 8, 8
+STALENESS = (0, 1)
+PRAISE = 0.6
+
+GRPO: dict[str, Any] = {"name": "grpo", "kl_coef": 0.0}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{loss: {**GRPO, "loss": loss} for loss in ("clip", "cispo", "dppo", "sapo", "gspo", "icepop", "geometric_mask")},
+    "maxrl": {"name": "maxrl"},
+    "ppo": {"name": "ppo", "kl_coef": 0.0},
+    "vapo": {"name": "vapo"},
+    "vapo, λ 0.5 × length, warm-up": {"name": "vapo", "adaptive_lam": 0.5, "critic_warmup_steps": 8},
+}
 
 
-def settings(name: str, seed: int, *, base: str, folder: str, steps: int, kl: float, kl_for_all: bool):
-    """The demo's settings with another algorithm."""
-    from coati.config import AlgorithmSettings, build_config
+def is_praise(completions: Sequence[str], prompts: Sequence[str], **_: object) -> list[float]:
+    """1 for a sentence of the grammar that praises, else 0."""
+    from coati.demo.grammar import is_grammatical
+    from coati.demo.reward import film_sentiment
 
-    algorithm = {"name": name}
-    if kl_for_all or AlgorithmSettings(name=name).kl_coef:
-        algorithm["kl_coef"] = kl
-    prompts = Path(folder) / "prompts.jsonl"
+    warmth = film_sentiment(completions, prompts)
+    texts = [f"{prompt} {completion}" for prompt, completion in zip(prompts, completions, strict=True)]
+    return [float(is_grammatical(text) and score > PRAISE) for text, score in zip(texts, warmth, strict=True)]
+
+
+def make_config(algorithm: dict[str, Any], seed: int, staleness: int, *, base: str, versions: int, teacher: str = ""):
+    """The settings of one run."""
+    from coati.config import build_config
+
     return build_config(
         {
-            "run": {"name": "algorithms", "seed": seed, "output": folder},
-            "model": {"path": base, "device": "cpu"},
-            "prompts": {"path": str(prompts)},
-            "reward": {"function": "coati.demo.reward:film_sentiment"},
-            "rollout": {"prompts_per_batch": 8, "samples_per_prompt": SAMPLES_PER_PROMPT, "max_new_tokens": 16},
+            "run": {"name": "algorithms", "seed": seed},
+            "model": {"path": base, "device": "cpu", "reference": teacher},
+            "prompts": {"path": f"{base}/prompts.jsonl"},
+            "reward": {"function": "algorithms:is_praise", "search_paths": [str(HERE)]},
+            "rollout": {"prompts_per_batch": GROUPS, "samples_per_prompt": GROUP_SIZE, "max_new_tokens": 16},
             "algorithm": algorithm,
             "train": {
-                "total_steps": steps,
-                "batch_size": 64,
-                "actor_lr": 1e-3,
-                "critic_lr": 1e-3,
+                "total_steps": versions,
+                "epochs": 4,
+                "batch_size": GROUPS * GROUP_SIZE,
+                "actor_lr": 5e-4,
+                "critic_lr": 2e-3,
                 "warmup_steps": 2,
             },
-            "topology": {"max_staleness": 0, "threads_per_actor": 1},
-            "logging": {"tensorboard": False, "samples_kept": 0},
+            "topology": {"max_staleness": staleness, "threads_per_actor": 1},
         }
     )
 
 
-def run(name: str, seed: int, options: dict) -> dict:
-    """Train once and evaluate before and after."""
+def run(variant: str, algorithm: dict[str, Any], seed: int, staleness: int, **options: Any) -> dict[str, Any]:
+    """Train once; everything about the run that the tables want."""
     import torch
+    from staleness_run import Schedule, StaleRun
+
+    from coati.demo.evaluation import evaluate
 
     torch.set_num_threads(1)
-    from coati.cli.train import quiet_libraries
-    from coati.demo.evaluation import evaluate
-    from coati.demo.grammar import PROMPTS
-    from coati.ledger.audit import audit_run
-    from coati.monitor import RunLog
-    from coati.synchronous import SynchronousRun
+    config = make_config(algorithm, seed, staleness, **options)
+    versions, per_version = config.train.total_steps, GROUPS if config.algorithm.uses_groups else GROUPS * GROUP_SIZE
+    trained = [list(range(version * per_version, (version + 1) * per_version)) for version in range(versions)]
+    written: list[list[int]] = [[] for _ in range(versions)]
+    for version, numbers in enumerate(trained):
+        written[max(0, version - staleness)] += numbers
+    seconds: list[float] = []
 
-    quiet_libraries(verbose=False)
+    class Timed(StaleRun):
+        def publish(self) -> None:
+            super().publish()
+            seconds.append(time.process_time() - started)
+
+    training = Timed(config, Schedule(written, trained))
+    started = time.process_time()
+    training.run()
     with tempfile.TemporaryDirectory() as folder:
-        config = settings(name, seed, folder=folder, **options)
-        Path(config.prompts.path).write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
-        log = RunLog(None, total_steps=config.train.total_steps)
-        training = SynchronousRun(config, log)
-        before = evaluate(config, config.model.path, num_samples=256)
-        training.run(f"{folder}/model")
-        account = audit_run(config.output_folder)
-        after = evaluate(config, f"{folder}/model", num_samples=256)
+        training.learner.strategy.save_model(training.learner.actor, folder)
+        final = evaluate(config, folder, num_samples=256)
+        if (variant, seed, staleness) == ("clip", 0, 0):  # the teacher of "distill"
+            training.learner.strategy.save_model(training.learner.actor, f"{options['base']}/teacher")
+    rewards = dict(training.rewards_by_version)
     return {
-        "algorithm": name,
+        "variant": variant,
         "seed": seed,
-        "kl_coef": config.algorithm.kl_coef,
-        "before": before.numbers["reward"],
-        "reward": after.numbers["reward"],
-        "kl": after.numbers["kl"],
-        "distinct": after.numbers["distinct"],
-        "samples": [sample.prompt + sample.response for sample in after.samples[:3]],
-        "dropped": sum(row[3] for row in account.table() if row[0] == "dropped"),
+        "staleness": staleness,
+        **{key: final.numbers[key] for key in ("reward", "kl", "distinct", "grammatical")},
+        "area": statistics.fmean(reward for each in rewards.values() for reward in each),
+        "curve": {version: round(statistics.fmean(each), 4) for version, each in rewards.items()},
+        "seconds": [round(each, 2) for each in seconds],
+        "clip_fraction": statistics.fmean(training.metrics["policy/clip_fraction"]),
+        "dropped": statistics.fmean(training.metrics.get("off_policy/dropped") or [0.0]),
+        "skipped": training.metrics["optim/skipped_batches"][-1],
+        "samples": [sample.prompt + sample.response for sample in final.samples[:4]],
     }
 
 
-def main() -> None:
-    from coati.config.algorithm import ALGORITHMS
-    from coati.demo.base_model import pretrain
+def at_compute(row: dict[str, Any], budget: float) -> float:
+    """Success of the samples of the last three versions that a run had made when so many seconds had passed."""
+    made = [int(version) for version in row["curve"] if int(version) == 0 or row["seconds"][int(version) - 1] <= budget]
+    return statistics.fmean(row["curve"][str(version)] for version in made[-3:])
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--kl", type=float, default=0.05)
-    parser.add_argument("--kl-for-all", action="store_true")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--json", type=Path, help="write every run here")
-    arguments = parser.parse_args()
-    base = tempfile.mkdtemp()
-    pretrain(Path(base))
-    options = {"base": base, "steps": arguments.steps, "kl": arguments.kl, "kl_for_all": arguments.kl_for_all}
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=spawn) as pool:
-        jobs = [
-            pool.submit(run, name, seed, options) for name in arguments.algorithms for seed in range(arguments.seeds)
-        ]
-        for number, job in enumerate(concurrent.futures.as_completed(jobs), 1):
-            print(f"\r{number} of {len(jobs)} runs", end="", flush=True)
-            job.result()
-        runs = [job.result() for job in jobs]
-    print("\n\n| algorithm | KL coef. | reward before | after | lowest to highest | KL | distinct of 64 |")
-    print("|---|---|---|---|---|---|---|")
-    for name in arguments.algorithms:
-        rows = [row for row in runs if row["algorithm"] == name]
-        middle = {key: statistics.median(row[key] for row in rows) for key in ("before", "reward", "kl", "distinct")}
-        rewards = [row["reward"] for row in rows]
-        print(
-            f"| {name} | {rows[0]['kl_coef']:g} | {middle['before']:.2f} | {middle['reward']:.2f} | "
-            f"{min(rewards):.2f} to {max(rewards):.2f} | {middle['kl']:.1f} | {middle['distinct']:.0%} |"
-        )
-    print("\nOne sample of each (seed 0):")
-    for row in runs:
+
+def report(rows: list[dict[str, Any]]) -> None:
+    """Print the tables, and samples to look at."""
+    budgets = {(row["seed"], row["staleness"]): row["seconds"][-1] for row in rows if row["variant"] == "clip"}
+    for staleness in STALENESS:
+        print(f"\nStaleness {staleness}\n")
+        heads = ["variant", "seeds", "success", "lowest to highest", "over the run", "equal compute", "KL", "distinct"]
+        print(f"| {' | '.join([*heads, 'held back'])} |\n|{'---|' * (len(heads) + 1)}")
+        names = dict.fromkeys(row["variant"] for row in rows)
+        for name in names:
+            own = [row for row in rows if (row["variant"], row["staleness"]) == (name, staleness)]
+            if not own:
+                continue
+            middle = {key: statistics.median(row[key] for row in own) for key in ("reward", "area", "kl", "distinct")}
+            held = statistics.median(row["clip_fraction"] + row["dropped"] for row in own)
+            lowest, highest = min(row["reward"] for row in own), max(row["reward"] for row in own)
+            equal = [at_compute(row, budgets[cell]) for row in own if (cell := (row["seed"], staleness)) in budgets]
+            cells = [
+                name,
+                len(own),
+                f"{middle['reward']:.2f}",
+                f"{lowest:.2f} to {highest:.2f}",
+                f"{middle['area']:.2f}",
+            ]
+            cells += [f"{statistics.median(equal):.2f}" if equal else "", f"{middle['kl']:.1f}"]
+            cells += [f"{middle['distinct']:.0%}", f"{held:.1%}"]
+            print(f"| {' | '.join(map(str, cells))} |")
+    print("\nSamples (seed 0):")
+    for row in rows:
         if row["seed"] == 0:
-            print(f"  {row['algorithm']:>20}: {row['samples'][0]}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(runs, indent=2) + "\n")
+            print(f"  {row['variant']:>30}, staleness {row['staleness']}: {row['samples'][0]} | {row['samples'][1]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for runs.jsonl and the base model")
+    parser.add_argument("--variants", nargs="+", default=[*VARIANTS, "distill"], choices=[*VARIANTS, "distill"])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--versions", type=int, default=20)
+    parser.add_argument("--report", action="store_true")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(HERE))
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    journal, base = arguments.output / "runs.jsonl", arguments.output / "base"
+    rows = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+    done = {(row["variant"], row["seed"], row["staleness"]) for row in rows}
+    # Seed by seed, so that what is there is always a whole table.
+    cells = [
+        (variant, seed, staleness)
+        for seed in range(arguments.seeds)
+        for variant in arguments.variants
+        for staleness in STALENESS
+        if (variant, seed, staleness) not in done
+    ]
+    if not arguments.report and cells:
+        from coati.cli.train import quiet_libraries
+        from coati.demo.base_model import pretrain
+        from coati.demo.grammar import PROMPTS
+
+        quiet_libraries(verbose=False)
+        if not base.exists():
+            pretrain(base)
+            (base / "prompts.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in PROMPTS))
+        run("warm-up", GRPO, 0, 0, base=str(base), versions=2)  # what only the first run has to load
+        for number, (variant, seed, staleness) in enumerate(cells, 1):
+            options = {"base": str(base), "versions": arguments.versions}
+            if variant == "distill":  # from what "clip" made of the base model, seed 0
+                options["teacher"] = str(base / "teacher")
+            algorithm = VARIANTS.get(variant, {"name": "distill"})
+            row = run(variant, algorithm, seed, staleness, **options)
+            with journal.open("a") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            rows.append(json.loads(json.dumps(row)))
+            print(
+                f"{number} of {len(cells)}: {variant}, seed {seed}, staleness {staleness}: {row['reward']:.2f}",
+                flush=True,
+            )
+    report(rows)
 
 
 if __name__ == "__main__":

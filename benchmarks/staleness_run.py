@@ -156,7 +156,10 @@ def recipe_of(cell: Cell) -> str:
 
 
 class StaleRun(FitSteps):
-    """One maker and one trainer in one process, which take turns as the schedule says."""
+    """One maker and one trainer in one process, which take turns as the schedule says.
+
+    The schedule's numbers are those of samples or, where the algorithm compares the samples of a prompt, of groups.
+    """
 
     def __init__(self, config: RunSettings, schedule: Schedule) -> None:
         self._config = config
@@ -169,14 +172,16 @@ class StaleRun(FitSteps):
             config.train,
             config.algorithm,
             max_staleness=config.topology.max_staleness,
+            max_response_tokens=config.rollout.max_new_tokens,
         )
+        self._group_size = build.ledger_rules(config).group_size
         self._pipeline = self._make_pipeline()
         maker = SimpleNamespace(update_experience_maker=WeightReceiver(self._pipeline.served).receive)
         recipients = Recipients(LocalPeers(maker=maker), ["maker"], config.deadlines)
         self._sender = WeightSender(
             self.learner.models, strategy, recipients, config.topology, timeline=self._pipeline.timeline
         )
-        self._items: dict[int, BufferItem] = {}  # by number, until they are trained on
+        self._items: dict[int, list[BufferItem]] = {}  # by number, until they are trained on
         self._prompts = build.make_prompts(config)
         self.rewards_by_version: dict[int, list[float]] = defaultdict(list)
         self.metrics: dict[str, list[float]] = defaultdict(list)
@@ -207,15 +212,18 @@ class StaleRun(FitSteps):
     def next_batch(self) -> Experience:
         """Write what the weights of this version write, and return what is trained on at it."""
         if numbers := self._schedule.written[self._version]:
-            raw, unusable = self._prompts.batch(numbers)
+            raw, unusable = self._prompts.batch(numbers, group_size=self._group_size)
             assert raw is not None
             assert not unusable
             experience = self._pipeline.finish(self._pipeline.begin(PromptBatch.parse(raw)))
             assert experience is not None
-            assert experience.num_samples == len(numbers), "no sample is ever dropped here"
+            size = self._group_size
+            assert experience.num_samples == len(numbers) * size, "no sample is ever dropped here"
             self.rewards_by_version[self._version] += experience.reward.tolist()
-            self._items |= dict(zip(numbers, split_experience_batch(experience), strict=True))
-        return make_experience_batch([self._items.pop(number) for number in self._schedule.trained[self._version]])
+            items = split_experience_batch(experience)
+            self._items |= {number: items[size * row : size * (row + 1)] for row, number in enumerate(numbers)}
+        numbers = self._schedule.trained[self._version]
+        return make_experience_batch([item for number in numbers for item in self._items.pop(number)])
 
     def train_on(self, batch: Experience) -> dict[str, float]:
         measured, expected = age_metrics(batch, self._version), self._ages[self._version]
