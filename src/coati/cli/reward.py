@@ -11,7 +11,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from coati.config import RunSettings, build_config, load_config
 from coati.counting import counted, format_seconds
@@ -19,8 +18,6 @@ from coati.errors import ConfigError, DataError
 from coati.prompts.table import Row, load_prompts
 from coati.reward_functions.calling import excerpt
 from coati.rewards import PendingScores, RewardRequest, RewardScorer, build_reward
-
-_COMPLETION = ("completion", "response")  # what files of rows, and of runs, call it
 
 
 def run_reward_check(source: str, rows: Path, *, overrides: Sequence[str], show: int) -> None:
@@ -30,40 +27,30 @@ def run_reward_check(source: str, rows: Path, *, overrides: Sequence[str], show:
     else:
         unused = {"model": {"path": "none"}, "prompts": {"path": str(rows)}}
         config = build_config({**unused, "reward": {"function": source}}, overrides)
-    settings, table = config.reward, load_prompts(rows, column=config.prompts.column)
-    reward = build_reward(settings, load_model=_refuse_model, search_paths=config.reward_search_paths)
-    scorer = RewardScorer(reward, None, retries=settings.retries, max_quarantined=1)
-    scorer.working.update(part.label for part in settings.parts)  # each row has its own failure, even if all fail
+    table = load_prompts(rows, column=config.prompts.column)
+    reward = build_reward(config.reward, load_model=_refuse_model, search_paths=config.reward_search_paths)
+    scorer = RewardScorer(reward, None, retries=config.reward.retries, max_quarantined=1)
+    scorer.working.update(part.label for part in config.reward.parts)  # each row has its own failure, even if all fail
     start = time.monotonic()
     pending = PendingScores(scorer, _request(table.rows, config), torch.device("cpu"), may_fail=True)
-    scores = pending()
-    seconds = time.monotonic() - start
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    columns = {"score": scores, **pending.terms}
+    columns = {"score": pending(), **pending.terms}
+    seconds = format_seconds(time.monotonic() - start)
     shown = Table("row", *columns, "completion", "details, or why it failed")
-    for row in sorted(range(len(scores)), key=lambda row: row not in pending.failures)[:show]:
+    for row in sorted(range(len(table)), key=lambda row: row not in pending.failures)[:show]:
         said = pending.failures.get(row) or json.dumps(pending.details[row], ensure_ascii=False)
         numbers = (f"{float(values[row]):.4g}" for values in columns.values())
         shown.add_row(table.where(row), *numbers, excerpt(repr(pending.request.completions[row])), said)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(shown)
     for name, values in columns.items():
-        console.print(f"{name}: {_summary(values)}")
-    kinds = Counter(error.split(": ")[0] for error in pending.failures.values())
-    for kind, count in kinds.most_common():
+        found = values[values.isfinite()]
+        spread = f"; mean {found.mean():.4g}, lowest {found.min():.4g}, highest {found.max():.4g}" if len(found) else ""
+        console.print(f"{name}: {len(found)} of {counted(len(values), 'row')}{spread}")
+    for kind, count in Counter(error.split(": ")[0] for error in pending.failures.values()).most_common():
         console.print(f"failed on {counted(count, 'row')}: {kind}")
-    console.print(
-        f"{counted(len(scores), 'row')} in {format_seconds(seconds)}, asked again {pending.num_retries} times."
-    )
+    console.print(f"{seconds}, asked again {pending.num_retries} times.")
     if pending.failures:
         raise typer.Exit(1)
-
-
-def _summary(values: Tensor) -> str:
-    found = values[values.isfinite()]
-    scored = f"{len(found)} of {len(values)} rows have one"
-    if not len(found):
-        return scored
-    return f"{scored}; mean {found.mean():.4g}, lowest {found.min():.4g}, highest {found.max():.4g}"
 
 
 def _refuse_model(path: str) -> Any:
@@ -71,20 +58,16 @@ def _refuse_model(path: str) -> Any:
 
 
 def _request(rows: Sequence[Row], config: RunSettings) -> RewardRequest:
-    prompts, completions, columns = [], [], []
-    for row in rows:
-        key = next((name for name in _COMPLETION if isinstance(row.get(name), str)), None)
-        if key is None:
-            raise DataError(f"every row must have a text called {' or '.join(_COMPLETION)}, got {', '.join(row)}.")
-        prompt = row[config.prompts.column]
-        prompts.append(prompt if isinstance(prompt, str) else "\n".join(str(part["content"]) for part in prompt))
-        completions.append(row[key])
-        inner = row.get("columns")
-        columns.append(inner if isinstance(inner, Mapping) else {**row, key: None})
-    names = {name for one in columns for name in one} - {config.prompts.column, *_COMPLETION}
+    completions: list[Any] = [row.get("completion", row.get("response")) for row in rows]
+    if not all(isinstance(text, str) for text in completions):
+        raise DataError(f"every row must have a text called completion or response, got {', '.join(rows[0])}.")
+    prompts = [row[config.prompts.column] for row in rows]
+    # The files of a run have the dataset's columns in a table of their own.
+    columns = [inner if isinstance(inner := row.get("columns"), Mapping) else row for row in rows]
+    names = {name for one in columns for name in one} - {config.prompts.column, "completion", "response"}
     nothing = torch.zeros(len(rows), 0, dtype=torch.long)
     request = RewardRequest(
-        prompts=prompts,
+        prompts=[text if isinstance(text, str) else "\n".join(part["content"] for part in text) for text in prompts],
         completions=completions,
         columns={name: [one.get(name) for one in columns] for name in sorted(names)},
         sequences=nothing,

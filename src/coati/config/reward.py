@@ -29,16 +29,8 @@ class RewardSource(Section):
     )
     model: str = setting("", "A reward model: a path or hub name.")
 
-    @property
-    def label(self) -> str:
-        """What metrics and errors call it: its function, or the last part of the model's path."""
-        return self.function.rpartition(":")[2] or self.model.rstrip("/").rpartition("/")[2]
-
     def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find options of no function, and secrets among them."""
-        for key in ("options", "columns"):
-            if getattr(self, key) and not self.function:
-                yield key, "left out without function", list(getattr(self, key)), "Set function, or remove it."
+        """Find secrets among the options."""
         for name in self.options:
             if re.search(r"api_?key$|secret|password", name, re.IGNORECASE):
                 remedy = "Keep it in an environment variable, and have the option name that: settings are written down."
@@ -53,8 +45,8 @@ class RewardTerm(RewardSource):
 
     @property
     def label(self) -> str:
-        """What metrics and errors call this term."""
-        return self.name or super().label
+        """What metrics and errors call it: its name, its function, or the last part of the model's path."""
+        return self.name or self.function.rpartition(":")[2] or self.model.rstrip("/").rpartition("/")[2]
 
     def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         """Find terms of no or two rewards."""

@@ -113,8 +113,8 @@ def _verdict(index: int, value: Any) -> Verdict:
         return Verdict(error=raised(value))
     if not isinstance(value, Mapping):
         return Verdict(_number(index, value))
-    details = {str(key): recorded(value[key]) for key in value if key not in ("score", "error")}
-    details = dict(itertools.islice(details.items(), _MOST_DETAILS))
+    keys = [key for key in value if key not in ("score", "error")][:_MOST_DETAILS]
+    details = {str(key): recorded(value[key]) for key in keys}
     if value.get("error") is not None:
         return Verdict(math.nan, details, f"returned an error: {value['error']}"[:_DETAIL_CHARACTERS])
     if "score" not in value:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -61,11 +60,12 @@ def load_reward_function(
     return function(**options) if is_ours else functools.partial(function, **options)
 
 
-def needed_package(module: str, extra: str = "rewards") -> None:
-    """Raise ConfigError, which names the extra to install, unless a package is there."""
-    if importlib.util.find_spec(module) is None:
-        package = module.replace("_", "-")
-        raise ConfigError(f"The package {package} is not installed. Run pip install 'coati[{extra}]'.")
+def needed_package(name: str, extra: str = "rewards") -> Any:
+    """Import a package of the library; ConfigError names the extra to install if it is not there."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"The package {error.name} is not installed. Run pip install 'coati[{extra}]'.") from None
 
 
 def require(name: str, is_met: bool, rule: str) -> None:

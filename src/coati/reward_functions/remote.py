@@ -1,14 +1,14 @@
 """Rewards that ask a server: one of your own over HTTP, or a language model as the judge.
 
 A request without an answer, or with one that says the server is busy, is sent again, with growing pauses, until the
-call's time is up: a server may be away for a while. A wrong answer is asked for again a few times; one that says that
-the request is wrong, never. Samples that have no score then are failures.
+call's time is up: a server may be away for a while. What a wrong answer leaves without a score is a failure.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -28,7 +28,6 @@ from coati.reward_functions.calling import Verdict, WrongScores, excerpt, read_v
 from coati.reward_functions.loading import require
 
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 15.0
-_WRONG_ANSWERS = 3  # to one request
 _ANSWER_BYTES = 16 << 20
 _USABLE = 0.9  # share of a call's time; the rest is for its end
 _BUSY = {408, 409, 425, 429, *range(500, 600)}
@@ -47,11 +46,11 @@ Answer with one line of JSON: {"reason": "one sentence", "score": number}"""
 
 
 class NoAnswer(Exception):
-    """Why a request has no answer, in words; `pause` is what the server asks for."""
+    """Why a request has no answer, in words; whether to ask again, and the seconds that the server asks to wait."""
 
-    def __init__(self, what: str, *, pause: float = 0.0, is_final: bool = False, is_wrong: bool = False) -> None:
+    def __init__(self, what: str, *, may_repeat: bool = False, pause: float = 0.0) -> None:
         super().__init__(what)
-        self.pause, self.is_final, self.is_wrong = pause, is_final, is_wrong
+        self.may_repeat, self.pause = may_repeat, pause
 
 
 class Endpoint:
@@ -72,21 +71,18 @@ class Endpoint:
                 "Set it in the shell that starts the run, or on a cluster where `ray start` ran."
             )
 
-    def ask(self, body: Mapping[str, Any], read: Callable[[Any], list[Verdict]], until: float) -> list[Verdict]:
-        """Post until there is an answer that `read` takes, or no time. NoAnswer says why there is none."""
-        data, num_wrong = json.dumps(body, default=str).encode(), 0
+    def ask(self, body: Mapping[str, Any], until: float) -> Any:
+        """Post until there is an answer, or no time. NoAnswer says why there is none."""
+        data = json.dumps(body, default=str).encode()
         for attempt in itertools.count():
             try:
-                return read(self._post(data, min(self._seconds, until - time.monotonic())))
+                return self._post(data, min(self._seconds, until - time.monotonic()))
             except NoAnswer as failure:
-                num_wrong += failure.is_wrong
                 pause = min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 2.0**attempt)
                 pause = max(failure.pause, random.SystemRandom().uniform(pause / 2, pause))
-                if failure.is_final or num_wrong == _WRONG_ANSWERS or time.monotonic() + pause >= until:
-                    failure.args = (f"{failure.args[0]} (from {self._name}, asked {attempt + 1} times)",)
-                    raise
+                if not failure.may_repeat or time.monotonic() + pause >= until:
+                    raise NoAnswer(f"{failure} (from {self._name}, asked {attempt + 1} times)") from None
             time.sleep(pause)
-        raise AssertionError  # the loop has no end
 
     def _post(self, data: bytes, seconds: float) -> Any:
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -95,26 +91,24 @@ class Endpoint:
         try:
             # A redirect could take the key elsewhere.
             with requests.post(self._url, data, allow_redirects=False, **options) as response:
-                while part := response.raw.read1(1 << 16):
+                while len(content) <= _ANSWER_BYTES and (part := response.raw.read1(1 << 16)):
                     content += part
                     if time.monotonic() > deadline:
                         raise requests.Timeout
-                    if len(content) > _ANSWER_BYTES:
-                        raise NoAnswer(f"had an answer of more than {_ANSWER_BYTES:,} bytes", is_wrong=True)
         except (requests.Timeout, urllib3.exceptions.ReadTimeoutError):
-            raise NoAnswer(f"had no whole answer within {seconds:.3g} s") from None
+            raise NoAnswer(f"had no whole answer within {seconds:.3g} s", may_repeat=True) from None
         except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
-            raise NoAnswer(f"could not reach the server: {type(error).__name__}") from None
+            raise NoAnswer(f"could not reach the server: {type(error).__name__}", may_repeat=True) from None
         text = content[:1000].decode("utf-8", "replace")
         text = excerpt(text.replace(self._key, "***") if self._key else text)  # servers quote what they refuse
-        if response.status_code != 200:
-            pause, is_final = response.headers.get("Retry-After", ""), response.status_code not in _BUSY
-            what = f"had the answer HTTP {response.status_code}: {text}"
-            raise NoAnswer(what, pause=float(pause) if pause.isdigit() else 0.0, is_final=is_final)
+        if (status := response.status_code) != 200:
+            pause = response.headers.get("Retry-After", "")
+            seconds = float(pause) if pause.isdigit() else 0.0
+            raise NoAnswer(f"had the answer HTTP {status}: {text}", may_repeat=status in _BUSY, pause=seconds)
         try:
             return json.loads(content)
         except (ValueError, RecursionError):
-            raise NoAnswer(f"had an answer that is not JSON: {text}", is_wrong=True) from None
+            raise NoAnswer(f"had an answer that is not JSON, or too long: {text}") from None
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         if self._key:
@@ -143,18 +137,16 @@ def http(
         def ask(rows: slice, until: float) -> list[Verdict]:
             sent = {name: values[rows] for name, values in columns.items()}
             body = {"prompts": prompts[rows], "completions": completions[rows], "columns": sent}
-            return endpoint.ask(body, lambda answer: _read_scores(answer, len(completions[rows])), until)
+            answer = endpoint.ask(body, until)
+            try:
+                scores = answer.get("scores") if isinstance(answer, Mapping) else answer
+                return read_verdicts(scores, len(completions[rows]))
+            except WrongScores as error:
+                raise NoAnswer(f"had a wrong answer: the server {error.args[0]}") from None
 
         return _in_parallel(ask, len(completions), batch_size, concurrency, timeout_seconds)
 
     return score
-
-
-def _read_scores(answer: Any, expected: int) -> list[Verdict]:
-    try:
-        return read_verdicts(answer.get("scores") if isinstance(answer, Mapping) else answer, expected)
-    except WrongScores as error:
-        raise NoAnswer(f"had a wrong answer: the server {error.args[0]}", is_wrong=True) from None
 
 
 def judge(
@@ -180,17 +172,6 @@ def judge(
     )
     request = {"model": model, "max_tokens": 512, "temperature": 0.0, **(body or {})}
 
-    def read(answer: Any) -> list[Verdict]:
-        try:
-            text = str(answer["choices"][0]["message"]["content"])
-        except (KeyError, IndexError, TypeError):
-            raise NoAnswer("had a wrong answer: there is no message in it", is_wrong=True) from None
-        found = _SCORE.findall(text)
-        if not found or not low <= float(found[-1]) <= high:
-            what = f"had an answer without a score from {low:g} to {high:g}: {text[-80:]}"
-            raise NoAnswer(what, is_wrong=True)
-        return [Verdict((float(found[-1]) - low) / (high - low), {"answer": text[-500:]})]
-
     def score(
         prompts: list[str], completions: list[str], timeout_seconds: float, **columns: list[Any]
     ) -> list[Verdict]:
@@ -200,7 +181,15 @@ def judge(
         def ask(rows: slice, until: float) -> list[Verdict]:
             # In one pass: what a completion has in braces stays as it is.
             text = re.sub(r"\{(\w+)\}", lambda found: str(offered[found[1]][rows.start]), prompt)
-            return endpoint.ask({**request, "messages": [{"role": "user", "content": text}]}, read, until)
+            answer = endpoint.ask({**request, "messages": [{"role": "user", "content": text}]}, until)
+            try:
+                said = str(answer["choices"][0]["message"]["content"])
+                rating = float(_SCORE.findall(said)[-1])
+            except (KeyError, IndexError, TypeError):
+                said, rating = str(answer), math.nan
+            if not low <= rating <= high:
+                raise NoAnswer(f"had an answer without a score from {low:g} to {high:g}: {said[-80:]}")
+            return [Verdict((rating - low) / (high - low), {"answer": said[-500:]})]
 
         return _in_parallel(ask, len(completions), 1, concurrency, timeout_seconds)
 

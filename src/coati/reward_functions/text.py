@@ -1,13 +1,10 @@
-"""Rewards that read nothing but the completion: patterns, tags, lengths, repetition.
-
-Each name is a function of options that returns the reward function.
-"""
+"""Rewards that read only the completion. Each name is a function of options that returns the reward function."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from coati.errors import ConfigError
 from coati.reward_functions.calling import Verdict
@@ -21,20 +18,18 @@ def regex(*, pattern: str, whole: bool = False, seconds: float = 1.0) -> Callabl
 
     A search that takes more than `seconds` is a failure on that sample.
     """
-    needed_package("regex")
-    import regex as engine
-
+    package = needed_package("regex")
     try:
-        compiled = engine.compile(pattern)
-    except (engine.error, TypeError) as error:
+        compiled = package.compile(pattern)
+    except package.error as error:
         raise ConfigError(f"Reward 'regex' needs a valid pattern, got {pattern!r}: {error}. Correct it.") from None
+    find = compiled.fullmatch if whole else compiled.search
 
     def verdict(text: str) -> Verdict:
-        try:  # the engine lets other threads run meanwhile, and keeps its deadline itself
-            found = (compiled.fullmatch if whole else compiled.search)(text, timeout=seconds, concurrent=True)
+        try:  # concurrent: other threads run meanwhile
+            return Verdict(float(find(text, timeout=seconds, concurrent=True) is not None))
         except TimeoutError:
             return Verdict(error=f"took more than {seconds:g} s to search for its pattern")
-        return Verdict(float(found is not None))
 
     return lambda completions: [verdict(text) for text in completions]
 
@@ -44,15 +39,13 @@ def tags(*, tags: Sequence[str] = ("think", "answer"), prefix: str = "") -> Call
 
     `prefix` is what the prompt has written of the response already, such as "<think>".
     """
-    if not tags or isinstance(tags, str):
-        raise ConfigError(f'Reward \'format\' needs a list of tags, got {tags!r}. For example ["think", "answer"].')
+    require("format", bool(tags) and not isinstance(tags, str), "a list of tags")
 
     def matches(text: str) -> bool:
         text = rest = prefix + text
         for tag in tags:
             opening, closing = f"<{tag}>", f"</{tag}>"
-            rest = rest.strip()
-            if text.count(opening) != 1 or text.count(closing) != 1 or not rest.startswith(opening):
+            if (text.count(opening), text.count(closing)) != (1, 1) or not rest.strip().startswith(opening):
                 return False
             _, _, rest = rest.partition(closing)
         return not rest.strip()
@@ -76,11 +69,8 @@ def length(
 def overlong(*, max_tokens: int, buffer_tokens: int, unit: Unit = "tokens") -> Callable[..., list[float]]:
     """DAPO's soft overlong penalty: 0 up to `max_tokens` - `buffer_tokens`, then down to -1 at `max_tokens`."""
     require("overlong", 0 < buffer_tokens <= max_tokens, "0 < buffer_tokens <= max_tokens")
-
-    def rate(parts: Sequence[Hashable]) -> float:
-        return min(0.0, max(-1.0, (max_tokens - buffer_tokens - len(parts)) / buffer_tokens))
-
-    return _rating("overlong", unit, rate)
+    start = max_tokens - buffer_tokens
+    return _rating("overlong", unit, lambda parts: min(0.0, max(-1.0, (start - len(parts)) / buffer_tokens)))
 
 
 def repetition(*, size: int = 4, unit: Unit = "words") -> Callable[..., list[float]]:
@@ -94,7 +84,7 @@ def repetition(*, size: int = 4, unit: Unit = "words") -> Callable[..., list[flo
     return _rating("repetition", unit, rate)
 
 
-def _rating(name: str, unit: Unit, rate: Callable[[Sequence[Hashable]], float]) -> Callable[..., list[Any]]:
+def _rating(name: str, unit: Unit, rate: Callable[[Sequence[Hashable]], float]) -> Callable[..., list[float]]:
     """A reward function that rates the tokens, words or characters of each completion."""
     require(name, unit in get_args(Unit), f"one of the units {', '.join(get_args(Unit))}, got {unit!r}")
     if unit == "tokens":

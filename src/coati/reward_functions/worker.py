@@ -40,8 +40,7 @@ _KILL_SECONDS = 4.0
 class WorkerOrder(NamedTuple):
     """What a child process is to run, and what it may use. Sent first, pickled."""
 
-    function: str | bytes
-    """A name, or a pickled function."""
+    function: str
     options: dict[str, Any]
     search_paths: tuple[Path, ...]
     memory_bytes: int
@@ -119,10 +118,7 @@ def _serve(maker: Connection[Any, Any], libc: ctypes.CDLL) -> None:
     if order.memory_bytes and (hard == resource.RLIM_INFINITY or order.memory_bytes < hard):
         resource.setrlimit(resource.RLIMIT_AS, (order.memory_bytes, order.memory_bytes))
     try:
-        if isinstance(order.function, str):
-            function = load_reward_function(order.function, order.search_paths, order.options)
-        else:
-            function = pickle.loads(order.function)
+        function = load_reward_function(order.function, order.search_paths, order.options)
     except BaseException as error:
         answer(error=str(error) if isinstance(error, ConfigError) else raised(error))
         return

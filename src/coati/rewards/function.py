@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,24 +112,20 @@ class FunctionReward(Reward):
         except FunctionFailed as error:
             raise self._error(f"could not be started again: {error}", "See the maker's log", request) from error
         call = run_in_background(lambda: self._function(offered, len(request)), name=f"reward-{self.name}")
-        try:
-            return call.result(seconds)
-        except BaseException as error:  # SystemExit too, which a function may raise
-            if isinstance(error, FutureTimeout) and not call.done():
-                if self._process is not None:
-                    self._process.kill()
-                is_share = seconds < self.timeout_seconds
-                what = f"did not return within {'its share of ' * is_share}{self.timeout_seconds:g} s"
-                remedy = "Make it faster, or raise reward.timeout_seconds"
-                raise self._error(what, remedy, request, RewardFailed) from None
-            if not call.done():  # ours, for example Ctrl-C
-                raise
-            if isinstance(error, WrongScores):
-                what, remedy = error.args
-                raise self._error(what, remedy, request) from None
-            what = str(error) if isinstance(error, FunctionFailed) else raised(error)
-            remedy = "Correct the function, or return None for samples that it cannot score"
-            raise self._error(what, remedy, request, RewardFailed) from error
+        if not wait([call], timeout=seconds).done:
+            if self._process is not None:
+                self._process.kill()
+            whole = "" if seconds == self.timeout_seconds else "its share of "
+            what = f"did not return within {whole}{self.timeout_seconds:g} s"
+            raise self._error(what, "Make it faster, or raise reward.timeout_seconds", request, RewardFailed)
+        if (fault := call.exception()) is None:
+            return call.result()
+        if isinstance(fault, WrongScores):
+            what, remedy = fault.args
+            raise self._error(what, remedy, request) from None
+        what = str(fault) if isinstance(fault, FunctionFailed) else raised(fault)
+        remedy = "Correct the function, or return None for samples that it cannot score"
+        raise self._error(what, remedy, request, RewardFailed) from fault
 
     def _error(
         self, what: str, remedy: str, request: RewardRequest, kind: type[RewardError] = RewardError, row: int = 0

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from coati.background import run_in_background
 from coati.config.reward import RewardSettings
 from coati.errors import ConfigError
-from coati.reward_functions.calling import Verdict, WrongScores, raised
+from coati.reward_functions.calling import Verdict, WrongScores
 from coati.reward_functions.worker import WorkerOrder
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,8 @@ class _Answer(BaseModel, strict=True):
 class RewardProcess:
     """A reward function in a child process (`coati.reward_functions.worker`), started when it is made and kept.
 
-    `function` is a name, with its `options`, or one that can be pickled. ConfigError if the child cannot import it.
+    `function` is a name, with its `options`, or one of the top level of a module. ConfigError if the child cannot
+    import it.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class RewardProcess:
         options: Mapping[str, Any] | None = None,
         search_paths: Sequence[Path] = (),
     ) -> None:
-        self._label = function if isinstance(function, str) else getattr(function, "__qualname__", repr(function))
+        self._label = function if isinstance(function, str) else _importable_name(function)
         self._order = WorkerOrder(
-            function if isinstance(function, str) else self._pickled(function),
+            self._label,
             dict(options or {}),
             tuple(Path(path).resolve() for path in search_paths),
             memory_bytes=settings.memory_mib << 20,
@@ -158,20 +159,19 @@ class RewardProcess:
             self._end(process)
             raise FunctionFailed("wrote to the pipe of its process") from None
 
-    def _pickled(self, function: Callable[..., Any]) -> bytes:
-        try:
-            if getattr(function, "__module__", "") == "__main__":
-                raise TypeError("it is part of the main program")
-            return pickle.dumps(function)
-        except Exception as error:
-            raise ConfigError(
-                f'reward.isolation = "process" needs a function that can be pickled and that a child process can '
-                f"import, got {self._label!r}, which {raised(error)}. Move it to the top level of a module."
-            ) from error
-
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.kill()
+
+
+def _importable_name(function: Callable[..., Any]) -> str:
+    module, name = getattr(function, "__module__", "__main__"), getattr(function, "__qualname__", "")
+    if module == "__main__" or not name.isidentifier():
+        raise ConfigError(
+            'reward.isolation = "process" needs a function that a child process can import, got '
+            f"{name or function!r} of {module}. Move it to the top level of a module."
+        )
+    return f"{module}:{name}"
 
 
 def _description(code: int) -> str:

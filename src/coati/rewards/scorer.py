@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import Any
 
@@ -71,14 +70,10 @@ class PendingScores:
         """Return the scores, [B] on the device of the sequences; raise what the reward raised."""
         if self._future is None:
             return self._ask().to(self._device)
-        try:
-            return self._future.result(timeout=self._seconds_left()).to(self._device)
-        except FutureTimeout:
-            if self._future.done():  # the reward's own error
-                raise
-            raise RewardError(
-                f"Reward {self._scorer.reward.name!r} did not score a batch within {self._seconds:g} s."
-            ) from None
+        self.wait(math.inf)
+        if not self._future.done():
+            raise RewardError(f"Reward {self._scorer.reward.name!r} did not score a batch within {self._seconds:g} s.")
+        return self._future.result().to(self._device)
 
     def _seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())

@@ -275,7 +275,6 @@ def test_paths_of_a_file_count_from_its_folder_first(tmp_path, monkeypatch):
         ({"terms": [{"function": "a:b", "model": "m"}]}, r'terms\[0\].*got \["function", "model"\]'),
         ({"terms": [{"function": "a:b"}, {"function": "c:b"}]}, r'different names, got \["b", "b"\]'),
         ({"terms": [{"function": "a:b", "weight": float("inf")}]}, "weight must be a finite number, got inf"),
-        ({"model": "m", "options": {"a": 1}}, r'reward.options must be left out without function, got \["a"\]'),
         ({"function": "a:b", "options": {"API_KEY": "sk-1"}}, r'options.API_KEY must be left out, got "\*\*\*"'),
         ({"function": "a:b", "columns": {"answer": 3}}, r"reward.columns.answer must be a valid string, got 3"),
         (

@@ -190,7 +190,7 @@ def test_a_function_that_cannot_be_loaded_is_a_wrong_setting(isolated):
         with pytest.raises(ConfigError, match=name.partition(":")[2]):
             isolated(name)
     settings = RewardSettings(function="x:y", isolation="process")
-    with pytest.raises(ConfigError, match="can be pickled"):
+    with pytest.raises(ConfigError, match="can import"):
         RewardProcess(lambda completions: [], settings)
 
 

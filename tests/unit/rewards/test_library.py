@@ -1,6 +1,7 @@
 """The library of rewards: by hand on small cases, then on hostile completions, each with the real packages."""
 
 import math
+import sys
 import threading
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 
 from coati.config import RewardSettings
 from coati.errors import ConfigError
-from coati.reward_functions import loading
 from coati.reward_functions.calling import call_function
 from coati.reward_functions.loading import LIBRARY, isolation_of, load_reward_function
 from coati.rewards import PendingScores, RewardRequest, RewardScorer, build_reward
@@ -120,8 +120,8 @@ def test_wrong_options(name, options, message):
 
 @pytest.mark.parametrize(("name", "extra"), [("math-verify", "rewards"), ("reasoning-gym", "reasoning")])
 def test_a_package_that_is_not_there_is_an_error_that_names_the_extra(monkeypatch, name, extra):
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"{name} is not installed.*coati\[{extra}\]"):
+    monkeypatch.setitem(sys.modules, name.replace("-", "_"), None)
+    with pytest.raises(ConfigError, match=rf"{name.replace('-', '_')} is not installed.*coati\[{extra}\]"):
         load_reward_function(name)
 
 
@@ -211,7 +211,7 @@ def test_entries_of_reasoning_gym_are_scored_by_their_tasks(built):
     reward = built("reasoning-gym", **PATIENT)
     values, found = told(reward, right, **columns)
     assert values == [1.0] * 4
-    assert found.details[2] == {"task": "chain_sum", "found": entries[2]["answer"]}
+    assert found.details[2] == {"found": entries[2]["answer"]}
     assert told(reward, ["<answer>no</answer>"] * 4, **columns)[0] != values
     assert told(reward, [entry["answer"] for entry in entries], **columns)[0] == [0.0] * 4  # no tags
     _, found = told(reward, ["<answer>1</answer>"], answer=["1"], metadata=['{"source_dataset": "no such task"}'])

@@ -46,7 +46,7 @@ def row(completion, answer="no", **more):
 def test_a_function_of_ones_own(check):
     code, text = check("checked:words", [row("so it is"), row("")])
     assert code == 0
-    assert "score: 2 of 2 rows have one; mean 1.5, lowest 0, highest 3" in text
+    assert "score: 2 of 2 rows; mean 1.5, lowest 0, highest 3" in text
     assert '{"words": {"first": "s"}}' in text
     assert "rows.jsonl:2" in text
 
@@ -67,9 +67,9 @@ def test_the_terms_of_a_run_and_the_rows_that_a_run_wrote(check, tmp_path):
     sample = {"version": 3, "prompt": "why?", "response": "no way", "reward": 9.0, "columns": {"answer": "no"}}
     code, text = check("run.toml", [sample])
     assert code == 0
-    assert "score: 1 of 1 rows have one; mean 2," in text
-    assert "words: 1 of 1 rows have one; mean 2," in text
-    assert "right: 1 of 1 rows have one; mean 1," in text
+    assert "score: 1 of 1 row; mean 2," in text
+    assert "words: 1 of 1 row; mean 2," in text
+    assert "right: 1 of 1 row; mean 1," in text
 
 
 def test_failures_come_first_are_counted_by_cause_and_end_with_1(check):
@@ -79,11 +79,11 @@ def test_failures_come_first_are_counted_by_cause_and_end_with_1(check):
     assert text.index("rows.jsonl:2") < text.index("rows.jsonl:3")
     assert "rows.jsonl:1" not in text
     assert "failed on 2 rows: Reward function 'picky' raised ValueError" in text
-    assert "score: 1 of 3 rows have one; mean 1" in text
+    assert "score: 1 of 3 rows; mean 1" in text
     assert "asked again 2 times" in text
     code, text = check("checked:picky", [row("b", "odd")])  # and if it has never scored one
     assert code == 1
-    assert "score: 0 of 1 rows have one\n" in text
+    assert "score: 0 of 1 row\n" in text
 
 
 def test_tokens_are_those_of_a_tokenizer_on_this_machine(check, tmp_path):
