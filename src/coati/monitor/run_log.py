@@ -21,7 +21,7 @@ from coati.monitor.metrics import (
     values_of,
 )
 from coati.monitor.progress import RunSnapshot
-from coati.monitor.timeline import LEAVE, Span
+from coati.monitor.timeline import Span
 
 logger = logging.getLogger(__name__)
 
@@ -171,11 +171,6 @@ class RunLog:
         self._num_spans_left -= len(kept)
         if self._num_spans_left == 0:
             logger.warning("spans.jsonl is full; training continues without it. Raise logging.spans_kept.")
-
-    def left(self, actor: str) -> None:
-        """Write down that an actor has left: from now on it is not idle, but gone."""
-        now = time.time()
-        self.spans(actor, [Span(LEAVE, now, now, self.trainer_version)])
 
     def flush(self) -> None:
         """Write everything that was reported so far."""

@@ -7,34 +7,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from coati.monitor.timeline import ACTIVITIES, LEAVE, Span, is_idle, label_of
+from coati.monitor.timeline import ACTIVITIES, Span, is_idle, label_of
 
 # A run begins when some actor does one of these for the first time; before that it starts up.
 _FIRST_WORK: Final = frozenset({"generate", "train", "wait_data"})
-_TOTALS: Final = ("worked", "waited", "had finished", "other")
+_TOTALS: Final = ("worked", "waited", "absent", "other")
 _MAKER_WAITS: Final = {
     "wait_rewards": "waited for reward functions",
     "wait_weights": "waited for weights",
     "wait_room": "waited for room in the buffer",
-    "had finished": "had finished",
+    "absent": "had finished, or were not there",
 }
 _NOTABLE_SHARE: Final = 0.15
 _SHOWN_SHARE: Final = 0.005
 _MAX_COLUMNS: Final = 6
-# An actor that was present for less of the run joined late or left early; the rest is start-up.
-_PRESENT_SHARE: Final = 0.9
 
 
 class ActorTime(NamedTuple):
-    """How one actor spent the time in which it was present."""
+    """How one actor spent the time of the run."""
 
     actor: str
-    elapsed: float
-    """Seconds in which it was present."""
     shares: Mapping[str, float]
-    """The share of its time of each activity, and of the totals.
+    """The share of each activity, and of the totals.
 
-    "had finished" is the time at the end without anything left to do, "other" what no span covers.
+    "absent" is the time before its first span and after its last, "other" what no span covers in between.
     """
 
 
@@ -49,11 +45,7 @@ class RunTimes:
     @property
     def busiest(self) -> ActorTime:
         """The actor that worked most: the run cannot be faster than that."""
-        return max(self.actors, key=self.worked_share)
-
-    def worked_share(self, actor: ActorTime) -> float:
-        """Return the part of the window, not only of its own time, in which an actor worked."""
-        return actor.shares["worked"] * actor.elapsed / self.elapsed if self.elapsed > 0 else 0.0
+        return max(self.actors, key=lambda actor: actor.shares["worked"])
 
     def table(self) -> list[tuple[str, list[str]]]:
         """Return rows of texts, each with its kind: the "head", activities ("work", "idle"), and each "total".
@@ -70,16 +62,13 @@ class RunTimes:
             elif max(shares) >= _SHOWN_SHARE:
                 cells = [f"{share:.0%}" if share > 0 else "" for share in shares]
                 rows.append(("idle" if is_idle(what) else "work", [label_of(what), *cells]))
-        if any(actor.elapsed < _PRESENT_SHARE * self.elapsed for actor in self.actors):
-            means = [sum(actor.elapsed for actor in actors) / len(actors) for actors in columns.values()]
-            rows.append(("total", ["present", *(f"{mean / self.elapsed:.0%}" for mean in means)]))
         return rows
 
     def verdict(self) -> str:
         """Say in a sentence or two what limits the run; docs/fast.md says what helps."""
         trainers = [actor for actor in self.actors if "train" in actor.shares]
         makers = [actor for actor in self.actors if "generate" in actor.shares]
-        busiest = f"{self.busiest.actor} worked {self.worked_share(self.busiest):.0%} of the time, more than any other."
+        busiest = f"{self.busiest.actor} worked {self.busiest.shares['worked']:.0%} of the time, more than any other."
         if not trainers or not makers or trainers == makers:
             return "One process did everything in turn: nothing overlapped."
         data = _mean(trainers, "wait_data")
@@ -109,28 +98,22 @@ def run_times(spans: Mapping[str, Sequence[Span]]) -> RunTimes | None:
 
 
 def _actor_time(actor: str, spans: Sequence[Span], start: float, end: float) -> ActorTime:
-    """Add up one actor's spans. It is present from its first one until the run ends, or until it says that it left."""
-    came = max(start, min(span.start for span in spans))
-    left = max(span.end for span in spans) if any(span.what == LEAVE for span in spans) else end
-    elapsed = max(0.0, left - came)
-    seconds: dict[str, float] = {}
-    last = came
+    """Add up one actor's spans."""
+    elapsed = max(end - start, 1e-9)
+    shares: dict[str, float] = {}
     for span in spans:
         if span.end > start:
-            seconds[span.what] = seconds.get(span.what, 0.0) + span.end - max(span.start, start)
-            last = max(last, span.end)
-    shares = {what: spent / elapsed for what, spent in seconds.items()} if elapsed else {}
+            shares[span.what] = shares.get(span.what, 0.0) + (span.end - max(span.start, start)) / elapsed
     worked = sum(share for what, share in shares.items() if not is_idle(what))
     waited = sum(share for what, share in shares.items() if is_idle(what))
-    finished = max(0.0, left - last) / elapsed if elapsed else 0.0
-    totals = (worked, waited, finished, max(0.0, 1.0 - worked - waited - finished))
-    return ActorTime(actor, elapsed, shares | dict(zip(_TOTALS, totals, strict=True)))
+    first, last = max(start, min(span.start for span in spans)), max(start, max(span.end for span in spans))
+    absent = 1.0 - max(0.0, last - first) / elapsed
+    totals = (worked, waited, absent, max(0.0, 1.0 - worked - waited - absent))
+    return ActorTime(actor, shares | dict(zip(_TOTALS, totals, strict=True)))
 
 
 def _mean(actors: Sequence[ActorTime], what: str) -> float:
-    """Return the mean of one of their shares, weighted by the time that each was present."""
-    elapsed = sum(actor.elapsed for actor in actors)
-    return sum(actor.shares.get(what, 0.0) * actor.elapsed for actor in actors) / elapsed if elapsed > 0 else 0.0
+    return sum(actor.shares.get(what, 0.0) for actor in actors) / len(actors)
 
 
 def _columns(actors: Sequence[ActorTime]) -> dict[str, list[ActorTime]]:

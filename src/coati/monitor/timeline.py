@@ -42,10 +42,6 @@ def is_idle(what: str) -> bool:
     return what.startswith("wait_")
 
 
-LEAVE: Final = "leave"
-"""The last span of a maker that left before the run ended; it takes no time."""
-
-
 class Span(NamedTuple):
     """One piece of an actor's time."""
 

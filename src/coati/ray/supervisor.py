@@ -125,9 +125,8 @@ class Supervisor:
 
     def kill_trainers(self) -> None:
         """End all trainers, because one has died."""
-        for name, trainer in self.trainers.items():
+        for trainer in self.trainers.values():
             self._factory.kill(trainer.peer)
-            self._log.left(name)
         self.trainers, self._symptom = {}, None
 
     def scale_to(self, makers: int) -> None:
@@ -379,7 +378,6 @@ class Supervisor:
 
     def _remove(self, maker: RunActor, reason: str) -> None:
         del self.makers[maker.name]
-        self._log.left(maker.name)
         self._factory.kill(maker.peer)
         self._release(maker.name, reason)
         self._tell_trainers()

@@ -303,13 +303,6 @@ def test_spans_are_written_as_long_as_there_is_room(make_log, tmp_path, caplog):
     assert "logging.spans_kept" in caplog.text
 
 
-def test_that_a_maker_left_is_a_span_without_length(make_log, tmp_path):
-    log = make_log(max_spans=3)
-    log.left("maker-1")
-    row = json.loads((tmp_path / "spans.jsonl").read_text())
-    assert (row["actor"], row["what"], row["end"] - row["start"]) == ("maker-1", "leave", 0.0)
-
-
 @pytest.mark.parametrize("folder", [True, False])
 def test_without_room_or_a_folder_no_spans_are_written(folder, tmp_path):
     log = RunLog(tmp_path if folder else None, total_steps=1, max_spans=0 if folder else 10)
