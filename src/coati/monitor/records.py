@@ -10,6 +10,8 @@ from typing import Any, Final, Generic, NamedTuple, Self, TypeVar
 
 T = TypeVar("T")
 
+READ_KEPT: Final = 256
+"""Records that a log still has after they were read: what the reader has may not be on disk yet."""
 _NUM_SHOWN: Final = 3  # warnings of one kind
 
 
@@ -22,6 +24,8 @@ class RecordPage(NamedTuple, Generic[T]):
 
 class RecordLog(Generic[T]):
     """A bounded log read by cursor: fetching is idempotent, so a fetch that was lost can be repeated.
+
+    Who asks for what came after a cursor has the records before it; all but the newest of those are forgotten.
 
     >>> log = RecordLog()
     >>> log.append({"step": 1})
@@ -46,6 +50,9 @@ class RecordLog(Generic[T]):
             if cursor > self._num_ever:
                 cursor = 0
             first_kept = self._num_ever - len(self._records)
+            while first_kept < cursor - READ_KEPT:
+                self._records.popleft()
+                first_kept += 1
             skip = max(0, cursor - first_kept)
             return RecordPage(list(self._records)[skip:], self._num_ever)
 

@@ -19,6 +19,7 @@ from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger import age_metrics
 from coati.ledger.journal import Journal
 from coati.models import as_critic
+from coati.monitor.records import READ_KEPT
 from coati.monitor.timeline import trainer_metrics
 from coati.peers import wait_in_slices
 from coati.ray.callbacks import TrainerCallback, TrainerPerformanceEvaluator, connect, num_parameters
@@ -35,9 +36,6 @@ from coati.weights.sender import WeightSender
 from coati.weights.transports import CardMemory
 
 logger = logging.getLogger(__name__)
-
-# In a checkpoint: the driver may not have written those yet when the run ends.
-_RECORDS_SAVED = 256
 
 
 class PPOTrainer(DetachedTrainer):
@@ -285,7 +283,8 @@ class PPOTrainer(DetachedTrainer):
         was_stopped = was_stopped and self._leased is not None
         if self._checkpoints.is_due(self.version, num_fresh, was_stopped=was_stopped):
             with self._timeline.span("save"), self._hold_weights():
-                records = self._records.since(0).records[-_RECORDS_SAVED:]
+                # The driver may not have written the last ones yet when the run ends.
+                records = self._records.since(0).records[-READ_KEPT:]
                 counters = {
                     "fresh": num_fresh,
                     "batches": self._num_batches,

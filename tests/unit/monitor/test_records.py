@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from coati.monitor.records import RecordLog, WarningRecorder, WarningsFile
+from coati.monitor.records import READ_KEPT, RecordLog, WarningRecorder, WarningsFile
 
 
 def log_of(count, **kwargs):
@@ -38,6 +38,14 @@ def test_a_full_log_forgets_the_oldest_and_repeats_nothing():
     assert (numbers(log.since(0)), log.since(0).cursor) == ([3, 4], 5)
     assert numbers(log.since(4)) == [4]
     assert numbers(log.since(5)) == []
+
+
+def test_what_was_read_is_forgotten_but_for_the_newest():
+    log = log_of(READ_KEPT + 5)
+    assert len(log.since(3).records) == READ_KEPT + 2
+    assert len(log.since(0).records) == READ_KEPT + 5
+    log.since(READ_KEPT + 4)
+    assert numbers(log.since(0)) == list(range(4, READ_KEPT + 5))
 
 
 def test_a_cursor_of_an_earlier_log_gives_all_of_the_new_one():
