@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 
 unexport PYTHONDONTWRITEBYTECODE  # or pytest compiles every test file again in every worker
 
-.PHONY: demo test test-long test-all test-vllm chaos unit coverage check format install clean
+.PHONY: demo test test-long test-all test-vllm test-trackers chaos unit coverage check format install clean
 
 install: $(STAMP)
 
@@ -49,6 +49,19 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm
+
+# swanlab and trackio want older versions of two packages, so trackers have an environment of their own, on top of ours.
+TRACKERS_VENV ?= .venv-trackers
+$(TRACKERS_VENV)/.installed: $(STAMP) constraints-trackers.txt
+	$(PYTHON) -m venv $(TRACKERS_VENV)
+	$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> $$(echo $(TRACKERS_VENV)/lib/python*/site-packages)/on_top_of.pth
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-trackers.txt \
+		wandb mlflow-skinny trackio swanlab
+	@touch $@
+
+test-trackers: $(TRACKERS_VENV)/.installed
+	$(TRACKERS_VENV)/bin/python -m pytest tests/with_trackers tests/unit/monitor
 
 # A run in which something dies every 10 to 20 seconds, then the long tests of the faults in docs/reliability.md.
 SECONDS ?= 600

@@ -174,7 +174,7 @@ def run(workload: Workload, folder: Path, *, makers: int = 1, staleness: int = 1
         max_spans=1_000_000,
     )
     DetachedRun(workload.config(folder, makers=makers, staleness=staleness), log).run(str(here / "model"))
-    log.close()
+    log.flush()
     return measure(read_run(here).spans, batch=workload.batch, warmup=warmup)
 
 

@@ -18,7 +18,7 @@ with contextlib.suppress(ImportError):  # tests/gpu runs without it
 gc.set_threshold(50_000, 20, 100)
 
 # Slow folders first, so that the workers of `pytest -n` end together.
-ORDER = ("e2e", "ray", "ranks", "gpu", "with_vllm", "unit")
+ORDER = ("e2e", "ray", "ranks", "gpu", "with_vllm", "with_trackers", "unit")
 
 
 def pytest_collection_modifyitems(config, items):

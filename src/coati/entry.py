@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from coati.config import RunSettings, build_config, load_config, preflight
 from coati.config.checks import avoid_hub_without_network
 from coati.errors import CheckpointError, ConfigError
-from coati.monitor import RunLog, RunSnapshot, TensorBoardTracker, Tracker
+from coati.monitor import RunLog, RunSnapshot, Tracker
+from coati.monitor.follow import following
 from coati.monitor.records import WarningsFile
 from coati.resume import check_incomplete, choose_start, continue_files, resumed_settings
 from coati.run_folder import check_inputs_outside, open_run_folder
@@ -105,7 +106,7 @@ def train(
         sync: train in this process, without Ray.
         address: the Ray cluster to join; None starts a private one.
         overwrite: replace an earlier run in the output folder.
-        trackers: where metrics go besides `metrics.jsonl`.
+        trackers: objects that get metrics and samples, on threads of their own, besides those in `[logging]`.
         on_progress: called with where the run stands, now and then; None shows it on stderr if that is a terminal.
         should_stop: asked between steps; a run that is stopped saves its model.
 
@@ -217,12 +218,15 @@ def execute(
         on_begin()
         if start is not None:
             continue_files(config, log, start)
+        followers: list[str | Tracker] = [*config.logging.tracker_names, *trackers]
+        for tracker in followers:
+            stack.enter_context(following(folder, tracker))
 
     started, folder = time.monotonic(), config.output_folder
     open_folder = open_run_folder(config, overwrite=overwrite, is_resumed=is_resumed)
     with open_folder as begin_in_folder, contextlib.ExitStack() as stack:
-        log = _new_log(config, trackers, on_begin=begin)
-        with contextlib.closing(log):
+        log = _new_log(config, on_begin=begin)
+        try:
             log.message = "loading libraries"
             on_progress(log.snapshot())
             from coati.build import Parts, check_inputs
@@ -242,6 +246,8 @@ def execute(
             )
             training.run(str(folder.resolve() / "model"))
             was_stopped = should_stop() and log.snapshot().step < config.train.optimizer_steps
+        finally:
+            log.flush()
     return RunResult(
         config=config,
         rewards=log.rewards,
@@ -263,14 +269,12 @@ def _account(folder: Path) -> RunAccount:
         return RunAccount([], [str(error)])
 
 
-def _new_log(config: RunSettings, trackers: Sequence[Tracker], *, on_begin: Callable[[], None]) -> RunLog:
-    folder, train = config.output_folder, config.train
-    own = [TensorBoardTracker(folder / "tensorboard")] if config.logging.writes_tensorboard else []
+def _new_log(config: RunSettings, *, on_begin: Callable[[], None]) -> RunLog:
+    train = config.train
     return RunLog(
-        folder,
+        config.output_folder,
         total_steps=train.optimizer_steps,
         total_samples=train.total_steps * train.batch_size * config.topology.trainers,
-        trackers=[*own, *trackers],
         max_spans=config.logging.spans_kept,
         on_begin=on_begin,
     )

@@ -27,7 +27,7 @@ MARKER = ".coati-run"
 # What takes a run to make, and is replaced only if the user says so.
 _RESULTS = ("samples.jsonl", "checkpoints", "model", "model-at-failure")
 _RECORDS = (
-    *("config.toml", "metrics.jsonl", "spans.jsonl", "quarantine.jsonl", "tensorboard", "report.html"),
+    *("config.toml", "metrics.jsonl", "spans.jsonl", "quarantine.jsonl", "tensorboard", "trackers", "report.html"),
     *("ledger", "ray-logs", "warnings.log"),
 )
 # Of the latest start, even if it failed.

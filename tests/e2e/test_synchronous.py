@@ -81,20 +81,6 @@ def restored_threads(monkeypatch):
     torch.set_num_threads(threads)
 
 
-class FakeTracker:
-    def __init__(self):
-        self.logged = []
-
-    def log(self, step, metrics):
-        self.logged.append((step, dict(metrics)))
-
-    def text(self, step, tag, text):
-        pass
-
-    def close(self):
-        pass
-
-
 class Outcome:
     """A finished run and what it logged."""
 
@@ -117,9 +103,8 @@ class Outcome:
         }
         for section, values in sections.items():
             settings[section] = {**settings.get(section, {}), **values}
-        self.tracker = FakeTracker()
         clock_setting = {} if clock is None else {"clock": clock}
-        self.log = RunLog(output, total_steps=0, trackers=[self.tracker], **clock_setting)
+        self.log = RunLog(output, total_steps=0, **clock_setting)
         self.snapshots = []
         self._should_stop = should_stop or (lambda outcome: False)
         run = SynchronousRun(
@@ -129,12 +114,13 @@ class Outcome:
             should_stop=lambda: self._should_stop(self),
         )
         run.run(str(output / "model"))
-        self.log.close()
+        self.log.flush()
+        self.rows = read_jsonl(output / "metrics.jsonl") if (output / "metrics.jsonl").exists() else []
         file = output / "model" / "model.safetensors"
         self.weights = file.read_bytes() if file.exists() else None  # a run with adapters saves only those
 
     def column(self, name):
-        return [metrics[name] for _, metrics in self.tracker.logged if name in metrics]
+        return [row[name] for row in self.rows if name in row]
 
 
 @pytest.fixture
@@ -202,11 +188,11 @@ def test_versions_ages_and_batches_of_a_run_with_a_remainder(run):
     assert outcome.column("version") == [0.0] * 4 + [1.0] * 4 + [2.0] * 2
     assert outcome.column("train/age_max") == [0.0] * 10  # the newest weights wrote everything
     assert outcome.column("train/samples") == [4.0] * 10
-    assert [step for step, metrics in outcome.tracker.logged if "policy/loss" in metrics] == list(range(1, 11))
+    assert [row["step"] for row in outcome.rows if "policy/loss" in row] == list(range(1, 11))
     assert outcome.column("maker/samples") == [8.0, 8.0, 4.0]
     assert outcome.log.num_samples == 20
     assert [snapshot.step for snapshot in outcome.snapshots] == [*range(1, 11), 10]
-    assert {name for _, metrics in outcome.tracker.logged for name in metrics} - {"version"} <= DOCUMENTED
+    assert {name for row in outcome.rows for name in row} - {"step", "time", "version"} <= DOCUMENTED
 
 
 def test_on_its_own_data_the_first_step_has_ratio_one(run):

@@ -37,7 +37,7 @@ def test_the_detached_pipeline_learns_on_half_a_card_each(tmp_path):
     config.output_folder.mkdir()
     log = RunLog(config.output_folder, total_steps=50)
     DetachedRun(config, log).run(str(config.output_folder / "model"))
-    log.close()
+    log.flush()
     assert not ray.is_initialized()
     rewards = [reward for _, reward in log.rewards]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.3

@@ -160,7 +160,7 @@ def run(cluster, tmp_path, monkeypatch):
         try:
             detached.run(str(tmp_path / "model"))
         finally:
-            log.close()
+            log.flush()
             for name in names:
                 with pytest.raises(ValueError, match="Failed to look up actor"):
                     ray.get_actor(name)

@@ -6,13 +6,13 @@ and `coati train --dry-run` answer at once.
 
 from coati.config.algorithm import AlgorithmSettings
 from coati.config.checks import preflight
+from coati.config.logging_settings import LoggingSettings
 from coati.config.plan import plan_lines
 from coati.config.reward import RewardSettings, RewardTerm
 from coati.config.run_settings import RunSettings, build_config, dump_config, load_config
 from coati.config.sections import (
     Deadlines,
     GeneralSettings,
-    LoggingSettings,
     LoRASettings,
     ModelSettings,
     PromptSettings,

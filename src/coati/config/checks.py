@@ -6,6 +6,7 @@ only shows when models, tokenizer and prompts are loaded is left to the run, whi
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -48,6 +49,11 @@ def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
         *_model_problems(config),
         *prompt_problems,
         *([] if has_reward else _reward_problems(config, columns)),
+        *(
+            f"logging.trackers names {name!r}, which is not installed. pip install {name}"
+            for name in config.logging.tracker_names
+            if importlib.util.find_spec(name) is None
+        ),
     ]
 
 

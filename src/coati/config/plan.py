@@ -81,7 +81,7 @@ def _place_lines(config: RunSettings) -> list[str]:
     critic = f"critic from {source}" if config.algorithm.uses_critic else "no critic"
     terms = [f"{term.weight:g} {_TIMES} {term.label}" for term in reward.terms]
     written = ["config.toml", "metrics.jsonl", "samples.jsonl"] + ["spans.jsonl"] * bool(config.logging.spans_kept)
-    written += ["tensorboard"] * config.logging.writes_tensorboard
+    written += config.logging.tracker_names
     checkpoints = f"; every {counted(train.save_every, 'version')} in checkpoints/" if train.save_every else ""
     lines = [
         f"Model: {model.path}{' with LoRA adapters' if config.lora.rank else ''}; reference {config.reference_path}, "

@@ -12,12 +12,12 @@ import tomli_w
 from pydantic import ValidationError
 
 from coati.config.algorithm import AlgorithmSettings
+from coati.config.logging_settings import LoggingSettings
 from coati.config.reward import RewardSettings
 from coati.config.section import Section, describe
 from coati.config.sections import (
     Deadlines,
     GeneralSettings,
-    LoggingSettings,
     LoRASettings,
     ModelSettings,
     PromptSettings,

@@ -29,7 +29,8 @@ _FOREIGN_NAMES = {
     "algorithm": "algorithm.name",
     "adv_estimator": "algorithm.name",
     "resume": "coati train --resume RUN",
-    "wandb": "the argument trackers of coati.train",
+    "report_to": "logging.trackers",
+    "wandb": "logging.trackers.wandb",
 }
 _CLOSE = 0.75  # how much of two names must be alike for one to be a misspelling of the other
 

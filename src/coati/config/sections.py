@@ -5,7 +5,6 @@ Rules between keys of one section live in that section; rules between sections l
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -288,18 +287,3 @@ class Deadlines(Section, section="deadlines"):
     grace_seconds: float = setting(
         5.0, "How long all makers must have finished before the last, partial batch is trained on.", gt=0
     )
-
-
-class LoggingSettings(Section, section="logging"):
-    """`[logging]`: what is written besides metrics.jsonl."""
-
-    tensorboard: bool = setting(True, "Write TensorBoard files too, if the tensorboard package is installed.")
-    samples_kept: int = setting(4, "Samples of each weight version written to samples.jsonl; 0 = none.", ge=0)
-    spans_kept: int = setting(
-        200_000, "Spans of the actors' time written to spans.jsonl for coati report, 110 bytes each; 0 = none.", ge=0
-    )
-
-    @property
-    def writes_tensorboard(self) -> bool:
-        """Whether TensorBoard files are asked for and can be written."""
-        return self.tensorboard and importlib.util.find_spec("tensorboard") is not None

@@ -6,14 +6,13 @@ from coati.monitor.metrics import (
     Metric,
     Min,
     Sum,
-    TensorBoardTracker,
-    Tracker,
     load_metrics,
     read_jsonl,
 )
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
 from coati.monitor.timeline import Timeline
+from coati.monitor.trackers import Tracker
 
 __all__ = [
     "Max",
@@ -23,7 +22,6 @@ __all__ = [
     "RunLog",
     "RunSnapshot",
     "Sum",
-    "TensorBoardTracker",
     "Timeline",
     "Tracker",
     "load_metrics",

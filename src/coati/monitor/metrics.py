@@ -10,9 +10,8 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from coati.errors import ConfigError, DataError
 
@@ -98,53 +97,6 @@ def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
     }
 
 
-class Tracker(Protocol):
-    """A further place to write metrics to. One that raises is dropped with a warning; the run continues."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step."""
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """Write a piece of text, such as a sample, under a tag."""
-
-    def close(self) -> None:
-        """Write out what is left and close the files."""
-
-
-class TensorBoardTracker:
-    """Scalars and texts as TensorBoard event files in a folder. Needs the `tensorboard` package."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = str(folder)
-        self._first_step: int | None = None
-
-    def continue_from(self, step: int) -> None:
-        """Have TensorBoard not show what was written of this step and later ones before."""
-        self.close()
-        vars(self).pop("_writer", None)
-        self._first_step = step
-
-    @cached_property
-    def _writer(self) -> Any:
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds: not before there is something to write
-
-        return SummaryWriter(log_dir=self._folder, flush_secs=10, purge_step=self._first_step)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one scalar per metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        """Write a text, shown on TensorBoard's Text page."""
-        self._writer.add_text(tag, text, global_step=step)
-
-    def close(self) -> None:
-        """Flush the event file and close it."""
-        if "_writer" in vars(self):
-            self._writer.close()
-
-
 def append_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Add a line for each record to a file. JSON has no NaN or infinity: as values they become null."""
     rows = ({key: _finite(value) for key, value in record.items()} for record in records)
@@ -159,8 +111,13 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
     null becomes NaN. An incomplete last line is left out; a damaged line anywhere else is a `DataError`.
     """
+    return parse_jsonl(path, Path(path).read_bytes())
+
+
+def parse_jsonl(path: str | Path, text: bytes) -> list[dict[str, Any]]:
+    """Parse what was read from a file, as `read_jsonl` does."""
     records = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(keepends=True), start=1):
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
         try:
             record = json.loads(line)
             records.append({key: math.nan if value is None else value for key, value in record.items()})

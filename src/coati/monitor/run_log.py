@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from coati.monitor.metrics import (
-    Metric,
-    TensorBoardTracker,
-    Tracker,
-    append_jsonl,
-    cut_jsonl,
-    merge_metrics,
-    values_of,
-)
+from coati.monitor.metrics import Metric, append_jsonl, cut_jsonl, merge_metrics, values_of
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.timeline import Span
 
@@ -46,14 +37,12 @@ class RunLog:
         *,
         total_steps: int,
         total_samples: int = 0,
-        trackers: Sequence[Tracker] = (),
         max_spans: int = 0,
         clock: Callable[[], float] = time.monotonic,
         on_begin: Callable[[], None] = lambda: None,
     ) -> None:
         self._folder = folder
-        self._trackers = trackers
-        self._failed: set[str | int] = set()  # files and trackers that could not be written
+        self._failed: set[str] = set()  # files that could not be written
         self._num_spans_left = max_spans
         self._clock = clock
         self._rows: deque[dict[str, float]] = deque()  # one for each training step, not yet written
@@ -112,9 +101,6 @@ class RunLog:
         made = [*rows, *map(values_of, self._made.values())]
         self.num_samples = int(sum(numbers.get("maker/samples", 0.0) for numbers in made))
         self.stand_at(step, version)
-        for tracker in self._trackers:
-            if isinstance(tracker, TensorBoardTracker):
-                tracker.continue_from(self._last_row + 1)
 
     def maker_records(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take a maker's records: typed metrics, and a few samples."""
@@ -177,11 +163,6 @@ class RunLog:
         self._complete_version()
         self._write_rows(is_end=True)
 
-    def close(self) -> None:
-        """Write the rest and close the trackers."""
-        self.flush()
-        self._track("close")
-
     def snapshot(self) -> RunSnapshot:
         """Return where the run stands."""
         now = self._clock()
@@ -226,10 +207,7 @@ class RunLog:
                     merge_metrics(made, self._made.pop(made_by))
                 for name, value in values_of(made).items():
                     self._rows[0].setdefault(name, value)
-            row = self._rows.popleft()
-            self._append("metrics", [row])
-            numbers = {name: value for name, value in row.items() if name not in ("step", "time")}
-            self._track("log", int(row["step"]), numbers)
+            self._append("metrics", [self._rows.popleft()])
 
     def _quarantine(self, sample: Mapping[str, Any]) -> None:
         """Write a sample down, once: a group that is granted again has the same samples."""
@@ -242,29 +220,16 @@ class RunLog:
             return
         self._next_sampled_version = version + 1
         self._append("samples", [{"version": version, **sample} for sample in samples])
-        first = samples[0]
-        text = f"{first['prompt']} **{first['response']}** (reward {first['reward']:.3f})"
-        self._track("text", self.step, "samples/first", text)
 
     def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        if self._folder is not None:
-            path = self._folder / f"{name}.jsonl"
-            self._write(name, str(path), append_jsonl, path, records)
-
-    def _track(self, method: str, *args: Any) -> None:
-        for tracker in self._trackers:
-            name = f"{type(tracker).__name__}.{method}"
-            self._write(id(tracker), name, operator.methodcaller(method, *args), tracker)
-
-    def _write(self, target: str | int, name: str, write: Callable[..., None], *args: Any) -> None:
-        """Write to a file or tracker. Losing a log must not lose a run: one that fails is left alone from then on."""
-        if target in self._failed:
+        """Write to a file. Losing a log must not lose a run: a file that fails is left alone from then on."""
+        if self._folder is None or name in self._failed:
             return
         try:
-            write(*args)
+            append_jsonl(path := self._folder / f"{name}.jsonl", records)
         except Exception as error:
-            self._failed.add(target)
-            logger.warning("%s failed; training continues without it. %s: %s", name, type(error).__name__, error)
+            self._failed.add(name)
+            logger.warning("%s failed; training continues without it. %s: %s", path, type(error).__name__, error)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -183,7 +183,7 @@ def test_missing_required_keys_are_named_with_an_example():
         ("rollout.num_generations=8", "Did you mean rollout.samples_per_prompt?"),
         ("train.algorithm=grpo", "Did you mean algorithm.name?"),
         ("run.resume=true", "coati train --resume"),
-        ("logging.wandb=true", "trackers"),
+        ("logging.report_to=wandb", "logging.trackers"),
         ("train.cosine=1", "[train] has"),  # resembles train.compile
         ("lora.zzz=1", "[lora] has rank, alpha, target_modules; docs/from-trl.md"),
     ],

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from coati.errors import ConfigError, DataError
-from coati.monitor import TensorBoardTracker, load_metrics, read_jsonl
+from coati.monitor import load_metrics, read_jsonl
 from coati.monitor.metrics import append_jsonl
 
 
@@ -56,15 +56,3 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path, damage):
     path.write_bytes(b'{"step": 0}\n' + damage + b'\n{"step": 2}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2: every line must be a JSON object"):
         read_jsonl(path)
-
-
-def test_tensorboard_reads_back_what_was_logged(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    tracker = TensorBoardTracker(tmp_path)
-    tracker.log(1, {"reward/mean": 0.25})
-    tracker.log(2, {"reward/mean": 0.5})
-    tracker.text(2, "samples", "hello")
-    tracker.close()
-    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
-    assert "samples/text_summary" in events.Tags()["tensors"]

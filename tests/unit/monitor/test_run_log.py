@@ -8,32 +8,6 @@ from coati.monitor import Mean, RunLog, Sum, read_jsonl
 from coati.monitor.timeline import Span
 
 
-class FakeTracker:
-    """Remembers what it was given; fails from the call named in `breaks` on."""
-
-    def __init__(self, breaks=""):
-        self.breaks = breaks
-        self.logged = []
-        self.texts = []
-        self.num_closed = 0
-
-    def _may_fail(self, what):
-        if what == self.breaks:
-            raise OSError(28, "No space left on device")
-
-    def log(self, step, metrics):
-        self._may_fail("log")
-        self.logged.append((step, dict(metrics)))
-
-    def text(self, step, tag, text):
-        self._may_fail("text")
-        self.texts.append((step, tag, text))
-
-    def close(self):
-        self._may_fail("close")
-        self.num_closed += 1
-
-
 class FakeClock:
     def __init__(self):
         self.now = 1000.0
@@ -64,19 +38,14 @@ def trained(batch, version, **metrics):
 
 
 @pytest.fixture
-def tracker():
-    return FakeTracker()
-
-
-@pytest.fixture
 def clock():
     return FakeClock()
 
 
 @pytest.fixture
-def make_log(tracker, clock, tmp_path):
+def make_log(clock, tmp_path):
     def make(**kwargs):
-        settings = {"total_steps": 10, "trackers": [tracker], "clock": clock} | kwargs
+        settings = {"total_steps": 10, "clock": clock} | kwargs
         return RunLog(tmp_path, **settings)
 
     return make
@@ -105,7 +74,7 @@ def test_makers_of_a_version_stand_in_the_row_of_its_last_step(make_log, tmp_pat
         (1, 0, 1.0, None, None),
         (2, 0, 2.0, 64.0, 16.0),
     ]
-    log.close()
+    log.flush()
     last = written(tmp_path, "metrics")[-1]
     assert (last["step"], last["version"], last["reward/mean"]) == (3, 1, pytest.approx(0.9))
     assert written(tmp_path, "metrics")[1]["reward/mean"] == pytest.approx(0.5)
@@ -114,23 +83,11 @@ def test_makers_of_a_version_stand_in_the_row_of_its_last_step(make_log, tmp_pat
     assert log.kls == [(0.0, pytest.approx(2.5)), (1.0, 1.0)]
 
 
-def test_trackers_get_the_same_rows(make_log, tracker, tmp_path):
-    log = make_log()
-    log.maker_records([made(0, 0.25)])
-    log.trainer_records([trained(1, 0, **{"policy/loss": 0.5}), trained(2, 1, **{"policy/loss": 0.25})])
-    log.close()
-    rows = written(tmp_path, "metrics")
-    assert tracker.logged == [
-        (row["step"], {name: value for name, value in row.items() if name not in ("step", "time")}) for row in rows
-    ]
-    assert tracker.num_closed == 1
-
-
 def test_a_late_record_of_an_older_version_is_counted_with_the_current_one(make_log, tmp_path):
     log = make_log()
     log.maker_records([made(2, 0.5), made(1, 0.7)])
     log.trainer_records([trained(batch, batch - 1) for batch in (1, 2, 3)])
-    log.close()
+    log.flush()
     assert columns(tmp_path, "version", "reward/mean") == [(0, None), (1, None), (2, pytest.approx(0.6))]
 
 
@@ -138,7 +95,7 @@ def test_every_sample_is_counted_once_though_makers_skip_versions(make_log, tmp_
     log = make_log()
     log.maker_records([made(0, 0.5), made(3, 0.5), made(4, 0.5)])
     log.trainer_records([trained(batch, batch - 1) for batch in range(1, 7)])
-    log.close()
+    log.flush()
     assert columns(tmp_path, "version", "maker/samples") == [(0, 4), (1, None), (2, None), (3, 4), (4, 4), (5, None)]
 
 
@@ -147,7 +104,7 @@ def test_an_update_that_arrives_after_its_row_is_in_the_next(make_log, tmp_path)
     log.trainer_records([trained(1, 0), trained(2, 1)])
     log.maker_records([made(1, 0.5)])
     log.trainer_records([trained(1, 1, **{"weights/bytes": 64.0})])
-    log.close()
+    log.flush()
     assert columns(tmp_path, "step", "weights/bytes") == [(1, None), (2, 64.0)]
 
 
@@ -155,7 +112,7 @@ def test_rows_do_not_wait_for_makers_for_ever(make_log, tmp_path):
     log = make_log()
     log.trainer_records([trained(batch, batch - 1) for batch in range(1, 101)])  # makers have ended, say
     assert 30 < len(written(tmp_path, "metrics")) < 100
-    log.close()
+    log.flush()
     assert columns(tmp_path, "step") == [(step,) for step in range(1, 101)]
 
 
@@ -171,7 +128,7 @@ def test_metrics_load_in_pandas_as_one_numeric_row_per_step(make_log, tmp_path):
             numbers = {"policy/loss": float("nan"), "policy/entropy": 1.5, "a/text": "no number"}
             log.trainer_records([trained(step, version, **numbers), {"warning": "slow"}])
         log.trainer_records([trained(2 * version + 2, version + 1, **{"weights/bytes": 1.0})])
-    log.close()
+    log.flush()
     table = pandas.read_json(tmp_path / "metrics.jsonl", lines=True)
     assert list(table["step"]) == [1, 2, 3, 4, 5, 6]
     assert list(table["version"]) == [0, 0, 1, 1, 2, 2]
@@ -182,24 +139,9 @@ def test_metrics_load_in_pandas_as_one_numeric_row_per_step(make_log, tmp_path):
     assert "a/text" not in table.columns
 
 
-def test_closing_without_records_writes_nothing(make_log, tracker, tmp_path):
-    make_log().close()
+def test_without_records_nothing_is_written(make_log, tmp_path):
+    make_log().flush()
     assert list(tmp_path.iterdir()) == []
-    assert tracker.num_closed == 1
-
-
-@pytest.mark.parametrize("breaks", ["log", "text", "close"])
-def test_a_tracker_that_fails_is_reported_once_and_dropped(breaks, make_log, tracker, caplog):
-    bad = FakeTracker(breaks=breaks)
-    log = make_log(trackers=[bad, tracker])
-    for step in range(1, 4):
-        log.maker_records([made(step - 1, 0.5, texts=[sample()])])
-        log.trainer_records([trained(step, step - 1)])
-    log.close()
-    assert [message for message in caplog.messages if "No space left on device" in message] == caplog.messages
-    assert len(caplog.messages) == 1
-    assert f"FakeTracker.{breaks}" in caplog.text
-    assert (len(tracker.logged), len(tracker.texts), tracker.num_closed) == (3, 3, 1)
 
 
 def test_warnings_of_an_actor_are_logged_with_its_name_and_their_kind(make_log, caplog):
@@ -266,7 +208,7 @@ def test_the_first_samples_of_each_version_are_written(make_log, tmp_path):
     assert [line["version"] for line in written(tmp_path)] == [0, 1, 3]
 
 
-def test_samples_are_written_as_text_and_the_first_is_shown(make_log, tracker, tmp_path):
+def test_samples_are_written_as_text(make_log, tmp_path):
     log = make_log()
     log.trainer_records([trained(5, 0)])
     log.maker_records([made(0, 0.5, texts=[sample(response=" très bien \ud83c"), sample(reward=0.25)])])
@@ -279,7 +221,6 @@ def test_samples_are_written_as_text_and_the_first_is_shown(make_log, tracker, t
         "sample_id": 7,
     }
     assert second["reward"] == 0.25
-    assert tracker.texts == [(5, "samples/first", "the film ** très bien \ud83c** (reward 0.500)")]
 
 
 def test_a_batch_without_samples_leaves_the_turn_to_the_next(make_log, tmp_path):
@@ -307,11 +248,11 @@ def test_spans_are_written_as_long_as_there_is_room(make_log, tmp_path, caplog):
 def test_without_room_or_a_folder_no_spans_are_written(folder, tmp_path):
     log = RunLog(tmp_path if folder else None, total_steps=1, max_spans=0 if folder else 10)
     log.spans("maker-0", [Span("generate", 1.0, 2.5, 4)])
-    log.close()
+    log.flush()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_cannot_be_written_is_reported_once_and_the_run_continues(make_log, tracker, tmp_path, caplog):
+def test_a_file_that_cannot_be_written_is_reported_once_and_the_run_continues(make_log, tmp_path, caplog):
     log = make_log(max_spans=100)
     for name in ("samples", "spans", "metrics"):
         (tmp_path / f"{name}.jsonl").mkdir()  # as good as a full disk
@@ -319,13 +260,12 @@ def test_a_file_that_cannot_be_written_is_reported_once_and_the_run_continues(ma
         log.maker_records([made(version, 0.5, texts=[sample()])])
         log.trainer_records([trained(version + 1, version)])
         log.spans("maker-0", [Span("generate", 1.0, 2.0, version)])
-    log.close()
+    log.flush()
     assert sorted(message.split(" ")[0].rsplit("/", 1)[1] for message in caplog.messages) == [
         "metrics.jsonl",
         "samples.jsonl",
         "spans.jsonl",
     ]
-    assert len(tracker.logged) == 3
 
 
 def test_on_begin_is_called_when_training_begins(make_log):
@@ -366,7 +306,7 @@ def test_a_run_that_is_resumed_stands_at_its_checkpoint_before_the_first_step(tm
     assert snapshot.seconds_left is None, "no step yet to tell the pace by"
     log.trainer_records([trained(40, 19), trained(41, 20)])  # the first is in the checkpoint, and has no row yet
     assert log.snapshot().seconds_left == 9.0 * 19
-    log.close()
+    log.flush()
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [40, 41]
 
 
@@ -384,7 +324,7 @@ def test_when_trainers_are_started_again_what_came_after_their_checkpoint_is_mad
     for version in (2, 3):
         log.maker_records([{**made(version, reward=10.0 + version, texts=[sample()]), "incarnation": 1}])
         log.trainer_records([{"batch": version + 1, "version": version, "metrics": {"policy/loss": 2.0}}])
-    log.close()
+    log.flush()
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["policy/loss"] for row in rows] == [1.0, 1.0, 2.0, 2.0]

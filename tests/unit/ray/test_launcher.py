@@ -64,7 +64,7 @@ class Stage:
         try:
             self.run.run(str(self.folder / "model"))
         finally:
-            self.log.close()
+            self.log.flush()
 
     @property
     def state(self):

@@ -1,0 +1,186 @@
+"""Sends what a run writes to its trackers, without the run waiting for any of them.
+
+A tracker reads `metrics.jsonl` and `samples.jsonl` while they grow, in a process of its own (an object of your program:
+on a thread). What it could not send is still in the files; `python -m coati.monitor.follow RUN NAME` sends it later.
+
+    driver ── appends ──► metrics.jsonl, samples.jsonl ── reads ──► process of a tracker ──► wandb, mlflow, …
+           ── the end of the run, on stdin ───────────────────────►
+           ◄── why it failed, on stdout ──────────────────────────
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from coati.background import run_in_background
+from coati.monitor.metrics import parse_jsonl
+from coati.monitor.trackers import TRACKERS, TrackedRun, Tracker
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS: Final = 1.0
+_WAIT_SECONDS: Final = 30.0  # for a tracker, after the end of the run
+_STUCK_SECONDS: Final = 600
+_SUCCESS: Final = b"."  # what the driver writes at the end of a run that did not fail
+_FAILED: Final = "%s failed; training continues without it. %s"
+
+
+@contextlib.contextmanager
+def following(folder: Path, tracker: str | Tracker) -> Iterator[None]:
+    """Have a tracker follow the run in `folder` inside the `with` block. If it fails, a warning says so, once."""
+    name, folder = tracker if isinstance(tracker, str) else type(tracker).__name__, folder.resolve()
+    if isinstance(tracker, str):
+        # In a session of its own, because Ctrl-C in a terminal must not end it. -P: without the working directory.
+        command = [sys.executable, "-P", "-m", __name__, str(folder), name, "--live"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        work, end = functools.partial(_watch, process, folder, name), process.stdin
+    else:
+        reading, writing = os.pipe()
+        reader = RowReader(folder, seen=time.time())
+        work, end = functools.partial(_follow_here, reader, tracker, reading), os.fdopen(writing, "wb")
+    assert end is not None
+    ended, outcome = run_in_background(work, name=f"tracker-{name}"), b""
+    try:
+        yield
+        outcome = _SUCCESS
+    finally:
+        with contextlib.suppress(OSError):  # it has failed
+            end.write(outcome)
+            end.close()
+        if not concurrent.futures.wait([ended], _WAIT_SECONDS).done:
+            logger.warning("%s is still sending after %g s; the run does not wait for it.", name, _WAIT_SECONDS)
+
+
+def _watch(process: subprocess.Popen[bytes], folder: Path, name: str) -> None:
+    assert process.stdout is not None
+    with process.stdout:
+        reason = process.stdout.read().decode(errors="replace").strip()
+    if reason or process.wait():
+        reason = reason or f"its process ended with code {process.returncode}"
+        remedy = f"To send the rest later: python -m {__name__} {folder} {name}"
+        logger.warning(_FAILED, name, f"{reason} (more in {folder / 'trackers' / name}.log). {remedy}")
+
+
+def _follow_here(reader: RowReader, tracker: Tracker, end: int) -> None:
+    try:
+        follow(reader, tracker, end)
+    except Exception as error:
+        logger.warning(_FAILED, type(tracker).__name__, f"{type(error).__name__}: {error}")
+
+
+class RowReader:
+    """Reads the rows of a run while it writes them, each with the samples that belong to it.
+
+    Samples of a weight version belong to the row with the makers' numbers of it. When a run continues from an earlier
+    step its files are replaced. They are then read again, without rows up to `seen`, the `time` of the last one read.
+    """
+
+    def __init__(self, folder: Path, seen: float = 0.0) -> None:
+        self.seen = self._known = seen
+        self._rows, self._texts = folder / "metrics.jsonl", folder / "samples.jsonl"
+        self._files: dict[Path, BinaryIO] = {}
+        self._samples: list[dict[str, Any]] = []  # of versions whose rows are still to come
+
+    def read(self) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """Yield the rows that were not read yet."""
+        if not all(path.exists() and os.path.samefile(path, file.fileno()) for path, file in self._files.items()):
+            self._files, self._samples, self._known = {}, [], self.seen
+        rows = self._new_lines(self._rows)
+        self._samples += self._new_lines(self._texts)  # they are written before the rows that they belong to
+        for row in rows:
+            is_done = "reward/mean" in row
+            mine = [sample for sample in self._samples if is_done and sample["version"] <= row["version"]]
+            self._samples = [sample for sample in self._samples if sample not in mine]
+            if row["time"] > self._known:
+                self.seen = row["time"]
+                yield row, mine
+
+    def _new_lines(self, path: Path) -> list[dict[str, Any]]:
+        if path not in self._files and path.exists():
+            self._files[path] = path.open("rb")
+        text = self._files[path].read() if path in self._files else b""
+        whole = text[: text.rfind(b"\n") + 1]
+        if whole != text:
+            self._files[path].seek(len(whole) - len(text), os.SEEK_CUR)
+        return parse_jsonl(path, whole)
+
+
+def follow(reader: RowReader, tracker: Tracker, end: int | None, on_sent: Callable[[], None] = lambda: None) -> None:
+    """Send rows to a tracker until the file descriptor `end` tells that the run has ended; None: what is there."""
+    is_over = False
+    while not is_over:
+        on_sent()
+        is_over = end is None or bool(select.select([end], [], [], _POLL_SECONDS)[0])
+        for row, samples in reader.read():
+            step = int(row["step"])
+            tracker.log(step, {name: value for name, value in row.items() if name not in ("step", "time")})
+            if samples:
+                tracker.samples(step, samples)
+    on_sent()
+    tracker.close(end is not None and os.read(end, 1) != _SUCCESS)
+
+
+def main(folder: Path, name: str, *, is_live: bool) -> None:
+    """Send what is not sent yet of a run, and what it goes on to write while it `is_live`.
+
+    `trackers/NAME.json` in its folder keeps what the tracker calls the run, and how much was sent.
+    """
+    path = folder / "trackers" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    state = {"id": "", "seen": 0.0} | (json.loads(path.read_bytes()) if path.is_file() else {})
+    settings = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    run = TrackedRun(folder, settings, settings["logging"]["trackers"].get(name, {}), known_as=state["id"])
+    signal.alarm(_STUCK_SECONDS)  # ends this process if a call takes longer
+    tracker: Any = TRACKERS[name](run)
+    reader = RowReader(folder, state["seen"])
+
+    def write_state() -> None:
+        signal.alarm(_STUCK_SECONDS)
+        state = {"id": getattr(tracker, "id", name), "seen": reader.seen}
+        written = path.with_suffix(".new")
+        written.write_text(json.dumps(state), encoding="utf-8")
+        written.replace(path)
+
+    follow(reader, tracker, 0 if is_live else None, write_state)
+
+
+def _main_of_process(folder: Path, name: str) -> None:
+    """Run beside the driver: what the package prints goes to a file, and only why it failed to the driver."""
+    os.nice(10)
+    report = os.dup(1)
+    (folder / "trackers").mkdir(exist_ok=True)
+    with (folder / "trackers" / f"{name}.log").open("a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        main(folder, name, is_live=True)
+    except BaseException as error:  # packages may exit
+        text = f"{type(error).__name__}: {error}"
+        for variable, value in os.environ.items():
+            if len(value) >= 8 and re.search("KEY|TOKEN|SECRET|PASSWORD", variable):
+                text = text.replace(value, f"<{variable}>")
+        os.write(report, text.encode(errors="backslashreplace"))
+        os.close(report)  # the driver need not wait for what packages do at the end of a process
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    if "--live" in sys.argv:
+        _main_of_process(Path(sys.argv[1]), sys.argv[2])
+    else:
+        main(Path(sys.argv[1]), sys.argv[2], is_live=False)

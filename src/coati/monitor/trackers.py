@@ -1,0 +1,197 @@
+"""Where a run can be watched besides its own files: TensorBoard, wandb, mlflow, trackio, swanlab.
+
+Each class fits one package to the protocol `Tracker`. They are made in processes of their own (`coati.monitor.follow`),
+because these packages start threads, take over signals and wait for networks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+_PROJECT: Final = "coati"  # of runs whose options name none
+_MAX_PARAMS: Final = 100  # that mlflow takes at once
+
+
+class Tracker(Protocol):
+    """A further place to write a run to. One that raises is dropped with a warning; training continues."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of one step. A run that continues from a checkpoint writes some steps again."""
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write the samples of the weight version that this step was the last of."""
+
+    def close(self, failed: bool, /) -> None:
+        """Write out what is left; `failed` tells that the run ended with an error."""
+
+
+class TrackedRun(NamedTuple):
+    """What a tracker is told about the run when it is made."""
+
+    folder: Path
+    settings: Mapping[str, Any]
+    options: Mapping[str, Any]
+    """What the user wants otherwise."""
+    known_as: str
+    """The name or id that the tracker gave the run; empty if it is new."""
+
+
+class _TensorBoard:
+    """Event files in the run's folder `tensorboard`, with samples on the Text page."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=10)
+        self._next_step = math.inf
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if step < self._next_step:  # what was written before of this step and later ones is hidden
+            self._add(step, session_log=SessionLog(status=SessionLog.START))
+        self._next_step = step + 1
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(step, summary=Summary(value=values))
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        columns, rows = _table_of(samples)
+        lines = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in rows]
+        table = "\n".join("|".join(["", *line, ""]) for line in [columns, ["---"] * len(columns), *lines])
+        self._add(step, summary=text_pb("samples", table.encode(errors="backslashreplace")))
+
+    def _add(self, step: int, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.add_event(Event(step=step, wall_time=time.time(), **content))
+
+    def close(self, _failed: bool) -> None:
+        self._writer.close()
+
+
+class _Mlflow:
+    """A run of MLflow. Options besides those of `mlflow.start_run` are `experiment` and `tracking_uri`."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        self._mlflow = importlib.import_module("mlflow")
+        options = dict(run.options)
+        if uri := options.pop("tracking_uri", ""):
+            self._mlflow.set_tracking_uri(uri)
+        self._mlflow.set_experiment(options.pop("experiment", _PROJECT))
+        named = {"run_id": run.known_as} if run.known_as else {"run_name": run.settings["run"]["name"]}
+        self.id = self._mlflow.start_run(**{**named, **options}).info.run_id
+        tables = {} if run.known_as else run.settings  # parameters cannot be changed
+        params = [(f"{section}.{key}", value) for section, table in tables.items() for key, value in table.items()]
+        for first in range(0, len(params), _MAX_PARAMS):
+            self._mlflow.log_params(dict(params[first : first + _MAX_PARAMS]))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        named = {re.sub(r"[^\w. :/-]", "_", name): value for name, value in metrics.items()}  # it refuses others
+        self._mlflow.log_metrics(named, step=step)
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        columns, rows = _table_of(samples)
+        self._mlflow.log_dict({"columns": columns, "data": rows}, f"samples/step-{step:06}.json")
+
+    def close(self, failed: bool) -> None:
+        self._mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+class _Experiment:
+    """What wandb, trackio and swanlab have in common."""
+
+    def __init__(self, package: str, run: TrackedRun, **given: Any) -> None:
+        self._package = importlib.import_module(package)
+        given = {"project": _PROJECT, "name": run.settings["run"]["name"], "config": run.settings, **given}
+        self._run = self._package.init(**{**given, **run.options})
+        self.id = str(self._run.id)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self, _failed: bool) -> None:
+        self._run.finish()
+
+
+class _Wandb(_Experiment):
+    """A run of Weights & Biases: `step` is the axis of its charts, and one table grows by each version's samples."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        name = run.known_as or uuid.uuid4().hex
+        super().__init__("wandb", run, id=name, resume="allow", dir=str(run.folder / "trackers"))
+        self._run.define_metric("*", step_metric="step")  # wandb's own steps cannot be written again
+        self._table: Any = None
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        columns, rows = _table_of([{"step": step, **sample} for sample in samples])
+        if self._table is None or self._table.columns != columns:
+            self._table = self._package.Table(columns, log_mode="INCREMENTAL", allow_mixed_types=True)
+        for row in rows:
+            self._table.add_data(*row)
+        self.log(step, {"samples": self._table})
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class _Trackio(_Experiment):
+    """A run of Trackio, which knows runs by their names, with each sample as a trace."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        name = run.known_as or f"{run.settings['run']['name']}-{uuid.uuid4().hex[:6]}"
+        super().__init__("trackio", run, name=name, resume="allow" if run.known_as else "never", embed=False)
+        self.id = self._run.name
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        self.log(step, {"samples": [self._trace(**sample) for sample in samples]})
+
+    def _trace(self, prompt: str, response: str, **metadata: Any) -> Any:
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        return self._package.Trace(messages, metadata=metadata)
+
+
+class _Swanlab(_Experiment):
+    """An experiment of SwanLab, with a table of samples for each version."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        name = run.known_as or uuid.uuid4().hex
+        super().__init__("swanlab", run, id=name, resume="allow", log_dir=str(run.folder / "trackers" / "swanlog"))
+
+    def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        self.log(step, {"samples": self._package.echarts.Table().add(*_table_of(samples))})
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(**({"state": "crashed", "error": "the run failed"} if failed else {}))
+
+
+TRACKERS: Final = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+    "mlflow": _Mlflow,
+    "trackio": _Trackio,
+    "swanlab": _Swanlab,
+}
+
+
+def _table_of(samples: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return samples as columns and rows of texts and numbers; what is neither is spelled as JSON."""
+    columns = list(dict.fromkeys(name for sample in samples for name in sample))
+    rows = [[sample.get(name) for name in columns] for sample in samples]
+    plain = (str, int, float)
+    return columns, [
+        [value if isinstance(value, plain) else json.dumps(value, default=str) for value in row] for row in rows
+    ]
