@@ -80,9 +80,8 @@ def make_config(algorithm: dict[str, Any], seed: int, staleness: int, *, base: s
 def run(variant: str, algorithm: dict[str, Any], seed: int, staleness: int, **options: Any) -> dict[str, Any]:
     """Train once; everything about the run that the tables want."""
     import torch
+    from fresh_samples import evaluate
     from staleness_run import Schedule, StaleRun
-
-    from coati.demo.evaluation import evaluate
 
     torch.set_num_threads(1)
     config = make_config(algorithm, seed, staleness, **options)

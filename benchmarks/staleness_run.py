@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from fresh_samples import evaluate
 
 from coati import build
 from coati.cli.train import quiet_libraries
 from coati.config import RunSettings, build_config
-from coati.demo.evaluation import evaluate
 from coati.demo.grammar import PROMPTS
 from coati.experience_buffer import BufferItem, make_experience_batch, split_experience_batch
 from coati.experience_maker import Experience, NaiveExperienceMaker

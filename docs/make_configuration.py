@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from coati.config import RewardTerm, RunSettings, load_config, plan_lines
+from coati.config import RewardSettings, RewardTerm, RolloutSettings, RunSettings, load_config, plan_lines
 from coati.config.section import Section, spell
 
 DOCS = Path(__file__).resolve().parent
@@ -48,10 +48,12 @@ def settings_tables() -> str:
     """One heading and one table for each section of a run's settings."""
     blocks = []
     for name, field in RunSettings.model_fields.items():
-        section = field.annotation
+        section, title = field.annotation, f"[{name}]"
+        if get_origin(section) is tuple:
+            section, title = get_args(section)[0], f"[[{name}]]"
         assert isinstance(section, type)
         assert issubclass(section, Section)
-        blocks.append(_section_block(f"[{name}]", section))
+        blocks.append(_section_block(title, section))
         if section.model_fields.get("terms") is not None:
             blocks.append(_section_block("reward.terms[…]", RewardTerm))
     return "\n\n".join(blocks)
@@ -128,6 +130,8 @@ def rule_of(field: FieldInfo) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    if field.annotation in (RolloutSettings, RewardSettings):  # of an evaluation set
+        return "the run's"
     if field.is_required():
         return "required"
     value: Any = field.default

@@ -102,11 +102,17 @@ def maker_models(
     return actor, critic, scorer, reference
 
 
+def load_actor(config: RunSettings, path: str) -> Actor:
+    """Load a policy from a folder or the hub, as a maker would serve it, onto its device."""
+    actor: Actor = _loaded(config, "the model", path, Actor, dtype=_dtype(config), device=_device(config))
+    return actor.eval()
+
+
 def make_scorer(
     config: RunSettings, function: Callable[..., Any] | None = None, *, compiled: bool = False
 ) -> RewardScorer:
     """Make the reward over text: a function, or what `[reward]` describes; `compiled` pays where much is scored."""
-    device = choose_device(None if config.model.device == "auto" else config.model.device, local_rank=0)
+    device = _device(config)
 
     def load_reward_model(path: str) -> RewardModel:
         model: RewardModel = _loaded(config, "reward.model", path, RewardModel, device=device)
@@ -149,7 +155,8 @@ def check_inputs(config: RunSettings) -> PromptStream:
     if ":" in config.algorithm.loss:
         load_loss(config.algorithm.loss, tuple(config.reward_search_paths))
     prompts = make_prompts(config)
-    next(iter(prompts))
+    for stream in (prompts, *(make_prompts(config.for_evaluation(one)) for one in config.eval)):
+        next(iter(stream))
     critic = config.model.path if config.model.critic == "actor" else config.model.critic
     paths = {"model.path": config.model.path, "model.reference": config.reference_path, "model.critic": critic}
     sizes = {key: _loaded(config, key, path, AutoConfig).get_text_config().vocab_size for key, path in paths.items()}
@@ -228,6 +235,10 @@ def num_actors(config: RunSettings) -> int:
     """Actors of a run that take a CPU: trainers and makers."""
     topology = config.topology
     return topology.makers + topology.trainers
+
+
+def _device(config: RunSettings) -> torch.device:
+    return choose_device(None if config.model.device == "auto" else config.model.device, local_rank=0)
 
 
 def _dtype(config: RunSettings) -> torch.dtype:

@@ -52,6 +52,8 @@ class RunResult:
     seconds: float
     was_stopped: bool
     """Whether it ended before all steps were trained, because it was told to."""
+    stop_reason: str = ""
+    """Why it ended before that by itself: an evaluation set's `patience`."""
 
     @property
     def num_samples(self) -> int:
@@ -160,7 +162,11 @@ def prepare(
         settings = resumed_settings(Path(resume), overrides, sync=sync)
         check_incomplete(settings)
     elif isinstance(config, RunSettings | Mapping):
-        sections = config.model_dump() if isinstance(config, RunSettings) else config
+        sections = dict(config.model_dump() if isinstance(config, RunSettings) else config)
+        if isinstance(config, RunSettings):
+            for one in sections["eval"]:
+                if one["reward"] == sections["reward"]:
+                    del one["reward"]  # it follows the run's
         settings = build_config(sections, overrides)
     else:
         settings = load_config(Path(str(config)), overrides)
@@ -256,6 +262,7 @@ def execute(
         num_restarts=dict(log.restarts),
         seconds=time.monotonic() - started,
         was_stopped=was_stopped,
+        stop_reason=log.stop_reason,
     )
 
 

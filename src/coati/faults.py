@@ -21,6 +21,7 @@ POINTS = (
     "receiver.before_chunk",
     "maker.generating",  # after each token
     "maker.before_deliver",
+    "maker.evaluated",  # and not reported
     "checkpoint.before_rename",
     "journal.before_write",
 )

@@ -35,7 +35,7 @@ from coati.run_folder import earlier_settings
 from coati.synchronous import SynchronousRun
 
 _DIGITS = 8  # of the digest of one tensor
-_HARMLESS_SECTIONS = ("run", "logging", "deadlines", "topology")
+_HARMLESS_SECTIONS = ("run", "logging", "deadlines", "topology", "eval")
 _HARMLESS = ("reward.search_paths", "train.save_every", "train.checkpoints_kept")
 
 
@@ -304,7 +304,7 @@ def replay(
 
 
 def _settings(folder: Path) -> RunSettings:
-    config = resumed_settings(folder, ())
+    config = resumed_settings(folder, ()).model_copy(update={"eval": ()})  # which changes nothing that was trained
     avoid_hub_without_network(config)
     if config.rollout.engine == "vllm":
         raise ConfigError(

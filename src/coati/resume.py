@@ -48,10 +48,11 @@ def resumed_settings(folder: Path, overrides: Sequence[str], *, sync: bool = Fal
 
 
 def changed_settings(before: RunSettings, after: RunSettings) -> dict[str, str]:
-    """Tell which settings differ, by key."""
-    return {
+    """Tell which settings differ, by key; of evaluation sets only whether they do."""
+    sets = {} if before.eval == after.eval else {"eval": "other sets in [[eval]]"}
+    return sets | {
         f"{section}.{key}": f"{section}.{key} was {old!r}, is {values[key]!r}"
-        for section, values in after.model_dump().items()
+        for section, values in after.model_dump(exclude={"eval"}).items()
         for key, old in getattr(before, section).model_dump().items()
         if values[key] != old
     }

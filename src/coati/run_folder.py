@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 MARKER = ".coati-run"
 
 # What takes a run to make, and is replaced only if the user says so.
-_RESULTS = ("samples.jsonl", "checkpoints", "model", "model-at-failure")
+_RESULTS = ("samples.jsonl", "checkpoints", "model", "model-at-failure", "best")
 _RECORDS = (
     *("config.toml", "metrics.jsonl", "spans.jsonl", "quarantine.jsonl", "tensorboard", "trackers", "report.html"),
-    *("ledger", "ray-logs", "warnings.log"),
+    *("ledger", "ray-logs", "warnings.log", "evaluations.jsonl", "evaluations"),
 )
 # Of the latest start, even if it failed.
 _CONTROL_FILES = ("state.json", "control.json")

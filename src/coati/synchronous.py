@@ -6,9 +6,11 @@ on-policy. So it is what an asynchronous run is held against, and where a debugg
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +20,11 @@ from coati.build import Parts
 from coati.config import RunSettings
 from coati.cpu import set_up_cpu
 from coati.errors import DeadlineExceeded
+from coati.evaluation.schedule import EvalSchedule
+from coati.evaluation.work import EvaluationWork
 from coati.experience import Experience
 from coati.experience_buffer.leased import LeasedBuffer
-from coati.experience_maker.base import build_maker
+from coati.experience_maker.base import PromptBatch, build_maker
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
@@ -80,16 +84,21 @@ class SynchronousRun(FitSteps):
             tokenizer=functools.partial(build.load_tokenizer, config),
             write_seconds=config.deadlines.update_seconds,
         )
-        peers = LocalPeers(trainer=SimpleNamespace(lease=self._buffer.lease, buffer_extend=self._buffer.extend))
-        self._prompts = LeasedPrompts(
-            build.make_prompts(config),
-            ["trainer"],
-            self._rules,
-            self._pipeline.served,
-            peers=peers,
-            maker="this process",
+        self._early_stop = threading.Event()
+        self._evaluations = EvalSchedule(
+            config.eval,
+            record=lambda record: log.trainer_records([record]),
+            stop=self._early_stop.set,
         )
-        self._prompts.may_defer = False
+        peers = LocalPeers(
+            trainer=SimpleNamespace(
+                lease=self._buffer.lease,
+                buffer_extend=self._buffer.extend,
+                next_evaluation=self._evaluations.grant,
+                evaluated=self._evaluations.report,
+            )
+        )
+        self._prompts = self._make_source(peers)
         self._delivery = ItemSender(["trainer"], peers=peers, sender="this process", deadlines=config.deadlines)
         self._work = WorkLoop(
             self._pipeline,
@@ -103,6 +112,7 @@ class SynchronousRun(FitSteps):
             counters = self._checkpoints.restore(checkpoint)
             self._version, self._num_done = counters["version"], counters["fresh"]
             self._num_batches = counters["batches"]
+            self._evaluations.restore(counters.get("evaluations"))
 
     def run(self, model_path: str) -> None:
         """Train as the config says, and save the actor to `model_path`, a folder that transformers loads."""
@@ -181,12 +191,24 @@ class SynchronousRun(FitSteps):
             timeline=self._timeline,
         )
 
+    def _make_source(self, peers: LocalPeers) -> LeasedPrompts:
+        served, stream, maker = self._pipeline.served, build.make_prompts(self._config), "this process"
+        models = (self._learner.strategy, served)
+        options: dict[str, Any] = {"peers": peers, "maker": maker, "should_stop": self._should_stop}
+        evaluations = EvaluationWork(self._config, self._parts.reward, *models, trainer="trainer", **options)
+        prompts = LeasedPrompts(stream, ["trainer"], self._rules, served, other_work=evaluations.poll, **options)
+        prompts.may_defer = False
+        return prompts
+
     def next_batch(self) -> Experience | None:
         """Make experience until it fills a batch; None after a stop."""
         while (batch := self._buffer.try_sample(0.0)) is None and not self.should_stop():
-            if (prompts := self._prompts.poll()) is not None:
-                self._work.make(prompts)
+            work = self._prompts.poll()
+            if isinstance(work, PromptBatch):
+                self._work.make(work)
                 self._delivery.flush()
+            elif work is not None:
+                work.run(self._pipeline)
         return batch
 
     def train_on(self, batch: Experience) -> dict[str, float]:
@@ -243,13 +265,20 @@ class SynchronousRun(FitSteps):
         if self._checkpoints.is_due(self._version, num_fresh, was_stopped=was_stopped):
             with self._timeline.span("save"):
                 self._log.flush()
-                self._checkpoints.save(self._version, {"fresh": num_fresh, "batches": self._num_batches})
+                counters = {"fresh": num_fresh, "batches": self._num_batches, "evaluations": self._evaluations.state()}
+                self._checkpoints.save(self._version, counters)
 
     def finish(self) -> None:
-        """Wait for the last checkpoint; raise if training made no progress."""
+        """Wait for the last checkpoint, and evaluate the final model; raise if training made no progress."""
         self._checkpoints.wait()
+        self._evaluations.end(self._version)
+        while self._evaluations.pending and not self.should_stop():
+            work = self._prompts.poll()
+            assert work is not None
+            assert not isinstance(work, PromptBatch)  # all samples are made
+            work.run(self._pipeline)
         self._learner.check_progress()
 
     def should_stop(self) -> bool:
-        """Whether the run was told to stop."""
-        return self._should_stop()
+        """Whether the run was told to stop, or does not improve any more."""
+        return self._early_stop.is_set() or self._should_stop()

@@ -166,3 +166,20 @@ def test_two_counts_no_gpu_and_too_many_warmups_are_refused(capsys, monkeypatch)
     said = capsys.readouterr().err
     assert "--device cuda needs a GPU" in said
     assert "--steps must be above --warmup (2), which are not counted, got 2" in said
+
+
+def test_evaluation_compares_medians_of_seconds_for_each_step(capsys):
+    import evaluation
+    from detached_runs import Measured
+
+    def run(seconds, evaluating=0.0):
+        return Measured(
+            seconds=seconds, steps=10, samples=10, spent={"maker-0": {"evaluate": evaluating}, "trainer-0": {}}
+        )
+
+    found = {"without": [run(10.0), run(30.0), run(20.0)], "with": [run(21.0, 2.1), run(20.0, 4.0), run(60.0, 6.0)]}
+    numbers = evaluation.report(found, 3)
+    # medians 2.0 and 2.1 s; shares 0.1, 0.2 and 0.1
+    assert (numbers["without"], numbers["with"]) == (2.0, 2.1)
+    assert (numbers["cost"], numbers["evaluating"]) == (pytest.approx(0.05), pytest.approx(0.1))
+    assert "+5.0%" in capsys.readouterr().out

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from coati.counting import counted
 from coati.ledger.audit import audit_run
+from coati.monitor.metrics import read_jsonl
 
 _MOST_SHOWN = 100
 
@@ -28,6 +29,9 @@ def run_audit(folder: Path) -> None:
     bound = account.streams[0].rules.max_staleness
     limit = "no bound" if bound is None else f"max_staleness {bound}"
     console.print(f"Oldest group trained on: {counted(account.oldest, 'version')} ({limit}).")
+    if (path := folder / "evaluations.jsonl").is_file():
+        made = [row["samples"] for row in read_jsonl(path)]
+        console.print(f"Besides: {counted(len(made), 'evaluation')} with {counted(sum(made), 'sample')}.")
     for note in account.notes:
         console.print(f"Note: {note}")
     problems = account.problems

@@ -3,10 +3,11 @@
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
+from coati.cli.eval import show_evaluation
 from coati.cli.report import write_page
 from coati.cli.train import EXIT_STOPPED, execute, quiet_libraries
 from coati.config import RunSettings, build_config
@@ -16,7 +17,10 @@ from coati.entry import RunResult
 from coati.monitor.report import read_run, sparkline
 from coati.run_folder import open_run_folder
 
-NUM_EVALUATED = 256  # enough that the mean reward is good to about 0.03
+if TYPE_CHECKING:
+    from coati.evaluation.evaluator import Evaluation
+
+SAMPLES_PER_PROMPT = 22  # 264 in all, enough that the mean reward is good to about 0.03
 NUM_SHOWN = 3
 
 
@@ -43,61 +47,50 @@ def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
         (output / "summary.json").unlink(missing_ok=True)
         prompts = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
         Path(config.prompts.path).write_text(prompts, encoding="utf-8")
-    before = _evaluate(console, config, base, "Before")
+    before = _evaluate(console, config, base, "untrained")
+    show_evaluation(console, {"before": before}, NUM_SHOWN)
     result = execute(config, console, overwrite=True, sync=sync, address=None, verbose=verbose)
     if result.was_stopped:
         console.print(f"Stopped. The model so far is in {result.model}.", highlight=False)
         raise SystemExit(EXIT_STOPPED)
-    after = _evaluate(console, config, result.model, "After")
-    _show_numbers(console, before, after)
-    summary = {"seed": seed, "before": before, "after": after, "seconds": time.monotonic() - started}
+    after = _evaluate(console, config, result.model, "trained")
+    show_evaluation(console, {"after": after, "before": before}, NUM_SHOWN)
+    summary = {"seed": seed, "before": before.record, "after": after.record, "seconds": time.monotonic() - started}
     (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     _show_files(console, result, seconds=time.monotonic() - started)
 
 
 def demo_config(base: Path, *, seed: int, output: Path) -> RunSettings:
     """Return the demo's settings. Samples may be one version old, so that making and training overlap."""
+    prompts = {"path": str(output / "prompts.jsonl")}
     return build_config(
         {
             "run": {"name": "demo", "seed": seed, "output": str(output)},
             "model": {"path": str(base), "device": "cpu"},
-            "prompts": {"path": str(output / "prompts.jsonl")},
+            "prompts": prompts,
             "reward": {"function": "coati.demo.reward:film_sentiment"},
             "rollout": {"prompts_per_batch": 64, "max_new_tokens": 16},
             "algorithm": {"kl_coef": 0.05},
             "train": {"total_steps": 80, "batch_size": 64, "actor_lr": 1e-3, "critic_lr": 1e-3, "warmup_steps": 2},
             "topology": {"makers": 1, "trainers": 1, "max_staleness": 1},
+            "eval": [
+                {
+                    "name": "fresh-samples",
+                    "prompts": prompts,
+                    "rollout": {"samples_per_prompt": SAMPLES_PER_PROMPT},
+                    "before": False,
+                    "at_end": False,
+                }
+            ],
         }
     )
 
 
-def _evaluate(console: Console, config: RunSettings, model: Path, title: str) -> dict[str, float]:
-    from coati.demo.evaluation import evaluate
+def _evaluate(console: Console, config: RunSettings, model: Path, kind: str) -> "Evaluation":
+    from coati.evaluation.evaluator import evaluate_model
 
-    with console.status(f"sampling the {'trained' if title == 'After' else 'untrained'} model"):
-        evaluation = evaluate(config, str(model), num_samples=NUM_EVALUATED)
-    table = Table(title=f"{title}: {NUM_SHOWN} fresh samples", title_justify="left")
-    table.add_column("reward", justify="right")
-    table.add_column("text ([dim]prompt[/] and response)")
-    for sample in evaluation.samples[:NUM_SHOWN]:
-        color = "green" if sample.reward > 0.05 else "red" if sample.reward < -0.05 else "white"
-        table.add_row(f"[{color}]{sample.reward:+.2f}[/]", f"[dim]{sample.prompt}[/]{sample.response}")
-    console.print(table)
-    return evaluation.numbers
-
-
-def _show_numbers(console: Console, before: dict[str, float], after: dict[str, float]) -> None:
-    table = Table(title=f"{NUM_EVALUATED} fresh samples before and after", title_justify="left")
-    for name in ("", "before", "after"):
-        table.add_column(name, justify="right" if name else "left")
-    for label, key, style in (
-        ("mean reward", "reward", ".2f"),
-        ("KL to the initial model, nats per sample", "kl", ".2f"),
-        ("distinct among 64", "distinct", ".0%"),
-        ("sentences of the grammar it was pretrained on", "grammatical", ".0%"),
-    ):
-        table.add_row(label, format(before[key], style), f"[bold]{after[key]:{style}}[/]")
-    console.print(table)
+    with console.status(f"sampling the {kind} model"):
+        return evaluate_model(config, str(model))[0]
 
 
 def _show_files(console: Console, result: RunResult, *, seconds: float) -> None:
@@ -114,6 +107,7 @@ def _show_files(console: Console, result: RunResult, *, seconds: float) -> None:
         f'  the model:      python -c "from transformers import pipeline; '
         f"print(pipeline('text-generation', '{result.model}')('the film', max_new_tokens=16))\"\n"
         f"  another reward: coati train examples/film/run.toml   (its rewards.py is yours to change)\n"
+        f"  its score:      coati eval {result.folder}\n"
         f"  the same run:   coati train {result.folder / 'config.toml'} --set run.output=runs/again",
         highlight=False,
         soft_wrap=True,

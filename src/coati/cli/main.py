@@ -107,6 +107,28 @@ def scale(
     typer.echo(f"The run in {folder} has {counted(state.makers, 'maker')}.")
 
 
+@app.command(name="eval")
+def evaluate(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="MODEL_OR_RUN", help="A run's folder (for its model), a model's folder, or a hub name."),
+    ],
+    config: Annotated[
+        Path | None, typer.Option(help="Settings with [[eval]] sets. Default: those of the run that the model is of.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Compare with this model; none = no other. Default: model.path.")
+    ] = None,
+    show: Annotated[int, typer.Option(help="Prompts of each set whose samples are printed.")] = 4,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write numbers and samples as JSON.")] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Measure a model on evaluation sets, beside the model that its training began with."""
+    from coati.cli.eval import run_eval
+
+    run_eval(target, settings=config, base=base, num_shown=show, output=output, verbose=verbose)
+
+
 @app.command()
 def report(
     folder: Annotated[

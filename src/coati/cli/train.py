@@ -63,6 +63,8 @@ def run_train(
         f"{counted(account.num_made, 'sample')} made, {account.num_trained:,} trained on."
         + (f" Mean reward {rewards[0][1]:.3f} → {rewards[-1][1]:.3f}." if rewards else "")
     )
+    if outcome.stop_reason:
+        console.print(f"[yellow]Stopped early[/]: {outcome.stop_reason}.", highlight=False)
     if sum(outcome.num_restarts.values()):
         counts = " and ".join(counted(number, kind[:-1]) for kind, number in outcome.num_restarts.items() if number)
         console.print(f"[yellow]Actors died and were started again[/]: {counts}.")
@@ -71,6 +73,8 @@ def run_train(
             size = f"{counted(groups, 'group')} of {counted(samples // groups, 'sample')}"
             console.print(f"[yellow]{fate.capitalize()}[/]: {size}: {escape(reason)}", highlight=False)
     console.print(f"Model:       {outcome.model}", highlight=False)
+    if (best := folder / "best").is_dir():
+        console.print(f"Best model:  {best}", highlight=False)
     console.print(f"Metrics:     {folder / 'metrics.jsonl'}", highlight=False)
     console.print(f"Samples:     {folder / 'samples.jsonl'}", highlight=False)
     if (failures := folder / "quarantine.jsonl").exists():

@@ -6,6 +6,7 @@ and `coati train --dry-run` answer at once.
 
 from coati.config.algorithm import AlgorithmSettings
 from coati.config.checks import preflight
+from coati.config.evaluation import EvalSettings
 from coati.config.logging_settings import LoggingSettings
 from coati.config.plan import plan_lines
 from coati.config.reward import RewardSettings, RewardTerm
@@ -24,6 +25,7 @@ from coati.config.sections import (
 __all__ = [
     "AlgorithmSettings",
     "Deadlines",
+    "EvalSettings",
     "GeneralSettings",
     "LoRASettings",
     "LoggingSettings",

@@ -38,6 +38,18 @@ def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
 
     With `has_reward` a program brings the reward, and `[reward]` only names it.
     """
+    problems = [*_model_problems(config), *_data_problems(config, has_reward=has_reward)]
+    for one in config.eval:
+        own = _data_problems(config.for_evaluation(one), has_reward=has_reward and one.reward == config.reward)
+        problems += [f"eval {one.name!r}: {problem}" for problem in own]
+    trackers = (name for name in config.logging.tracker_names if importlib.util.find_spec(name) is None)
+    return [
+        *problems,
+        *(f"logging.trackers names {name!r}, which is not installed. pip install {name}" for name in trackers),
+    ]
+
+
+def _data_problems(config: RunSettings, *, has_reward: bool) -> list[str]:
     columns: list[str] | None = None
     prompt_problems = []
     try:
@@ -45,16 +57,7 @@ def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
     except DataError as error:
         text = str(error)
         prompt_problems.append(text if text.startswith("prompts.path") else f"prompts.path: {text}")
-    return [
-        *_model_problems(config),
-        *prompt_problems,
-        *([] if has_reward else _reward_problems(config, columns)),
-        *(
-            f"logging.trackers names {name!r}, which is not installed. pip install {name}"
-            for name in config.logging.tracker_names
-            if importlib.util.find_spec(name) is None
-        ),
-    ]
+    return [*prompt_problems, *([] if has_reward else _reward_problems(config, columns))]
 
 
 def avoid_hub_without_network(config: RunSettings) -> None:
@@ -101,7 +104,7 @@ def folder_problem(folder: Path) -> str | None:
 
 def _model_problems(config: RunSettings) -> Iterator[str]:
     for key, path in config.input_paths.items():
-        if key == "prompts.path" or not looks_local(path):
+        if key.endswith("prompts.path") or not looks_local(path):
             continue
         folder, needed = Path(path), "tokenizer_config.json" if key == "model.tokenizer" else "config.json"
         if not folder.is_dir():

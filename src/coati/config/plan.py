@@ -87,6 +87,7 @@ def _place_lines(config: RunSettings) -> list[str]:
         f"Model: {model.path}{' with LoRA adapters' if config.lora.rank else ''}; reference {config.reference_path}, "
         f"{critic}.",
         f"Reward: {' + '.join(terms) or reward.function or reward.model}.",
+        *(f"Evaluation: {one.name}, {counted(one.rollout.samples_per_prompt, 'sample')} each." for one in config.eval),
         f"Output: {config.output_folder}/ ({', '.join(written)}; final model in model/{checkpoints}).",
     ]
     keeps_bits = train.mixed_precision or config.lora.rank  # peft keeps adapters in float32

@@ -12,9 +12,10 @@ import tomli_w
 from pydantic import ValidationError
 
 from coati.config.algorithm import AlgorithmSettings
+from coati.config.evaluation import EvalSettings
 from coati.config.logging_settings import LoggingSettings
 from coati.config.reward import RewardSettings
-from coati.config.section import Section, describe
+from coati.config.section import Section, describe, setting
 from coati.config.sections import (
     Deadlines,
     GeneralSettings,
@@ -28,19 +29,25 @@ from coati.config.sections import (
 from coati.errors import ConfigError
 
 
-def change_paths(sections: dict[str, Any], change: Callable[[str, str], str]) -> None:
+def change_paths(sections: Mapping[str, Any], change: Callable[[str, str], str], *, prefix: str = "") -> None:
     """Replace every path or hub name in a table of sections, sound or not, by `change(setting, path)`."""
     keys = {"model": ("path", "reference", "tokenizer", "critic"), "prompts": ("path",), "reward": ("model",)}
     tables: list[tuple[str, Any, tuple[str, ...]]] = [(name, sections.get(name), keys[name]) for name in keys]
-    reward = sections.get("reward")
-    terms = reward.get("terms") if isinstance(reward, dict) else None
-    if isinstance(terms, list | tuple):
-        tables += [(f"reward.terms[{index}]", term, ("model",)) for index, term in enumerate(terms)]
+    tables += [(f"reward.terms[{index}]", term, ("model",)) for index, term in _tables(sections.get("reward"), "terms")]
     for name, table, names in tables:
         for key in names if isinstance(table, dict) else ():
             path = table.get(key)
             if isinstance(path, str) and path and (key, path) != ("critic", "actor"):
-                table[key] = change(f"{name}.{key}", path)
+                table[key] = change(f"{prefix}{name}.{key}", path)
+    for index, table in _tables(sections, "eval"):
+        change_paths(table, change, prefix=f"eval[{index}].")
+
+
+def _tables(table: Any, key: str) -> list[tuple[int, dict[str, Any]]]:
+    """The tables in a list of tables, with their numbers; none where something else came."""
+    found = table.get(key) if isinstance(table, Mapping) else None
+    listed = found if isinstance(found, list | tuple) else ()
+    return [(index, one) for index, one in enumerate(listed) if isinstance(one, dict)]
 
 
 class RunSettings(Section):
@@ -70,6 +77,7 @@ class RunSettings(Section):
     lora: LoRASettings = LoRASettings()
     deadlines: Deadlines = Deadlines()
     logging: LoggingSettings = LoggingSettings()
+    eval: tuple[EvalSettings, ...] = setting((), rule="a list of tables, [[eval]]", strict=False)
 
     @property
     def output_folder(self) -> Path:
@@ -98,6 +106,11 @@ class RunSettings(Section):
         change_paths(self.model_dump(), lambda key, path: found.setdefault(key, path))
         return found
 
+    def for_evaluation(self, one: EvalSettings) -> Self:
+        """The settings under which a set is sampled and scored: its own prompts, rollout and reward."""
+        own = {"prompts": one.prompts.model_copy(update={"shuffle": False}), "rollout": one.rollout}
+        return self.model_copy(update={**own, "reward": one.reward})
+
     def with_absolute_paths(self) -> Self:
         """Return the same settings with local paths made absolute, so that they mean the same in any process."""
 
@@ -107,8 +120,9 @@ class RunSettings(Section):
 
         sections = self.model_dump()
         change_paths(sections, absolute)
-        places = dict.fromkeys(str(path.resolve()) for path in self.reward_search_paths)  # none twice
-        sections["reward"]["search_paths"] = list(places)
+        for table in (sections["reward"], *(one["reward"] for one in sections["eval"])):
+            places = (str(Path(path).resolve()) for path in (*table["search_paths"], Path.cwd()))
+            table["search_paths"] = list(dict.fromkeys(places))  # none twice
         return type(self).model_validate(sections)
 
     def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
@@ -129,6 +143,19 @@ class RunSettings(Section):
             yield "algorithm.critic_warmup_steps", rule, warmup, "The policy would learn nothing."
         yield from self._sampling_conflicts()
         yield from self._group_conflicts()
+        names, best = [one.name for one in self.eval], [one.name for one in self.eval if one.best_by]
+        if len(set(names)) < len(names):
+            yield "eval", "sets with different names", names, "Give each its own name."
+        for index, one in enumerate(self.eval):
+            if (engine := one.rollout.engine) != self.rollout.engine:
+                yield (
+                    f"eval[{index}].rollout.engine",
+                    "that of [rollout]",
+                    engine,
+                    "Makers have one engine: leave it out.",
+                )
+        if len(best) > 1:
+            yield "eval", "sets of which at most one has best_by", best, "There is one best/ folder: choose one."
 
     def _sampling_conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         """Importance weights compare whole distributions: none makes up for tokens that could not be drawn."""
@@ -192,6 +219,8 @@ def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, sour
     for name, field in RunSettings.model_fields.items():
         if field.is_required():
             sections.setdefault(name, {})  # so that the error names the settings that are missing
+    for _, table in _tables(sections, "eval"):
+        _inherit(table, sections)
     try:
         return RunSettings.model_validate(sections)
     except ValidationError as error:
@@ -200,6 +229,16 @@ def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, sour
     noun = "setting is" if len(problems) == 1 else "settings are"
     lines = "\n".join(f"  {problem}" for problem in problems)
     raise ConfigError(f"{len(problems)} {noun} wrong{where}:\n{lines}")
+
+
+def _inherit(table: dict[str, Any], sections: Mapping[str, Any]) -> None:
+    """Fill in what an evaluation set takes from the run: how to sample, and the reward or where to look for its own."""
+    rollout, reward = sections.get("rollout", {}), sections["reward"]
+    if isinstance(rollout, dict) and isinstance(own := table.setdefault("rollout", {}), dict):
+        table["rollout"] = {**rollout, **own}
+    table.setdefault("reward", copy.deepcopy(reward))
+    if isinstance(reward, dict) and isinstance(own := table["reward"], dict) and "search_paths" in reward:
+        own.setdefault("search_paths", reward["search_paths"])
 
 
 def dump_config(config: RunSettings) -> str:
@@ -231,11 +270,13 @@ def _count_from(folder: Path, data: dict[str, Any]) -> None:
         return str(folder / path) if (folder / path).exists() else path
 
     change_paths(data, place)
-    reward = data.get("reward")
-    paths = reward.setdefault("search_paths", ["."]) if isinstance(reward, dict) else None
-    if isinstance(reward, dict) and isinstance(paths, list) and all(isinstance(path, str) for path in paths):
-        # Absolute, because actors need not start in the driver's working directory.
-        reward["search_paths"] = [str(Path(place("", path)).resolve()) for path in paths]
+    if isinstance(reward := data.get("reward"), dict):
+        reward.setdefault("search_paths", ["."])
+    for table in (reward, *(one.get("reward") for _, one in _tables(data, "eval"))):
+        paths = table.get("search_paths") if isinstance(table, dict) else None
+        if isinstance(table, dict) and isinstance(paths, list) and all(isinstance(path, str) for path in paths):
+            # Absolute, because actors need not start in the driver's working directory.
+            table["search_paths"] = [str(Path(place("", path)).resolve()) for path in paths]
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

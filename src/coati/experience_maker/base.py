@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -187,6 +187,13 @@ class MakerBatch:
         return self.experience
 
 
+class OtherWork(Protocol):
+    """What a maker does now and then besides making experience: an evaluation."""
+
+    def run(self, pipeline: Any) -> None:
+        """Do it, with nothing else in the maker's hands. `pipeline` is its `ExperiencePipeline`."""
+
+
 class WorkSource(ABC):
     """Where a maker's prompts come from: leases, or a data loader. The attributes are those of a data loader."""
 
@@ -200,8 +207,8 @@ class WorkSource(ABC):
     """Prompts that were skipped so far."""
 
     @abstractmethod
-    def __iter__(self) -> Iterator[PromptBatch]:
-        """Yield batches of prompts; may wait for them."""
+    def __iter__(self) -> Iterator[PromptBatch | OtherWork]:
+        """Yield batches of prompts, or other work that comes first; may wait for them."""
 
     def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:  # noqa: ARG002
         """Account for what was made of a batch; returns what is to be delivered."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
 from coati.experience import BufferItem
-from coati.experience_maker.base import MakerBatch, PromptBatch, WorkSource
+from coati.experience_maker.base import MakerBatch, OtherWork, PromptBatch, WorkSource
 from coati.ledger.rules import Ending, Lease, LeaseRequest, LedgerRules
 from coati.peers import Peers, PendingCall, wait_in_slices
 from coati.prompts.stream import PromptStream
@@ -40,7 +40,9 @@ class LeasedPrompts(WorkSource):
         incarnation: int = 0,
         deadlines: Deadlines | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        other_work: Callable[[], OtherWork | None] = lambda: None,
     ) -> None:
+        """`other_work` is asked first, each time; what it returns comes before leases."""
         self._stream = stream
         self._trainers = tuple(trainer_names)
         self._rules = rules
@@ -52,16 +54,17 @@ class LeasedPrompts(WorkSource):
         self._incarnation = incarnation
         self._deadlines = deadlines or Deadlines()
         self._should_stop = should_stop
+        self._other_work = other_work
         self._num_requests = 0
         # By number, the oldest first: one that was taken back may be granted again while its batch is still in work.
         self._held: dict[int, deque[Lease]] = {}
         self._held_lock = threading.Lock()  # prompts are drawn in another thread
         self._endings: dict[str, deque[Ending]] = {name: deque() for name in self._trainers}
 
-    def __iter__(self) -> Iterator[PromptBatch]:
+    def __iter__(self) -> Iterator[PromptBatch | OtherWork]:
         """Yield batches until a stop; waits for leases in between."""
 
-        def ask(seconds: float) -> PromptBatch | bool:
+        def ask(seconds: float) -> PromptBatch | OtherWork | bool:
             if (found := self.poll()) is not None:
                 return found
             self._wait(min(_POLL_SECONDS, seconds))
@@ -73,11 +76,13 @@ class LeasedPrompts(WorkSource):
                 deadline_seconds=self._deadlines.batch_seconds,
                 what=lambda: f"leases for maker {self._maker}, which serves version {self._served.version}",
             )
-            if isinstance(batch, PromptBatch):
+            if not isinstance(batch, bool):
                 yield batch
 
-    def poll(self) -> PromptBatch | None:
+    def poll(self) -> PromptBatch | OtherWork | None:
         """Ask once; None if nothing may be made now."""
+        if (work := self._other_work()) is not None:
+            return work
         numbers = sorted(self._request())
         raw, unusable = self._stream.batch(numbers, group_size=self._rules.group_size) if numbers else (None, {})
         for number, reason in unusable.items():

@@ -26,7 +26,7 @@ from coati.background import BackgroundThread
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded
 from coati.experience import Experience, split_experience_batch
-from coati.experience_maker.base import MakerBatch, PromptBatch, WorkSource
+from coati.experience_maker.base import MakerBatch, OtherWork, PromptBatch, WorkSource
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline
 
@@ -75,14 +75,18 @@ class WorkLoop:
         prompts_thread = BackgroundThread(name="prompts")
         batches = iter(self._source)
 
-        def draw() -> "Future[PromptBatch | None]":
+        def draw() -> "Future[PromptBatch | OtherWork | None]":
             return prompts_thread.run(lambda: next(batches, None))
 
         try:
             while (batch := self._await_prompts(draw())) is not None and not self._stop.is_set():
-                self._hook("on_batch_start")
-                self.make(batch)
-                self._hook("on_batch_end")
+                if isinstance(batch, PromptBatch):
+                    self._hook("on_batch_start")
+                    self.make(batch)
+                    self._hook("on_batch_end")
+                else:
+                    self._finish_pending()  # trainers need not wait for it
+                    batch.run(self._pipeline)
             self._finish_pending()
         finally:
             prompts_thread.close()
@@ -100,8 +104,8 @@ class WorkLoop:
         if (begun.is_ready and not has_time) or not self._source.may_defer:
             self._finish_pending()
 
-    def _await_prompts(self, prompts: "Future[PromptBatch | None]") -> PromptBatch | None:
-        """The prompts that are being drawn; None at their end, or if a stop comes first."""
+    def _await_prompts(self, prompts: "Future[PromptBatch | OtherWork | None]") -> PromptBatch | OtherWork | None:
+        """The prompts that are being drawn, or other work; None at their end, or if a stop comes first."""
         with self._timeline.span(self._source.wait_name):
             since = time.monotonic()
             while not prompts.done():

@@ -41,6 +41,9 @@ class RunSnapshot:
     restarts: int = 0
     """How often makers and trainers that died were started again."""
 
+    evaluation: str = ""
+    """What the last evaluation found."""
+
     @property
     def seconds_left(self) -> float | None:
         """Time to the end at the latest pace; None before the first step, after the last, without a plan."""
@@ -70,6 +73,8 @@ def plain_line(snapshot: RunSnapshot) -> str:
     if snapshot.kl is not None:
         facts.append(f"KL {snapshot.kl:.2f}")
     facts.append(f"version {snapshot.version}")
+    if snapshot.evaluation:
+        facts.append(snapshot.evaluation)
     if snapshot.buffer_batches is not None:
         facts.append(f"buffer {snapshot.buffer_batches}")
     if snapshot.num_made and snapshot.samples_per_second is not None:

@@ -137,7 +137,10 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
 def curves(run: RunFolder) -> list[tuple[str, str, str]]:
     """Return the metrics that have two points or more: what each is, its course, and its first and last value."""
     terms = sorted({name for row in run.metrics for name in row if name.startswith(_TERM)})
-    titles = dict(_CURVES[:1]) | {name: f"reward term: {name.removeprefix(_TERM)}" for name in terms} | dict(_CURVES)
+    found = {name for row in run.metrics for name in row if name.startswith("eval/") and "@" in name}
+    shown = [name for name in sorted(found) if not name.endswith(("_low", "_high"))]
+    titles = {name: name.removeprefix("eval/").replace("/", " ") for name in shown} | dict(_CURVES[:1])
+    titles |= {name: f"reward term: {name.removeprefix(_TERM)}" for name in terms} | dict(_CURVES)
     courses = {title: [value for _, value in run.series(name)] for name, title in titles.items()}
     return [
         (title, sparkline(values), f"{values[0]:,.4g} → {values[-1]:,.4g}")

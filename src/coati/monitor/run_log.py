@@ -26,8 +26,9 @@ class RunLog:
 
     `metrics.jsonl` has one row per training step. Numbers of a weight version (what makers report of the samples it
     wrote, what the update to the next version took) stand in the row of its last step, which is written when makers
-    have moved on to a later version. `samples.jsonl` has samples as text, `spans.jsonl` at most `max_spans` spans,
-    `quarantine.jsonl` the first 1,000 samples on which a reward failed.
+    have moved on to a later version. Numbers of evaluations stand in the first row that is written after they came, and
+    each evaluation has a line in `evaluations.jsonl`. `samples.jsonl` has samples as text, `spans.jsonl` at most
+    `max_spans` spans, `quarantine.jsonl` the first 1,000 samples on which a reward failed.
     Without a folder nothing is written.
     """
 
@@ -56,6 +57,11 @@ class RunLog:
         self._next_sampled_version = 0
         self.rewards: list[tuple[float, float]] = []  # (version, mean reward)
         self.kls: list[tuple[float, float]] = []  # (version, KL per sample)
+        self._evaluated: set[tuple[str, int]] = set()  # sets and versions
+        self._evaluation = ""  # the last
+        self._news: dict[str, float] = {}  # of evaluations, not yet in a row
+        self.stop_reason = ""
+        """Why an evaluation has ended the run."""
         self._quarantined: set[int] = set()  # ids of the samples in quarantine.jsonl
         self.restarts: Mapping[str, int] = {}
         """How often makers and trainers that died were started again; the owner keeps it up to date."""
@@ -90,6 +96,8 @@ class RunLog:
         cut_jsonl(self._folder / "samples.jsonl", lambda row: row["version"] < version)
         failed = cut_jsonl(self._folder / "quarantine.jsonl", lambda row: row["version"] < version)
         self._quarantined = {row["sample_id"] for row in failed}
+        done = cut_jsonl(self._folder / "evaluations.jsonl", lambda row: row["version"] <= version)
+        self._evaluated = {(row["name"], row["version"]) for row in done}
         self._rows = deque(row for row in self._rows if row["step"] <= step)
         self._made = {made_by: made for made_by, made in self._made.items() if made_by < version}
         self._last_row = int([{"step": 0}, *rows, *self._rows][-1]["step"])
@@ -126,7 +134,9 @@ class RunLog:
     def trainer_records(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take a trainer's records: the numbers of each step, and those of each weight update under its last step."""
         for record in records:
-            if "warning" in record:
+            if "evaluation" in record:
+                self._note_evaluation(record["evaluation"])
+            if not record.keys().isdisjoint({"warning", "evaluation"}):
                 continue
             step, version = int(record["batch"]), int(record["version"])
             self.trainer_version = max(self.trainer_version, version)
@@ -162,6 +172,8 @@ class RunLog:
         """Write everything that was reported so far."""
         self._complete_version()
         self._write_rows(is_end=True)
+        if self._news:  # of the final model
+            self._write_row({"step": self.step, "version": self.trainer_version, "time": time.time()})
 
     def snapshot(self) -> RunSnapshot:
         """Return where the run stands."""
@@ -182,6 +194,7 @@ class RunLog:
             startup=self._started - self._opened,
             message=self.message,
             restarts=sum(self.restarts.values()),
+            evaluation=self._evaluation,
         )
 
     def _complete_version(self) -> None:
@@ -207,7 +220,23 @@ class RunLog:
                     merge_metrics(made, self._made.pop(made_by))
                 for name, value in values_of(made).items():
                     self._rows[0].setdefault(name, value)
-            self._append("metrics", [self._rows.popleft()])
+            self._write_row(self._rows.popleft())
+
+    def _write_row(self, row: dict[str, float]) -> None:
+        row, self._news = row | self._news, {}
+        self._append("metrics", [row])
+
+    def _note_evaluation(self, found: Mapping[str, Any]) -> None:
+        """Write down what an evaluation found, once: a checkpoint holds the last records too."""
+        key = found["name"], found["version"]
+        if key in self._evaluated:
+            return
+        self._evaluated.add(key)
+        values = [f"{name} {value:.3f}" for name, value in found.items() if name.startswith("avg@")]
+        self._evaluation = f"{found['name']} {values[0] if values else 'without scores'} (version {found['version']})"
+        self.stop_reason = found.get("stop", "")
+        self._append("evaluations", [{"step": self.step, "time": time.time(), **found}])
+        self._news |= _numbers({f"eval/{found['name']}/{name}": value for name, value in found.items()})
 
     def _quarantine(self, sample: Mapping[str, Any]) -> None:
         """Write a sample down, once: a group that is granted again has the same samples."""

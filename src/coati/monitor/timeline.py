@@ -22,7 +22,7 @@ from coati.monitor.metrics import Mean, Metric, Sum
 from coati.monitor.records import RecordLog, RecordPage
 
 ACTIVITIES: Final = (
-    *("generate", "score", "send", "train", "publish", "commit", "save"),
+    *("generate", "score", "evaluate", "send", "train", "publish", "commit", "save"),
     *("wait_data", "wait_weights", "wait_room", "wait_prompts", "wait_rewards", "wait_ranks", "wait_delivery"),
 )
 """Every activity that actors of this project report, in the order in which reports list them; see docs/report.md."""

@@ -106,6 +106,11 @@ class PromptStream:
             yield self._collate(list(itertools.islice(usable, self._prompts_per_batch)))
 
     @property
+    def num_prompts(self) -> int:
+        """Prompts of one pass."""
+        return len(self._table)
+
+    @property
     def samples_per_batch(self) -> int:
         """Samples of a batch of `prompts_per_batch` prompts."""
         return self._prompts_per_batch * self._samples_per_prompt

@@ -17,6 +17,8 @@ from coati.build import Parts
 from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import ScalingRefused
+from coati.evaluation.schedule import EvalSchedule
+from coati.evaluation.work import EvaluationWork
 from coati.peers import Peer, answer
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
@@ -79,6 +81,7 @@ class ActorFactory:
                 num_threads=build.threads_per_actor(config),
                 incarnation=self._num_created,
                 rules=build.ledger_rules(config),
+                evaluations=functools.partial(EvaluationWork, config, self._parts.reward) if config.eval else None,
                 maker=self._parts.maker,
             ),
         )
@@ -139,6 +142,7 @@ class ActorFactory:
                 rules=build.ledger_rules(config, stream=rank),
                 journal=build.journal_path(config, stream=rank),
                 run_name=config.run.name,
+                evaluations=functools.partial(EvalSchedule, config.eval * (rank == 0), incarnation=incarnation),
                 learner=self._parts.learner,
             ),
         )

@@ -131,7 +131,8 @@ def _environment_of_actors(config: RunSettings, token: Path) -> Iterator[None]:
     """Give this process, inside, the environment that a private Ray and its actors inherit: what is allowed to pass."""
     before = dict(os.environ)
     os.environ.clear()
-    os.environ.update(allowed_environment(before, (*config.topology.environment, *config.reward.secrets)))
+    keys = [key for reward in (config.reward, *(one.reward for one in config.eval)) for key in reward.secrets]
+    os.environ.update(allowed_environment(before, (*config.topology.environment, *keys)))
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # Ray turns tokens on where nothing is said
         os.environ.pop(name, None)
     os.environ |= {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}  # nothing leaves this machine

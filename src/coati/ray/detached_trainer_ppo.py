@@ -14,6 +14,7 @@ from torch import nn
 
 from coati.cpu import set_up_cpu
 from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
+from coati.evaluation.schedule import EvalJob
 from coati.experience import Experience
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger import age_metrics
@@ -107,6 +108,7 @@ class PPOTrainer(DetachedTrainer):
         # Held while weights change and while they are read for publishing, so that no update is torn at its source.
         self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
         self._checkpoints = self._make_checkpoints()
+        self._evaluations = options.evaluations(record=self._records.append, stop=self._stop.set)
         self._continue()
 
     def make_learner(self, actor: nn.Module, critic: nn.Module | None) -> PPOLearner:
@@ -141,6 +143,7 @@ class PPOTrainer(DetachedTrainer):
         counters = self._checkpoints.restore(self.options.resume)
         self.version, self._num_done = counters["version"], counters["fresh"]
         self._num_batches, self._num_samples = counters["batches"], counters.get("samples", 0)
+        self._evaluations.restore(counters.get("evaluations"))
         for record in counters.get("records", ()):  # a synchronous run has written them
             self._records.append(record)
 
@@ -207,9 +210,20 @@ class PPOTrainer(DetachedTrainer):
         with self._hold_weights():  # not in the middle of an update
             self._sender.change_makers(maker_names)
 
+    @ray.method(concurrency_group="buffer_length")  # which no call keeps for long
+    def next_evaluation(self, maker: str, version: int, incarnation: int) -> EvalJob | None:
+        """Give a maker an evaluation that is due."""
+        return self._evaluations.grant(maker, version, incarnation)
+
+    @ray.method(concurrency_group="buffer_length")
+    def evaluated(self, job: EvalJob, found: Mapping[str, Any]) -> bool:
+        """Take what a maker found; False if others have taken its job over."""
+        return self._evaluations.report(EvalJob(*job), found)
+
     def release_maker(self, maker: str, reason: str) -> None:
         """A maker is gone or does not respond: grant its leases to others, and do not wait for it."""
         self._sender.recipients.abandon(maker)
+        self._evaluations.release(maker)
         super().release_maker(maker, reason)
 
     def _update_late_makers(self) -> None:
@@ -290,15 +304,28 @@ class PPOTrainer(DetachedTrainer):
                     "batches": self._num_batches,
                     "samples": self._num_samples,
                     "records": [record for record in records if "warning" not in record],
+                    "evaluations": self._evaluations.state(),
                 }
                 self._checkpoints.save(self.version, counters)
 
     def finish(self) -> None:
-        """Wait until the makers have the last update; raise what went wrong with it."""
+        """Wait until the makers have the last update and have evaluated it; raise what went wrong with it."""
         self._sender.settle()
         self._sender.check()
         self._checkpoints.wait()
+        self._evaluations.end(self.version)
+        wait_in_slices(
+            self._are_evaluated,
+            deadline_seconds=self.deadlines.batch_seconds,
+            what=lambda: f"makers to finish the evaluation of {', '.join(self._evaluations.pending)}",
+        )
         self._learner.check_progress()
+
+    def _are_evaluated(self, seconds: float) -> bool:
+        if self._stop.is_set() or self._evaluations.wait(seconds):
+            return True
+        self._update_late_makers()  # one that was started again may be needed
+        return False
 
     def _refuse_in_group_fit(self) -> None:
         """Saving is collective: ranks that train meanwhile would wait for each other in two places."""

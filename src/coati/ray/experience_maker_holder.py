@@ -101,9 +101,10 @@ class MakerHolder:
         self._timeline = Timeline()
         self._records: RecordLog[dict[str, Any]] = RecordLog()
         set_up_log(debug=debug, records=self._records)
+        strategy = strategy_fn()
         maker = build_maker(
             options.maker,
-            _place_models(strategy_fn(), model_fn),
+            _place_models(strategy, model_fn),
             algorithm=options.algorithm.with_arguments("options.algorithm", kl_coef=("kl_coef", kl_coef, 0.1)),
             engine=options.rollout or "reference",
             seed=options.seed,
@@ -117,6 +118,14 @@ class MakerHolder:
         # One for both: who has leases from a trainer that replaced another delivers to that one.
         self._peers = RayPeers()
         self._sender = self._make_sender()
+        self._evaluations = options.evaluations and options.evaluations(
+            strategy,
+            self._served,
+            peers=self._peers,
+            trainer=self._trainer_names[0],
+            maker=self._name,
+            should_stop=self._stop.is_set,
+        )
         if eval_performance:
             self._callbacks.append(_evaluator_of(maker))
         connect(self._callbacks, self._timeline)
@@ -266,6 +275,7 @@ class MakerHolder:
             incarnation=self._incarnation,
             deadlines=self._deadlines,
             should_stop=self._stop.is_set,
+            other_work=(lambda: None) if self._evaluations is None else self._evaluations.poll,
         )
 
     def _await_first_weights(self) -> None:

@@ -14,6 +14,8 @@ from coati.config import (
     TrainSettings,
 )
 from coati.errors import ConfigError
+from coati.evaluation.schedule import EvalSchedule
+from coati.evaluation.work import EvaluationWork
 from coati.experience_maker import ExperienceMaker, NaiveExperienceMaker
 from coati.ledger import LedgerRules
 from coati.trainer.ppo import PPOLearner
@@ -50,6 +52,8 @@ class TrainerOptions:
     run_name: str = ""
     incarnation: int = 0
     """How often the trainers of the run were started again; makers refuse those that others have replaced."""
+    evaluations: Callable[..., EvalSchedule] = EvalSchedule
+    """Makes the schedule of evaluations, which the first trainer has."""
     learner: Callable[..., PPOLearner] = PPOLearner
     """What makes the learner: a subclass with another loss, for example."""
 
@@ -88,6 +92,8 @@ class MakerOptions:
     """Greater than those of all makers that had its name before."""
     rules: LedgerRules | None = None
     """What trainers lease work by; they bound how old training data gets. None makes all that comes."""
+    evaluations: Callable[..., EvaluationWork] | None = None
+    """Makes what evaluates for the run; None evaluates nothing."""
     maker: Callable[..., ExperienceMaker] = NaiveExperienceMaker
     """Makes the maker: a class or function that takes the four models and, of the keywords algorithm, seed and engine,
     those that it declares."""

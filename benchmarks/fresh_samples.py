@@ -1,4 +1,4 @@
-"""Fresh samples of a model, scored: what a person looks at before and after training."""
+"""Fresh samples of a model: their mean reward, and their KL to the reference, which `coati eval` does not tell."""
 
 import statistics
 from typing import NamedTuple

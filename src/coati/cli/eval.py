@@ -1,0 +1,93 @@
+"""`coati eval MODEL_OR_RUN`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from coati.cli.train import quiet_libraries
+from coati.config import RunSettings, load_config, preflight
+from coati.config.checks import avoid_hub_without_network
+from coati.counting import counted
+from coati.errors import ConfigError
+from coati.prompts.table import looks_local
+from coati.run_folder import MARKER
+
+if TYPE_CHECKING:
+    from coati.evaluation.evaluator import Evaluation
+
+
+def run_eval(
+    target: str, *, settings: Path | None, base: str | None, num_shown: int, output: Path | None, verbose: bool
+) -> None:
+    """Measure a model, and the base model beside it, and print both with their difference."""
+    console = Console()
+    path, config = _resolved(target, settings)
+    quiet_libraries(verbose)
+    avoid_hub_without_network(config)
+    if problems := preflight(config):
+        raise ConfigError("\n".join(problems))
+    from coati.evaluation.evaluator import evaluate_model
+
+    base = config.model.path if base is None else base
+    found: dict[str, list[Evaluation]] = {}
+    for model in [path] if base in ("none", path) else [path, base]:
+        with console.status(f"evaluating {model}"):
+            found[model] = evaluate_model(config, model)
+    for evaluations in zip(*found.values(), strict=True):
+        show_evaluation(console, dict(zip(found, evaluations, strict=True)), num_shown)
+    if output is not None:
+        rows = [{"model": model, **one.record, "all_samples": one.samples} for model in found for one in found[model]]
+        output.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _resolved(target: str, settings: Path | None) -> tuple[str, RunSettings]:
+    """The model that is meant, and the settings: those of a file, or of the run that the model belongs to."""
+    folder = Path(target)
+    if looks_local(target) and not folder.is_dir():
+        raise ConfigError(f"MODEL_OR_RUN must be the folder of a model or of a run, or a hub name, got {target!r}.")
+    run = next((one for one in (folder, *folder.resolve().parents) if (one / MARKER).is_file()), None)
+    source = settings or (run and run / "config.toml")
+    if source is None:
+        raise ConfigError(
+            f"{target!r} lies in no run's folder, which would have its settings. Add --config FILE, with [[eval]] sets."
+        )
+    config = load_config(source)
+    if not config.eval:
+        raise ConfigError(
+            f"{source} has no [[eval]] set. Add one to it, or to a file for --config; docs/evaluation.md has examples."
+        )
+    if run != folder:
+        return target, config
+    if not (folder / "model").is_dir():
+        raise ConfigError(f"the run in {target!r} has saved no model yet. Name a checkpoint: {target}/checkpoints/…")
+    return str(folder / "model"), config
+
+
+def show_evaluation(console: Console, found: "dict[str, Evaluation]", num_shown: int) -> None:
+    """Print what one set found of one model, or of two with their difference, and a few samples."""
+    from coati.evaluation.estimates import paired_difference
+
+    one, *others = found.values()
+    size = f"{counted(one.record['prompts'], 'prompt')}, {counted(one.record['samples'], 'sample')}"
+    table = Table(title=f"{one.record['name']}: {size}; mean and 95 % interval", title_justify="left")
+    for name in ("", *found, *["difference"] * len(others)):
+        table.add_column(name, overflow="fold")
+    for metric, values in one.values.items():
+        differences = (paired_difference(values, other.values[metric]) for other in others)
+        cells = [each.estimates.get(metric, "no scores") for each in found.values()]
+        table.add_row(metric, *map(str, [*cells, *differences]))
+    for label in ("response_length", "cut_fraction", "unscored"):
+        table.add_row(label.replace("_", " "), *(f"{each.record[label]:.3g}" for each in found.values()))
+    console.print(table)
+    rows = Table("model", "score", "prompt and response", show_lines=True)
+    firsts = ([sample for sample in each.samples if sample["sample"] == 0] for each in found.values())
+    for samples in list(zip(*firsts, strict=False))[:num_shown]:
+        for model, sample in zip(found, samples, strict=True):
+            score = "none" if sample["score"] is None else f"{sample['score']:.3g}"
+            rows.add_row(model, score, Text(sample["prompt"], style="dim") + Text(sample["response"]))
+    if num_shown:
+        console.print(rows)

@@ -1,0 +1,174 @@
+"""One evaluation set: its prompts are sampled with one version of the policy, and scored.
+
+Draws are keyed by the set's seed and by the place of the sample in the set. So all versions, models and runs are
+measured with the same draws, and on a CPU a saved model gets the very numbers that it got while it was trained.
+"""
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from coati import build
+from coati.config import EvalSettings, RunSettings
+from coati.cpu import set_up_cpu
+from coati.errors import DataError
+from coati.evaluation.estimates import Estimate, estimate, prompt_values
+from coati.experience_maker.base import LESS_TO_MAKE, PromptBatch
+from coati.gpu import device_errors_explained
+from coati.models.actor import unwrap
+from coati.models.calls import context_length_of
+from coati.prompts.stream import PromptStream
+from coati.prompts.table import looks_local
+from coati.rewards import RewardScorer
+from coati.rollout import GenerateOptions, RolloutEngine, RolloutRequest, generate, make_engine
+
+logger = logging.getLogger(__name__)
+
+# Far from the ids of training, so that draws are fresh even if the set has the run's seed.
+_FIRST_SAMPLE_ID = 1 << 50
+
+
+class Evaluation(NamedTuple):
+    """What one set found of one version."""
+
+    record: dict[str, Any]
+    """Set, version, every metric with its interval (`_low`, `_high`), and counts, as `evaluations.jsonl` has them."""
+    samples: list[dict[str, Any]]
+    """All samples, those of a prompt together: numbers, texts, score (None if there is none) and the reward's error."""
+    values: dict[str, dict[int, float]]
+    """The value of every prompt, by metric."""
+
+    @property
+    def estimates(self) -> dict[str, Estimate]:
+        """Every metric that at least one prompt has a value of."""
+        return {name: estimate(list(values.values())) for name, values in self.values.items() if values}
+
+
+class Evaluator:
+    """Measures models on one set. Prompts and reward are loaded when they are first needed."""
+
+    def __init__(self, config: RunSettings, one: EvalSettings, reward: Callable[..., Any] | None = None) -> None:
+        """`reward` is a function that a program brings in place of `[reward]`, for sets without their own."""
+        self.settings = one
+        self._config = config.for_evaluation(one)
+        self._reward = reward if one.reward == config.reward else None
+
+    @cached_property
+    def _prompts(self) -> PromptStream:
+        return build.make_prompts(self._config)
+
+    @cached_property
+    def _scorer(self) -> RewardScorer:
+        scorer = build.make_scorer(self._config, self._reward)
+        scorer.max_quarantined = max(1, scorer.max_quarantined)  # a sample that it fails on is left out, and named
+        return scorer
+
+    def run(
+        self, engine: RolloutEngine, *, version: int = 0, should_stop: Callable[[], bool] = lambda: False
+    ) -> Evaluation | None:
+        """Sample and score the whole set; rewards of one batch are computed while the next is generated.
+
+        None if a stop came first. Raises RewardError if the reward cannot be used, or has never worked.
+        """
+        started, one, stream = time.monotonic(), self.settings, self._prompts
+        samples: list[dict[str, Any]] = []
+        pending: Iterator[dict[str, Any]] = iter(())
+        num_prompts = min(one.max_prompts or stream.num_prompts, stream.num_prompts)
+        for first in range(0, num_prompts, one.rollout.prompts_per_batch):
+            if should_stop():
+                return None
+            numbers = range(num_prompts)[first : first + one.rollout.prompts_per_batch]
+            raw, _ = stream.batch(numbers, group_size=one.rollout.samples_per_prompt)
+            if raw is not None:
+                begun = self._begin(engine, PromptBatch.parse(raw), version)
+                samples += pending
+                pending = begun
+        samples += pending
+        if not samples:
+            raise DataError(f"evaluation {one.name!r} has no usable prompt among its first {num_prompts}.")
+        return self._summary(samples, {"name": one.name, "version": version, "seconds": time.monotonic() - started})
+
+    @torch.no_grad()
+    def _begin(self, engine: RolloutEngine, prompts: PromptBatch, version: int) -> Iterator[dict[str, Any]]:
+        """Generate, and start to score; returns the samples, which wait for their scores when they are asked for."""
+        prompts = prompts.to(next(engine.model.parameters()).device)
+        assert prompts.sample_ids is not None
+        options = GenerateOptions.parse(**self._config.rollout.generate_options)
+        context, lengths = context_length_of(unwrap(engine.model)), prompts.attention_mask.sum(dim=1)
+        limits = torch.full_like(lengths, self._config.rollout.max_new_tokens)
+        request = RolloutRequest(
+            input_ids=prompts.input_ids,
+            attention_mask=prompts.attention_mask,
+            sample_ids=prompts.sample_ids + _FIRST_SAMPLE_ID,
+            seed=self.settings.seed,
+            options=options.with_tokenizer(self._scorer.tokenizer),
+            max_new_tokens=limits if context is None else torch.minimum(limits, context - lengths),
+        )
+        with device_errors_explained(f"evaluating {len(prompts)} samples of {self.settings.name!r}", LESS_TO_MAKE):
+            rollout = generate(engine, request, version=version)
+        tokens = (rollout.sequences, rollout.attention_mask, rollout.action_mask)
+        pending, per_prompt = self._scorer.begin(*tokens, prompts.columns), self.settings.rollout.samples_per_prompt
+        columns = (prompts.sample_ids, rollout.action_mask.sum(dim=1), rollout.is_cut)
+
+        def finished() -> Iterator[dict[str, Any]]:
+            scores, texts = pending().tolist(), pending.request
+            for row, (number, length, is_cut) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+                yield {
+                    "prompt_number": number // per_prompt,
+                    "sample": number % per_prompt,
+                    "prompt": texts.prompts[row],
+                    "response": texts.completions[row],
+                    "score": scores[row] if math.isfinite(scores[row]) else None,
+                    "error": pending.failures.get(row),
+                    "tokens": length,
+                    "is_cut": is_cut,
+                }
+
+        return finished()
+
+    def _summary(self, samples: list[dict[str, Any]], record: dict[str, Any]) -> Evaluation:
+        one, scores = self.settings, dict[int, list[float]]()
+        for sample in samples:
+            scores.setdefault(sample["prompt_number"], []).extend([sample["score"]] * (sample["score"] is not None))
+        values = prompt_values(scores, one.rollout.samples_per_prompt, one.ks, pass_score=one.pass_score)
+        found = Evaluation(record, samples, values)
+        for name, (mean, low, high) in found.estimates.items():
+            record |= {name: mean, f"{name}_low": low, f"{name}_high": high}
+        record |= {
+            "prompts": len(scores),
+            "samples": len(samples),
+            "unscored": (lost := sum(sample["score"] is None for sample in samples)),
+            "response_length": statistics.fmean(sample["tokens"] for sample in samples),
+            "cut_fraction": statistics.fmean(sample["is_cut"] for sample in samples),
+        }
+        if lost:
+            errors = [sample["error"] for sample in samples if sample["error"]]
+            logger.error(
+                "evaluation %r of version %d: %d of %d samples have no score, and the numbers are of the others: %s",
+                *(one.name, record["version"], lost, len(samples)),
+                f"the reward failed on {len(errors)}, first: {errors[0]}" if errors else "the reward gave them none",
+            )
+        return found
+
+
+def evaluate_model(config: RunSettings, path: str) -> list[Evaluation]:
+    """Measure the model in a folder, or on the hub, on all sets of the settings."""
+    set_up_cpu(build.threads_per_actor(config))
+
+    def has(file: str) -> bool:
+        return not looks_local(path) or (Path(path) / file).is_file()
+
+    own = {"tokenizer": config.model.tokenizer or (path if has("tokenizer_config.json") else config.tokenizer_path)}
+    if has("config.json"):  # and not only adapters
+        own["path"] = path
+    config = config.model_copy(update={"model": config.model.model_copy(update=own)})
+    engine = make_engine(config.rollout, build.load_actor(config, path))
+    found = (Evaluator(config, one).run(engine) for one in config.eval)
+    return [evaluation for evaluation in found if evaluation is not None]

@@ -1,0 +1,114 @@
+"""A maker's side of evaluations: asks for those that are due, makes them with one version of the weights, reports."""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from coati import build, faults
+from coati.config import RunSettings
+from coati.config.checks import read_json
+from coati.errors import CheckpointError, PeerDied
+from coati.evaluation.evaluator import Evaluator
+from coati.evaluation.schedule import EvalJob
+from coati.experience_maker.pipeline import ExperiencePipeline
+from coati.monitor.metrics import append_jsonl
+from coati.peers import Peers, answer
+from coati.rollout import make_engine
+from coati.trainer.strategies import Strategy
+from coati.weights.served import ServedModels
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+
+
+class EvaluationWork:
+    """What a maker does besides making experience. `run` makes the evaluation that `poll` found to be due.
+
+    It writes all samples to the run's folder and, if this is the best version so far, the model.
+    """
+
+    def __init__(
+        self,
+        config: RunSettings,
+        reward: Callable[..., Any] | None,
+        strategy: Strategy,
+        served: ServedModels,
+        *,
+        peers: Peers,
+        trainer: str,
+        maker: str,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`strategy` saves models; `reward` is a function that a program brings in place of `[reward]`."""
+        self._config = config
+        self._evaluators = {one.name: Evaluator(config, one, reward) for one in config.eval}
+        self._strategy, self._served = strategy, served
+        self._peers, self._trainer, self._maker = peers, trainer, maker
+        self._should_stop = should_stop
+        self._job: EvalJob | None = None
+
+    def poll(self) -> Self | None:
+        """Ask for an evaluation; itself if one is due that this maker is to make."""
+        if not self._evaluators:
+            return None
+        incarnation = self._served.incarnation  # before the version, which must not be from before them
+        job = self._ask("next_evaluation", self._maker, self._served.version, incarnation)
+        self._job = None if job is None else EvalJob(*job)
+        return None if job is None else self
+
+    def run(self, pipeline: ExperiencePipeline) -> None:
+        """Make the evaluation, report it, and save the model if it is the best; no weights change meanwhile."""
+        job, self._job = self._job, None
+        assert job is not None
+        maker = pipeline.maker
+        engine = getattr(maker, "engine", None) or make_engine(self._config.rollout, maker.actor)
+        with pipeline.timeline.span("evaluate"), self._served.use() as version:
+            evaluator = self._evaluators[job.name]
+            found = evaluator.run(engine, version=version, should_stop=self._should_stop)
+            if found is None:
+                return
+            faults.reach("maker.evaluated")
+            folder, record = self._config.output_folder.resolve(), dict(found.record)
+            try:
+                path = folder / "evaluations" / f"{job.name}-{version}.jsonl"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.unlink(missing_ok=True)
+                append_jsonl(path, found.samples)
+                if metric := evaluator.settings.best_by:
+                    record["is_best"] = self._keep_best(pipeline, record, metric, folder / "best")
+            except (OSError, CheckpointError) as error:  # what was found is worth more
+                logger.error("a file of evaluation %r of version %d is missing: %s", job.name, version, error)
+            self._ask("evaluated", job, record)
+
+    def _keep_best(self, pipeline: ExperiencePipeline, record: Mapping[str, Any], metric: str, path: Path) -> bool:
+        """Save the model if it is better than the one in the folder; whether it is the best so far.
+
+        The file beside the model says how good it is, so no restart can make the two differ. One that is there and has
+        not been reported is this version, found by a maker that died after it had saved it.
+        """
+        best = read_json(path / "evaluation.json") or {}
+        if record.get(metric, -math.inf) <= best.get(metric, -math.inf):
+            return bool(best.get("version") == record["version"])
+
+        def add(folder: Path) -> None:
+            build.load_tokenizer(self._config).save_pretrained(folder)
+            (folder / "evaluation.json").write_text(json.dumps(record, indent=1))
+
+        self._strategy.save_model(pipeline.maker.actor, path, add=add)
+        return True
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Ask the trainer, again if the connection broke; None if it is gone."""
+        what, seconds = f"an answer to {method}", self._config.deadlines.update_seconds
+        for _ in range(_ATTEMPTS):
+            if (peer := self._peers.find_now(self._trainer)) is None:
+                break
+            try:
+                return answer(peer.call(method, *args), what, seconds=seconds, who=self._trainer)
+            except PeerDied:
+                self._peers.forget(self._trainer)  # its successor may take its name
+        return None

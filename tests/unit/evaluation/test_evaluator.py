@@ -1,0 +1,95 @@
+"""One set and one model: its own prompts, sampling and reward; every score counted once, and no failure as a 0."""
+
+import logging
+import statistics
+
+import pytest
+
+from coati.errors import RewardError
+from coati.evaluation.estimates import estimate, pass_at_k
+from coati.evaluation.evaluator import evaluate_model
+
+FOUR = {"samples_per_prompt": 4}
+
+
+@pytest.fixture
+def evaluate(config_of, words):
+    def run(*sets, **sections):
+        return evaluate_model(config_of(*sets, **sections), str(words / "model"))
+
+    return run
+
+
+def scores_by_prompt(found):
+    scores = {}
+    for sample in found.samples:
+        scores.setdefault(sample["prompt_number"], []).append(sample["score"])
+    return scores
+
+
+def test_every_prompt_is_sampled_and_the_numbers_are_those_of_the_samples(evaluate):
+    (found,) = evaluate({"rollout": FOUR, "pass_at": [1, 3], "reward": {"function": "rewards_of_evaluation:has_c"}})
+    scores = scores_by_prompt(found)
+    assert [len(own) for own in scores.values()] == [4] * 5
+    assert {sample["prompt"] for sample in found.samples} == {"c", "d", "e f", "h", "a b c d"}
+    assert all(sample["score"] == float("c" in sample["response"]) for sample in found.samples)
+    assert found.estimates["avg@4"] == estimate([statistics.fmean(own) for own in scores.values()])
+    assert found.estimates["pass@3"] == estimate([pass_at_k(4, int(sum(own)), 3) for own in scores.values()])
+    assert set(found.estimates) == {"avg@4", "pass@1", "pass@3"}
+    assert (found.record["prompts"], found.record["samples"], found.record["unscored"]) == (5, 20, 0)
+    assert 0 < found.estimates["avg@4"].mean < 1, "or the test shows nothing"
+
+
+def test_the_company_of_a_sample_changes_nothing(evaluate):
+    together, apart = (evaluate({"rollout": {**FOUR, "prompts_per_batch": size}})[0] for size in (5, 2))
+    assert together.samples == apart.samples
+    assert together.estimates == apart.estimates
+
+
+def test_draws_are_the_sets_own(evaluate):
+    first, again, other = (evaluate({"rollout": FOUR, "seed": seed})[0] for seed in (0, 0, 1))
+    assert first.samples == again.samples != other.samples
+    elsewhere = evaluate({"rollout": FOUR}, run={"seed": 7})[0]
+    assert elsewhere.samples == first.samples, "whatever the seed of the run"
+
+
+def test_sampling_is_the_sets_own_and_else_that_of_the_run(evaluate):
+    plain, greedy, short = evaluate(
+        {"name": "plain", "rollout": FOUR},
+        {"name": "greedy", "rollout": {**FOUR, "do_sample": False}},
+        {"name": "short", "rollout": {**FOUR, "max_new_tokens": 1}},
+    )
+    for samples in scores_by_prompt(greedy).values():
+        assert len(set(samples)) == 1
+    assert len({sample["response"] for sample in plain.samples}) > len({s["response"] for s in greedy.samples})
+    assert {sample["tokens"] for sample in short.samples} == {1}
+    assert max(sample["tokens"] for sample in plain.samples) == 4
+
+
+def test_the_datasets_columns_reach_the_reward_and_a_set_may_be_cut(evaluate):
+    (found,) = evaluate({"max_prompts": 3, "rollout": FOUR, "reward": {"function": "rewards_of_evaluation:is_answer"}})
+    answers = dict(zip(range(3), "abc", strict=True))
+    assert len(found.samples) == 12
+    assert all(one["score"] == float(answers[one["prompt_number"]] in one["response"]) for one in found.samples)
+
+
+@pytest.mark.parametrize("reward", ["raises_on_g", "gives_g_none"])
+def test_a_sample_without_a_score_is_left_out_and_said_and_never_a_0(evaluate, reward, caplog):
+    with caplog.at_level(logging.ERROR):
+        (found,) = evaluate({"rollout": FOUR, "reward": {"function": f"rewards_of_evaluation:{reward}"}})
+    lost = [sample for sample in found.samples if "g" in sample["response"]]
+    assert lost
+    assert all(sample["score"] is None for sample in lost)
+    assert all(bool(sample["error"]) == (reward == "raises_on_g") for sample in lost)
+    kept = [[score for score in own if score is not None] for own in scores_by_prompt(found).values()]
+    assert found.estimates["avg@4"].mean == pytest.approx(
+        statistics.fmean(statistics.fmean(own) for own in kept if own)
+    )
+    assert len(found.values["pass@4"]) == sum(len(own) == 4 for own in kept) < 5
+    assert found.record["unscored"] == len(lost)
+    assert f"{len(lost)} of 20" in caplog.text
+
+
+def test_a_reward_that_never_works_is_an_error(evaluate):
+    with pytest.raises(RewardError, match="no such column"):
+        evaluate({"reward": {"function": "rewards_of_evaluation:always_raises"}})

@@ -1,0 +1,59 @@
+"""The examples in docs/evaluation.md run."""
+
+import re
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from coati.config import build_config, dump_config, load_config
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_settings_are_settings():
+    (text,) = blocks("toml")
+    run = {"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {"function": "rewards:f"}}
+    (one,) = build_config({**run, **tomllib.loads(text)}).eval
+    assert (one.patience, one.rollout.samples_per_prompt, one.best_by) == (5, 8, "avg@8")
+
+
+def test_the_program_runs(config_of, words, tmp_path, monkeypatch, capsys):
+    config = config_of({"rollout": {"samples_per_prompt": 4}})
+    (tmp_path / "run.toml").write_text(dump_config(config))
+    shutil.copytree(words / "model", tmp_path / "runs" / "film" / "model")
+    monkeypatch.chdir(tmp_path)
+    (program,) = blocks("python")
+    exec(compile(program, "docs/evaluation.md", "exec"), {})
+    estimate, difference = re.findall(r"-?\d\.\d{3} \[-?\d\.\d{3}, -?\d\.\d{3}\]", capsys.readouterr().out)
+    assert estimate.startswith("0.")
+    assert difference == "0.000 [0.000, 0.000]", "both are the same model"
+
+
+def test_the_example_has_a_set_of_prompts_that_are_not_trained_on(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(Path("examples/film/run.toml"))
+    trained, held_out = (
+        set(Path(one.path).read_text().splitlines()) for one in (config.prompts, config.eval[0].prompts)
+    )
+    assert trained.isdisjoint(held_out)
+    assert len(held_out) == 8
+
+
+@pytest.mark.parametrize(
+    "command", [line.partition("#")[0].split() for block in blocks("bash") for line in block.splitlines()]
+)
+def test_the_commands_have_these_options(command):
+    from typer.testing import CliRunner
+
+    from coati.cli.main import app
+
+    assert command[:2] == ["coati", "eval"]
+    said = CliRunner().invoke(app, ["eval", "--help"], env={"COLUMNS": "200"}).output
+    assert all(word in said for word in command[2:] if word.startswith("--"))

@@ -1,0 +1,99 @@
+"""`[[eval]]` in a settings file: what a set takes from the run, and what is refused."""
+
+import json
+
+import pytest
+
+from coati.config import build_config, dump_config, load_config, plan_lines, preflight
+from coati.errors import ConfigError
+
+RUN = {
+    "model": {"path": "m"},
+    "prompts": {"path": "train.jsonl"},
+    "reward": {"function": "rewards:f", "search_paths": ["/here"]},
+    "rollout": {"samples_per_prompt": 4, "max_new_tokens": 9},
+}
+
+
+def settings(**one):
+    held_out = {"name": "held-out", "prompts": {"path": "test.jsonl"}}
+    return build_config({**RUN, "eval": [held_out | one]})
+
+
+def test_what_a_set_leaves_out_is_the_runs():
+    (one,) = settings(rollout={"temperature": 0.6}).eval
+    assert (one.rollout.temperature, one.rollout.max_new_tokens, one.rollout.samples_per_prompt) == (0.6, 9, 4)
+    assert one.reward.function == "rewards:f"
+    assert one.metrics == ["avg@4", "pass@1", "pass@4"]
+    (own,) = settings(reward={"function": "rewards:exact"}).eval
+    assert (own.reward.function, list(own.reward.search_paths)) == ("rewards:exact", ["/here"])
+
+
+def test_a_dumped_file_means_the_same(tmp_path):
+    config = settings(rollout={"top_p": 0.9}, every=5, best_by="pass@4", patience=3, pass_at=[2, 4])
+    (tmp_path / "run.toml").write_text(dump_config(config))
+    assert load_config(tmp_path / "run.toml").eval == config.eval
+
+
+def test_paths_count_from_the_folder_of_the_file(tmp_path):
+    (tmp_path / "test.jsonl").write_text("")
+    (tmp_path / "run.toml").write_text(dump_config(settings()))
+    config = load_config(tmp_path / "run.toml")
+    assert config.eval[0].prompts.path == str(tmp_path / "test.jsonl")
+    assert config.input_paths["eval[0].prompts.path"] == str(tmp_path / "test.jsonl")
+
+
+def test_modules_of_rewards_are_looked_for_where_the_set_says_and_else_where_the_run_does(tmp_path):
+    (tmp_path / "graders").mkdir()
+    own = settings(reward={"function": "g:f", "search_paths": ["graders"]})
+    (tmp_path / "run.toml").write_text(dump_config(own))
+    config = load_config(tmp_path / "run.toml").with_absolute_paths()
+    assert config.eval[0].reward.search_paths[0] == str(tmp_path / "graders")
+    assert str(tmp_path / "graders") not in config.reward.search_paths
+    assert settings().with_absolute_paths().eval[0].reward == settings().with_absolute_paths().reward
+
+
+@pytest.mark.parametrize(
+    ("one", "key"),
+    [
+        ({"name": "Held out"}, "name"),
+        ({"prompts": {}}, "prompts.path"),
+        ({"rollout": {"temperature": -1.0}}, "rollout.temperature"),
+        ({"rollout": {"engine": "reference"}}, "rollout.engine"),
+        ({"pass_at": [8]}, "pass_at"),
+        ({"pass_at": [0]}, "pass_at"),
+        ({"best_by": "avg@1"}, "best_by"),
+        ({"patience": 2, "best_by": "avg@4"}, "patience"),
+        ({"interval": 2}, "interval"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(one, key):
+    with pytest.raises(ConfigError) as error:
+        settings(**one)
+    assert f"eval[0].{key}" in str(error.value)
+
+
+def test_names_differ_and_one_set_chooses_the_best():
+    first = {"name": "a", "prompts": {"path": "a.jsonl"}, "best_by": "avg@4"}
+    for second in ({**first, "name": "b"}, {**first, "best_by": ""}):
+        with pytest.raises(ConfigError, match="eval"):
+            build_config({**RUN, "eval": [first, second]})
+
+
+def test_a_set_is_checked_before_anything_starts(tmp_path):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n")
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "a"}) + "\n")
+    (tmp_path / "graders.py").write_text("def f(completions):\n    return [0.0] * len(completions)\n")
+    run = {**RUN, "prompts": {"path": str(tmp_path / "train.jsonl")}}
+    run["reward"] = {"function": "graders:f", "search_paths": [str(tmp_path)]}
+    held_out = {"name": "held-out", "prompts": {"path": str(tmp_path / "test.jsonl")}}
+    problems = preflight(build_config({**run, "eval": [held_out | {"reward": {"function": "graders:g"}}]}))
+    own = [problem for problem in problems if "held-out" in problem]
+    assert len(own) == 2
+    assert any("'prompt'" in problem for problem in own)
+    assert any("graders:g" in problem for problem in own)
+
+
+def test_the_plan_tells_of_sets():
+    (line,) = [line for line in plan_lines(settings(every=5)) if line.startswith("Evaluation")]
+    assert "held-out, 4 samples" in line

@@ -1,0 +1,172 @@
+"""A maker that evaluates, on threads: its weights are held, answers are lost, trainers die."""
+
+import json
+
+import pytest
+import torch
+from thread_peers import ThreadPeers
+
+from coati import build
+from coati.errors import CheckpointError
+from coati.evaluation.schedule import EvalSchedule
+from coati.evaluation.work import EvaluationWork
+from coati.experience_maker import NaiveExperienceMaker
+from coati.experience_maker.pipeline import ExperiencePipeline
+from coati.monitor import read_jsonl
+from coati.rollout import ReferenceEngine
+from coati.trainer.strategies import DDPStrategy
+from coati.weights.served import ServedModels, VerifiedUpdate
+
+
+class Trainer:
+    """The side of a trainer that makers call."""
+
+    def __init__(self, config, **options):
+        self.records = []
+        self.schedule = EvalSchedule(config.eval, record=self.records.append, **options)
+
+    def next_evaluation(self, maker, version, incarnation):
+        return self.schedule.grant(maker, version, incarnation)
+
+    def evaluated(self, job, found):
+        return self.schedule.report(job, found)
+
+    @property
+    def versions(self):
+        return [record["evaluation"]["version"] for record in self.records]
+
+
+class WatchedEngine(ReferenceEngine):
+    """Does something before each batch."""
+
+    def __init__(self, model, before_batch):
+        super().__init__(model)
+        self._before_batch = before_batch
+
+    def submit(self, request):
+        self._before_batch()
+        super().submit(request)
+
+
+class Maker:
+    """A maker of the run, without its loop."""
+
+    def __init__(self, config, peers, before_batch=lambda: None, **options):
+        models = build.maker_models(config)
+        strategy = DDPStrategy(seed=0, device="cpu")
+        engine = WatchedEngine(models[0], before_batch)
+        maker = NaiveExperienceMaker(*models, algorithm=config.algorithm, engine=engine)
+        self.served = ServedModels(maker.trained_models)
+        self.pipeline = ExperiencePipeline(maker, self.served)
+        self.work = EvaluationWork(
+            config, None, strategy, self.served, peers=peers, trainer="trainer", maker="maker-0", **options
+        )
+
+    def turn(self):
+        """What the loop does when it asks for work; returns whether there was an evaluation."""
+        if (work := self.work.poll()) is None:
+            return False
+        work.run(self.pipeline)
+        return True
+
+    def update(self, version, scale=1.1):
+        """New weights, all of them scaled."""
+        tensors = {
+            (label, name): tensor * scale if tensor.is_floating_point() else tensor
+            for label, module in self.served.modules.items()
+            for name, tensor in module.state_dict().items()
+        }
+        return VerifiedUpdate(version=version, tensors=tensors, is_full=True)
+
+
+@pytest.fixture
+def config(config_of):
+    return config_of({"best_by": "avg@2", "rollout": {"samples_per_prompt": 2, "prompts_per_batch": 2}})
+
+
+def test_weights_that_come_meanwhile_wait_until_it_is_done(config):
+    trainer = Trainer(config)
+    maker = Maker(config, ThreadPeers(trainer=trainer), lambda: maker.served.offer(maker.update(1)))
+    calm = Maker(config, ThreadPeers(trainer=Trainer(config)))
+    before = {name: tensor.clone() for name, tensor in maker.served.modules["actor"].state_dict().items()}
+    assert maker.turn()
+    assert maker.served.version == 1, "they serve now"
+    saved = build.load_actor(config, str(config.output_folder / "best")).state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in before.items()), "the version that was evaluated"
+    assert calm.turn()
+    first = config.output_folder / "evaluations" / "held-out-0.jsonl"
+    assert trainer.versions == [0]
+    assert len(read_jsonl(first)) == 10
+    assert not maker.turn()
+
+
+def test_a_report_whose_answer_is_lost_counts_once(config):
+    trainer = Trainer(config)
+    peers = ThreadPeers(trainer=trainer)
+    peers.drop_reply("trainer", "evaluated")
+    assert Maker(config, peers).turn()
+    assert trainer.versions == [0]
+
+
+def test_the_best_model_is_kept_whatever_dies(config_of):
+    config = config_of({"best_by": "avg@2", "every": 1, "rollout": {"samples_per_prompt": 2}})
+    trainer = Trainer(config)
+    maker = Maker(config, ThreadPeers(trainer=trainer))
+    values, kept = [], []
+    for version in range(4):
+        if version:
+            maker.served.offer(maker.update(version, scale=(3.0 if version % 2 else -3.0)))
+        assert maker.turn()
+        values.append(trainer.records[-1]["evaluation"]["avg@2"])
+        kept.append(json.loads((config.output_folder / "best" / "evaluation.json").read_text())["version"])
+    bests = [max(range(n + 1), key=lambda version: values[version]) for n in range(4)]  # the first of equals
+    assert len(set(values)) > 1, "or the test shows nothing"
+    assert kept == bests
+    assert [record["evaluation"]["is_best"] for record in trainer.records] == [
+        n == best for n, best in enumerate(bests)
+    ]
+    again = Trainer(config)
+    successor = Maker(config, ThreadPeers(trainer=again))
+    assert successor.turn()
+    expected = bests[-1] == 0
+    assert again.records[-1]["evaluation"]["is_best"] == expected, "what was saved and not reported is found again"
+
+
+def test_an_evaluation_whose_grant_was_lost_is_made(config):
+    trainer = Trainer(config)
+    peers = ThreadPeers(trainer=trainer)
+    peers.drop_reply("trainer", "next_evaluation")
+    assert Maker(config, peers).turn()
+    assert trainer.versions == [0]
+
+
+def test_a_trainer_that_dies_meanwhile_leaves_a_maker_that_serves_the_next(config):
+    peers = ThreadPeers(trainer=Trainer(config))
+    maker = Maker(config, peers, lambda: peers.kill("trainer"))
+    assert maker.turn()
+    assert not maker.turn(), "there is no trainer"
+    second = Trainer(config, incarnation=1)
+    peers.add("trainer", second)
+    assert not maker.turn(), "its weights are those of the first trainer"
+    maker.served.offer(VerifiedUpdate(version=0, incarnation=1, tensors=maker.update(0).tensors, is_full=True))
+    maker.pipeline.maker.engine._before_batch = lambda: None
+    assert maker.turn()
+    assert second.versions == [0]
+
+
+def test_what_was_found_counts_even_if_the_model_cannot_be_saved(config, monkeypatch, caplog):
+    def full(*args, **kwargs):
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(DDPStrategy, "save_model", full)
+    trainer = Trainer(config)
+    assert Maker(config, ThreadPeers(trainer=trainer)).turn()
+    assert trainer.versions == [0]
+    assert "disk is full" in caplog.text
+
+
+def test_a_stop_ends_it_between_two_batches(config):
+    trainer, batches = Trainer(config), []
+    maker = Maker(config, ThreadPeers(trainer=trainer), lambda: batches.append(1), should_stop=lambda: len(batches) > 1)
+    assert maker.turn()
+    assert (len(batches), trainer.versions) == (2, [])
