@@ -111,7 +111,7 @@ def test_a_driver_that_is_killed_leaves_nothing_running(living_run):
     living_run.end()
     assert json.loads((living_run.out / "state.json").read_text())["status"] == "running"
     with pytest.raises(ConfigError, match="no run is alive"):  # it can be told from one that trains
-        ask_for_makers(living_run.out, 2, deadline_seconds=1)
+        ask_for_makers(living_run.out, 2)
 
 
 @pytest.mark.long

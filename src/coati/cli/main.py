@@ -97,14 +97,13 @@ def train(
 def scale(
     folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run that is training.")],
     makers: Annotated[int, typer.Option(help="Target number of makers.")],
-    timeout: Annotated[float, typer.Option(help="Seconds to wait; the run keeps trying after that.")] = 600.0,
 ) -> None:
-    """Change the number of makers of a running job."""
+    """Change the number of makers of a running job. Its progress shows when they have joined or left."""
     from coati.counting import counted
     from coati.monitor.control import ask_for_makers
 
-    state = ask_for_makers(folder, makers, deadline_seconds=timeout, on_progress=typer.echo)
-    typer.echo(f"The run in {folder} has {counted(state.makers, 'maker')}.")
+    state = ask_for_makers(folder, makers)
+    typer.echo(f"Asked the run in {folder}, which has {counted(state.makers, 'maker')}, for {makers}.")
 
 
 @app.command(name="eval")

@@ -1,31 +1,26 @@
-"""Requests to a running job, through two small files in its folder.
+"""How many makers a running job shall have, and what it says of itself: two small files in its folder.
 
-`control.json` holds a request (`coati scale`); `state.json` what the run reports: its status, how many makers it has,
-and its answer to the request. Both are replaced as a whole, so a reader never sees half of one. Only requests in a file
-that the run's own user owns are followed; no port is opened.
+`coati scale` writes `control.json`, and the run follows it; `state.json` has the run's status, its makers and what it
+waits for. Both are replaced as a whole, so a reader never sees half of one. Only a request in a file that the run's own
+user owns is followed; no port is opened.
 """
 
 import logging
 import os
 import socket
 import stat
-import time
-import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coati.counting import counted
-from coati.errors import ConfigError, DataError, DeadlineExceeded, ScalingRefused
+from coati.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
 MAX_MAKERS = 64
 
 _CONTROL, _STATE = "control.json", "state.json"
-_POLL_SECONDS = 0.2
 _MAX_REQUEST_BYTES = 4096
 
 
@@ -34,7 +29,6 @@ class MakersRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True)
 
-    request_id: str
     makers: int = Field(ge=1, le=MAX_MAKERS)
 
 
@@ -46,10 +40,7 @@ class RunState(BaseModel):
     host: str = Field(default_factory=socket.gethostname)
     makers: int
     message: str = ""
-    request_id: str = ""
-    """The newest request that the run has begun."""
-    answer: Literal["", "working", "done", "refused"] = ""
-    """To that request."""
+    """What it waits for until makers have joined or left, why they could not, or how it ended."""
 
 
 class RunControl:
@@ -58,87 +49,43 @@ class RunControl:
     def __init__(self, folder: Path, *, makers: int) -> None:
         self._folder = folder
         self._has_warned = False
+        self._written: RunState | None = None
         self._state = RunState(makers=makers)
         self._last_seen = _signature(folder / _CONTROL)  # what is there already was not meant for this run
         self.report()
 
-    def new_request(self) -> MakersRequest | None:
-        """Return a request that was not there before, once the last one is answered, and report that work on it begins.
-
-        One that cannot be followed is refused with a warning.
-        """
+    def new_request(self) -> int | None:
+        """Return the makers that were asked for since the last call. What is no request is refused with a warning."""
         path = self._folder / _CONTROL
         signature = _signature(path)
-        if self.is_working or signature is None or signature == self._last_seen:
+        if signature is None or signature == self._last_seen:
             return None
         self._last_seen = signature
         try:
-            request = _read_request(path)
+            return _read_request(path).makers
         except (DataError, OSError) as error:
             logger.warning("Request refused; training continues. %s", error)
             return None
-        self.report(request_id=request.request_id, answer="working", message="")
-        return request
-
-    @property
-    def is_working(self) -> bool:
-        """Whether a request is not answered yet."""
-        return self._state.answer == "working"
 
     def report(self, **changes: Any) -> None:
-        """Write the state with these fields changed."""
+        """Write the state with these fields changed, if that makes it another one."""
         self._state = self._state.model_copy(update=changes)
+        if self._state == self._written:
+            return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             _replace(self._folder / _STATE, self._state)
+            self._written = self._state
         except OSError as error:
             if not self._has_warned:
                 logger.warning("%s cannot be written, so coati scale will not work: %s", _STATE, error)
             self._has_warned = True
 
 
-def ask_for_makers(
-    folder: Path,
-    makers: int,
-    *,
-    deadline_seconds: float,
-    on_progress: Callable[[str], None] = lambda _: None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> RunState:
-    """Ask the run in `folder` for this number of makers, and wait until it has them.
-
-    `on_progress` gets each new message of the run. Raises ConfigError if no run is alive there, ScalingRefused if the
-    run refuses or works on another request, DeadlineExceeded if it takes longer.
-    """
+def ask_for_makers(folder: Path, makers: int) -> RunState:
+    """Ask the run in `folder` for this number of makers; returns its state. ConfigError if no run is alive there."""
     if not 1 <= makers <= MAX_MAKERS:
         raise ConfigError(f"--makers must be a whole number from 1 to {MAX_MAKERS}, got {makers}.")
-    state = _state_of_living_run(folder)
-    if state.answer == "working":
-        raise ScalingRefused(f"the run is working on another request ({state.message}). Try again when it is done.")
-    request = MakersRequest(request_id=uuid.uuid4().hex, makers=makers)
-    _replace(folder / _CONTROL, request)
-    on_progress(f"the run has {counted(state.makers, 'maker')} and is {state.status}; waiting for it to begin")
-    started, shown = clock(), ""
-    while True:
-        state = _state_of_living_run(folder)
-        if state.request_id == request.request_id:
-            if state.answer == "done":
-                return state
-            if state.answer == "refused":
-                raise ScalingRefused(state.message)
-            if state.message not in ("", shown):
-                on_progress(shown := state.message)
-        if clock() - started >= deadline_seconds:
-            raise DeadlineExceeded(
-                f"waited {deadline_seconds:g} s for the run in {str(folder)!r} (process {state.pid} on {state.host}) "
-                f"to have {counted(makers, 'maker')}; it has {state.makers}"
-                f"{': ' + state.message if state.message else ''}. The request stays valid."
-            )
-        sleep(_POLL_SECONDS)
-
-
-def _state_of_living_run(folder: Path) -> RunState:
     path = folder / _STATE
     try:
         state = RunState.model_validate_json(path.read_bytes())
@@ -151,6 +98,7 @@ def _state_of_living_run(folder: Path) -> RunState:
         raise ConfigError(f"the run in {str(folder)!r} has ended{': ' + state.message if state.message else ''}.")
     if state.host == socket.gethostname() and not _is_process(state.pid):
         raise ConfigError(f"no run is alive in {str(folder)!r}: its process {state.pid} is gone. Start it again.")
+    _replace(folder / _CONTROL, MakersRequest(makers=makers))
     return state
 
 
@@ -186,7 +134,7 @@ def _read_request(path: Path) -> MakersRequest:
     except ValidationError as error:
         problems = "; ".join(problem["msg"] for problem in error.errors(include_input=False))
         raise DataError(
-            f"{path} must hold a request_id and a number of makers as JSON ({problems}). Write it with coati scale."
+            f"{path} must hold a number of makers as JSON ({problems}). Write it with coati scale."
         ) from None
 
 

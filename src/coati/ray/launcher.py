@@ -71,6 +71,7 @@ class DetachedRun:
             self._config, self._factory, log, self._restarts, shows_warnings=not log_to_driver
         )
         self._restart_at: float | None = None  # all trainers
+        self._pending = ""  # what is waited for until makers have joined or left
 
     def run(self, model_path: str) -> None:
         """Train, and save the actor to `model_path`."""
@@ -161,20 +162,14 @@ class DetachedRun:
         self._supervisor.create_trainers(start.checkpoint, incarnation=self._restarts.counts["trainers"])
 
     def _follow_requests(self) -> None:
-        """Have as many makers as were asked for last, and report it."""
-        supervisor, control = self._supervisor, self._control
-        if (request := control.new_request()) is not None:
-            supervisor.scale_to(request.makers)
-        makers, message = supervisor.size, supervisor.pending
-        if not control.is_working:
-            control.report(makers=makers)
-        elif supervisor.refusal:
-            logger.warning("%s", supervisor.refusal)
-            control.report(makers=makers, answer="refused", message=supervisor.refusal)
-            self._show("")
-        else:
-            control.report(makers=makers, answer="working" if message else "done", message=message)
-            self._show(message)
+        """Have as many makers as were asked for last, once those asked for before have joined or left."""
+        supervisor = self._supervisor
+        if not supervisor.pending and (makers := self._control.new_request()) is not None:
+            supervisor.scale_to(makers)
+        before, self._pending = self._pending, supervisor.pending
+        self._control.report(makers=supervisor.size, message=self._pending or supervisor.refusal)
+        if self._pending != before:
+            self._show(self._pending)
 
     def _save(self, path: str, *, seconds: float) -> None:
         self._supervisor.save(path)

@@ -136,7 +136,7 @@ class Supervisor:
             try:
                 names = self._factory.name_newcomers(makers - self.size)
             except ScalingRefused as error:
-                self.refusal = str(error)
+                self._refuse(str(error))
                 return
             try:
                 for name in names:
@@ -374,7 +374,11 @@ class Supervisor:
             self._remove(maker, "could not join")
         names = names or [maker.name for maker in newcomers]
         reason = str(error) or type(error).__name__
-        self.refusal = f"{listed(names)} could not join; training continues without: {reason}"
+        self._refuse(f"{listed(names)} could not join; training continues without: {reason}")
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        logger.warning("%s", reason)
 
     def _remove(self, maker: RunActor, reason: str) -> None:
         del self.makers[maker.name]

@@ -12,7 +12,6 @@ from thread_peers import PATIENCE, ThreadCall
 
 from coati.config import build_config
 from coati.errors import (
-    CoatiError,
     ConfigError,
     DataError,
     DeadlineExceeded,
@@ -534,30 +533,30 @@ def test_a_maker_that_stalled_and_died_does_not_answer_again(stage, clock, caplo
 
 
 def ask_one_after_the_other(one, numbers):
-    """Ask a run for these numbers of makers, and let it end; returns its answers, or what was raised."""
-    answers = []
+    """Ask a run for these numbers of makers, each when the one before is settled, and let it end; returns what it said
+    of each."""
+    left, asked, told = list(numbers), [], [(None, "")]
 
-    def ask():
-        for makers in numbers:
-            try:
-                answers.append(ask_for_makers(one.folder, makers, deadline_seconds=PATIENCE).makers)
-            except CoatiError as error:
-                answers.append(error)
-        end_training(one.host)
+    def ask(host):
+        state = one.state["makers"], one.state["message"]
+        if asked and state[0] != asked[-1] and state[1] in ("", told[-1][1]):
+            return  # it has not got there
+        told.append(state)
+        if left:
+            asked.append(left.pop(0))
+            ask_for_makers(one.folder, asked[-1])
+        else:
+            one.on_turn = lambda host: None
+            end_training(host)
 
-    def begin(host):
-        one.on_turn = lambda host: None
-        one.asking = Background(ask)
-
-    one.on_turn = begin
+    one.on_turn = ask
     one.go()
-    one.asking.result()
-    return answers
+    return told[2:]  # without what it said before it was asked
 
 
 def test_makers_join_and_leave_a_run_when_it_is_asked_to(stage):
     one = stage(makers=1)
-    assert ask_one_after_the_other(one, [3, 2, 2, 3]) == [3, 2, 2, 3]
+    assert ask_one_after_the_other(one, [3, 2, 2, 3]) == [(3, ""), (2, ""), (2, ""), (3, "")]
     trainer = one.host["trainer-0"]
     assert trainer.makers == ["maker-0", "maker-1", "maker-3"]
     assert trainer.released == ["maker-2"]
@@ -565,13 +564,14 @@ def test_makers_join_and_leave_a_run_when_it_is_asked_to(stage):
     assert (one.state["makers"], one.state["message"]) == (3, "completed")
 
 
-def test_a_refusal_is_answered_and_the_run_goes_on(stage):
+def test_a_refusal_is_told_and_the_run_goes_on(stage, caplog):
     one = stage(makers=1)
     one.host.on_start = lambda name: name == "maker-2" and one.host.peers.kill(name)
-    too_many, unlucky, makers = ask_one_after_the_other(one, [4, 3, 2])
-    assert "3 CPUs" in str(too_many)
-    assert "maker-1, maker-2 could not join" in str(unlucky)
-    assert makers == 2
+    too_many, unlucky, lucky = ask_one_after_the_other(one, [4, 3, 2])
+    assert "3 CPUs" in too_many[1]
+    assert "maker-1, maker-2 could not join" in unlucky[1]
+    assert (too_many[0], unlucky[0], lucky) == (1, 1, (2, ""))
+    assert caplog.text.count("could not join") == 1
     assert one.host["trainer-0"].makers == ["maker-0", "maker-3"]
     assert one.state["message"] == "completed"
 
