@@ -44,7 +44,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def is_praise(completions: Sequence[str], prompts: Sequence[str], **_: object) -> list[float]:
     """1 for a sentence of the grammar that praises, else 0."""
-    from coati.demo.grammar import is_grammatical
+    from sentences import is_grammatical
+
     from coati.demo.reward import film_sentiment
 
     warmth = film_sentiment(completions, prompts)

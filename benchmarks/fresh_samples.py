@@ -4,11 +4,11 @@ import statistics
 from typing import NamedTuple
 
 import torch
+from sentences import is_grammatical
 
 from coati import build
 from coati.config import AlgorithmSettings, RunSettings
 from coati.cpu import set_up_cpu
-from coati.demo.grammar import is_grammatical
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.base import PromptBatch
 from coati.models import Actor

@@ -1,30 +1,28 @@
-"""A small grammar of film opinions: what the demo's base model learns, and the test of what it writes later.
+"""A small grammar of film opinions: what the demo's base model learns.
 
 The sentences are lower-case English of one or two clauses, such as `i thought the plot was slow but the cast
 was superb .`. Praise, blame and neutral words are balanced so that the mean sentiment sits a little above
 zero: a policy trained towards praise has far to go. There are enough words of praise that it can get there
 without repeating itself.
 
-One table of weighted rules serves sampling and recognition. No rule is recursive, so every sentence is short.
+No rule is recursive, so every sentence is short.
 """
 
 import random
-import re
 from collections.abc import Mapping
-from functools import cache
 
 
 def _words(words: str) -> tuple[tuple[float, str], ...]:
     return tuple((1.0, word) for word in words.split())
 
 
-_START = "SENTENCE"
+START = "SENTENCE"
 
 # The ways to rewrite a symbol: how often each is taken, and the symbols and words that it turns into.
 # Symbols are upper case and have an entry here; everything else is a word of the language.
 # No degree inside a noun phrase: `the so good film` is not English.
 GRAMMAR: Mapping[str, tuple[tuple[float, str], ...]] = {
-    _START: ((0.46, "CLAUSE ."), (0.30, "CLAUSE and CLAUSE ."), (0.24, "CLAUSE but CLAUSE .")),
+    START: ((0.46, "CLAUSE ."), (0.30, "CLAUSE and CLAUSE ."), (0.24, "CLAUSE but CLAUSE .")),
     "CLAUSE": ((0.52, "STATEMENT"), (0.22, "PERSON thought STATEMENT"), (0.26, "PERSON VERB OBJECT")),
     "STATEMENT": (
         (0.50, "THING was PREDICATE"),
@@ -68,14 +66,8 @@ PROMPTS: tuple[str, ...] = (
 
 
 def sample_sentence(rng: random.Random) -> str:
-    """Draw one sentence; equal states of `rng` give equal sentences.
-
-    Example:
-        >>> sentence = sample_sentence(random.Random(0))
-        >>> is_grammatical(sentence)
-        True
-    """
-    return " ".join(_expand(_START, rng))
+    """Draw one sentence; equal states of `rng` give equal sentences."""
+    return " ".join(_expand(START, rng))
 
 
 def _expand(symbol: str, rng: random.Random) -> list[str]:
@@ -92,31 +84,8 @@ def vocabulary() -> list[str]:
     return sorted(parts - GRAMMAR.keys())
 
 
-def first_words(symbol: str = _START) -> set[str]:
+def first_words(symbol: str = START) -> set[str]:
     """Return the words that a sentence can begin with."""
     if symbol not in GRAMMAR:
         return {symbol}
     return {word for _, symbols in GRAMMAR[symbol] for word in first_words(symbols.split()[0])}
-
-
-def is_grammatical(text: str) -> bool:
-    """Say whether `text` is one complete sentence of the grammar; white space between words does not matter.
-
-    Example:
-        >>> is_grammatical("the film was very good .")
-        True
-        >>> is_grammatical("the film were very good .")
-        False
-    """
-    return _sentence_pattern().fullmatch(" ".join(text.split())) is not None
-
-
-@cache
-def _sentence_pattern() -> re.Pattern[str]:
-    return re.compile(_pattern(_START))
-
-
-def _pattern(symbol: str) -> str:
-    if symbol not in GRAMMAR:
-        return re.escape(symbol)
-    return f"(?:{'|'.join(' '.join(map(_pattern, symbols.split())) for _, symbols in GRAMMAR[symbol])})"

@@ -1,12 +1,16 @@
 """The film grammar: what it samples it recognises, and nothing else."""
 
 import random
+import runpy
 import statistics
+from pathlib import Path
 
 import pytest
 
-from coati.demo.grammar import GRAMMAR, PROMPTS, first_words, is_grammatical, sample_sentence, vocabulary
+from coati.demo.grammar import GRAMMAR, PROMPTS, first_words, sample_sentence, vocabulary
 from coati.demo.reward import film_sentiment
+
+is_grammatical = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "sentences.py"))["is_grammatical"]
 
 
 @pytest.fixture(scope="module")
