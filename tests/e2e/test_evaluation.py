@@ -68,3 +68,26 @@ def test_what_cannot_be_evaluated_is_one_clear_message(film_run, base_model, coa
         assert finished.returncode == 2
         assert expected in finished.stderr
         assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("forked_workers")
+def test_two_makers_train_on_and_a_metric_that_does_not_improve_ends_the_run(evaluated_run, coati_here, tmp_path):
+    (tmp_path / "film_rewards.py").write_text(
+        (tmp_path / "film_rewards.py").read_text()
+        + "\n\ndef same(completions):\n    return [0.5 for _ in completions]\n"
+    )
+    sets = evaluated_run.read_text() + 'reward = { function = "film_rewards:same" }\npatience = 2\n'
+    evaluated_run.write_text(sets.replace("every = 2", "every = 1"))
+    settings = ("topology.makers=2", "topology.max_staleness=1", "train.total_steps=400", "train.save_every=0")
+    finished = coati_here("train", evaluated_run, *(part for one in settings for part in ("--set", one)))
+    told = finished.stdout + finished.stderr
+    assert finished.returncode == 0, told
+    assert "Stopped early" in finished.stdout
+    rows = read_jsonl(tmp_path / "out" / "evaluations.jsonl")
+    assert [row["is_best"] for row in rows] == [True, False, False]
+    assert rows[0]["version"] < rows[1]["version"] < rows[2]["version"]
+    assert len(read_jsonl(tmp_path / "out" / "metrics.jsonl")) < 800
+    assert (tmp_path / "out" / "model" / "config.json").is_file()
+    assert list((tmp_path / "out" / "checkpoints").glob("version-*")), "from where it may be continued"
+    assert coati_here("audit", tmp_path / "out").returncode == 0

@@ -146,14 +146,10 @@ class RunSettings(Section):
         names, best = [one.name for one in self.eval], [one.name for one in self.eval if one.best_by]
         if len(set(names)) < len(names):
             yield "eval", "sets with different names", names, "Give each its own name."
-        for index, one in enumerate(self.eval):
-            if (engine := one.rollout.engine) != self.rollout.engine:
-                yield (
-                    f"eval[{index}].rollout.engine",
-                    "that of [rollout]",
-                    engine,
-                    "Makers have one engine: leave it out.",
-                )
+        remedy = "Makers have one engine: leave it out."
+        for index, engine in enumerate(one.rollout.engine for one in self.eval):
+            if engine != self.rollout.engine:
+                yield f"eval[{index}].rollout.engine", "that of [rollout]", engine, remedy
         if len(best) > 1:
             yield "eval", "sets of which at most one has best_by", best, "There is one best/ folder: choose one."
 

@@ -45,13 +45,16 @@ class EvalSchedule:
         self._jobs: dict[str, EvalJob] = {}  # by set
         self._num_jobs = 0
         self._final: int | None = None
+        self._has_stopped = False
 
     def grant(self, maker: str, version: int, incarnation: int) -> EvalJob | None:
         """Give a maker that serves a version an evaluation that is due; if it has one already, the answer was lost."""
         with self._changed:
+            if self._has_stopped or incarnation != self._incarnation:
+                return None
             for name, one in self._sets.items():
                 is_free = name not in self._jobs or self._jobs[name].maker == maker
-                if is_free and incarnation == self._incarnation and self._last.get(name, -1) < self._due(one, version):
+                if is_free and self._last.get(name, -1) < self._due(one, version):
                     self._num_jobs += 1
                     self._jobs[name] = EvalJob(name, maker, self._num_jobs, incarnation)
                     return self._jobs[name]
@@ -69,6 +72,7 @@ class EvalSchedule:
                 self._num_worse = 0 if found.get("is_best", True) else self._num_worse + 1
                 if self._num_worse >= one.patience:
                     found["stop"] = f"{job.name} {one.best_by} was not better in {one.patience} evaluations in a row"
+                    self._has_stopped = True
                     self._stop()
             self._record({"evaluation": found})
             self._changed.notify_all()

@@ -234,7 +234,7 @@ class RunLog:
         self._evaluated.add(key)
         values = [f"{name} {value:.3f}" for name, value in found.items() if name.startswith("avg@")]
         self._evaluation = f"{found['name']} {values[0] if values else 'without scores'} (version {found['version']})"
-        self.stop_reason = found.get("stop", "")
+        self.stop_reason = found.get("stop", self.stop_reason)
         self._append("evaluations", [{"step": self.step, "time": time.time(), **found}])
         self._news |= _numbers({f"eval/{found['name']}/{name}": value for name, value in found.items()})
 

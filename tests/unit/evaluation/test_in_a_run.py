@@ -32,8 +32,9 @@ def numbers(record):
     }
 
 
-def test_what_a_run_finds_is_what_the_saved_models_get(train, config_of, words, tmp_path):
-    result, rows = train(HELD_OUT | {"best_by": "avg@4"})
+@pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 2}}], ids=["all weights", "adapters"])
+def test_what_a_run_finds_is_what_the_saved_models_get(train, config_of, words, tmp_path, sections):
+    result, rows = train(HELD_OUT | {"best_by": "avg@4"}, train={"actor_lr": 0.1}, **sections)
     assert [row["version"] for row in rows] == [0, 2, 4]
     config = config_of(HELD_OUT)
     base, final = (evaluate_model(config, str(path))[0] for path in (words / "model", result.model))

@@ -112,6 +112,7 @@ def test_patience_ends_the_run_with_a_reason():
     assert run.stops == 0
     run.report(run.ask(4), 4, is_best=False)
     assert run.stops == 1
+    assert run.ask(5) is None, "the run ends"
     assert "avg@1" in run.records[-1]["evaluation"]["stop"]
     assert "stop" not in run.records[-2]["evaluation"]
 
