@@ -16,13 +16,13 @@ groups are picked in the order of their numbers, so a run repeats to the bit.
                  ▲    │ └──► dropped (and another takes its place)
                  └────┘ returned: its maker died, left, stalled, or is too slow
 
-Whatever changes is an event (`Ledger.events`), and the same events make the same ledger: that is how it is restored.
+Whatever changes is an event (`Ledger.events`), and the same events make the same ledger.
 """
 
 import dataclasses
 import heapq
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 from coati.ledger.pace import Paces
@@ -283,27 +283,14 @@ class Ledger:
     # Events
 
     def _change(self, event: Event) -> None:
-        self.apply(event)
-        self.events.append(event)
-
-    def apply(self, event: Mapping[str, Any]) -> None:
-        """Make the change that an event describes."""
+        """Make the change that an event describes, and note it."""
         kind = next(iter(event))
         if kind == "train":
             self._apply_train(event["train"], event["samples"])
-            return
-        if kind in ("publish", "refuse"):
-            return
-        if kind == "resume":
-            rules, first = LedgerRules(**event["rules"]), event["first_epoch"]
-            resumed = type(self).restored(rules, event.get("state") or self.state(), first_epoch=first)
-            self.__dict__.update(resumed.__dict__)
-            return
-        for number in event[kind]:
-            if kind == "grant":
-                self._apply_grant(number, event["maker"], event["version"])
-            else:
+        else:
+            for number in event[kind]:
                 self._apply_to(self._works[number], kind, event)
+        self.events.append(event)
 
     def _apply_grant(self, number: int, maker: str, version: int) -> None:
         work = self._works.get(number)
@@ -386,12 +373,4 @@ class Ledger:
                 ledger._owe(work, rules.group_size)
         heapq.heapify(ledger._in_order)
         heapq.heapify(ledger._delivered)
-        return ledger
-
-    @classmethod
-    def replayed(cls, rules: LedgerRules, events: Sequence[Event]) -> Self:
-        """The ledger after these events."""
-        ledger = cls(rules)
-        for event in events:
-            ledger.apply(event)
         return ledger

@@ -5,6 +5,7 @@ import functools
 import os
 import threading
 
+import ledger_events
 import pytest
 from thread_peers import PATIENCE
 from tiny import item
@@ -13,7 +14,6 @@ from coati.errors import DataError, DeadlineExceeded
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger import Lease, LedgerRules
 from coati.ledger.journal import Journal, read_journal
-from coati.ledger.leases import Ledger
 from coati.ledger.rules import Ending, LeaseRequest
 
 VERSION = 4  # samples
@@ -311,7 +311,7 @@ class Disk:
 
 def replayed(path):
     content = read_journal(path)
-    return Ledger.replayed(content.rules, content.events)
+    return ledger_events.replayed(content.rules, content.events)
 
 
 def test_the_journal_tells_all_that_has_happened(tmp_path):

@@ -9,10 +9,10 @@ import time
 
 import pytest
 from lease_world import World
+from ledger_events import replayed
 
 from coati.errors import CheckpointError, DeadlineExceeded, StorageError
 from coati.ledger.journal import Journal, read_journal
-from coati.ledger.leases import Ledger
 from coati.ledger.rules import LedgerRules
 
 RULES = LedgerRules(samples_per_version=2, total_samples=8, max_staleness=1)
@@ -59,7 +59,7 @@ def test_a_ledger_is_the_same_after_its_journal(path):
     journal.write(ledger.events[7:])
     journal.sync()
     content = read_journal(path)
-    assert Ledger.replayed(content.rules, content.events).state() == ledger.state()
+    assert replayed(content.rules, content.events).state() == ledger.state()
     journal.close()
 
 

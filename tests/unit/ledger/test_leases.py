@@ -3,6 +3,7 @@ import random
 
 import pytest
 from lease_world import World
+from ledger_events import replayed
 
 from coati.ledger.leases import Ledger
 from coati.ledger.rules import LedgerRules
@@ -55,7 +56,7 @@ def test_events_and_state_restore_the_same_ledger(seed: int) -> None:
         ledger.events.clear()
     world.run()
     for ledger in world.ledgers:
-        again = Ledger.replayed(ledger.rules, ledger.events)
+        again = replayed(ledger.rules, ledger.events)
         assert again.state() == ledger.state()
         restored = Ledger.restored(ledger.rules, ledger.state())
         assert restored.num_picked == ledger.num_picked
@@ -82,7 +83,7 @@ def test_what_was_made_for_a_lease_before_a_restore_is_refused(first_epoch: int)
     assert min(lease.epoch for lease in again) >= first_epoch
     assert restored.deliver([*before, *again], now=2.0) == again
     assert restored.events[1:] == [{"refuse": [0, 1]}, {"deliver": [0, 1]}]
-    assert Ledger.replayed(ledger.rules, restored.events).makers == []  # which knows all these events
+    assert replayed(ledger.rules, restored.events).makers == []  # which knows all these events
 
 
 def test_a_version_ends_with_what_was_picked_for_it() -> None:

@@ -8,9 +8,10 @@ import random
 
 import pytest
 import tiny
+from ledger_events import replayed
 
 from coati.experience_buffer.leased import LeasedBuffer
-from coati.ledger import Ledger, LedgerRules
+from coati.ledger import LedgerRules
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal, read_journal
 from coati.ledger.redistribution import retire_journals
@@ -114,7 +115,7 @@ def test_trainers_take_over_from_others(numbers, max_staleness, given_up, tmp_pa
     assert fates.keys() >= set(range(min(next_numbers))), "no prompt is left out"
     for stream, state in enumerate(states):
         content = read_journal(tmp_path / "ledger" / f"stream-{stream}.jsonl")
-        assert Ledger.replayed(content.first_rules, content.events).state() == state["ledger"]
+        assert replayed(content.first_rules, content.events).state() == state["ledger"]
 
 
 def test_a_run_that_starts_over_voids_what_trainers_that_are_gone_did(tmp_path):

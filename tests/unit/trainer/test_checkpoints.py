@@ -16,12 +16,13 @@ import pytest
 import tiny
 import torch
 from learner_settings import sections
+from ledger_events import replayed
 from thread_peers import PATIENCE
 
 from coati.background import run_in_background
 from coati.errors import CheckpointError, DeadlineExceeded
 from coati.experience_buffer.leased import LeasedBuffer
-from coati.ledger import LeaseRequest, Ledger, LedgerRules
+from coati.ledger import LeaseRequest, LedgerRules
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal, read_journal
 from coati.ray.options import TrainerOptions
@@ -236,7 +237,7 @@ def test_a_journal_leaves_out_what_a_resumed_run_made_again(tmp_path):
     account = audit_run(tmp_path)
     assert account.problems == []
     assert account.table()[0][2] == 4  # trained
-    assert Ledger.replayed(RULES, content.events).state() == again.buffer._ledger.state()
+    assert replayed(RULES, content.events).state() == again.buffer._ledger.state()
 
 
 def test_a_run_that_starts_over_voids_its_journal_and_refuses_what_makers_hold(tmp_path):
