@@ -53,6 +53,9 @@ class PlainStrategy:
     def unwrap_model(self, model):
         return model
 
+    def any_rank(self, is_so):
+        return is_so
+
     def get_model_state_dict_shard(self, model, *, shard_size=64, dtype=None, names=None):
         for chunk in iter_state_chunks(model, max_bytes=int(shard_size * 2**20), names=names):
             yield {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in chunk.items()}
@@ -94,10 +97,8 @@ class Sent(NamedTuple):
 
 
 def header_of(version=1, source="trainer 0", **options):
-    """A header of a sync, which may have any version."""
-    return UpdateHeader(
-        **{"update_id": uuid.uuid4().hex, "version": version, "source": source, "is_sync": True} | options
-    )
+    """A header with an id of its own."""
+    return UpdateHeader(**{"update_id": uuid.uuid4().hex, "version": version, "source": source} | options)
 
 
 def hashed(chunk):
@@ -143,7 +144,7 @@ def deliver(sent, *makers):
 
 
 class Noting:
-    """A maker that takes everything and notes the updates: version, and whether it is a sync."""
+    """A maker that takes everything and notes the versions of updates."""
 
     def __init__(self):
         self.updates = []
@@ -151,7 +152,7 @@ class Noting:
 
     def update_experience_maker(self, *, message):
         if message.is_start:
-            self.updates.append((message.header.version, message.header.is_sync))
+            self.updates.append(message.header.version)
         if message.manifest is not None and self.error is not None:
             raise self.error
 

@@ -42,10 +42,6 @@ class UpdateHeader:
     """The sender's name, which no other has at the same time; one that replaces it has it too."""
     incarnation: int = 0
     """How often the trainers of the run were started again: versions of a later start come after all before it."""
-    follows: int | None = None
-    """The version that this sender sent before this one; None for its first update."""
-    is_sync: bool = False
-    """Whether all weights are sent because a sync was asked for; only then may the version be any."""
 
     def __str__(self) -> str:
         return f"weight update {self.update_id} (version {self.version}) from {self.source}"

@@ -146,17 +146,11 @@ class WeightReceiver:
         self._offer(dataclasses.replace(update, is_full=update.is_full or fully_update))
 
     def _begin(self, header: UpdateHeader) -> None:
-        """Open a stage.
-
-        Refuses a version that no sender counts to, because it would make every later update look too old. A sender
-        counts one by one, however many of its versions this receiver missed; only a sync may start anywhere.
-        """
-        before = self._served.newest[1] if header.follows is None else header.follows
-        limit = MAX_VERSION if header.is_sync else min(before + 1, MAX_VERSION)
-        if not 0 <= header.version <= limit:
+        """Open a stage. Refuses a version that no run counts to: it would make every later update look too old."""
+        if not 0 <= header.version <= MAX_VERSION:
             raise WeightUpdateError(
-                f"{header} has an implausible version: its sender was at {before}, so at most {limit} can follow. "
-                f"{_KEPT} Call sync_models_to_remote_makers to start at another version."
+                f"{header} has an implausible version: it must be from 0 to {MAX_VERSION}. {_KEPT} Count versions up "
+                "from 0."
             )
         for source, old in list(self._open.items()):
             if source == header.source or old.header.incarnation < header.incarnation:

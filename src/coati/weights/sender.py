@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from coati import faults
@@ -82,7 +81,6 @@ class WeightSender:
         self._on_read = on_read
         self.memory: CardMemory | None = None  # what updates are lent in; None: they travel by value
         self._must_probe = True  # the makers have not been asked yet
-        self._last_version: int | None = None
         self._worker = BackgroundThread(name="weights")  # hashes chunks, then waits for answers
         self._under_way: Future[None] | None = None
         self._published: Future[None] | None = None  # the last one from `publish` that `check` has not raised
@@ -138,9 +136,13 @@ class WeightSender:
         with self._timeline.span("wait_delivery"):
             self.settle()
         started = time.perf_counter()
-        is_full = not self._settings.update_lora_weights or fully_update or self._some_need_all()
+        # Ranks gather weights together, so they must agree on which.
+        is_full = not self._settings.update_lora_weights or fully_update
+        is_full = is_full or self._strategy.any_rank(self.recipients.need_all)
         memory = self._choose_memory()
-        header = self._next_header(version, is_sync=fully_update)
+        header = UpdateHeader(
+            update_id=uuid.uuid4().hex, version=version, source=self._source, incarnation=self._incarnation
+        )
         calls = self.recipients.calls(only_behind=only_behind)
         calls.send(_UPDATE, message=WeightMessage(header=header, is_start=True))
         if memory is not None:
@@ -164,17 +166,6 @@ class WeightSender:
 
         self._under_way = self._worker.run(deliver)
         return self._under_way
-
-    def _next_header(self, version: int, *, is_sync: bool) -> UpdateHeader:
-        before, self._last_version = self._last_version, version
-        return UpdateHeader(
-            update_id=uuid.uuid4().hex,
-            version=version,
-            source=self._source,
-            incarnation=self._incarnation,
-            follows=before,
-            is_sync=is_sync,
-        )
 
     def _manifest(self, infos: Sequence[ChunkInfo], is_full: bool) -> WeightManifest:
         models = {label: self._strategy.unwrap_model(model) for label, model in self._models.items()}
@@ -241,13 +232,6 @@ class WeightSender:
                 can_share = False
             self.memory = self._shared if can_share else None
         return self.memory
-
-    def _some_need_all(self) -> bool:
-        """Whether some maker needs all weights. Ranks gather them together, so they must agree on which."""
-        has_some = self.recipients.need_all
-        if self._strategy.world_size == 1:
-            return has_some
-        return bool(self._strategy.all_reduce_sum(torch.tensor(int(has_some), device=self._strategy.device)) > 0)
 
     def _ended(self, future: "Future[T]", what: str = "the makers to verify the last update of weights") -> "Future[T]":
         """Wait for a call in the worker thread, which keeps to the deadline of an update itself."""

@@ -88,7 +88,7 @@ def test_a_maker_serves_a_new_trainer_after_all_its_weights_came(max_staleness, 
     receive(one.start(), *map(one.part, one.chunks), one.end())
     lost = first.buffer.sample(timeout_seconds=PATIENCE)
     first.buffer.mark_trained(1)
-    half = first.update(1, seed=2, is_sync=False, follows=0)
+    half = first.update(1, seed=2)
     receive(half.start(), *map(half.part, half.chunks[:2]))  # and then it dies
     peers.kill("trainer")
     peers.add("trainer", second)

@@ -315,16 +315,14 @@ def test_a_send_raises_what_is_wrong_with_its_own_update_and_leaves_others_failu
     sender.check()
 
 
-def test_makers_hear_what_the_sender_sent_before_so_that_no_version_can_jump(make_models, trained):
+def test_a_newcomer_takes_the_version_that_is_sent_next(make_models, trained):
     makers = {"early": Maker(make_models(0)), "late": Maker(make_models(0))}
     sender = make_sender(trained, ThreadPeers(**makers), ["early"])
     for version in (1, 2, 3):
         sender.send(version)
     sender.change_makers(["early", "late"])
-    sender.send(4)  # the newcomer is at 0, and takes it
+    sender.send(4)
     assert [maker.served.version for maker in makers.values()] == [4, 4]
-    with pytest.raises(WeightUpdateError, match="implausible version"):
-        sender.send(2**20)
 
 
 def test_a_checksum_that_is_never_computed_is_an_error(make_models, trained, monkeypatch):
@@ -901,16 +899,16 @@ def test_all_ranks_of_a_group_send_all_weights_if_one_of_them_has_a_maker_that_n
     trained["actor"].requires_grad_(False)
 
     class Group(PlainStrategy):
-        world_size, others = 2, 0
+        world_size, others = 2, False
 
-        def all_reduce_sum(self, tensor):
-            return tensor + self.others
+        def any_rank(self, is_so):
+            return is_so or self.others
 
     maker, group = Maker(make_models(0)), Group()
     sender = make_sender(trained, ThreadPeers(maker=maker), ["maker"], strategy=group, update_lora_weights=True)
     sender.send(1)
     assert maker.models["actor"].body.weight.equal(make_models(0)["actor"].body.weight)
-    group.others = 1
+    group.others = True
     sender.send(2)
     assert maker.models["actor"].body.weight.equal(trained["actor"].body.weight)
 
