@@ -2,7 +2,7 @@
 
     python benchmarks/weight_sync.py                       16, 128 and 1024 MB to 1, 2 and 4 makers
     python benchmarks/weight_sync.py --sizes 512 --makers 2
-    python benchmarks/weight_sync.py --sizes 512 --makers 2 --load none --verify off
+    python benchmarks/weight_sync.py --sizes 512 --makers 2 --load none
     python benchmarks/weight_sync.py --device cuda --params 0.5B --makers 1     one card for both, weights stay on it
 
 Each maker is a Ray actor with the real receiver and served models; the update goes through the real sender, and is over
@@ -169,7 +169,7 @@ def measure(megabytes: int | str, num_makers: int, arguments: argparse.Namespace
         {"actor": module},
         strategy,
         Recipients(RayPeers(), names, Deadlines(start_seconds=DEADLINE_SECONDS, update_seconds=DEADLINE_SECONDS)),
-        TopologySettings(verify_updates=arguments.verify, chunk_mib=arguments.chunk_mib),
+        TopologySettings(chunk_mib=arguments.chunk_mib),
         timeline=Timeline(),
         shared=CardMemory(strategy.device) if is_cuda and not arguments.host else None,
     )
@@ -217,7 +217,6 @@ def main() -> None:
         "--host", action="store_true", help="use the object store even if makers can open the sender's memory"
     )
     parser.add_argument("--load", choices=["busy", "none"], default="busy")
-    parser.add_argument("--verify", choices=["checksum", "off"], default="checksum")
     parser.add_argument("--chunk-mib", type=float, default=64)
     parser.add_argument("--repeats", type=one_or_more, default=7)
     parser.add_argument("--warmups", type=zero_or_more, default=4)
@@ -230,7 +229,7 @@ def main() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     rows: list[dict[str, float]] = []
-    print(f"load average {os.getloadavg()[0]:.1f}, load {arguments.load}, verify {arguments.verify}")
+    print(f"load average {os.getloadavg()[0]:.1f}, load {arguments.load}")
     columns = ("MB", "makers", "path", "copy ms", "update ms", "copies", "pause ms", "copies", "commit ms")
     print(" ".join(f"{column:>9}" for column in columns))
     for megabytes in [arguments.params] if arguments.params else arguments.sizes:

@@ -123,11 +123,11 @@ def state_of(models, *, max_bytes=64, is_full=True):
             yield label, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def messages_of(models, *, memory=None, header=None, has_checksums=True, is_full=True, max_bytes=64):
+def messages_of(models, *, memory=None, header=None, is_full=True, max_bytes=64):
     """All messages of one update, as a sender makes them."""
     header, make = header or header_of(), made_by_value if memory is None else memory.make_chunk
     made = [make(index, *state) for index, state in enumerate(state_of(models, max_bytes=max_bytes, is_full=is_full))]
-    chunks = [one.with_checksum() if has_checksums else one.chunk for one in made]
+    chunks = [one.with_checksum() for one in made]
     manifest = WeightManifest(
         chunks=tuple(chunk.info for chunk in chunks),
         is_full=is_full,

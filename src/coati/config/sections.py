@@ -255,10 +255,6 @@ class TopologySettings(Section, section="topology"):
         False, "Join a Ray cluster (--address) that has no token authentication: anyone who reaches it can run code."
     )
     update_lora_weights: bool = setting(False, "Send only the LoRA adapters to the makers.")
-    verify_updates: Literal["checksum", "off"] = setting(
-        "checksum",
-        "How makers check new weights beyond names, shapes, dtypes and counts: checksum = every byte, off = not.",
-    )
     chunk_mib: float = setting(
         64.0,
         "Weights travel in chunks of at most so many MiB; a single tensor that is larger is its own chunk. Between "

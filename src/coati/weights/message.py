@@ -54,7 +54,7 @@ class ChunkInfo:
     module: str
     tensors: tuple[TensorSpec, ...]
     checksum: int | None = None
-    """Over the module, the specs and the bytes; None with verify_updates = "off"."""
+    """Over the module, the specs and the bytes; None until it is computed."""
 
     @property
     def nbytes(self) -> int:

@@ -200,14 +200,13 @@ class WeightSender:
         """
         make = value_chunk if memory is None else memory.make_chunk
         max_mib = max_mib or max(self._settings.chunk_mib, 0.0 if memory is None else memory.least_chunk_mib)
-        has_checksums = self._settings.verify_updates != "off"
         numbers = itertools.count()
 
         def finish(made: MadeChunk, tensors: Mapping[str, Tensor], trained: set[str]) -> Chunk:
             if self._on_read is not None:
                 found = {name: tensor_digest(tensor) for name, tensor in tensors.items() if name in trained}
                 digests[made.chunk.info.module] |= found
-            return made.with_checksum() if has_checksums else made.chunk
+            return made.with_checksum()
 
         def finishing() -> Iterator[Future[Chunk]]:
             for label, model in self._models.items():

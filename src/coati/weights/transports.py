@@ -180,9 +180,9 @@ class ChunkReader:
             buffer = None if chunk.handle is None else self._opened(chunk.handle)
             with device_errors_explained(f"staging {size} bytes of weights", _NO_ROOM):
                 data = tensor_of(np.asarray(chunk.data)) if buffer is None else _copied(buffer[:size])
-                found = None if info.checksum is None else checksum_of(info, data)
+                found = checksum_of(info, data)
             if found != info.checksum:
-                raise ValueError(f"its checksum is {found:#x}, but was {info.checksum:#x} when it was sent")
+                raise ValueError(f"its checksum is {found:#x}, but was {info.checksum or 0:#x} when it was sent")
         return views(data, info.tensors)
 
     def end_update(self) -> None:

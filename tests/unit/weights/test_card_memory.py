@@ -57,9 +57,8 @@ def test_the_checksum_wraps_around():
 # Round trips.
 
 
-@pytest.mark.parametrize("has_checksums", [True, False])
-def test_weights_arrive_to_the_bit(has_checksums, make_models, memory, maker, fingerprint):
-    sent = messages_of(make_models(7), memory=memory, has_checksums=has_checksums)
+def test_weights_arrive_to_the_bit(make_models, memory, maker, fingerprint):
+    sent = messages_of(make_models(7), memory=memory)
     assert len(sent.chunks) > 2
     assert all(isinstance(chunk.handle, CardHandle) and chunk.data is None for chunk in sent.chunks)
     assert sent.nbytes == 40 + 80 + 8 + 2 + 20

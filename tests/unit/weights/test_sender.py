@@ -84,14 +84,13 @@ class Lent(CardMemory):
 
 
 @pytest.mark.parametrize("make_shared", [None, Lent], ids=["by value", "card"])
-@pytest.mark.parametrize("verify_updates", ["checksum", "off"])
-def test_all_makers_serve_what_was_sent(make_shared, verify_updates, make_models, fingerprint):
+def test_all_makers_serve_what_was_sent(make_shared, make_models, fingerprint):
     makers = {name: Maker(make_models(0)) for name in ("a", "b")}
     models = make_models(1)
     shared = None if make_shared is None else make_shared()
     # A handle of CPU memory is for this very process: nothing may pickle it.
     peers = LocalPeers(**makers) if isinstance(shared, CardMemory) else ThreadPeers(**makers)
-    sender = make_sender(models, peers, list(makers), shared=shared, verify_updates=verify_updates)
+    sender = make_sender(models, peers, list(makers), shared=shared)
     for version in range(5):
         with torch.no_grad():
             models["critic"].bias.fill_(version)
