@@ -105,28 +105,6 @@ def test_the_buffer_takes_and_tells_while_fit_computes(make_trainer):
     )
 
 
-def test_the_next_batch_is_prepared_while_one_is_trained_on(make_trainer):
-    trainer = make_trainer()
-    prepared = []
-    is_next_ready = threading.Event()
-
-    def prepare(batch):
-        prepared.append(batch.sample_ids.tolist())
-        if prepared[-1] == [2, 3]:
-            is_next_ready.set()
-        return batch
-
-    def wait_for_next():
-        assert is_next_ready.wait(PATIENCE)
-
-    trainer._prepared = prepare
-    trainer.in_step = wait_for_next  # the first step ends only when the second batch is ready
-    trainer.buffer_extend(items(0, 4))
-    trainer.fit(2, 1)
-    assert trainer.trained == [[0, 1], [2, 3]]
-    assert prepared[:2] == [[0, 1], [2, 3]]
-
-
 def test_when_makers_are_finished_the_last_partial_batch_is_trained_on(make_trainer, makers):
     makers["maker"].target.state = "finished"
     trainer = make_trainer(["maker"])
