@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from coati.errors import RewardError, RewardFailed
 from coati.rewards import FunctionReward, Reward, RewardScorer, WeightedSum
@@ -192,3 +194,37 @@ def test_no_score_is_no_failure():
     scores = begin(lambda completions: [math.nan, None], 1, 2)
     assert scores().isnan().all()
     assert not scores.failures
+
+
+@given(
+    tape=st.lists(st.sampled_from(["score", "score", "none", "fail", "raise"]), max_size=60),
+    size=st.integers(1, 5),
+    retries=st.integers(0, 2),
+    is_sum=st.booleans(),
+)
+@example(tape=["raise"] * 9, size=3, retries=1, is_sum=False)
+@example(tape=["score", "fail", "raise", "none", "score", "fail"], size=3, retries=0, is_sum=True)
+def test_whatever_a_function_does_a_sample_has_its_own_score_or_none_and_failures_are_named(
+    tape, size, retries, is_sum
+):
+    left, last = list(tape), {}
+
+    def erratic(completions):
+        answers = []
+        for text in completions:
+            last[int(text)] = what = left.pop() if left else "score"
+            if what == "raise":
+                last.update((int(other), what) for other in completions)
+                raise OSError("broken")
+            answers.append({"score": int(text) / 2, "none": None, "fail": ValueError("hard")}[what])
+        return answers
+
+    reward = FunctionReward(erratic, name="judge")
+    reward = WeightedSum([(reward, 2.0)]) if is_sum else reward
+    scorer = RewardScorer(reward, Numbers(), retries=retries, max_quarantined=4)
+    scorer.working.add("judge")  # else it would be wrong itself if it failed on all
+    scores = begin(None, *range(1, size + 1), scorer=scorer)
+    values = scores().tolist()
+    assert {row for row in range(size) if last[row + 1] in ("fail", "raise")} == set(scores.failures)
+    for row, value in enumerate(values):
+        assert value == (row + 1) / (1 if is_sum else 2) if last[row + 1] == "score" else math.isnan(value)
