@@ -7,6 +7,7 @@ main thread only; what no signal ends, such as a huge power in C, ends with the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import signal
@@ -51,7 +52,8 @@ def reasoning_gym(*, tag: str = "answer", seconds: float = 5.0) -> Callable[...,
     Rows are entries of reasoning-gym: `question` (or the prompt), `answer`, and `metadata`, which may be JSON text.
     A completion without the tags has 0; `tag = ""` takes the whole text.
     """
-    package = needed_package("reasoning_gym", "reasoning")
+    # Each call makes the task anew, which reads a list of words for some: 50 ms for each sample.
+    scorer_of = functools.cache(needed_package("reasoning_gym", "reasoning").get_score_answer_fn)
 
     def verdict(completion: str, question: str, answer: Any, metadata: Any) -> Verdict:
         metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
@@ -61,7 +63,7 @@ def reasoning_gym(*, tag: str = "answer", seconds: float = 5.0) -> Callable[...,
         score = 0.0
         if (opening and closing) or not tag:
             entry = {"question": question, "answer": answer, "metadata": metadata}
-            score = float(package.get_score_answer_fn(metadata["source_dataset"])(text, entry))
+            score = float(scorer_of(metadata["source_dataset"])(text, entry))
         return Verdict(score, {"found": excerpt(text)})
 
     return lambda prompts, completions, answer, metadata, timeout_seconds, question=None: _each(
