@@ -93,7 +93,7 @@ def test_19_of_20_intervals_hold_the_truth_although_samples_of_a_prompt_are_alik
         covered += found.low <= 0.4 <= found.high
         half = 1.96 * math.sqrt(found.mean * (1 - found.mean) / 480)
         naive += abs(found.mean - 0.4) <= half
-    assert 0.93 <= covered / 500 <= 0.97
+    assert 0.91 <= covered / 500 <= 0.99
     assert naive / 500 < 0.75
 
 
