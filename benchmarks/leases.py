@@ -13,8 +13,8 @@ numbers. Leases: `coati.ledger.leases.Ledger`.
 Only the engine and the learner are stand-ins, which wait. The rest is what runs use: trainers are `PPOTrainer` actors
 with their buffer, ledger and `fit`, and send weights (of a tiny model) after each version; makers ask with
 `LeasedPrompts`, work with `WorkLoop`, deliver with `ItemSender` and take weights with `WeightReceiver`. The holder of a
-run has one work loop, which delivers a batch when its longest response has ended. The makers here have one loop for
-each slot, as if an engine refilled its slots one by one; with --unit batches they are as in a run, with batches of 16.
+run has one work loop over an engine that refills its slots. The makers here have one loop for each slot; with --unit
+batches they finish batches of 16, each when its longest response has ended.
 """
 
 import argparse
@@ -207,7 +207,7 @@ class WaitingMaker(ExperienceMaker):
 class Slot:
     """One work loop of a maker, and the weights that it serves."""
 
-    def __init__(self, maker: "Maker", rules: LedgerRules, seed: int, second: float) -> None:
+    def __init__(self, maker: "Maker", seed: int, second: float) -> None:
         engine = WaitingMaker(*maker_models(0))
         engine.seed, engine.second = seed, second
         self.served = ServedModels(engine.trained_models, name=maker.name)
@@ -221,7 +221,7 @@ class Slot:
         )
         self.loop = WorkLoop(
             ExperiencePipeline(engine, self.served),
-            SlotPrompts(maker, rules),
+            SlotPrompts(maker),
             sender,
             deadlines=maker.deadlines,
             stop=maker.stopped,
@@ -231,10 +231,9 @@ class Slot:
 class SlotPrompts(WorkSource):
     """The part of a maker's leased prompts that one slot works on."""
 
-    wait_name, always_has_room = LeasedPrompts.wait_name, LeasedPrompts.always_has_room
+    wait_name = LeasedPrompts.wait_name
 
-    def __init__(self, maker: "Maker", rules: LedgerRules) -> None:
-        self.may_defer = not rules.is_on_policy
+    def __init__(self, maker: "Maker") -> None:
         self._maker = maker
 
     def __iter__(self) -> Iterator[PromptBatch]:
@@ -253,7 +252,7 @@ class Maker:
         self.deadlines, self.stopped = Deadlines(), threading.Event()
         rules, second = make_rules(case, versions), second / SPEEDS[case.makers][index]
         num_slots, self._size = (1, SLOTS) if case.unit == "batches" else (SLOTS, 1)
-        self._slots = [Slot(self, rules, seed, second) for _ in range(num_slots)]
+        self._slots = [Slot(self, seed, second) for _ in range(num_slots)]
         self._numbers, self._ready, self._has_news = Numbers(), deque[Any](), threading.Event()
         self._turn, self._count = threading.Lock(), threading.Lock()
         self.prompts = LeasedPrompts(

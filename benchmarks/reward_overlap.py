@@ -52,9 +52,10 @@ class Overlapping(ExperiencePipeline):
         super().__init__(*args, **settings)
         self.begun: list[float] = []
 
-    def begin(self, *args: Any, **settings: Any) -> MakerBatch:
-        batch = super().begin(*args, **settings)
-        self.begun.append(time.perf_counter())
+    def advance(self, **settings: Any) -> MakerBatch | None:
+        batch = super().advance(**settings)
+        if batch is not None:
+            self.begun.append(time.perf_counter())
         return batch
 
 

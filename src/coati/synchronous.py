@@ -197,7 +197,6 @@ class SynchronousRun(FitSteps):
         options: dict[str, Any] = {"peers": peers, "maker": maker, "should_stop": self._should_stop}
         evaluations = EvaluationWork(self._config, self._parts.reward, *models, trainer="trainer", **options)
         prompts = LeasedPrompts(stream, ["trainer"], self._rules, served, other_work=evaluations.poll, **options)
-        prompts.may_defer = False
         return prompts
 
     def next_batch(self) -> Experience | None:

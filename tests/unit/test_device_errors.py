@@ -130,7 +130,7 @@ def resume():
 @pytest.mark.parametrize(
     ("work", "what"),
     [
-        (generate, "generating 4 responses to prompts of up to 3 tokens.*rollout.prompts_per_batch"),
+        (generate, "generating 4 responses.*rollout.prompts_per_batch"),
         (score, r"scoring 4 sequences of up to \d tokens.*rollout.prompts_per_batch"),
         (make_in_own_way, "making 4 samples.*rollout.prompts_per_batch"),
         (load, "loading model.path 'm'.*model.dtype"),

@@ -20,7 +20,7 @@ from coati.background import run_in_background
 from coati.config import Deadlines
 from coati.experience import make_experience_batch
 from coati.experience_buffer.leased import LeasedBuffer
-from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker
+from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
@@ -53,16 +53,16 @@ class Writer(ExperienceMaker):
     def make_experience(self, input_ids, attention_mask, *, sample_ids, group_ids):
         if self.dies:
             raise SystemExit("killed")
+        token = float(self.actor.number), self.policy_version
+        pairs = zip(sample_ids.tolist(), group_ids.tolist(), strict=True)
+        return self.experience_of([(sample_id, group_id, [token] * 3) for sample_id, group_id in pairs])
+
+    def experience_of(self, samples):
         made = []
-        for sample_id, group_id in zip(sample_ids.tolist(), group_ids.tolist(), strict=True):
-            one = item(sample_id, num_actions=3)
-            written, versions = [], []
-            for _ in range(3):
-                written.append(float(self.actor.number))
-                versions.append(self.policy_version)
-                if self.between_tokens is not None:
-                    self.policy_version = self.between_tokens()
-            one.action_log_probs, one.policy_versions = torch.tensor(written), torch.tensor(versions)
+        for sample_id, group_id, tokens in samples:
+            one = item(sample_id, num_actions=len(tokens))
+            numbers, versions = zip(*tokens, strict=True)
+            one.action_log_probs, one.policy_versions = torch.tensor(numbers), torch.tensor(versions)
             one.sample_ids, one.group_ids = torch.tensor(sample_id), torch.tensor(group_id)
             made.append(one)
         bad = {int(one.group_ids) for one in made if self._dice.random() < self._drops}
@@ -70,6 +70,52 @@ class Writer(ExperienceMaker):
         if not kept:
             raise AllSamplesDropped("the dice dropped them")
         return make_experience_batch(kept)
+
+
+class StreamingWriter(Writer):
+    """Writes a token at a time, of responses of all lengths, and begins samples beside others."""
+
+    is_stream, room = True, 100
+
+    def __init__(self, *settings):
+        super().__init__(*settings)
+        self._groups = {}  # by id: prompts of the group, and for each sample its length and what is written
+
+    @property
+    def num_writing(self):
+        return sum(len(prompts) for prompts, samples in self._groups.values() if not is_complete(samples))
+
+    @property
+    def num_written(self):
+        return sum(len(prompts) for prompts, samples in self._groups.values() if is_complete(samples))
+
+    def submit(self, prompts):
+        for group in sorted({*prompts.group_ids.tolist()}):
+            mine = prompts.select(prompts.group_ids == group)
+            lengths = {one: self._dice.randrange(1, 5) for one in mine.sample_ids.tolist()}
+            self._groups[group] = mine, {one: (length, []) for one, length in lengths.items()}
+
+    def write(self):
+        for _, samples in self._groups.values():
+            for length, tokens in samples.values():
+                if len(tokens) < length:
+                    tokens.append((float(self.actor.number), self.policy_version))
+
+    def score(self):
+        done = {group: self._groups[group] for group in self._groups if is_complete(self._groups[group][1])}
+        self._groups = {group: pair for group, pair in self._groups.items() if group not in done}
+        batch = MakerBatch(PromptBatch.joined([prompts for prompts, _ in done.values()]))
+        samples = [(one, group, tokens) for group, (_, of) in done.items() for one, (_, tokens) in of.items()]
+        assert {version for *_, tokens in samples for _, version in tokens} <= set(range(self.policy_version + 1))
+        try:
+            batch.experience = self.experience_of(samples)
+        except AllSamplesDropped as error:
+            batch.dropped = error
+        return batch
+
+
+def is_complete(samples):
+    return all(len(tokens) == length for length, tokens in samples.values())
 
 
 class Prompts:
@@ -98,7 +144,8 @@ class Trainer(FitSteps):
         return self.buffer.sample(timeout_seconds=SECONDS)
 
     def train_on(self, batch):
-        assert torch.equal(batch.action_log_probs, batch.policy_versions.float())  # written by what it says
+        mask = batch.full_action_mask()
+        assert torch.equal(batch.action_log_probs[mask], batch.policy_versions[mask].float())  # written by what it says
         self.ages.append(age_metrics(batch, self.version)["train/age_max"])
         self.trained += batch.sample_ids.tolist()
         return {}
@@ -117,7 +164,7 @@ class Trainer(FitSteps):
 
 class Maker:
     def __init__(self, run, name, rules, dice, drops, in_flight, dies=False):
-        self.writer = Writer(dice, drops, dies)
+        self.writer = (StreamingWriter if run.streams and not dies else Writer)(dice, drops, dies)
         self.served = ServedModels(self.writer.trained_models)
         self.stop = threading.Event()
         names = list(run.peers)
@@ -161,10 +208,11 @@ class Run:
         drops=0.1,
         in_flight=False,
         dies=False,
+        streams=True,
         network=lambda targets: LocalPeers(**targets),
         folder=None,
     ):
-        self.network = network
+        self.network, self.streams = network, streams
         rules = [
             LedgerRules(
                 samples_per_version=BATCH * UPDATE_STEPS,
@@ -215,9 +263,10 @@ class Run:
             return [] if request.maker == self._dead else trainer.buffer.lease(request)
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3, None])
 @pytest.mark.parametrize(("num_makers", "num_trainers"), [(1, 1), (3, 1), (1, 2), (3, 2)])
-def test_every_sample_is_trained_on_once_and_none_is_too_old(num_makers, num_trainers, max_staleness):
+def test_every_sample_is_trained_on_once_and_none_is_too_old(num_makers, num_trainers, max_staleness, streams):
     torch.set_num_threads(1)
     for seed, group_size in enumerate((1, 2)):
         run = Run(
@@ -227,6 +276,7 @@ def test_every_sample_is_trained_on_once_and_none_is_too_old(num_makers, num_tra
             max_staleness=max_staleness,
             group_size=group_size,
             in_flight=bool(seed),
+            streams=streams,
         )
         trained = [number for trainer in run.trainers for number in trainer.trained]
         assert len(set(trained)) == len(trained) == BATCH * TOTAL_STEPS * num_trainers

@@ -111,7 +111,12 @@ class RolloutSettings(SamplingSettings, section="rollout"):
     )
     vllm: dict[str, Any] = setting({}, "Arguments of vLLM's EngineArgs.", rule="a table of arguments")
     in_flight: bool = setting(
-        False, "Take new weights between two tokens, not only between two batches; every token records its version."
+        True,
+        "Take new weights between two tokens; every token records its version. false = each response is written by one "
+        "version: new weights wait until all that is being written has ended, and nothing is begun meanwhile.",
+    )
+    recompute_cache: bool = setting(
+        False, "Compute keys and values of what is written again when new weights come between two tokens."
     )
     generate: dict[str, Any] = setting(
         {},

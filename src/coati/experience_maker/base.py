@@ -2,12 +2,14 @@
 
 import dataclasses
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from coati.errors import DataError
 from coati.experience import BufferItem, Experience
@@ -30,7 +32,7 @@ class AllSamplesDropped(DataError):
     """Every sample of a batch had to be dropped; the message says why."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PromptBatch:
     """Prompts, left-padded, with the ids of the samples to make from them and the dataset's columns."""
 
@@ -38,6 +40,7 @@ class PromptBatch:
     attention_mask: Tensor  # [B, P]
     sample_ids: Tensor | None = None  # [B]
     group_ids: Tensor | None = None  # [B]
+    lease_epochs: Tensor | None = None  # [B] of the leases under which they are made
     columns: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -74,7 +77,24 @@ class PromptBatch:
                     f"column {name!r} of a batch must have one entry for each of its {len(input_ids)} prompts, "
                     f"got {len(column) if hasattr(column, '__len__') else type(column).__name__}."
                 )
-        return cls(input_ids, attention_mask, sample_ids, group_ids, columns)
+        return cls(input_ids, attention_mask, sample_ids, group_ids, columns=columns)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Several batches as one; they have the same columns."""
+        if len(parts) == 1:
+            return parts[0]
+        width = max(part.input_ids.shape[1] for part in parts)
+
+        def column(name: str) -> Tensor | None:
+            tensors = [tensor for part in parts if (tensor := getattr(part, name)) is not None]
+            if tensors and tensors[0].ndim == 2:
+                tensors = [F.pad(tensor, (width - tensor.shape[1], 0)) for tensor in tensors]
+            return torch.cat(tensors) if tensors else None
+
+        tensors = {name: column(name) for name in vars(parts[0]) if name != "columns"}
+        columns = {name: [value for part in parts for value in part.columns[name]] for name in parts[0].columns}
+        return cls(**tensors, columns=columns)  # type: ignore[arg-type]
 
     def numbered(self, first_id: int) -> Self:
         """The batch with sample ids from `first_id` on."""
@@ -120,9 +140,9 @@ class MakerBatch:
     scores: PendingScores | None = None
     """Scores that a reward function is still computing."""
     version: int = 0
-    """Version of the weights that wrote the last token, and scored the batch."""
+    """Version of the weights that scored it."""
     incarnation: int = 0
-    """Of the trainers whose weights wrote the first token."""
+    """Of the trainers that these weights came from."""
     metrics: dict[str, Metric] = dataclasses.field(default_factory=dict)
     """Reported with the batch, besides what is read off the experience."""
     dropped: AllSamplesDropped | None = None
@@ -195,14 +215,18 @@ class OtherWork(Protocol):
 
 
 class WorkSource(ABC):
-    """Where a maker's prompts come from: leases, or a data loader. The attributes are those of a data loader."""
+    """Where a maker's work comes from: leases, or a data loader. The attributes are those of a data loader."""
 
     wait_name = "wait_prompts"
     """The activity of a maker that waits for prompts."""
     may_defer = True
-    """Whether the next batch may be begun before the last one is finished."""
-    always_has_room = False
-    """Whether trainers take what is sent without a wait for room."""
+    """Whether the next batch may be begun before the rewards of the last one have come."""
+    capacity = 0
+    """Samples that a maker works on at a time, with others coming as some have ended; 0 for whole batches."""
+    least = 1
+    """Fewest samples that it yields at once."""
+    room: int | None = None
+    """How many samples the maker could begin now; set by its loop, None if that is a whole batch."""
     num_skipped = 0
     """Prompts that were skipped so far."""
 
@@ -218,9 +242,9 @@ class WorkSource(ABC):
 class ExperienceMaker(ABC):
     """Turns prompts into experience with four models: actor, critic, reward model and initial model.
 
-    To write a maker, implement `make_experience`; the holder and the synchronous loop need nothing else. If it declares
-    keyword arguments named `sample_ids`, `group_ids` or `columns`, it gets those of the prompts too; so does an
-    override that takes **kwargs, if what it overrides declares them.
+    To write a maker, implement `make_experience`; the holder and the synchronous loop need nothing else, and have it
+    make whole batches. If it declares keyword arguments named `sample_ids`, `group_ids` or `columns`, it gets those of
+    the prompts too; so does an override that takes **kwargs, if what it overrides declares them.
 
     `critic` is None for algorithms that need none. `actor` and `initial_model` may be plain transformers models or an
     `Actor`; the reward model may be any module that maps (sequences, attention_mask) to one score per sample, or a
@@ -228,14 +252,12 @@ class ExperienceMaker(ABC):
     """
 
     policy_version: int = 0
-    """Version of the weights that the models have; set before each batch."""
-    between_tokens: Callable[[], int] | None = None
-    """Set while a batch is made. A maker may call it between two tokens: it delivers what is ready, may change the
-    weights, and returns their version."""
-    has_time_between_tokens: bool = False
-    """Whether the host waits for a GPU while tokens are generated, and `between_tokens` is called meanwhile."""
+    """Version of the weights that the models have; set before each call."""
+    is_stream: bool = False
+    """Whether it can begin samples while others are being written."""
     timeline: Timeline
     """The account of the actor's time, set before the first batch."""
+    _waiting: tuple[tuple[PromptBatch, dict[str, Any]], ...] = ()
 
     def __init__(self, actor: nn.Module, critic: nn.Module | None, reward_model: Any, initial_model: nn.Module) -> None:
         self.actor = actor
@@ -252,17 +274,44 @@ class ExperienceMaker(ABC):
     def make_experience(self, input_ids: Tensor, attention_mask: Tensor, **generate_kwargs: Any) -> Experience:
         """Generate a response to each prompt and score it."""
 
+    # What the loop calls. Here a whole batch is made at once, and nothing is written before.
+
+    num_writing = 0
+    """Samples that were submitted, and for which `write` has something to do."""
+
+    @property
+    def room(self) -> int:
+        """How many samples it can begin now."""
+        return 0 if self._waiting else sys.maxsize
+
+    @property
+    def num_written(self) -> int:
+        """Samples that `score` can take."""
+        return sum(len(prompts) for prompts, _ in self._waiting)
+
+    def submit(self, prompts: PromptBatch, **generate_kwargs: Any) -> None:
+        """Take prompts in."""
+        self._waiting = (*self._waiting, (prompts, generate_kwargs))
+
+    def write(self) -> None:
+        """Write a few tokens of each response."""
+        raise NotImplementedError
+
     @torch.no_grad()
-    def begin(self, prompts: PromptBatch, **generate_kwargs: Any) -> MakerBatch:
-        """Do everything that needs the models. Override it, with `finish`, to leave slow rewards running meanwhile.
+    def score(self) -> MakerBatch:
+        """Turn what is written into experience, as far as that needs the models; reward functions may still run.
 
         Ids and versions that `make_experience` leaves out are filled in, if it returns one sample for each prompt.
         """
+        (prompts, generate_kwargs), *rest = self._waiting
+        self._waiting = tuple(rest)
         known = {"sample_ids": prompts.sample_ids, "group_ids": prompts.group_ids, "columns": prompts.columns}
         declared = _declared_keywords(type(self))
         known = {name: value for name, value in known.items() if name in declared}
-        with self.timeline.span("generate"):
+        try:
             experience = self.make_experience(prompts.input_ids, prompts.attention_mask, **known, **generate_kwargs)
+        except AllSamplesDropped as error:
+            return MakerBatch(prompts, dropped=error)
         if experience.num_samples == len(prompts):
             for name in ("sample_ids", "group_ids"):
                 if getattr(experience, name) is None:

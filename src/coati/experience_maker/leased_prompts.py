@@ -1,8 +1,11 @@
 """Where a maker's work comes from in a run: leases from the trainers, and the prompts that these stand for."""
 
+import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+
+import torch
 
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
@@ -26,7 +29,6 @@ class LeasedPrompts(WorkSource):
     """
 
     wait_name = "wait_weights"  # leases come with new weights
-    always_has_room = True  # for what was leased
 
     def __init__(
         self,
@@ -46,8 +48,6 @@ class LeasedPrompts(WorkSource):
         self._stream = stream
         self._trainers = tuple(trainer_names)
         self._rules = rules
-        # A group that was dropped must be replaced before anything else is made, as in the synchronous loop.
-        self.may_defer = not rules.is_on_policy
         self._peers = peers
         self._maker = maker
         self._served = served
@@ -55,11 +55,11 @@ class LeasedPrompts(WorkSource):
         self._deadlines = deadlines or Deadlines()
         self._should_stop = should_stop
         self._other_work = other_work
+        self.capacity = stream.samples_per_batch
+        self.least = rules.group_size * len(self._trainers)
         self._num_requests = 0
-        # By number, the oldest first: one that was taken back may be granted again while its batch is still in work.
-        self._held: dict[int, deque[Lease]] = {}
-        self._held_lock = threading.Lock()  # prompts are drawn in another thread
         self._endings: dict[str, deque[Ending]] = {name: deque() for name in self._trainers}
+        self._endings_lock = threading.Lock()  # leases are asked for in another thread
 
     def __iter__(self) -> Iterator[PromptBatch | OtherWork]:
         """Yield batches until a stop; waits for leases in between."""
@@ -83,11 +83,16 @@ class LeasedPrompts(WorkSource):
         """Ask once; None if nothing may be made now."""
         if (work := self._other_work()) is not None:
             return work
-        numbers = sorted(self._request())
-        raw, unusable = self._stream.batch(numbers, group_size=self._rules.group_size) if numbers else (None, {})
+        epochs, size = dict(sorted(self._request())), self._rules.group_size
+        raw, unusable = self._stream.batch(list(epochs), group_size=size) if epochs else (None, {})
         for number, reason in unusable.items():
-            self._end(number, f"prompt skipped, {reason}")
-        return None if raw is None else PromptBatch.parse(raw)
+            self._end(Lease(number, epochs[number]), f"prompt skipped, {reason}")
+        if raw is None:
+            return None
+        prompts = PromptBatch.parse(raw)
+        assert prompts.sample_ids is not None
+        mine = [epochs[one // size] for one in prompts.sample_ids.tolist()]
+        return dataclasses.replace(prompts, lease_epochs=torch.tensor(mine))
 
     @property
     def num_skipped(self) -> int:  # type: ignore[override]
@@ -99,58 +104,45 @@ class LeasedPrompts(WorkSource):
 
         Returns what is to be delivered: an incomplete group is dropped whole.
         """
-        assert batch.prompts.sample_ids is not None
-        size = self._rules.group_size
-        made: dict[int, list[BufferItem]] = {int(number) // size: [] for number in batch.prompts.sample_ids}
+        prompts, size = batch.prompts, self._rules.group_size
+        assert prompts.sample_ids is not None
+        assert prompts.lease_epochs is not None
+        pairs = zip(prompts.sample_ids.tolist(), prompts.lease_epochs.tolist(), strict=True)
+        made: dict[Lease, list[BufferItem]] = {Lease(one // size, epoch): [] for one, epoch in pairs}
+        by_number = {lease.number: group for lease, group in made.items()}
         for item in items:
             assert item.sample_ids is not None
-            made[int(item.sample_ids) // size].append(item)
-        for number, group in made.items():
+            by_number[int(item.sample_ids) // size].append(item)
+        for lease, group in made.items():
             if len(group) < size:
-                self._end(number, *_why_it_ends(batch, range(number * size, (number + 1) * size)))
+                self._end(lease, *_why_it_ends(batch, range(lease.number * size, (lease.number + 1) * size)))
                 group.clear()
-            else:
-                lease = self._take(number)
-                for item in group:
-                    item.lease, item.scored_by = (lease.number, lease.epoch), batch.version
+            for item in group:
+                item.lease, item.scored_by = (lease.number, lease.epoch), batch.version
         return [item for group in made.values() for item in group]
 
-    def _end(self, number: int, reason: str, fate: str = "drop") -> None:
-        trainer = self._trainers[number % len(self._trainers)]
-        self._endings[trainer].append(Ending(self._take(number), reason, fate))
+    def _end(self, lease: Lease, reason: str, fate: str = "drop") -> None:
+        with self._endings_lock:
+            self._endings[self._trainers[lease.number % len(self._trainers)]].append(Ending(lease, reason, fate))
 
-    def _take(self, number: int) -> Lease:
-        """The lease that a batch was made for; batches are finished in the order in which they were begun."""
-        with self._held_lock:
-            held = self._held[number]
-            lease = held.popleft()
-            if not held:
-                del self._held[number]
-            return lease
-
-    def _request(self) -> list[int]:
-        """Ask all trainers at once; returns the numbers of the leases that were granted."""
+    def _request(self) -> list[Lease]:
+        """Ask all trainers at once; returns the leases that were granted."""
         trainer_incarnation = self._served.incarnation  # before the version, which must not be from before them
         size, version = self._rules.group_size, self._served.version
-        wanted = max(size, self._stream.samples_per_batch // len(self._trainers) // size * size)
+        room = self._stream.samples_per_batch if self.room is None else self.room
+        wanted = max(size, room // len(self._trainers) // size * size)
         self._num_requests += 1
         calls: dict[str, tuple[LeaseRequest, PendingCall]] = {}
         for name in self._trainers:
             if (peer := self._peers.find_now(name)) is not None:
-                endings = tuple(self._endings[name])
+                with self._endings_lock:
+                    endings = tuple(self._endings[name])
                 number = self._num_requests
                 request = LeaseRequest(
                     self._maker, number, version, wanted, endings, self._incarnation, trainer_incarnation
                 )
                 calls[name] = request, peer.call("lease", request)
-        granted: list[int] = []
-        for name, (request, call) in calls.items():
-            leases = self._answer(name, request, call)
-            with self._held_lock:
-                for lease in leases:
-                    self._held.setdefault(lease.number, deque()).append(lease)
-            granted += [lease.number for lease in leases]
-        return granted
+        return [lease for name, (request, call) in calls.items() for lease in self._answer(name, request, call)]
 
     def _wait(self, seconds: float) -> None:
         """Wait until new weights serve, or for so many seconds."""

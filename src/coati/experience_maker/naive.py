@@ -1,11 +1,12 @@
 """The reference maker: generate, score, penalise by KL, estimate advantages.
 
-Reward functions run in the background. So a batch is begun (everything that needs the models) and finished later, when
-its scores have come; the next one may be begun in between.
+Responses are written by an engine, and scored in passes over those whose groups are complete. Reward functions run in
+the background, so a batch that is scored is finished later, when what they return has come.
 """
 
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from coati.config import AlgorithmSettings, RolloutSettings
 from coati.errors import ConfigError, RewardError
 from coati.experience import Experience
 from coati.experience_maker.base import LESS_TO_MAKE, AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
+from coati.experience_maker.group_stream import GroupStream
 from coati.experience_maker.scoring import (
     GapWatch,
     NoSignal,
@@ -35,7 +37,7 @@ from coati.models.packing import joined_once
 from coati.monitor.metrics import Sum
 from coati.monitor.timeline import Timeline
 from coati.rewards import RewardScorer
-from coati.rollout import GenerateOptions, Rollout, RolloutEngine, RolloutRequest, generate, make_engine
+from coati.rollout import GenerateOptions, Rollout, RolloutEngine, make_engine
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class NaiveExperienceMaker(ExperienceMaker):
     `algorithm` decides how advantages are made and where the KL penalty goes; `kl_coef`, `gamma` and `lam` are short
     for its settings of the same name. Algorithms without a critic take None for it.
     """
+
+    is_stream = True
 
     def __init__(
         self,
@@ -79,7 +83,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             reward_model = RewardModel(reward_model)
         super().__init__(actor, critic, reward_model, initial_model)
         self.seed = seed
-        self.engine = make_engine(engine, actor) if isinstance(engine, str | RolloutSettings) else engine
+        self._stream = GroupStream(make_engine(engine, actor) if isinstance(engine, str | RolloutSettings) else engine)
         self.timeline = Timeline()
         self._num_without_signal = 0  # not yet reported
         self._gap_watch = GapWatch()
@@ -87,11 +91,6 @@ class NaiveExperienceMaker(ExperienceMaker):
         for model in (actor, critic, reward_model, initial_model):
             if isinstance(model, nn.Module):
                 model.eval()  # with dropout, log-probs could not be reproduced
-
-    @property
-    def has_time_between_tokens(self) -> bool:  # type: ignore[override]
-        """Whether generation leaves the host idle, as it does on a GPU."""
-        return not self._is_overridden and next(self.actor.parameters()).device.type == "cuda"
 
     @torch.no_grad()
     def make_experience(
@@ -115,58 +114,97 @@ class NaiveExperienceMaker(ExperienceMaker):
         if sample_ids is None:
             prompts = prompts.numbered(self._next_sample_id)
             self._next_sample_id += len(prompts)
-        batch = self._begin(prompts, generate_kwargs)
-        self._finish(batch)
+        mine = NaiveExperienceMaker  # whatever a subclass does with its batches
+        mine.submit(self, prompts, **generate_kwargs)
+        while self._stream.num_writing:
+            mine.write(self)
+        batch = mine.score(self)
+        if batch.dropped is not None:
+            raise batch.dropped
+        mine.finish(self, batch)
         assert batch.experience is not None
         return batch.experience
 
-    @torch.no_grad()
-    def begin(self, prompts: PromptBatch, **generate_kwargs: Any) -> MakerBatch:
-        """Do everything that needs the models; reward functions are started and may still run."""
-        if self._is_overridden:
-            return super().begin(prompts, **generate_kwargs)
-        return self._begin(prompts, generate_kwargs)
-
-    @torch.no_grad()
-    def finish(self, batch: MakerBatch) -> None:
-        """Wait for the scores, drop bad ones, estimate advantages."""
-        if not self._is_overridden:
-            self._finish(batch)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Have a subclass with a `make_experience` of its own make whole batches by it."""
+        super().__init_subclass__(**kwargs)
+        if "make_experience" in vars(cls):
+            whole = ("is_stream", "room", "num_writing", "num_written", "submit", "write", "score", "finish")
+            for name in whole:
+                if name not in vars(cls):
+                    setattr(cls, name, vars(ExperienceMaker)[name])
 
     @property
-    def _is_overridden(self) -> bool:
-        """Whether a subclass makes the whole experience in a `make_experience` of its own."""
-        return type(self).make_experience is not NaiveExperienceMaker.make_experience
+    def engine(self) -> RolloutEngine:
+        """What writes the responses."""
+        return self._stream.engine
 
-    def _begin(self, prompts: PromptBatch, generate_kwargs: Mapping[str, Any]) -> MakerBatch:
+    @engine.setter
+    def engine(self, engine: RolloutEngine) -> None:
+        self._stream = GroupStream(engine)
+
+    @property
+    def room(self) -> int:
+        """How many samples the engine can begin now."""
+        return self.engine.room
+
+    @property
+    def num_writing(self) -> int:  # type: ignore[override]
+        """Samples of groups that are not complete."""
+        return self._stream.num_writing
+
+    @property
+    def num_written(self) -> int:
+        """Samples of complete groups that are not scored."""
+        return self._stream.num_written
+
+    def submit(self, prompts: PromptBatch, **generate_kwargs: Any) -> None:
+        """Have a response written to each prompt."""
         options = GenerateOptions.parse(**generate_kwargs).with_tokenizer(getattr(self.reward_model, "tokenizer", None))
         if self.algorithm.uses_groups:
             prompts.check_groups()
+        limits = self._limits(prompts, options)
+        self._stream.submit(prompts, limits, options, seed=self.seed, in_groups=self.algorithm.uses_groups)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write a few tokens of each response."""
+        try:
+            with device_errors_explained(f"generating {self.num_writing} responses", LESS_TO_MAKE):
+                self._stream.advance(self.policy_version)
+        except BaseException:
+            self._stream.clear()
+            raise
+
+    @torch.no_grad()
+    def score(self) -> MakerBatch:
+        """Score all complete groups in one pass; reward functions are started and may still run."""
+        prompts, responses = self._stream.take()
         batch = MakerBatch(prompts)
-        prompts, limits = self._with_room(prompts.to(next(self.actor.parameters()).device), options)
         assert prompts.sample_ids is not None
-        assert batch.prompts.sample_ids is not None
-        short = set(batch.prompts.sample_ids.tolist()) - set(prompts.sample_ids.tolist())
+        ids = prompts.sample_ids.tolist()
+        short = [one for one in ids if one not in responses]
         batch.losses = dict.fromkeys(short, "no room for a response")
-        request = RolloutRequest(
-            input_ids=prompts.input_ids,
-            attention_mask=prompts.attention_mask,
-            sample_ids=prompts.sample_ids,
-            seed=self.seed,
-            options=options,
-            max_new_tokens=limits,
-        )
-        rows, width = prompts.input_ids.shape
-        what = f"generating {rows} responses to prompts of up to {width} tokens"
-        with self.timeline.span("generate"), device_errors_explained(what, LESS_TO_MAKE):
-            pause = None if self.between_tokens is None else self._pause
-            rollout = generate(self.engine, request, version=self.policy_version, between_tokens=pause)
-        what = f"scoring {rows} sequences of up to {rollout.sequences.shape[1]} tokens"
+        if not responses:
+            batch.dropped = AllSamplesDropped(
+                f"{len(short)} of {len(short)} prompts leave no room for a response (context "
+                f"{context_length_of(unwrap(self.actor))}). Shorten the prompts or raise max_length."
+            )
+            return batch
+        has_response = torch.tensor([one in responses for one in ids])
+        prompts = prompts.select(has_response).to(next(self.actor.parameters()).device)
+        written = [responses[one] for one in ids if one in responses]
+        options = self._stream.options
+        pad_token = options.pad_token(unwrap(self.actor))
+        rollout = Rollout.of(prompts.input_ids, prompts.attention_mask, written, pad_token=pad_token)
+        what = f"scoring {len(prompts)} sequences of up to {rollout.sequences.shape[1]} tokens"
         with self.timeline.span("score"), joined_once(), device_errors_explained(what, LESS_TO_MAKE):
             self._score(batch, prompts, rollout, options.sampling_temperature)
         return batch
 
-    def _finish(self, batch: MakerBatch) -> None:
+    @torch.no_grad()
+    def finish(self, batch: MakerBatch) -> None:
+        """Wait for the scores, drop bad ones, estimate advantages."""
         experience = batch.experience
         assert experience is not None
         if not batch.is_ready:
@@ -203,30 +241,17 @@ class NaiveExperienceMaker(ExperienceMaker):
             )
         return experience
 
-    def _with_room(self, prompts: PromptBatch, options: GenerateOptions) -> tuple[PromptBatch, Tensor]:
-        """Drop prompts that leave no room for a response; returns how many tokens the others may get too, [B]."""
+    def _limits(self, prompts: PromptBatch, options: GenerateOptions) -> list[int]:
+        """How many tokens each response may get; less than 1 where the prompt leaves no room, which is logged."""
         context = context_length_of(unwrap(self.actor))
-        lengths = prompts.attention_mask.sum(dim=1)
-        limits = torch.tensor([options.new_token_limit(length) for length in lengths.tolist()], device=lengths.device)
-        if context is not None:
-            limits = torch.minimum(limits, context - lengths)
-        fits = limits >= 1
-        num_dropped = int((~fits).sum())
-        if num_dropped == 0:
-            return prompts, limits
-        message = (
-            f"{num_dropped} of {len(fits)} prompts leave no room for a response (longest {int(lengths.max())} tokens; "
-            f"context {context}, max_length {options.max_length})"
-        )
-        if not bool(fits.any()):
-            raise AllSamplesDropped(f"{message}. Shorten the prompts or raise max_length.")
-        logger.warning("%s; dropped", message)
-        return prompts.select(fits), limits[fits]
-
-    def _pause(self) -> int:
-        assert self.between_tokens is not None
-        self.policy_version = self.between_tokens()
-        return self.policy_version
+        lengths: list[int] = prompts.attention_mask.sum(dim=1).tolist()
+        limits = [min(options.new_token_limit(length), (context or sys.maxsize) - length) for length in lengths]
+        if num_dropped := sum(limit < 1 for limit in limits):
+            logger.warning(
+                "%d of %d prompts leave no room for a response (longest %d tokens; context %s, max_length %s); dropped",
+                num_dropped, len(limits), max(lengths), context, options.max_length,
+            )  # fmt: skip
+        return limits
 
     def _score(self, batch: MakerBatch, prompts: PromptBatch, rollout: Rollout, temperature: float) -> None:
         """Run all forward passes, with reward functions in the background, and compute what follows from them."""

@@ -1,7 +1,7 @@
-"""Prompts in, experience out: one version of the weights for each batch, dropped samples, records."""
+"""Prompts in, experience out: which weights are used, when complete groups are scored, dropped samples, records."""
 
+import contextlib
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from coati import faults
@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 # replacements for dropped samples come in small parts, several of which may fail in a row by chance.
 MAX_EMPTY_BATCHES = 5
 MIN_DROPPED_IN_A_ROW = 64
+# Complete groups are scored when they are this share of what is in work, or after so many times of writing on: passes
+# over few samples are slow, but trainers may wait for them.
+_SCORED_SHARE = 0.25
+_MAX_LATE = 16
 # Dynamic sampling drops by design, and for a long time at the start of a hard task.
 MAX_BATCHES_WITHOUT_SIGNAL = 100
 
@@ -43,8 +47,8 @@ class ExperiencePipeline:
         in_flight: bool = False,
         timeline: Timeline | None = None,
     ) -> None:
-        """Prompts that come without ids are numbered from `first_sample_id` on. With `in_flight`, makers take new
-        weights between two tokens, not only between two batches."""
+        """Prompts that come without ids are numbered from `first_sample_id` on. With `in_flight`, new weights are taken
+        between two tokens, else when nothing is in work."""
         self.timeline = maker.timeline = served.timeline = timeline or Timeline()
         self.maker = maker
         self.served = served
@@ -54,35 +58,78 @@ class ExperiencePipeline:
         self._generate_kwargs = dict(generate_kwargs or {})
         self._next_sample_id = first_sample_id
         self._in_flight = in_flight
+        self._use = contextlib.ExitStack()
+        self._is_using = False  # whether the models must not change
+        self._num_late = 0  # calls of `advance` since some groups were complete
         self._drops = _DropLimit()
         self._quarantined_groups: set[int] = set()
         self._reported: dict[str, int] = {}
 
-    def begin(self, prompts: PromptBatch, *, meanwhile: Callable[[], None] | None = None) -> MakerBatch:
-        """Generate, and do all else that needs the models. `meanwhile` is called between tokens."""
+    @property
+    def num_in_work(self) -> int:
+        """Samples that were submitted and have not come out of `advance`."""
+        return self.maker.num_writing + self.maker.num_written
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether samples may be submitted beside those in work: not if these keep new weights waiting."""
+        return self._in_flight or not (self.num_in_work and self.served.has_pending)
+
+    def submit(self, prompts: PromptBatch) -> None:
+        """Take prompts in."""
         if prompts.sample_ids is None:
             prompts = prompts.numbered(self._next_sample_id)
             self._next_sample_id += len(prompts)
+        self.maker.submit(prompts, **self._generate_kwargs)
 
-        def between_tokens() -> int:
+    def advance(self, *, in_batches: bool = False) -> MakerBatch | None:
+        """Go on with what was submitted; returns what was scored, if that was done.
+
+        Complete groups are scored when there are enough of them, before they have waited long, and before weights
+        change; with `in_batches`, when all is written. With `in_flight` the models take new weights when this is called
+        and no complete group waits, else when nothing is in work.
+        """
+        maker = self.maker
+        try:
+            if not self._is_using:
+                maker.policy_version = self._use.enter_context(self.served.use())
+                self._is_using = True
+            elif self._in_flight and not maker.num_written:
+                maker.policy_version = self.served.commit_point()
             faults.reach("maker.generating")
-            if meanwhile is not None:
-                meanwhile()
-            return self.served.commit_point() if self._in_flight else version
+            batch = None
+            with device_errors_explained(f"making {self.num_in_work} samples", LESS_TO_MAKE):
+                if maker.num_writing:
+                    maker.write()
+                if maker.num_written and self._is_due(in_batches=in_batches):
+                    batch, self._num_late = maker.score(), 0
+                    batch.version, batch.incarnation = maker.policy_version, self.served.incarnation
+        except BaseException:
+            self._release()
+            raise
+        if not self.num_in_work:
+            self._release()
+        return batch
 
-        with self.served.use() as version:
-            incarnation = self.served.incarnation
-            self.maker.policy_version = version
-            is_needed = meanwhile is not None or self._in_flight or faults.are_enabled()
-            self.maker.between_tokens = between_tokens if is_needed else None
-            try:
-                with device_errors_explained(f"making {len(prompts)} samples", LESS_TO_MAKE):
-                    batch = self.maker.begin(prompts, **self._generate_kwargs)
-            except AllSamplesDropped as error:
-                batch = MakerBatch(prompts, dropped=error)
-            finally:
-                self.maker.between_tokens = None
-        batch.version, batch.incarnation = self.maker.policy_version, incarnation
+    def _is_due(self, *, in_batches: bool) -> bool:
+        """Whether what is written is scored now."""
+        num_writing, num_written = self.maker.num_writing, self.maker.num_written
+        if in_batches or not num_writing:
+            return not num_writing
+        self._num_late += 1
+        is_enough = num_written >= _SCORED_SHARE * (num_writing + num_written) or self._num_late >= _MAX_LATE
+        return is_enough or (self._in_flight and self.served.has_pending)
+
+    def _release(self) -> None:
+        """Let weights be changed."""
+        self._is_using = False
+        self._use.close()
+
+    def begin(self, prompts: PromptBatch) -> MakerBatch:
+        """Generate a batch of prompts, with nothing beside it, and do all else that needs the models."""
+        self.submit(prompts)
+        while (batch := self.advance(in_batches=True)) is None:
+            pass
         return batch
 
     def finish(self, batch: MakerBatch) -> Experience | None:

@@ -72,11 +72,11 @@ class GapWatch:
     @torch.no_grad()
     def measure(self, actor: nn.Module, rollout: Rollout, temperatures: Tensor, *, version: int) -> dict[str, Metric]:
         """The gap as metrics; none where older weights wrote some of the tokens, which no single pass can recompute."""
-        rows = slice(0, _PROBED_ROWS)
-        mask = rollout.action_mask[rows]
-        written_by = rollout.token_versions[rows][mask]
-        if not len(written_by) or bool((written_by != version).any()):
+        is_old = ((rollout.token_versions != version) & rollout.action_mask).any(dim=1)
+        rows = (rollout.action_mask.any(dim=1) & ~is_old).nonzero().flatten()[:_PROBED_ROWS]
+        if not len(rows):
             return {}
+        mask = rollout.action_mask[rows]
         forward = (rollout.sequences[rows], rollout.attention_mask[rows], mask.shape[1])
         logprobs, _ = action_logprobs(actor, *forward, temperatures=temperatures[rows])
         gaps = (logprobs.float() - rollout.rollout_log_probs[rows]).abs()[mask]

@@ -1,22 +1,25 @@
-"""What a maker does with its prompts, batch after batch, with the rewards of one computed while the next is generated.
+"""What a maker does with its work: keep the engine full, deliver groups as they are scored.
 
-    models    │ generate 1, score │ generate 2 ·········, score │ generate 3 …
-    rewards               │ functions of 1 ·│            │ functions of 2 …
-    delivery                                │ 1
+    prompts     │ leases for the free places ·│ leases …
+    models      │ write, write, score, write, write, write, score …
+    rewards              │ functions ·│              │ functions …
+    delivery                          │ some groups
 
-A batch whose reward functions still run when the models are done with it is pending, and the next one is begun. The
-pending one is finished and delivered between two tokens of the next, as soon as its scores have come and trainers have
-room. On a GPU, batches without slow rewards are delivered there too: the host is idle between tokens. At most one batch
-is pending while another is generated, and batches are delivered in the order of their prompts. While the loop waits for
-prompts (in a run: for leases, which may need new weights), it still finishes the pending batch, because that wait may
-depend on it. Prompts are drawn when they can be begun, always on the same background thread. A lease that a maker held
-meanwhile could not go to a quicker maker, and would count as made ahead of the trainer without being there.
+Prompts that come are submitted beside those that are being written, as soon as there is room for a good part of what
+the maker works on at a time. Groups that are complete are scored in passes; their rewards may take a while, and writing
+goes on. They are delivered between two tokens, in the order in which they were scored, when their rewards have come and
+trainers have room. What waits for rewards counts: there is never more of it than what is worked on at a time.
 
-On-policy nothing is ever pending: see `WorkSource.may_defer`.
+Some work comes in whole batches: that of makers that only have `make_experience`, and what a data loader gives. Then
+the next batch is begun when the last one is written and scored, beside its rewards.
+
+Prompts are drawn when they can be begun, always on the same background thread. A lease that a maker held meanwhile
+could not go to a quicker maker, and would count as made ahead of the trainer without being there.
 """
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Final
@@ -26,22 +29,23 @@ from coati.background import BackgroundThread
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded
 from coati.experience import Experience, split_experience_batch
-from coati.experience_maker.base import MakerBatch, OtherWork, PromptBatch, WorkSource
+from coati.experience_maker.base import MakerBatch, PromptBatch, WorkSource
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline
 
-# Between two checks for the scores of a pending batch, while the loop waits for something else.
+# Between two checks for rewards, while the loop waits for something else.
 _POLL_SECONDS: Final = 0.02
 # Between two checks for a stop, while the loop waits for prompts and nothing is pending.
 _SLICE_SECONDS: Final = 0.5
+# The part of all places that is free before prompts are asked for: many small requests and prefills would cost more.
+_ASKED_SHARE: Final = 1 / 8
 
 
 class WorkLoop:
     """Makes experience from the prompts of a source, and sends it to trainers.
 
-    `notify(hook, *args)` calls the hooks of callbacks (see `coati.ray.callbacks`). Hooks keep their order: those of a
-    batch that is begun while another is pending come when that one is delivered. `record` takes what each batch
-    reports.
+    `notify(hook, *args)` calls the hooks of callbacks (see `coati.ray.callbacks`). Those of one batch come after those
+    of the batch before. `record` takes what each batch reports.
     """
 
     def __init__(
@@ -67,86 +71,142 @@ class WorkLoop:
         self._samples_kept = samples_kept
         self._offload_to_cpu = offload_to_cpu
         self._timeline = pipeline.timeline
-        self._pending: MakerBatch | None = None
-        self._late_hooks: list[str] = []
+        self._pending: deque[MakerBatch] = deque()  # scored, the oldest first
+        self._has_started = False  # whether the hooks of a batch have been called
+        self._drawn: Future[Any] | None = None  # the next work
+        self._has_more = True  # whether the source may have some
 
     def run(self) -> None:
-        """Work on the source's batches until they end or a stop comes; deliver all that is made."""
-        prompts_thread = BackgroundThread(name="prompts")
-        batches = iter(self._source)
+        """Work on what the source has until it ends or a stop comes; deliver all that is made."""
+        thread = BackgroundThread(name="prompts")
+        work = iter(self._source)
 
-        def draw() -> "Future[PromptBatch | OtherWork | None]":
-            return prompts_thread.run(lambda: next(batches, None))
+        def draw() -> "Future[Any]":
+            return thread.run(lambda: next(work, None))
 
         try:
-            while (batch := self._await_prompts(draw())) is not None and not self._stop.is_set():
-                if isinstance(batch, PromptBatch):
-                    self._hook("on_batch_start")
-                    self.make(batch)
-                    self._hook("on_batch_end")
-                else:
-                    self._finish_pending()  # trainers need not wait for it
-                    batch.run(self._pipeline)
-            self._finish_pending()
+            while self._begin_stretch(draw):
+                with self._timeline.span("generate"):
+                    while self._pipeline.num_in_work:
+                        self._advance()
+                        self._ask(draw)
+                        self._take_drawn()
         finally:
-            prompts_thread.close()
+            try:
+                self._finish_pending()  # it was made before what went wrong
+            finally:
+                thread.close()
 
-    def make(self, batch: PromptBatch) -> None:
-        """Make experience from a batch of prompts, and deliver it unless it may be pending while the next is made."""
-        self._hook("on_make_experience_start")
-        try:
-            begun = self._pipeline.begin(batch, meanwhile=self._finish_between_tokens if self._pending else None)
-        finally:
-            self._finish_pending()  # it was made before an error of the next one
-        self._pending = begun
-        # Where a send may wait for room, it waits now: what is written meanwhile would grow old.
-        has_time = self._source.always_has_room and self._pipeline.maker.has_time_between_tokens
-        if (begun.is_ready and not has_time) or not self._source.may_defer:
-            self._finish_pending()
+    def make(self, prompts: PromptBatch) -> None:
+        """Make experience from a batch of prompts, and deliver it."""
+        self._start_hooks()
+        with self._timeline.span("generate"):
+            self._pending.append(self._pipeline.begin(prompts))
+        self._finish_pending()
 
-    def _await_prompts(self, prompts: "Future[PromptBatch | OtherWork | None]") -> PromptBatch | OtherWork | None:
-        """The prompts that are being drawn, or other work; None at their end, or if a stop comes first."""
+    def _begin_stretch(self, draw: Callable[[], "Future[Any]"]) -> bool:
+        """Wait until something is in work; False at the end."""
+        while not self._pipeline.num_in_work:
+            while self._pending and self._pending[0].is_ready:
+                self._finish(self._pending.popleft())
+            self._ask(draw)
+            if not self._has_more:
+                return False
+            if self._drawn is None:  # too much is pending
+                self._finish(self._pending.popleft())
+            elif self._await_drawn(self._drawn):
+                self._take_drawn()
+        return True
+
+    def _ask(self, draw: Callable[[], "Future[Any]"]) -> None:
+        """Have the next work drawn if there is room for it; nothing more after a stop."""
+        has_room = self._has_room()
+        if self._stop.is_set():
+            self._has_more = False
+        elif self._drawn is None and self._has_more and has_room:
+            self._drawn = draw()
+
+    def _has_room(self) -> bool:
+        """Whether there is room for more work; tells the source for how much."""
+        source, pipeline = self._source, self._pipeline
+        num_in_work, num_pending = pipeline.num_in_work, sum(len(batch.prompts) for batch in self._pending)
+        if num_pending and not source.may_defer:
+            return False
+        if not self._is_stream:
+            return not num_in_work and len(self._pending) < 2
+        source.room = min(source.capacity - num_in_work, pipeline.maker.room)
+        is_enough = source.room >= max(source.least, _ASKED_SHARE * source.capacity)
+        return (is_enough or not num_in_work) and num_pending <= source.capacity and pipeline.takes_more
+
+    @property
+    def _is_stream(self) -> bool:
+        """Whether samples are begun while others are being written."""
+        return self._source.capacity > 0 and self._pipeline.maker.is_stream
+
+    def _await_drawn(self, drawn: "Future[Any]") -> bool:
+        """Wait for work that is being drawn; False if a stop comes first."""
         with self._timeline.span(self._source.wait_name):
             since = time.monotonic()
-            while not prompts.done():
+            while not drawn.done():
                 if self._stop.is_set():
-                    return None
-                wait([prompts], timeout=_POLL_SECONDS if self._pending else _SLICE_SECONDS)
+                    return False
+                wait([drawn], timeout=_POLL_SECONDS if self._pending else _SLICE_SECONDS)
                 self._sender.collect()  # there may be no leases before what was sent has come
                 if self._pending:
-                    if self._pending.is_ready and not prompts.done():  # else the models work first
-                        self._finish_pending()
+                    if self._pending[0].is_ready and not drawn.done():  # else the models work first
+                        self._finish(self._pending.popleft())
                     since = time.monotonic()
-                elif time.monotonic() - since >= self._deadlines.batch_seconds and not prompts.done():
+                elif time.monotonic() - since >= self._deadlines.batch_seconds and not drawn.done():
                     raise DeadlineExceeded(
                         f"waited {self._deadlines.batch_seconds:g} s for the next batch of prompts "
                         "(deadlines.batch_seconds). Check what the data loader waits for, or raise it."
                     )
-        if prompts.exception() is not None:
-            self._finish_pending()  # it was made before the error
-        return prompts.result()
+        return True
 
-    def _finish_between_tokens(self) -> None:
-        """Finish the pending batch if nothing has to be waited for: the models are in use and cannot be updated."""
-        if self._pending is not None and self._pending.is_ready and self._sender.has_room():
+    def _take_drawn(self) -> None:
+        """Begin what was drawn, if it is there."""
+        if self._drawn is None or not self._drawn.done() or self._stop.is_set():
+            return
+        drawn, self._drawn = self._drawn, None
+        work = drawn.result()
+        if work is None:
+            self._has_more = False
+        elif isinstance(work, PromptBatch):
+            if not self._pending and not self._pipeline.num_in_work:
+                self._start_hooks()
+            self._pipeline.submit(work)
+        else:
+            while self._pipeline.num_in_work:
+                self._advance()
             self._finish_pending()
+            work.run(self._pipeline)
+
+    def _advance(self) -> None:
+        """Write on, and deliver what is ready if nothing has to be waited for: the models are in use."""
+        if (batch := self._pipeline.advance(in_batches=not self._is_stream)) is not None:
+            self._pending.append(batch)
+        self._sender.collect()
+        while self._pending and self._pending[0].is_ready and self._sender.has_room():
+            self._finish(self._pending.popleft())
 
     def _finish_pending(self) -> None:
-        if self._pending is None:
-            return
-        batch, self._pending = self._pending, None
+        while self._pending:
+            self._finish(self._pending.popleft())
+
+    def _finish(self, batch: MakerBatch) -> None:
+        """Wait for the rewards of a batch, and deliver it."""
         try:
             experience = self._pipeline.finish(batch)
         finally:
             for sample in batch.quarantined:
                 self._record({"quarantined": sample, "version": batch.version})
+        self._start_hooks()
         if experience is None:
             self._source.attach_leases(batch, [])
         else:
             self._deliver(batch, experience)
-        late, self._late_hooks = self._late_hooks, []
-        for name in late:
-            self._notify(name)
+        self._notify("on_batch_end")
+        self._has_started = False
 
     def _deliver(self, batch: MakerBatch, experience: Experience) -> None:
         self._notify("on_make_experience_end", experience)
@@ -160,8 +220,9 @@ class WorkLoop:
             self._sender.send(self._source.attach_leases(batch, split_experience_batch(experience)))
         self._notify("on_send_end")
 
-    def _hook(self, name: str) -> None:
-        if self._pending is None:
-            self._notify(name)
-        else:
-            self._late_hooks.append(name)
+    def _start_hooks(self) -> None:
+        """Call the first hooks of a batch, unless that was done."""
+        if not self._has_started:
+            self._has_started = True
+            self._notify("on_batch_start")
+            self._notify("on_make_experience_start")

@@ -43,5 +43,6 @@ def make_engine(rollout: RolloutSettings | str, model: Any) -> RolloutEngine:
         if (reason := native_engine_problem(config_of(model), options)) is not None:
             logger.warning("generating with the reference engine, which is slower: %s", reason)
             name = "reference"
-    engine: RolloutEngine = engines[name](model, **(settings.vllm if name == "vllm" else {}))
+    arguments = settings.vllm if name == "vllm" else {}
+    engine: RolloutEngine = engines[name](model, recompute_cache=settings.recompute_cache, **arguments)
     return engine

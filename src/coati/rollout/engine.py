@@ -150,7 +150,7 @@ class RolloutEngine(Protocol):
     def commit(self, version: int) -> None:
         """Note that the actor's weights are of this version now. Call it between two `advance`s, after any change.
 
-        New weights must lie in the memory that held the old ones.
+        Weights of another version must lie in the memory that held the old ones.
         """
         ...
 

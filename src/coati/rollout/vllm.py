@@ -165,10 +165,10 @@ class VllmEngine:
     def commit(self, version: int) -> None:
         """As the protocol says."""
         is_new, self._version = version != self._version, version
-        if not self._writing:
+        if not is_new or not self._writing:
             return  # the weights are copied when the next is begun
         self._copy_weights(next(iter(self._writing.values())).sample.tokens)
-        if is_new and self._recompute_cache:
+        if self._recompute_cache:
             for name, written in list(self._writing.items()):
                 self._engine.abort_request([name])
                 del self._writing[name]

@@ -59,6 +59,11 @@ class ServedModels:
             newest = self._pending or self
             return newest.incarnation, newest.version
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether an update waits until the models are free."""
+        return self._pending is not None
+
     @contextlib.contextmanager
     def use(self) -> Iterator[int]:
         """Work with the models; yields the version that serves throughout."""

@@ -70,6 +70,14 @@ def make_experience(maker, prompts=PROMPTS, *, extra=0, **kwargs):
     return maker.make_experience(input_ids, attention_mask, **{"max_new_tokens": 6, **kwargs})
 
 
+def begun(maker, prompts, **options):
+    """What the loop does with a batch, up to its rewards."""
+    maker.submit(prompts, **options)
+    while maker.num_writing:
+        maker.write()
+    return maker.score()
+
+
 def texts(experience):
     """Prompt and response of each row, without padding."""
     first = experience.num_prompt_tokens
@@ -180,7 +188,7 @@ def test_kl_is_zero_while_the_actor_is_the_initial_model(make_maker, llama):
 def test_the_engine_is_watched_and_found_exact(make_maker):
     input_ids, attention_mask = padded(PROMPTS, 0)
     prompts = PromptBatch.parse({"input_ids": input_ids, "attention_mask": attention_mask}).numbered(0)
-    batch = make_maker(engine="native").begin(prompts, max_new_tokens=6)
+    batch = begun(make_maker(engine="native"), prompts, max_new_tokens=6)
     assert batch.metrics["rollout/logprob_gap"].weight == int(batch.experience.action_mask[:2].sum())
     assert batch.metrics["rollout/logprob_gap_max"].value < 1e-5
 
@@ -416,7 +424,8 @@ def test_a_number_of_the_models_that_is_not_finite_costs_its_sample(make_maker, 
 
     monkeypatch.setattr(maker.engine, "advance", advance_poisoned)
     monkeypatch.setattr(naive, "score_with_models", score_poisoned)
-    batch = maker.begin(
+    batch = begun(
+        maker,
         PromptBatch.parse(dict(zip(("input_ids", "attention_mask"), padded(PROMPTS), strict=True))).numbered(0),
         max_new_tokens=6,
     )
@@ -594,10 +603,10 @@ def test_samples_without_signal_are_reported_with_the_next_batch_that_has_some(m
     groups, ids = torch.tensor([3, 3, 5, 5]), torch.arange(4)
     prompts = PromptBatch(input_ids, attention_mask, sample_ids=ids, group_ids=groups)
     with pytest.raises(NoSignal):
-        maker.finish(maker.begin(prompts, max_new_tokens=2))
+        maker.finish(begun(maker, prompts, max_new_tokens=2))
     maker.reward_model = Scores(torch.tensor([2.0, 2.0, 0.0, 1.0]))
     for expected in (4 + 2, 2):
-        batch = maker.begin(prompts, max_new_tokens=2)
+        batch = begun(maker, prompts, max_new_tokens=2)
         maker.finish(batch)
         assert batch.metrics["maker/no_signal"].value == expected
 

@@ -5,20 +5,15 @@ from concurrent.futures import wait
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
 
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, RewardError
 from coati.experience_maker import NaiveExperienceMaker, work_loop
 from coati.experience_maker.base import PromptBatch, WorkSource
-from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.experience_maker.work_loop import WorkLoop
-from coati.ledger import LedgerRules
 from coati.models import Actor, Critic
 from coati.monitor.records import RecordLog
-from coati.peers import LocalPeers
 from coati.rewards import FunctionReward, PendingScores, RewardScorer, WeightedSum
 from coati.rollout import ReferenceEngine
 from coati.weights.served import ServedModels, VerifiedUpdate
@@ -56,13 +51,10 @@ class WatchedEngine(ReferenceEngine):
 
 
 class Source(WorkSource):
-    """What a test yields, as from a loader or, with `rules`, as from leases."""
+    """What a test yields."""
 
-    def __init__(self, rules):
-        self.batches, self.settled, self.num_kept_back = (), [], 0
-        if rules is not None:
-            leased = LeasedPrompts(None, [], rules, None, peers=LocalPeers(), maker="m")
-            self.may_defer, self.always_has_room = leased.may_defer, leased.always_has_room
+    def __init__(self, may_defer):
+        self.batches, self.settled, self.num_kept_back, self.may_defer = (), [], 0, may_defer
 
     def __iter__(self):
         return (PromptBatch.parse(batch) for batch in self.batches)
@@ -83,7 +75,7 @@ class Rig:
         llama,
         reward,
         *,
-        rules=None,
+        may_defer=True,
         terms=False,
         before_token=lambda _: None,
         maker_class=NaiveExperienceMaker,
@@ -100,14 +92,14 @@ class Rig:
         actor = Actor(llama(seed=1))
         engine = WatchedEngine(actor, self.story, before_token)
         maker = maker_class(actor, Critic(llama(seed=2)), scorer, Actor(llama(seed=3)), engine=engine)
-        self.begin, maker.begin = maker.begin, self._begin
+        self.score, maker.score = maker.score, self._score
         self.finish, maker.finish = maker.finish, self._finish
         self.finishing = threading.Event()
         self.served = ServedModels(maker.trained_models)
         self.pipeline = ExperiencePipeline(
             maker, self.served, generate_kwargs={"max_new_tokens": 2, "eos_token_id": []}
         )
-        self.source = Source(rules)
+        self.source = Source(may_defer)
         sender = SimpleNamespace(send=self._send, has_room=lambda: self.has_room, collect=lambda: None)
         self.loop = WorkLoop(
             self.pipeline,
@@ -140,8 +132,8 @@ class Rig:
         weights = {("actor", name): tensor for name, tensor in self.pipeline.maker.actor.state_dict().items()}
         self.served.offer(VerifiedUpdate(version=version, tensors=weights, is_full=False))
 
-    def _begin(self, prompts, **options):
-        self.begun.append(self.begin(prompts, **options))
+    def _score(self):
+        self.begun.append(self.score())
         return self.begun[-1]
 
     def _finish(self, batch):
@@ -152,10 +144,6 @@ class Rig:
         ids = [int(item.sample_ids) for item in items]
         self.sent += ids
         self.story.append(f"deliver {ids[0]}")
-
-
-def bounded(max_staleness):
-    return LedgerRules(samples_per_version=SIZE, total_samples=6, max_staleness=max_staleness)
 
 
 def test_the_next_batch_is_generated_beside_the_reward_and_the_last_one_goes_out_between_two_tokens(llama):
@@ -192,48 +180,16 @@ def test_between_tokens_nothing_is_delivered_that_would_wait_for_room(llama):
     assert rig.run(2)[2:] == ["generate 2", "generated 2", "deliver 0", "deliver 2"]
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_on_a_gpu_what_is_ready_goes_out_between_the_next_tokens_too(llama, max_staleness, monkeypatch):
-    monkeypatch.setattr(NaiveExperienceMaker, "has_time_between_tokens", True)
-    rig = Rig(llama, lambda _: None, rules=bounded(max_staleness))
-    rig.reward.is_host_work = False  # so it is ready when it is begun
-    for version in (1, 2):
-        rig.offer(version)
-    told = rig.run(3)
-    if max_staleness == 0:  # what takes the place of a dropped sample must come first
-        assert told[:3] == ["generate 0", "generated 0", "deliver 0"]
-    else:
-        assert told[:5] == ["generate 0", "generated 0", "generate 2", "deliver 0", "generated 2"]
-    assert told[-1] == "deliver 4"
-    assert rig.sent == list(range(6))
-
-
-class Own(NaiveExperienceMaker):
-    def make_experience(self, *args, **kwargs):
-        return super().make_experience(*args, **kwargs)
-
-
-@pytest.mark.parametrize("kind", ["nothing", "a CPU", "its own maker"])
-def test_there_is_time_between_tokens_only_where_the_host_waits_and_pauses(llama, kind):
-    maker_class = Own if kind == "its own maker" else NaiveExperienceMaker
-    maker = Rig(llama, lambda _: None, maker_class=maker_class).pipeline.maker
-    if kind != "a CPU":
-        maker.actor = nn.Module()
-        maker.actor.parameters = lambda: iter([SimpleNamespace(device=torch.device("cuda"))])
-    assert maker.has_time_between_tokens == (kind == "nothing")
-
-
-def test_where_a_send_may_wait_for_room_what_is_ready_goes_out_before_the_next_batch(llama, monkeypatch):
-    monkeypatch.setattr(NaiveExperienceMaker, "has_time_between_tokens", True)
-    rig = Rig(llama, lambda _: None)  # without leases
-    rig.reward.is_host_work = False
+def test_what_is_ready_goes_out_before_the_next_batch(llama):
+    rig = Rig(llama, lambda _: None)
+    rig.reward.is_host_work = False  # so it is ready when it is scored
     assert rig.run(2)[:3] == ["generate 0", "generated 0", "deliver 0"]
 
 
-@pytest.mark.parametrize(("rules", "is_deferred"), [(bounded(0), False), (bounded(1), True), (None, True)])
-def test_only_where_data_may_be_old(llama, rules, is_deferred):
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_only_where_the_source_allows_it(llama, is_deferred):
     # No reward ends before somebody waits for it.
-    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None, rules=rules)
+    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None, may_defer=is_deferred)
     order = ["generate 2", "deliver 0"] if is_deferred else ["deliver 0", "generate 2"]
     assert [step for step in rig.run(2) if step in order] == order
 
@@ -262,10 +218,10 @@ def test_every_finished_batch_is_settled_and_what_settles_decides_what_is_sent(l
     assert rig.sent == [3]
 
 
-@pytest.mark.parametrize("rules", [None, bounded(0), bounded(1)])
-def test_a_lease_is_asked_for_when_the_batch_before_is_made_and_on_policy_delivered(llama, rules):
-    # The first batch has no scores before somebody wants them, so off-policy it is pending when it is made.
-    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None, rules=rules)
+@pytest.mark.parametrize("may_defer", [True, False])
+def test_prompts_are_drawn_when_the_batch_before_is_scored(llama, may_defer):
+    # The first batch has no scores before somebody wants them.
+    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None, may_defer=may_defer)
     made_when_drawn = []
 
     def prompts():
@@ -274,8 +230,7 @@ def test_a_lease_is_asked_for_when_the_batch_before_is_made_and_on_policy_delive
             yield rig.batch(first)
 
     rig.run(prompts=prompts())
-    is_on_policy = rules is not None and rules.is_on_policy
-    assert made_when_drawn == [(0, []), (1, [0, 1] if is_on_policy else [])]
+    assert made_when_drawn == [(0, []), (1, [] if may_defer else [0, 1])]
 
 
 def test_what_is_pending_at_a_stop_is_delivered_and_nothing_else_begun(llama):
@@ -447,7 +402,7 @@ def test_each_record_tells_of_its_own_batch(llama):
 def test_waiting_for_a_reward_is_a_cause_of_its_own(llama, monkeypatch):
     waiting, wait = threading.Event(), PendingScores.wait
     monkeypatch.setattr(PendingScores, "wait", lambda self, seconds: (waiting.set(), wait(self, seconds)))
-    rig = Rig(llama, lambda _: waiting.wait(SECONDS) and None, rules=bounded(0))
+    rig = Rig(llama, lambda _: waiting.wait(SECONDS) and None)
     rig.run(1)
     assert rig.pipeline.timeline.read().seconds["wait_rewards"] > 0
     assert "wait/rewards_share" in rig.records[0]["metrics"]

@@ -148,10 +148,12 @@ class NativeEngine:
     @torch.no_grad()
     def commit(self, version: int) -> None:
         """As the protocol says."""
-        is_new, self._last_version = version != self._last_version, version
+        if version == self._last_version:
+            return
+        self._last_version = version
         self._version.fill_(version)
         self._keep_graphs()
-        if is_new and self._recompute_cache:
+        if self._recompute_cache:
             self._recompute()
 
     def cancel(self, sample_ids: Collection[int]) -> None:

@@ -1,0 +1,332 @@
+"""A maker as a stream: groups go out as they end, free places are filled at once, weights come between two tokens.
+
+The models are real, the engine follows a script: how long each response is, and what happens between two tokens.
+"""
+
+import threading
+from concurrent.futures import wait
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import llama
+
+from coati.config import AlgorithmSettings, Deadlines
+from coati.experience_maker import NaiveExperienceMaker
+from coati.experience_maker.base import PromptBatch, WorkSource
+from coati.experience_maker.pipeline import ExperiencePipeline
+from coati.experience_maker.work_loop import WorkLoop
+from coati.models import Actor, Critic
+from coati.rewards import FunctionReward, RewardScorer
+from coati.rollout import Response
+from coati.weights.served import ServedModels, VerifiedUpdate
+
+SECONDS = 30  # far more than anything here takes
+
+
+class Nothing:
+    """A tokenizer; what was written does not matter."""
+
+    def decode(self, ids, skip_special_tokens):
+        return ""
+
+
+class ScriptedEngine:
+    """Writes `length(sample)` tokens for each sample, one in each step, in as many places as there are."""
+
+    def __init__(self, model, length, on_step, places=64):
+        self.model, self._length, self._on_step, self._places = model, length, on_step, places
+        self.version, self.num_steps, self.most, self.cancelled = 0, 0, 0, []
+        self._writing = {}
+
+    @property
+    def room(self):
+        return self._places - len(self._writing)
+
+    def submit(self, request):
+        self._writing |= {one: [] for one in request.sample_ids.tolist()}
+        assert len(self._writing) <= self._places
+
+    def commit(self, version):
+        self.version = version
+
+    def advance(self):
+        self.num_steps += 1
+        self.most = max(self.most, len(self._writing))
+        for versions in self._writing.values():
+            versions.append(self.version)
+        ended = [one for one, versions in self._writing.items() if len(versions) == self._length(one)]
+        responses = [self._response(one, self._writing.pop(one)) for one in ended]
+        self._on_step(self.num_steps)
+        return responses
+
+    def cancel(self, sample_ids):
+        self.cancelled += [one for one in sample_ids if self._writing.pop(one, None) is not None]
+
+    def _response(self, one, versions):
+        return Response(
+            sample_id=one,
+            tokens=torch.full((len(versions),), 3),
+            log_probs=torch.full((len(versions),), -1.0),
+            versions=torch.tensor(versions),
+            is_cut=False,
+        )
+
+
+class Source(WorkSource):
+    """Groups of samples with ids from 0 on, as many as there is room for."""
+
+    def __init__(self, total, capacity, group_size):
+        self.capacity, self.least, self._total, self._size = capacity, group_size, total, group_size
+        self.asked, self.settled, self.extra = [], [], []
+
+    def __iter__(self):
+        first = 0
+        while first < self._total:
+            self.asked.append(self.room)
+            room = self.capacity if self.room is None else self.room
+            end = min(self._total, first + max(1, room // self._size) * self._size)
+            yield self.batch(range(first, end))
+            first = end
+            yield from self.extra
+            self.extra = []
+
+    def batch(self, ids):
+        ids = torch.tensor(list(ids))
+        tokens = torch.full((len(ids), 2), 4)
+        columns = {"prompt": list(map(str, ids.tolist()))}
+        return PromptBatch(tokens, torch.ones_like(tokens), ids, ids // self._size, columns=columns)
+
+    def attach_leases(self, batch, items):
+        self.settled += batch.prompts.sample_ids.tolist()
+        return items
+
+
+class Rig:
+    def __init__(
+        self,
+        length,
+        *,
+        total=12,
+        capacity=4,
+        group_size=1,
+        reward=lambda _: None,
+        on_step=lambda _: None,
+        in_flight=True,
+        maker_class=NaiveExperienceMaker,
+    ):
+        self.sent, self.stop, self.items, self.story = [], threading.Event(), {}, []
+
+        def scores_of(prompts):
+            reward(list(map(int, prompts)))
+            return [float(int(prompt) % 5) for prompt in prompts]
+
+        actor = Actor(llama(seed=1))
+        self.engine = ScriptedEngine(actor, length, lambda step: (self._await_prompts(), on_step(step)))
+        algorithm = AlgorithmSettings(name="grpo" if group_size > 1 else "ppo")
+        scorer = RewardScorer(FunctionReward(scores_of), Nothing())
+        models = actor, Critic(llama(seed=2)), scorer, Actor(llama(seed=3))
+        self.maker = maker_class(*models, algorithm=algorithm, engine=self.engine)
+        self.served = ServedModels(self.maker.trained_models)
+        self.pipeline = ExperiencePipeline(self.maker, self.served, in_flight=in_flight)
+        self.source = Source(total, capacity, group_size)
+        sender = SimpleNamespace(send=self._send, has_room=lambda: True, collect=lambda: None)
+        self.loop = WorkLoop(
+            self.pipeline,
+            self.source,
+            sender,
+            deadlines=Deadlines(batch_seconds=SECONDS),
+            stop=self.stop,
+            notify=lambda hook, *_: self.story.append(hook),
+        )
+
+    def run(self):
+        self.loop.run()
+        return self.sent
+
+    def _await_prompts(self):
+        """So that what was asked for before a step is there after it, whatever the thread does that draws it."""
+        if self.loop._drawn is not None:
+            wait([self.loop._drawn], timeout=SECONDS)
+
+    def offer(self, version):
+        weights = {("actor", name): tensor for name, tensor in self.maker.actor.state_dict().items()}
+        self.served.offer(VerifiedUpdate(version=version, tensors=weights, is_full=False))
+
+    def _send(self, items):
+        for item in items:
+            self.sent.append((int(item.sample_ids), self.engine.num_steps))
+            self.items[int(item.sample_ids)] = item
+
+    def versions(self, one):
+        return self.items[one].policy_versions.tolist()
+
+
+def wait_for_rewards(rig):
+    """Rewards are ready before the next step, so that deliveries depend on the script alone."""
+    for batch in rig.loop._pending:
+        batch.wait(SECONDS)
+
+
+def test_groups_go_out_as_they_end_and_their_places_are_filled():
+    rig = Rig(lambda one: 40 if one == 0 else 4, on_step=lambda _: wait_for_rewards(rig))
+    sent = rig.run()
+    assert sorted(one for one, _ in sent) == list(range(12))
+    assert sent[-1][0] == 0  # the long one kept nothing waiting
+    assert all(step < 30 for one, step in sent if one != 0)
+    assert rig.engine.num_steps == 40
+    assert rig.engine.most == 4
+    assert rig.source.settled == [one for one, _ in sent]
+
+
+def test_the_tail_of_a_batch_costs_nothing():
+    lengths = [2, 3, 5, 16] * 8
+    rig = Rig(lengths.__getitem__, total=32, capacity=8)
+    rig.run()
+    in_batches = 16 * 4
+    assert rig.engine.num_steps < 0.75 * in_batches  # 30 if no place was ever free
+    assert rig.engine.most == 8
+
+
+def test_a_group_is_scored_and_sent_whole():
+    rig = Rig(lambda one: 9 if one == 5 else 1 + one % 3, group_size=4, capacity=8)
+    sent = [one for one, _ in rig.run()]
+    groups = [sent[first : first + 4] for first in range(0, 12, 4)]
+    assert sorted(map(sorted, groups)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert groups[-1] == [4, 5, 6, 7]
+    # With group_size samples free at least, and never for more than there is room.
+    assert all(room >= 4 and room % 4 == 0 for room in rig.source.asked)
+
+
+def test_prompts_are_asked_for_when_a_good_part_of_the_places_is_free():
+    rig = Rig(lambda one: 1 + one % 7, total=200, capacity=32)
+    rig.run()
+    assert rig.source.asked[0] == 32
+    assert all(room >= 4 for room in rig.source.asked)
+    assert rig.engine.most == 32
+
+
+def test_new_weights_write_the_next_token_of_all_and_every_token_tells():
+    rig = Rig(lambda one: 6 if one < 4 else 3, total=8, on_step=lambda step: step == 2 and rig.offer(7))
+    rig.run()
+    for one in range(4):
+        assert rig.versions(one) == [0, 0, 7, 7, 7, 7]
+    for one in range(4, 8):
+        assert rig.versions(one) == [7, 7, 7]
+
+
+def test_a_complete_group_is_scored_by_the_newest_of_the_weights_that_wrote_it():
+    seen = []
+
+    class Watched(NaiveExperienceMaker):
+        def score(self):
+            batch = super().score()
+            for one, row in zip(batch.prompts.sample_ids.tolist(), batch.experience.policy_versions, strict=True):
+                seen.append((one, self.policy_version, int(row.max())))
+            return batch
+
+    rig = Rig(lambda one: 3 + one, total=8, capacity=8, on_step=lambda step: rig.offer(step), maker_class=Watched)
+    rig.run()
+    assert [one for one, _, _ in seen] == list(range(8))
+    assert all(scored == newest for _, scored, newest in seen)
+    assert len({scored for _, scored, _ in seen}) > 4
+
+
+def test_by_whole_versions_new_weights_wait_until_what_is_written_has_ended_and_nothing_is_begun_before():
+    rig = Rig(
+        lambda one: 2 + one % 5,
+        total=24,
+        capacity=8,
+        in_flight=False,
+        on_step=lambda step: step % 3 == 0 and rig.offer(step),
+    )
+    rig.run()
+    versions = {one: set(rig.versions(one)) for one in range(24)}
+    assert all(len(of_one) == 1 for of_one in versions.values())
+    assert len(set.union(*versions.values())) > 1
+
+
+def test_no_more_waits_for_rewards_than_is_worked_on_at_a_time():
+    begun, most = [], []
+    is_over = threading.Event()
+
+    def reward(ids):
+        begun.append(ids)
+        assert is_over.wait(SECONDS)
+
+    def on_step(step):
+        most.append(sum(len(batch.prompts) for batch in rig.loop._pending))
+        if step == 40:
+            is_over.set()
+
+    rig = Rig(lambda one: 5 if one else 60, total=24, capacity=4, reward=reward, on_step=on_step)
+    rig.run()
+    assert max(most) <= 8  # as many as are worked on, and one pass more
+    assert len(rig.sent) == 24
+
+
+def test_a_sample_that_is_leased_again_is_made_anew():
+    rig = Rig(lambda one: 6, total=4, on_step=lambda step: step == 3 and rig.offer(1))
+    rig.source.extra = [rig.source.batch([2, 3])]
+    # The second batch is drawn when there is room; make it so at once.
+    rig.source.capacity = 8
+    rig.run()
+    assert rig.engine.cancelled == [2, 3]
+    assert sorted(one for one, _ in rig.sent) == [0, 1, 2, 3]
+    assert len(rig.versions(2)) == 6
+
+
+def test_at_a_stop_what_is_being_written_is_finished_and_nothing_else_begun():
+    rig = Rig(lambda one: 5, total=100, on_step=lambda step: step == 7 and rig.stop.set())
+    sent = sorted(one for one, _ in rig.run())
+    assert sent == list(range(len(sent)))
+    assert 4 <= len(sent) <= 8
+
+
+def test_other_work_is_done_with_an_empty_engine_and_then_the_stream_goes_on():
+    done = []
+
+    class Job:
+        def run(self, pipeline):
+            done.append((pipeline.num_in_work, len(rig.sent), pipeline is rig.pipeline))
+
+    rig = Rig(lambda one: 3 + one % 3, total=12, capacity=4)
+    rig.source.extra = [Job()]
+    sent = rig.run()
+    assert sorted(one for one, _ in sent) == list(range(12))
+    assert done == [(0, 4, True)]
+
+
+def test_an_error_of_the_engine_ends_the_loop_after_what_was_scored_before():
+    def on_step(step):
+        if step == 6:
+            raise ZeroDivisionError("no such token")
+
+    rig = Rig(lambda one: 2 if one < 2 else 20, total=8, on_step=on_step)
+    with pytest.raises(ZeroDivisionError, match="no such token"):
+        rig.run()
+    assert {0, 1} <= {one for one, _ in rig.sent}
+    rig.offer(3)
+    assert rig.served.version == 3  # the models are free
+    assert rig.pipeline.num_in_work == 0
+
+
+def test_a_maker_with_a_way_of_its_own_makes_whole_batches():
+    batches = []
+
+    class Own(NaiveExperienceMaker):
+        def make_experience(self, input_ids, *args, **kwargs):
+            batches.append(len(input_ids))
+            return super().make_experience(input_ids, *args, **kwargs)
+
+    rig = Rig(lambda one: 1 + one % 5, total=12, capacity=4, maker_class=Own)
+    assert sorted(one for one, _ in rig.run()) == list(range(12))
+    assert batches == [4, 4, 4]
+
+
+def test_hooks_of_batches_come_one_after_the_other():
+    rig = Rig(lambda one: 1 + one % 5, total=12)
+    rig.run()
+    made = ["on_make_experience_start", "on_make_experience_end", "on_send_start", "on_send_end"]
+    one = ["on_batch_start", *made, "on_batch_end"]
+    assert rig.story == one * (len(rig.story) // len(one))
