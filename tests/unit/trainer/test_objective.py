@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from coati.errors import ConfigError, DataError
 from coati.experience_maker import Experience
 from coati.experience_maker.scoring import estimate_advantages
 from coati.models import Actor, action_logprobs
-from coati.trainer.objective import StepCounts, measure_off_policy, policy_objective, token_weights
+from coati.trainer.objective import StepCounts, load_loss, measure_off_policy, policy_objective, token_weights
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.step_numbers import StepNumbers
 from coati.trainer.strategies import DDPStrategy
@@ -234,6 +235,17 @@ def test_a_loss_of_ones_own_gets_every_tensor_that_it_names_without_padding():
     part.action_log_probs = part.action_log_probs.masked_fill(~MASK, float("nan"))
     found = policy_objective(current, part, advantages, COUNTS, own("everything"))
     assert found.loss.item() == pytest.approx(float(terms[MASK].sum()) / sum(LENGTHS), rel=1e-12)
+
+
+def test_a_loss_beside_the_settings_is_found_by_name_once_it_was_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "loss_beside.py").write_text("def plain(logprobs, advantages):\n    return -logprobs * advantages\n")
+    with pytest.raises(ConfigError, match=r"algorithm\.loss: .*loss_beside"):
+        load_loss("loss_beside:plain")
+    load_loss("loss_beside:plain", (tmp_path,))
+    settings = AlgorithmSettings(**IN_LOSS, loss="loss_beside:plain")
+    found = policy_objective(numbers(9), make_part(), numbers(7), COUNTS, settings)
+    assert found.loss.item() == pytest.approx(-float((numbers(9) * numbers(7))[MASK].sum()) / sum(LENGTHS))
 
 
 @pytest.mark.parametrize(
