@@ -36,6 +36,11 @@ GRPO: dict[str, Any] = {"name": "grpo", "kl_coef": 0.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     **{loss: {**GRPO, "loss": loss} for loss in ("clip", "cispo", "dppo", "sapo", "gspo", "icepop", "geometric_mask")},
     "maxrl": {"name": "maxrl"},
+    "dr_grpo": {"name": "dr_grpo"},
+    "dapo": {"name": "dapo", "dynamic_sampling": False},  # a schedule has no place for prompts that replace others
+    "rloo": {"name": "rloo", "kl_coef": 0.0},
+    "reinforce++": {"name": "reinforce++", "kl_coef": 0.0},
+    "reinforce++_baseline": {"name": "reinforce++_baseline", "kl_coef": 0.0},
     "ppo": {"name": "ppo", "kl_coef": 0.0},
     "vapo": {"name": "vapo"},
     "vapo, λ 0.5 × length, warm-up": {"name": "vapo", "adaptive_lam": 0.5, "critic_warmup_steps": 8},
