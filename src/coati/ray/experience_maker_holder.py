@@ -1,9 +1,9 @@
 """The experience maker in a Ray actor: prompts in, experience out to the trainers, new weights in between.
 
-* `workingloop` (compute) waits for leases ► makes experience ► sends items, acknowledged; reward functions of one batch
-  run while the next one is generated (`coati.experience_maker.work_loop`).
+* `workingloop` (compute) asks for leases ► makes experience ► sends items, acknowledged; groups come and go while
+  others are being written (`coati.experience_maker.work_loop`).
 * `update_experience_maker` (model_io) stages chunks ► verifies ► offers the whole update to the models, which
-  commit it between two batches (with `in_flight`, between two tokens), or at once if the models are not in use.
+  commit it between two tokens (without `in_flight`, when nothing is being written), or at once if they are not in use.
 """
 
 import dataclasses
