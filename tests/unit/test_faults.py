@@ -111,8 +111,8 @@ def test_every_point_is_in_the_code_and_no_other(tmp_path):
 def test_only_records_read_the_wall_clock():
     reads = re.compile(r"\btime\.time\b|datetime\.(?:now|today|utcnow)|time\.(?:localtime|gmtime|ctime)\b")
     found = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if reads.search(path.read_text())}
-    # When a row was written, and when a timeline began, which a monotonic clock continues.
-    assert found == {"monitor/run_log.py", "monitor/timeline.py"}
+    # When a row was written, when a timeline began, which a monotonic clock continues, and what trackers have seen.
+    assert found == {f"monitor/{name}.py" for name in ("run_log", "timeline", "follow", "trackers")}
 
 
 def test_every_row_of_the_page_names_tests_that_exist():

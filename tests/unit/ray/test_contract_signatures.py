@@ -120,6 +120,8 @@ def test_methods_run_in_the_groups_of_the_contract():
         "training_step": "compute",
         "buffer_get_length": "buffer_length",
         "lease": "buffer_length",
+        "next_evaluation": "buffer_length",
+        "evaluated": "buffer_length",
         "buffer_append": "buffer_append",
         "buffer_extend": "buffer_append",
         "_buffer_sample": "buffer_sample",
