@@ -21,11 +21,8 @@ from coati.ledger.journal import Journal, resume_event
 from coati.ledger.leases import Ledger
 from coati.ledger.redistribution import redistribute
 from coati.ledger.rules import Lease, LeaseRequest, LedgerRules
-from coati.wire import tensor_digest
 
 logger = logging.getLogger(__name__)
-
-_DIGESTED_FIELDS = ("sequences", "action_log_probs", "values", "reward")
 
 
 class LeasedBuffer(SampleBuffer):
@@ -102,7 +99,6 @@ class LeasedBuffer(SampleBuffer):
                 made = [item for lease in fresh for item in groups[lease]]
                 scored_by = [groups[lease][0].scored_by for lease in fresh]
                 self._ledger.events[-1] |= {"written_by": [*map(written_by, made)], "scored_by": scored_by}
-                self._ledger.events[-1] |= content_digests(made)
             for lease in fresh:
                 self._delivered[lease.number] = groups[lease]
 
@@ -264,12 +260,6 @@ def written_by(item: BufferItem) -> list[int]:
     versions = [] if item.policy_versions is None else item.policy_versions.tolist()
     pairs = enumerate(itertools.pairwise(versions), start=1)
     return [*versions[:1], *(number for token, (a, b) in pairs if a != b for number in (token, b))]
-
-
-def content_digests(items: Sequence[BufferItem]) -> dict[str, str]:
-    """Digests of what was written and how it was scored, by field, to tell where two runs part."""
-    columns = {name: [getattr(item, name).reshape(-1) for item in items] for name in _DIGESTED_FIELDS}
-    return {name: tensor_digest(torch.cat(tensors)) for name, tensors in columns.items()}
 
 
 def _pack(items: Sequence[BufferItem]) -> dict[str, Tensor]:
