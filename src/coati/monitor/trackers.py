@@ -91,7 +91,8 @@ class _Mlflow:
         self._mlflow.set_experiment(options.pop("experiment", _PROJECT))
         named = {"run_id": run.known_as} if run.known_as else {"run_name": run.settings["run"]["name"]}
         self.id = self._mlflow.start_run(**{**named, **options}).info.run_id
-        tables = {} if run.known_as else run.settings  # parameters cannot be changed
+        sections = {**run.settings, "eval": {"sets": run.settings.get("eval", [])}}  # a list of tables
+        tables = {} if run.known_as else sections  # parameters cannot be changed
         params = [(f"{section}.{key}", value) for section, table in tables.items() for key, value in table.items()]
         for first in range(0, len(params), _MAX_PARAMS):
             self._mlflow.log_params(dict(params[first : first + _MAX_PARAMS]))
