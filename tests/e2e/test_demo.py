@@ -28,7 +28,9 @@ def summary_of(output):
     before, after = (summary[when][f"avg@{SAMPLES_PER_PROMPT}"] for when in ("before", "after"))
     assert before <= 0.3
     assert after >= before + 0.3
-    assert read_jsonl(output / "metrics.jsonl")[-2]["kl/per_sample"] < 8.0
+    # Makers may write nothing with the weights of one version.
+    kls = [row["kl/per_sample"] for row in read_jsonl(output / "metrics.jsonl") if "kl/per_sample" in row]
+    assert kls[-1] < 8.0
     (found,) = evaluate_model(load_config(output / "config.toml"), str(output / "model"))
     texts = [sample["prompt"] + sample["response"] for sample in found.samples[::4]]
     assert len(set(texts)) >= 0.9 * len(texts), "it does not write the same sentence again and again"
