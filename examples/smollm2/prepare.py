@@ -18,9 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 FOLDER = Path("runs/smollm2")
 TASK = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 NUM_TRAIN, NUM_HELD_OUT = 8000, 256
-SYSTEM = (
-    "You solve arithmetic problems. Write the final number between <answer> and </answer>, as in <answer>7</answer>."
-)
+SYSTEM = "You solve arithmetic problems. Answer with the number alone."
 
 
 def save_model(folder: Path) -> None:

@@ -155,9 +155,9 @@ def test_it_learns_to_write_a_word(run):
     assert sum(rewards[-3:]) / 3 > 0.6
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "ppo"])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"ppo", "vapo", "distill"}))
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_every_algorithm_learns_to_write_a_word(run, name, seed):
+def test_every_algorithm_without_a_critic_learns_to_write_a_word(run, name, seed):
     outcome = run(
         run={"seed": seed},
         algorithm={"name": name},

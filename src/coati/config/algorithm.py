@@ -202,9 +202,9 @@ class AlgorithmSettings(Section, section="algorithm"):
         defaults = {**row.defaults, **(LOSSES[loss].defaults if isinstance(loss, str) and loss in LOSSES else {})}
         filled = {**defaults, **data}
         clip, is_symmetric = data.get("eps_clip"), defaults.get("eps_clip") == defaults.get("eps_clip_high")
-        if is_symmetric and isinstance(clip, float) and 0 < clip <= 1:  # a wrong one is one error, not two
+        if is_symmetric and isinstance(clip, int | float) and 0 < clip <= 1:  # a wrong one is one error, not two
             filled["eps_clip_high"] = data.get("eps_clip_high", clip)  # a symmetric range stays symmetric
-        if isinstance(lam := data.get("lam"), float) and 0 <= lam <= 1:
+        if isinstance(lam := data.get("lam"), int | float) and 0 <= lam <= 1:
             filled.setdefault("critic_lam", lam)
         return filled
 

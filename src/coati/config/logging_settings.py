@@ -7,11 +7,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from coati.config.section import Section, setting
+from coati.config.section import Section, secrets_in, setting
 
-# Names of options, and parts of addresses, that hold what must not be in a file.
 _SECRET_NAME = re.compile(r"(^|_)(key|token|secret|password)$", re.IGNORECASE)
-_SECRET_IN_ADDRESS = re.compile(r"://[^/\s]*@|token=", re.IGNORECASE)
 
 
 class LoggingSettings(Section, section="logging"):
@@ -40,8 +38,6 @@ class LoggingSettings(Section, section="logging"):
 
     def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         """Find secrets among the options of trackers: settings are written to config.toml and sent to trackers."""
-        for name, options in self.trackers.items():
-            for key, value in options.items():
-                if _SECRET_NAME.search(key) or _SECRET_IN_ADDRESS.search(str(value)):
-                    remedy = "Set the environment variable that the package reads, such as WANDB_API_KEY."
-                    yield f"trackers.{name}.{key}", "left out, because it holds a secret", "one", remedy
+        for key in secrets_in(self.trackers, _SECRET_NAME, "trackers"):
+            remedy = "Set the environment variable that the package reads, such as WANDB_API_KEY."
+            yield key, "left out, because it holds a secret", "one", remedy

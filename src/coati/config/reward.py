@@ -6,9 +6,13 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from coati.config.section import Section, setting
+from coati.config.section import Section, secrets_in, setting
 from coati.config.sections import Texts
 from coati.reward_functions.loading import LIBRARY
+
+_SECRET_NAME = re.compile(
+    r"api_?key$|(^|_)(access|api|auth|bearer)_?token$|^authorization$|secret|password", re.IGNORECASE
+)
 
 
 class RewardSource(Section):
@@ -31,10 +35,9 @@ class RewardSource(Section):
 
     def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
         """Find secrets among the options."""
-        for name in self.options:
-            if re.search(r"api_?key$|secret|password", name, re.IGNORECASE):
-                remedy = "Keep it in an environment variable, and have the option name that: settings are written down."
-                yield f"options.{name}", "left out", "***", remedy
+        for key in secrets_in(self.options, _SECRET_NAME, "options"):
+            remedy = "Keep it in an environment variable, and have the option name that: settings are written down."
+            yield key, "left out", "***", remedy
 
 
 class RewardTerm(RewardSource):

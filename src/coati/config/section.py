@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -32,7 +32,18 @@ _FOREIGN_NAMES = {
     "report_to": "logging.trackers",
     "wandb": "logging.trackers.wandb",
 }
+# Parts of addresses that hold what must not be in a file.
+_SECRET_IN_ADDRESS = re.compile(r"://[^/\s]*@|[?&]\w*(token|key|secret|password)=", re.IGNORECASE)
 _CLOSE = 0.75  # how much of two names must be alike for one to be a misspelling of the other
+
+
+def secrets_in(options: Mapping[Any, Any], names: re.Pattern[str], path: str) -> Iterator[str]:
+    """Yield the keys of options, in tables of any depth, that have such names, or addresses with a secret in them."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from secrets_in(value, names, f"{path}.{name}")
+        elif names.search(name) or _SECRET_IN_ADDRESS.search(str(value)):
+            yield f"{path}.{name}"
 
 
 def setting(default: Any = ..., about: str = "", *, rule: str = "", remedy: str = "", **constraints: Any) -> Any:

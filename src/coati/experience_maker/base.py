@@ -234,6 +234,9 @@ class WorkSource(ABC):
     def __iter__(self) -> Iterator[PromptBatch | OtherWork]:
         """Yield batches of prompts, or other work that comes first; may wait for them."""
 
+    def settle(self) -> None:  # noqa: B027  (without leases there is nothing to tell)
+        """Tell trainers what became of their leases."""
+
     def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:  # noqa: ARG002
         """Account for what was made of a batch; returns what is to be delivered."""
         return items

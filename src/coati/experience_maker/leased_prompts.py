@@ -121,16 +121,21 @@ class LeasedPrompts(WorkSource):
                 item.lease, item.scored_by = (lease.number, lease.epoch), batch.version
         return [item for group in made.values() for item in group]
 
+    def settle(self) -> None:
+        """Tell trainers which leases came to nothing, without asking for others."""
+        self._request(wanted=0)
+
     def _end(self, lease: Lease, reason: str, fate: str = "drop") -> None:
         with self._endings_lock:
             self._endings[self._trainers[lease.number % len(self._trainers)]].append(Ending(lease, reason, fate))
 
-    def _request(self) -> list[Lease]:
-        """Ask all trainers at once; returns the leases that were granted."""
+    def _request(self, wanted: int | None = None) -> list[Lease]:
+        """Ask all trainers at once for as many samples as there is room for; returns the leases that were granted."""
         trainer_incarnation = self._served.incarnation  # before the version, which must not be from before them
         size, version = self._rules.group_size, self._served.version
         room = self._stream.samples_per_batch if self.room is None else self.room
-        wanted = max(size, room // len(self._trainers) // size * size)
+        if wanted is None:
+            wanted = max(size, room // len(self._trainers) // size * size)
         self._num_requests += 1
         calls: dict[str, tuple[LeaseRequest, PendingCall]] = {}
         for name in self._trainers:

@@ -80,7 +80,10 @@ class ExperiencePipeline:
         if prompts.sample_ids is None:
             prompts = prompts.numbered(self._next_sample_id)
             self._next_sample_id += len(prompts)
-        self.maker.submit(prompts, **self._generate_kwargs)
+        # An engine may lay weights out anew, which an update must not come between.
+        with contextlib.nullcontext() if self._is_using else self.served.use():
+            self.maker.submit(prompts, **self._generate_kwargs)
+        self._drops.unit = max(self._drops.unit, self.num_in_work)
 
     def advance(self, *, in_batches: bool = False) -> MakerBatch | None:
         """Go on with what was submitted; returns what was scored, if that was done.
@@ -205,7 +208,8 @@ class _DropLimit:
     def __init__(self) -> None:
         self._num_in_a_row = 0
         self._num_faults_in_a_row = 0
-        self._largest_batch = 0
+        self.unit = 1
+        """What a batch's worth is: the most samples that were in work at a time."""
 
     def note(self, batch: MakerBatch) -> None:
         """Count a finished batch."""
@@ -216,12 +220,11 @@ class _DropLimit:
         is_by_design = isinstance(error, NoSignal)  # then its rewards were valid, so an earlier fault is over
         self._num_in_a_row += num_samples
         self._num_faults_in_a_row = 0 if is_by_design else self._num_faults_in_a_row + num_samples
-        self._largest_batch = max(self._largest_batch, num_samples)
         level = logging.DEBUG if is_by_design else logging.WARNING
         logger.log(level, "a whole batch was dropped: %s", error)
         for count, max_batches in (
             (self._num_faults_in_a_row, MAX_EMPTY_BATCHES),
             (self._num_in_a_row, MAX_BATCHES_WITHOUT_SIGNAL),
         ):
-            if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * self._largest_batch):
+            if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * self.unit):
                 raise DataError(f"{count} samples in a row had to be dropped. The last: {error}") from error

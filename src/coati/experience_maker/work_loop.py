@@ -135,7 +135,8 @@ class WorkLoop:
         if not self._is_stream:
             return not num_in_work and len(self._pending) < 2
         source.room = min(source.capacity - num_in_work, pipeline.maker.room)
-        is_enough = source.room >= max(source.least, _ASKED_SHARE * source.capacity)
+        most = min(source.capacity, num_in_work + pipeline.maker.room)
+        is_enough = source.room >= max(source.least, _ASKED_SHARE * most)
         return (is_enough or not num_in_work) and num_pending <= source.capacity and pipeline.takes_more
 
     @property
@@ -179,6 +180,9 @@ class WorkLoop:
             while self._pipeline.num_in_work:
                 self._advance()
             self._finish_pending()
+            # This may take long, and others may wait for what became of these leases.
+            self._sender.flush()
+            self._source.settle()
             work.run(self._pipeline)
 
     def _advance(self) -> None:

@@ -46,8 +46,14 @@ def following(folder: Path, tracker: str | Tracker) -> Iterator[None]:
     name, folder = tracker if isinstance(tracker, str) else type(tracker).__name__, folder.resolve()
     if isinstance(tracker, str):
         # In a session of its own, because Ctrl-C in a terminal must not end it. -P: without the working directory.
-        command = [sys.executable, "-P", "-m", __name__, str(folder), name, "--live"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        # -u: what a package prints before it ends its process is in the log.
+        command = [sys.executable, "-P", "-u", "-m", __name__, str(folder), name, "--live"]
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        except OSError as error:  # no memory, or too many processes
+            logger.warning(_FAILED, name, f"Its process could not be started: {error}.")
+            yield
+            return
         work, end = functools.partial(_watch, process, folder, name), process.stdin
     else:
         reading, writing = os.pipe()
@@ -161,7 +167,7 @@ def main(folder: Path, name: str, *, is_live: bool) -> None:
 
 def _main_of_process(folder: Path, name: str) -> None:
     """Run beside the driver: what the package prints goes to a file, and only why it failed to the driver."""
-    os.nice(10)
+    os.nice(5)
     report = os.dup(1)
     (folder / "trackers").mkdir(exist_ok=True)
     with (folder / "trackers" / f"{name}.log").open("a") as log:

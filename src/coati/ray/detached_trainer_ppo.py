@@ -314,15 +314,17 @@ class PPOTrainer(DetachedTrainer):
         self._sender.check()
         self._checkpoints.wait()
         self._evaluations.end(self.version)
-        wait_in_slices(
-            self._are_evaluated,
-            deadline_seconds=self.deadlines.batch_seconds,
-            what=lambda: f"makers to finish the evaluation of {', '.join(self._evaluations.pending)}",
-        )
+        while (pending := len(self._evaluations.pending)) and not self._stop.is_set():  # each has its own time
+            wait_in_slices(
+                functools.partial(self._are_evaluated, pending),
+                deadline_seconds=self.deadlines.batch_seconds,
+                what=lambda: f"makers to finish the evaluation of {', '.join(self._evaluations.pending)}",
+            )
         self._learner.check_progress()
 
-    def _are_evaluated(self, seconds: float) -> bool:
-        if self._stop.is_set() or self._evaluations.wait(seconds):
+    def _are_evaluated(self, pending: int, seconds: float) -> bool:
+        """Whether fewer evaluations are pending than before."""
+        if self._stop.is_set() or self._evaluations.wait(seconds) or len(self._evaluations.pending) < pending:
             return True
         self._update_late_makers()  # one that was started again may be needed
         return False

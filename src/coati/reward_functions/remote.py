@@ -183,9 +183,12 @@ def judge(
             text = re.sub(r"\{(\w+)\}", lambda found: str(offered[found[1]][rows.start]), prompt)
             answer = endpoint.ask({**request, "messages": [{"role": "user", "content": text}]}, until)
             try:
-                said = str(answer["choices"][0]["message"]["content"])
+                choice = answer["choices"][0]
+                said = str(choice["message"]["content"])
+                if choice.get("finish_reason") == "length":  # a number in what it has thought so far is no score
+                    raise NoAnswer(f"had an answer that was cut at its max_tokens: {said[-80:]}")
                 rating = float(_SCORE.findall(said)[-1])
-            except (KeyError, IndexError, TypeError):
+            except (KeyError, IndexError, TypeError, AttributeError):
                 said, rating = str(answer), math.nan
             if not low <= rating <= high:
                 raise NoAnswer(f"had an answer without a score from {low:g} to {high:g}: {said[-80:]}")

@@ -86,11 +86,11 @@ def json_schema(*, schema: Mapping[str, Any] | None = None, seconds: float = 5.0
         if fenced and not completion.lstrip().startswith(("{", "[")):
             completion = fenced[-1].removeprefix("json")
         try:
-            # A registry of our own looks nothing up in the network.
-            faults = kind(schema, registry=registry).iter_errors(json.loads(completion, parse_constant=_refused))
-            fault = package.exceptions.best_match(faults)
+            value = json.loads(completion, parse_constant=_refused)
         except (ValueError, RecursionError) as error:  # not JSON, or nested too deeply
             return Verdict(0.0, {"fault": excerpt(f"{type(error).__name__}: {error}")})
+        # A registry of our own looks nothing up in the network.
+        fault = package.exceptions.best_match(kind(schema, registry=registry).iter_errors(value))
         return Verdict(
             float(fault is None), {"fault": excerpt(f"{fault.json_path}: {fault.message}")} if fault else None
         )

@@ -330,7 +330,8 @@ class PPOLearner:
         }
         if self.algorithm.kl_target:
             metrics["policy/kl_coef"] = self._kl_coef
-            self._kl_coef = adapted_coefficient(self._kl_coef, values["policy/kl_loss"], self.algorithm.kl_target)
+            if self._health.num_steps > self.algorithm.critic_warmup_steps:  # else the actor stood still
+                self._kl_coef = adapted_coefficient(self._kl_coef, values["policy/kl_loss"], self.algorithm.kl_target)
         if self.critic is not None:
             metrics |= {
                 "critic_loss": values["value/loss"],

@@ -47,6 +47,7 @@ def test_the_clip_range_stays_symmetric_where_it_was():
 
 def test_the_critics_lambda_is_the_policys_unless_it_has_its_own():
     assert AlgorithmSettings(lam=0.5).critic_lam == 0.5
+    assert (AlgorithmSettings(lam=1).critic_lam, AlgorithmSettings(eps_clip=1).eps_clip_high) == (1.0, 1.0)
     assert AlgorithmSettings(lam=0.5, critic_lam=1.0).critic_lam == 1.0
     assert EACH["ppo"].critic_lam == EACH["ppo"].lam
     assert AlgorithmSettings(name="vapo", lam=0.5).critic_lam == 1.0

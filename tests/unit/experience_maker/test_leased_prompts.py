@@ -114,6 +114,15 @@ def test_of_a_batch_that_is_dropped_nothing_is_delivered_and_others_are_leased()
     assert story.endings() == [(number, "no reward was finite") for number in range(4)]
 
 
+def test_trainers_can_be_told_what_came_to_nothing_without_a_request_for_more():
+    story = Story(lead=0)
+    story.settle(story.prompts.poll(), dropped=AllSamplesDropped("no reward was finite"))
+    story.prompts.settle()
+    assert [number for number, _ in story.endings()] == [0, 1, 2, 3]
+    assert story.trainers[0].requests[-1].wanted == 0
+    assert ids(story.prompts.poll()) == [4, 5, 6, 7], "nothing was granted meanwhile"
+
+
 def test_prompts_that_cannot_be_used_are_given_back_with_the_reason():
     story = Story(lead=0, unusable=[0, 2, 4])
     assert ids(story.prompts.poll()) == [1, 3]

@@ -130,7 +130,14 @@ class Rig:
         self.served = ServedModels(self.maker.trained_models)
         self.pipeline = ExperiencePipeline(self.maker, self.served, in_flight=in_flight)
         self.source = Source(total, capacity, group_size)
-        sender = SimpleNamespace(send=self._send, has_room=lambda: True, collect=lambda: None)
+        self.accounts = []  # what trainers were told before other work
+        self.source.settle = lambda: self.accounts.append("settle")
+        sender = SimpleNamespace(
+            send=self._send,
+            has_room=lambda: True,
+            collect=lambda: None,
+            flush=lambda: self.accounts.append("flush"),
+        )
         self.loop = WorkLoop(
             self.pipeline,
             self.source,
@@ -288,13 +295,13 @@ def test_other_work_is_done_with_an_empty_engine_and_then_the_stream_goes_on():
 
     class Job:
         def run(self, pipeline):
-            done.append((pipeline.num_in_work, len(rig.sent), pipeline is rig.pipeline))
+            done.append((pipeline.num_in_work, len(rig.sent), pipeline is rig.pipeline, list(rig.accounts)))
 
     rig = Rig(lambda one: 3 + one % 3, total=12, capacity=4)
     rig.source.extra = [Job()]
     sent = rig.run()
     assert sorted(one for one, _ in sent) == list(range(12))
-    assert done == [(0, 4, True)]
+    assert done == [(0, 4, True, ["flush", "settle"])]
 
 
 def test_an_error_of_the_engine_ends_the_loop_after_what_was_scored_before():

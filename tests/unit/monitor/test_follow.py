@@ -19,6 +19,12 @@ from coati.monitor.metrics import append_jsonl, cut_jsonl
 SECTIONS = {"model": {"path": "m"}, "prompts": {"path": "p.jsonl"}, "reward": {"function": "r:f"}}
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A tracker's process has low priority, and a test machine may be busy."""
+    monkeypatch.setattr(follow_module, "_WAIT_SECONDS", 300.0)
+
+
 @pytest.fixture
 def folder(tmp_path):
     path = tmp_path / "run"
@@ -258,6 +264,7 @@ def test_tensorboard_reads_back_what_was_written_last_of_each_step(folder):
     ("table", "key"),
     [
         ({"api_key": "c0ffee"}, "logging.trackers.swanlab.api_key"),
+        ({"settings": {"api_key": "c0ffee"}}, "logging.trackers.swanlab.settings.api_key"),
         ({"web_host": "https://me:c0ffee@host"}, "logging.trackers.swanlab.web_host"),
         ({"server_url": "http://host/?write_token=c0ffee"}, "logging.trackers.swanlab.server_url"),
     ],

@@ -200,13 +200,17 @@ def test_a_server_that_is_down_and_comes_back_is_asked_until_it_answers(serve, p
     assert len(pauses.made) == 3
 
 
-def test_one_that_stays_down_is_a_failure_of_what_it_did_not_score(serve, pauses):
+def test_one_that_stays_down_is_a_failure_of_what_it_did_not_score(serve, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
     def hang_up(body, _):
         if body["completions"] == ["bb"]:
             raise ConnectionError
         return lengths(body, _)
 
-    first, second = ask("http", ["a", "bb"], url=serve(hang_up).url, batch_size=1, concurrency=1, seconds=2.0)
+    first, second = ask("http", ["a", "bb"], url=serve(hang_up).url, batch_size=1, concurrency=1, seconds=100.0)
     assert (first.score, first.error) == (1.0, "")
     assert second.score != second.score
     assert "could not reach" in second.error
@@ -261,6 +265,13 @@ def test_a_judge_without_a_score_has_failed(serve, pauses, text):
     (verdict,) = ask("judge", ["ok"], url=server.url, model="m")
     assert verdict.score != verdict.score
     assert "without a score from 0 to 10" in verdict.error
+
+
+def test_a_judge_that_is_cut_in_its_thoughts_has_failed(serve, pauses):
+    cut = {"choices": [{"message": {"content": "maybe score: 3, but"}, "finish_reason": "length"}]}
+    (verdict,) = ask("judge", ["ok"], url=serve(lambda body, _: cut).url, model="m")
+    assert verdict.score != verdict.score
+    assert "cut at its max_tokens" in verdict.error
 
 
 @pytest.mark.parametrize("answer", [{"choices": []}, {"score": 5}, [5], "score: 5", None])
