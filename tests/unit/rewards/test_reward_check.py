@@ -26,7 +26,7 @@ def check(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "250")
-    (tmp_path / "checked.py").write_text(FUNCTIONS)
+    (tmp_path / "checked_rewards.py").write_text(FUNCTIONS)
 
     def run(source, rows, *options):
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -36,7 +36,7 @@ def check(tmp_path, monkeypatch):
         return found.exit_code, found.output
 
     yield run
-    sys.modules.pop("checked", None)
+    sys.modules.pop("checked_rewards", None)
 
 
 def row(completion, answer="no", **more):
@@ -44,7 +44,7 @@ def row(completion, answer="no", **more):
 
 
 def test_a_function_of_ones_own(check):
-    code, text = check("checked:words", [row("so it is"), row("")])
+    code, text = check("checked_rewards:words", [row("so it is"), row("")])
     assert code == 0
     assert "score: 2 of 2 rows; mean 1.5, lowest 0, highest 3" in text
     assert '{"words": {"first": "s"}}' in text
@@ -55,12 +55,12 @@ def test_one_of_the_library_with_options_and_columns(check):
     rows = [row("\\boxed{4}", solution="4"), row("five", solution="4")]
     code, text = check("regex", rows, "--set", "reward.options.pattern='[0-9]'")
     assert (code, "mean 0.5" in text) == (0, True)
-    code, text = check("checked:picky", [row("yes", solution="yes")], "--set", "reward.columns.answer=solution")
+    code, text = check("checked_rewards:picky", [row("yes", solution="yes")], "--set", "reward.columns.answer=solution")
     assert "mean 1" in text
 
 
 def test_the_terms_of_a_run_and_the_rows_that_a_run_wrote(check, tmp_path):
-    terms = '{ function = "checked:words", weight = 0.5 }, { function = "checked:picky", name = "right" }'
+    terms = '{ function = "checked_rewards:words", weight = 0.5 }, { function = "checked_rewards:picky", name = "right" }'
     (tmp_path / "run.toml").write_text(
         f'model.path = "no/model"\nprompts.path = "prompts.jsonl"\nreward.terms = [{terms}]\n'
     )
@@ -74,14 +74,14 @@ def test_the_terms_of_a_run_and_the_rows_that_a_run_wrote(check, tmp_path):
 
 def test_failures_come_first_are_counted_by_cause_and_end_with_1(check):
     rows = [row("a no"), row("b", "odd"), row("c", "odd")]
-    code, text = check("checked:picky", rows, "--show", "2", "--set", "reward.retries=2")
+    code, text = check("checked_rewards:picky", rows, "--show", "2", "--set", "reward.retries=2")
     assert code == 1
     assert text.index("rows.jsonl:2") < text.index("rows.jsonl:3")
     assert "rows.jsonl:1" not in text
     assert "failed on 2 rows: Reward function 'picky' raised ValueError" in text
     assert "score: 1 of 3 rows; mean 1" in text
     assert "asked again 2 times" in text
-    code, text = check("checked:picky", [row("b", "odd")])  # and if it has never scored one
+    code, text = check("checked_rewards:picky", [row("b", "odd")])  # and if it has never scored one
     assert code == 1
     assert "score: 0 of 1 row\n" in text
 
@@ -97,8 +97,8 @@ def test_tokens_are_those_of_a_tokenizer_on_this_machine(check, tmp_path):
 
 def test_rows_and_rewards_that_cannot_be_checked(check):
     with pytest.raises(DataError, match="completion or response"):
-        check("checked:words", [{"prompt": "why?", "answer": "x"}])
+        check("checked_rewards:words", [{"prompt": "why?", "answer": "x"}])
     with pytest.raises(ConfigError, match="reward model"):
-        check("checked:words", [row("a")], "--set", "reward.function=", "--set", "reward.model=rm")
+        check("checked_rewards:words", [row("a")], "--set", "reward.function=", "--set", "reward.model=rm")
     with pytest.raises(ConfigError, match="no_such"):
         check("no_such:function", [row("a")])
