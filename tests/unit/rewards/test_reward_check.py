@@ -60,7 +60,9 @@ def test_one_of_the_library_with_options_and_columns(check):
 
 
 def test_the_terms_of_a_run_and_the_rows_that_a_run_wrote(check, tmp_path):
-    terms = '{ function = "checked_rewards:words", weight = 0.5 }, { function = "checked_rewards:picky", name = "right" }'
+    terms = (
+        '{ function = "checked_rewards:words", weight = 0.5 }, { function = "checked_rewards:picky", name = "right" }'
+    )
     (tmp_path / "run.toml").write_text(
         f'model.path = "no/model"\nprompts.path = "prompts.jsonl"\nreward.terms = [{terms}]\n'
     )
