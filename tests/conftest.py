@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import sys
 
 import pytest
 
@@ -33,6 +34,13 @@ def pytest_collection_finish():
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch"):
             logging.getLogger(name).propagate = True
+
+
+@pytest.fixture(autouse=True)
+def forget_rewards():
+    """What a test wrote as `rewards.py`, and a run or a check imported, is not what the next one means."""
+    yield
+    sys.modules.pop("rewards", None)
 
 
 @pytest.fixture(scope="session")
