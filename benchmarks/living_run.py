@@ -48,7 +48,7 @@ class LivingRun:
         self.folder, self.out = folder, folder / "out"
         base = folder / "base"
         pretrain(base)
-        config = demo_config(base, seed=0, output=self.out)
+        config = demo_config(base, seed=0, output=self.out).model_copy(update={"eval": ()})  # its prompts are elsewhere
         prompts = folder / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
         (folder / "run.toml").write_text(dump_config(config))
