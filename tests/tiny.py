@@ -13,7 +13,8 @@ import json
 import torch
 from torch import nn
 
-from coati.experience import BufferItem, make_experience_batch
+from coati.batching import make_experience_batch
+from coati.experience import BufferItem
 from coati.models import Actor, Critic
 from coati.models.lora import has_adapters
 

@@ -8,7 +8,8 @@ A sample takes these forms on its way from prompt to gradient:
     row of a dataset    dict        prompts/            one prompt and its columns
     PromptBatch         maker       experience_maker/   prompts, tokenized and left-padded; comes as a dict, or a tensor
     RolloutRequest      maker       rollout/            those, and how to continue them
-    Rollout             maker       rollout/            with responses and their log-probs
+    Response            maker       rollout/            one response, with its log-probs and versions
+    Written             maker       experience_maker/   prompts and responses of whole groups
     RewardRequest       maker       rewards/            the responses as text and tokens; PendingScores of it come later
     MakerBatch          maker       experience_maker/   carries the batch while it is scored, and then the experience
     Experience          maker                           with rewards, KL and advantages
@@ -28,7 +29,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from coati.errors import DataError
 from coati.wire import WireTensor, decode, encode
@@ -295,116 +295,3 @@ def _from_wire(wire_items: _WireItems) -> list[BufferItem]:
 def _item_from_wire(wire_items: _WireItems) -> BufferItem:
     (item,) = _from_wire(wire_items)
     return item
-
-
-def split_experience_batch(experience: Experience) -> list[BufferItem]:
-    """One item for each sample, without padding. The items of a batch share memory: each has its part of a tensor."""
-    experience.validate()
-    num_prompt_tokens, device = experience.num_prompt_tokens, experience.sequences.device
-    starts = [0] * experience.num_samples  # prompt positions before the first real token
-    if experience.attention_mask is not None and num_prompt_tokens:
-        starts = (experience.attention_mask[:, :num_prompt_tokens].ne(0).cumsum(dim=1) == 0).sum(dim=1).tolist()
-    token_columns = torch.arange(experience.sequences.shape[1], device=device)
-    # One past the last True of each row; 0 if there is none.
-    ends = experience.full_action_mask() * (token_columns[: experience.num_actions] + 1)
-    lengths = F.pad(ends, (1, 0)).amax(dim=1).tolist()
-    starts_at, ends_at = torch.tensor([starts, lengths], device=device).unsqueeze(-1)  # [B, 1] each
-    is_response = token_columns[: experience.num_actions] < ends_at
-    is_token = (token_columns >= starts_at) & (token_columns < num_prompt_tokens + ends_at)
-    num_tokens = [num_prompt_tokens + length - start for start, length in zip(starts, lengths, strict=True)]
-    columns: dict[str, Sequence[Any]] = dict.fromkeys(EXPERIENCE_FIELDS, [None] * experience.num_samples)
-    for name, tensor in experience.tensors():
-        tensor = tensor.detach()
-        if name in PER_SAMPLE_FIELDS:
-            columns[name] = tensor.clone().unbind()
-        elif name in PER_TOKEN_FIELDS:
-            columns[name] = torch.split(tensor[is_token], num_tokens)
-        else:
-            columns[name] = torch.split(tensor[is_response], lengths)
-    return [BufferItem(*row) for row in zip(*columns.values(), strict=True)]
-
-
-def make_experience_batch(items: Sequence[BufferItem]) -> Experience:
-    """Pad (prompts left, responses right) and stack.
-
-    >>> tokens, floats = torch.tensor([[5, 6, 7]]), torch.zeros(1, 2)
-    >>> experience = Experience(tokens, floats, floats, torch.ones(1), floats, floats, None, None)
-    >>> make_experience_batch(split_experience_batch(experience)).sequences
-    tensor([[5, 6, 7]])
-    """
-    if not items:
-        raise DataError("make_experience_batch needs at least one item, got none.")
-    check_items(items)
-    return pad_items(items)
-
-
-def check_items(items: Sequence[BufferItem]) -> None:
-    """Raise DataError unless all are well-formed items."""
-    for item in items:
-        if not isinstance(item, BufferItem):
-            raise DataError(
-                f"a buffer takes a list of BufferItem, got a {type(item).__name__} in it. Use split_experience_batch."
-            )
-        item.validate()
-
-
-def pad_items(items: Sequence[BufferItem]) -> Experience:
-    """`make_experience_batch` for items that have been checked."""
-    prompts, responses = [item.num_prompt_tokens for item in items], [item.num_actions for item in items]
-    width_prompt, width_response = max(prompts), max(responses)
-    is_ragged = min(prompts) != width_prompt or min(responses) != width_response
-    device = items[0].sequences.device
-    tokens = _Padding(
-        starts=[width_prompt - length for length in prompts],
-        lengths=[prompt + response for prompt, response in zip(prompts, responses, strict=True)],
-        width=width_prompt + width_response,
-        device=device,
-    )
-    response_tokens = _Padding(starts=[0] * len(items), lengths=responses, width=width_response, device=device)
-    fields: dict[str, Tensor | None] = {}
-    for name in EXPERIENCE_FIELDS:
-        tensors = [getattr(item, name) for item in items]
-        needs_mask = is_ragged and name in ("attention_mask", "action_mask")
-        if all(tensor is None for tensor in tensors) and not needs_mask:
-            fields[name] = None
-            continue
-        # Samples of a hand-written maker may mix with ours: fields they lack get a neutral value.
-        tensors = [_default(item, name) if found is None else found for item, found in zip(items, tensors, strict=True)]
-        if name in PER_SAMPLE_FIELDS:
-            fields[name] = torch.stack([tensor.reshape(()) for tensor in tensors])
-        else:
-            fields[name] = (tokens if name in PER_TOKEN_FIELDS else response_tokens).padded(tensors)
-    return Experience(**fields)  # type: ignore[arg-type]
-
-
-class _Padding:
-    """Where the entries of all rows go in a padded batch, computed once for all fields of the same shape."""
-
-    def __init__(self, *, starts: list[int], lengths: list[int], width: int, device: torch.device) -> None:
-        self._shape = (len(lengths), width)
-        counts = torch.tensor(lengths, device=device)
-        # Row r begins at r·width + start; within it the entries follow each other.
-        begins = torch.arange(len(lengths), device=device) * width + torch.tensor(starts, device=device)
-        before = counts.cumsum(0) - counts
-        self._flat = torch.arange(sum(lengths), device=device) + (begins - before).repeat_interleave(counts)
-
-    def padded(self, rows: Sequence[Tensor]) -> Tensor:
-        """One matrix of all rows, with 0 in the padding."""
-        entries = torch.cat(list(rows))
-        return entries.new_zeros(self._shape[0] * self._shape[1]).index_copy_(0, self._flat, entries).view(self._shape)
-
-
-def _default(item: BufferItem, name: str) -> Tensor:
-    if name == "attention_mask":
-        return torch.ones_like(item.sequences, dtype=torch.long)
-    if name == "action_mask":
-        return torch.ones_like(item.action_log_probs, dtype=torch.bool)
-    if name in ("proximal_log_probs", "reference_log_probs"):
-        return item.action_log_probs
-    if name == "returns":
-        return item.advantages + item.values
-    if name in ("temperatures", "is_cut"):
-        return torch.tensor(1.0 if name == "temperatures" else False, device=item.sequences.device)
-    if name == "policy_versions":
-        return torch.full_like(item.action_log_probs, UNKNOWN_ID, dtype=torch.long)
-    return torch.tensor(UNKNOWN_ID, device=item.sequences.device)

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from coati import build
+from coati.batching import pad_items, split_experience_batch
 from coati.config import RunSettings, load_config
 from coati.config.checks import avoid_hub_without_network
 from coati.counting import counted
 from coati.errors import CheckpointError, ConfigError, ReplayDiffers
-from coati.experience import BufferItem, Experience, pad_items, split_experience_batch
+from coati.experience import BufferItem, Experience
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker.base import PromptBatch
 from coati.ledger.audit import account_of

@@ -9,8 +9,9 @@ import torch
 from ray_testing import PATIENCE
 from tiny import item, items
 
+from coati.batching import make_experience_batch
 from coati.errors import PeerDied
-from coati.experience import EXPERIENCE_FIELDS, make_experience_batch
+from coati.experience import EXPERIENCE_FIELDS
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer
 
 

@@ -17,8 +17,8 @@ from tiny import item
 from torch import nn
 
 from coati.background import run_in_background
+from coati.batching import make_experience_batch
 from coati.config import Deadlines
-from coati.experience import make_experience_batch
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker.base import AllSamplesDropped, ExperienceMaker, MakerBatch, PromptBatch
 from coati.experience_maker.delivery import ItemSender

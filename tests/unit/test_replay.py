@@ -17,10 +17,10 @@ import tiny
 import torch
 
 from coati import build
+from coati.batching import split_experience_batch
 from coati.cli.main import main
 from coati.config import build_config, dump_config
 from coati.errors import CheckpointError, ConfigError, ReplayDiffers
-from coati.experience import split_experience_batch
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.ledger.audit import audit_run

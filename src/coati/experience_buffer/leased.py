@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coati.batching import check_items, pad_items
 from coati.errors import DataError, StorageError
-from coati.experience import BufferItem, Experience, check_items, join_items, pad_items, separate_items
+from coati.experience import BufferItem, Experience, join_items, separate_items
 from coati.experience_buffer.buffer import SampleBuffer
 from coati.ledger.journal import Journal, resume_event
 from coati.ledger.leases import Ledger

@@ -1,5 +1,6 @@
-"""The names of a sample in the buffer, under the contract's import path. They are defined in `coati.experience`."""
+"""Names under the contract's import path; `coati.experience` and `coati.batching` define them."""
 
-from coati.experience import BufferItem, make_experience_batch, split_experience_batch
+from coati.batching import make_experience_batch, split_experience_batch
+from coati.experience import BufferItem
 
 __all__ = ["BufferItem", "make_experience_batch", "split_experience_batch"]

@@ -43,7 +43,7 @@ class GroupStream:
     ) -> None:
         """Have prompts continued, each up to its limit; one with a limit below 1 gets no response.
 
-        What is there of the same groups is forgotten: they are made anew.
+        What is there of the same groups is forgotten: they are made again.
         """
         assert prompts.sample_ids is not None
         ids: list[int] = prompts.sample_ids.tolist()

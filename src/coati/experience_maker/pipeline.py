@@ -80,7 +80,7 @@ class ExperiencePipeline:
         if prompts.sample_ids is None:
             prompts = prompts.numbered(self._next_sample_id)
             self._next_sample_id += len(prompts)
-        # An engine may lay weights out anew, which an update must not come between.
+        # An engine may move weights to other memory; no update may come in the middle.
         with contextlib.nullcontext() if self._is_using else self.served.use():
             self.maker.submit(prompts, **self._generate_kwargs)
         self._drops.unit = max(self._drops.unit, self.num_in_work)

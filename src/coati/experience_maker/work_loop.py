@@ -7,8 +7,8 @@
 
 Prompts that come are submitted beside those that are being written, as soon as there is room for a good part of what
 the maker works on at a time. Groups that are complete are scored in passes; their rewards may take a while, and writing
-goes on. They are delivered between two tokens, in the order in which they were scored, when their rewards have come and
-trainers have room. What waits for rewards counts: there is never more of it than what is worked on at a time.
+continues. They are delivered between two tokens, in the order in which they were scored, when their rewards have come
+and trainers have room. What waits for rewards counts: there is never more of it than what is worked on at a time.
 
 Some work comes in whole batches: that of makers that only have `make_experience`, and what a data loader gives. Then
 the next batch is begun when the last one is written and scored, beside its rewards.
@@ -26,9 +26,10 @@ from typing import Any, Final
 
 from coati import faults
 from coati.background import BackgroundThread
+from coati.batching import split_experience_batch
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded
-from coati.experience import Experience, split_experience_batch
+from coati.experience import Experience
 from coati.experience_maker.base import MakerBatch, PromptBatch, WorkSource
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline

@@ -112,8 +112,8 @@ def read_journals(folder: Path) -> list[JournalContent]:
 
 
 class Journal:
-    """Append the events of one ledger to a file, which nobody else can then do. A new file begins with the rules and
-    the id of the run.
+    """Append the events of one ledger to a file, which no other process can do then. A new file begins with the rules
+    and the id of the run.
 
     Raises:
         CheckpointError: when the file is there and damaged, or belongs to another run or to other rules.

@@ -13,7 +13,7 @@ class Lease(NamedTuple):
     """The right to make one prompt group, as a maker gets it."""
 
     number: int
-    """Of the run; it decides the prompt and the ids of the samples, whoever makes them."""
+    """Of the run; it decides the prompt and the ids of the samples, for any maker."""
     epoch: int
     """Which grant of the number this is: what was made for an earlier one is refused.
 

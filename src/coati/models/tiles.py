@@ -8,7 +8,7 @@ their kernels by it. So without gradients, operations get shapes that the row de
     activations                 pieces that vector instructions cover without a rest, and threads do not share
 
 Norms, softmax and embeddings work row by row as they are. Learning needs none of this: its batches are the same
-whoever made them.
+for any number of makers.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""How many makers a running job shall have, and what it says of itself: two small files in its folder.
+"""How many makers a running job is asked to have, and its state: two small files in its folder.
 
 `coati scale` writes `control.json`, and the run follows it; `state.json` has the run's status, its makers and what it
 waits for. Both are replaced as a whole, so a reader never sees half of one. Only a request in a file that the run's own

@@ -142,7 +142,7 @@ def follow(reader: RowReader, tracker: Tracker, end: int | None, on_sent: Callab
 
 
 def main(folder: Path, name: str, *, is_live: bool) -> None:
-    """Send what is not sent yet of a run, and what it goes on to write while it `is_live`.
+    """Send what is not sent yet of a run, and what it writes later while it `is_live`.
 
     `trackers/NAME.json` in its folder keeps what the tracker calls the run, and how much was sent.
     """

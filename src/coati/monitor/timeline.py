@@ -73,7 +73,7 @@ class TimeUse:
 
 
 class Timeline:
-    """Records what the thread of an actor's loop does, in bounded memory: the oldest spans go if nobody fetches them.
+    """Records what the thread of an actor's loop does, in bounded memory: the oldest spans go if they are not fetched.
 
     The thread is the one that called `take` last, or made the timeline; what other threads do is left out. It does one
     thing at a time: a span inside another one interrupts it.

@@ -114,7 +114,7 @@ def _warden(folder: Path) -> Iterator[None]:
     finally:
         assert process.stdin is not None
         process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it goes on alone
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it ends by itself
             process.wait(_WARDEN_SECONDS)
 
 
@@ -133,11 +133,11 @@ def _environment_of_actors(config: RunSettings, token: Path) -> Iterator[None]:
     os.environ.clear()
     keys = [key for reward in (config.reward, *(one.reward for one in config.eval)) for key in reward.secrets]
     os.environ.update(allowed_environment(before, (*config.topology.environment, *keys)))
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # Ray turns tokens on where nothing is said
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # Ray turns tokens on by default
         os.environ.pop(name, None)
     os.environ |= {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}  # nothing leaves this machine
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Without a dashboard nobody reads the history of calls, for which the head's memory grew by 10 MB a minute.
+    # Without a dashboard nothing reads the history of calls, for which the head's memory grew by 10 MB a minute.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     AuthenticationTokenLoader.instance().reset_cache()  # that of another Ray in this process
     try:

@@ -16,9 +16,10 @@ import ray
 from ray.util.queue import Empty, Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from coati.batching import check_items, pad_items, split_experience_batch
 from coati.config import Deadlines
 from coati.errors import ConfigError, DeadlineExceeded
-from coati.experience import BufferItem, Experience, ItemBundle, check_items, pad_items, split_experience_batch
+from coati.experience import BufferItem, Experience, ItemBundle
 from coati.experience_buffer.buffer import DEFAULT_WAIT_SECONDS, SLICE_SECONDS, SampleBuffer
 from coati.peers import Peers, answer
 from coati.ray.peers import RayPeer, RayPeers
@@ -186,7 +187,7 @@ class UnleasedBuffer(DetachedReplayBuffer):
             self._turn.release()
 
     def begin_fit(self) -> None:
-        """Look for the makers anew: those of the `fit` before may be gone."""
+        """Look for the makers again: those of the `fit` before may be gone."""
         self._watch = MakerWatch(self._maker_names, self._deadlines, peers=self._peers)
 
     def try_sample(self, timeout_seconds: float) -> Experience | None:

@@ -18,8 +18,9 @@ from typing import Any
 import ray
 
 from coati import faults
+from coati.batching import split_experience_batch
 from coati.config import Deadlines
-from coati.experience import BufferItem, Experience, split_experience_batch
+from coati.experience import BufferItem, Experience
 from coati.experience_buffer.buffer import SampleBuffer
 from coati.ledger import Lease, LeaseRequest
 from coati.monitor.records import RecordLog, RecordPage

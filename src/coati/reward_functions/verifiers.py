@@ -52,7 +52,7 @@ def reasoning_gym(*, tag: str = "answer", seconds: float = 5.0) -> Callable[...,
     Rows are entries of reasoning-gym: `question` (or the prompt), `answer`, and `metadata`, which may be JSON text.
     A completion without the tags has 0; `tag = ""` takes the whole text.
     """
-    # Each call makes the task anew, which reads a list of words for some: 50 ms for each sample.
+    # Each call makes the task again, which reads a list of words for some: 50 ms for each sample.
     scorer_of = functools.cache(needed_package("reasoning_gym", "reasoning").get_score_answer_fn)
 
     def verdict(completion: str, question: str, answer: Any, metadata: Any) -> Verdict:

@@ -143,7 +143,7 @@ def _leave_network(libc: ctypes.CDLL) -> bool:
         return True
     if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
         return False
-    with contextlib.suppress(OSError):  # then it is nobody; files are still its user's
+    with contextlib.suppress(OSError):  # then it has no user name; files are still its user's
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")

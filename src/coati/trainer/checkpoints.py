@@ -8,7 +8,7 @@
         manifest.json        a digest of every file
 
 The training thread copies everything to host memory, and another one writes. A checkpoint that cannot be written costs
-nothing but itself: training goes on, and those before it stay.
+nothing but itself: training continues, and those before it stay.
 """
 
 import json

@@ -138,7 +138,7 @@ class ServedModels:
             raise WeightUpdateError(f"{self._fault}. Send a full update before the models serve again.")
 
     def _commit_if_free(self, *, num_own_users: int = 0) -> None:
-        """Copy the pending update, if there is one, into the models, if nobody else uses them."""
+        """Copy the pending update, if there is one, into the models, if nothing else uses them."""
         if self._pending is None or self._num_users > num_own_users:
             return
         update, self._pending = self._pending, None

@@ -6,8 +6,9 @@ import pickle
 import pytest
 import torch
 
+from coati.batching import split_experience_batch
 from coati.errors import DataError
-from coati.experience import EXPERIENCE_FIELDS, Experience, ItemBundle, split_experience_batch
+from coati.experience import EXPERIENCE_FIELDS, Experience, ItemBundle
 
 
 def items_of(*, dtype=torch.float32, lengths=(3, 0, 2)):

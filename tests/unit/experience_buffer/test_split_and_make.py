@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import coati.experience as experience_module
+from coati.batching import make_experience_batch, split_experience_batch
 from coati.errors import DataError
-from coati.experience import BufferItem, Experience, make_experience_batch, split_experience_batch
+from coati.experience import BufferItem, Experience
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Experience))
 PER_ACTION = ("action_log_probs", "values", "kl", "advantages", "policy_versions")

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from coati.batching import split_experience_batch
 from coati.config import AlgorithmSettings
 from coati.errors import RewardError
-from coati.experience import split_experience_batch
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.leased_prompts import LeasedPrompts

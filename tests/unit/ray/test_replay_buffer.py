@@ -9,9 +9,10 @@ from ray_testing import Background
 from thread_peers import PATIENCE, LocalQueue
 from tiny import experience, item, items
 
+from coati.batching import make_experience_batch
 from coati.config import Deadlines
 from coati.errors import ConfigError, DataError, DeadlineExceeded
-from coati.experience import EXPERIENCE_FIELDS, make_experience_batch
+from coati.experience import EXPERIENCE_FIELDS
 from coati.peers import LocalPeers
 from coati.ray.detached_replay_buffer import DetachedReplayBuffer, UnleasedBuffer
 

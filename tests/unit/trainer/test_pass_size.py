@@ -8,9 +8,9 @@ import torch
 from learner_settings import sections
 from tiny import actor_and_critic, items
 
+from coati.batching import make_experience_batch
 from coati.config import TrainSettings
 from coati.errors import OutOfMemory
-from coati.experience import make_experience_batch
 from coati.trainer import batches as batches_module
 from coati.trainer.batches import FIXED_PASS, LARGEST_PASS, PassSize, PassTooLarge
 from coati.trainer.ppo import PPOLearner

@@ -20,8 +20,8 @@ from thread_peers import PATIENCE
 from transformers import DynamicCache
 from weight_testing import Maker, header_of, messages_of
 
+from coati.batching import make_experience_batch, split_experience_batch
 from coati.errors import WeightUpdateError
-from coati.experience import make_experience_batch, split_experience_batch
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
