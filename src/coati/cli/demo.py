@@ -78,6 +78,7 @@ def demo_config(base: Path, *, seed: int, output: Path) -> RunSettings:
                     "name": "fresh-samples",
                     "prompts": prompts,
                     "rollout": {"samples_per_prompt": SAMPLES_PER_PROMPT},
+                    "pass_score": 0.5,  # clearly kind
                     "before": False,
                     "at_end": False,
                 }
