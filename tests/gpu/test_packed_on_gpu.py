@@ -94,7 +94,7 @@ def test_compiled_blocks_give_the_same_log_probs_for_any_batch():
 
 
 def test_memory_of_the_log_prob_step_does_not_grow_with_the_vocabulary_times_tokens(monkeypatch):
-    monkeypatch.setattr("coati.algos.head_operations._CHUNK_BYTES", 256 * 32000 * 2)
+    monkeypatch.setattr("coati.algos.logprobs._CHUNK_BYTES", 256 * 32000 * 2)
     weight = torch.randn(32000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     tokens = torch.randint(32000, (8192,), device="cuda")
 

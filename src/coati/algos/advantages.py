@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from coati.algos.masked import at_least_float32, check_per_row, divide_by_count, spread, zero_padding
+from coati.algos.masked import at_least_float32, divide_by_count, spread, zero_padding
 from coati.errors import DataError
 
 
@@ -30,7 +30,7 @@ def shaped_rewards(
     >>> shaped_rewards(torch.tensor([1.0]), torch.tensor([[0.5, 0.25, 9.0]]), mask, kl_coef=1.0).tolist()
     [[-0.5, 0.75, 0.0]]
     """
-    check_per_row(scores, mask, name="scores")
+    assert scores.shape == mask.shape[:1]
     clean_kl = zero_padding(kl, mask, name="kl")
     # An estimate may overflow to inf where there is no penalty, and 0 * inf is nan.
     penalty = clean_kl * -kl_coef if kl_coef != 0 else torch.zeros_like(clean_kl)
@@ -164,11 +164,10 @@ def reinforce_returns(
     """
     returns = discounted_sums(zero_padding(token_rewards.detach(), mask, name="rewards"), mask, decay=gamma)  # [B, T]
     if group_ids is not None:
-        _check_ids(group_ids, mask.shape[:1])
         has_tokens = mask.any(-1)
         firsts = returns[:, :1].sum(-1)  # [B], 0 for a row without a token
         baseline = torch.zeros_like(firsts)
-        groups = _groups(firsts[has_tokens], group_ids[has_tokens], name="returns")
+        groups = _groups(firsts[has_tokens], group_ids[has_tokens])
         baseline[has_tokens] = groups.lowest + groups.mean_of(groups.above_lowest)
         returns = returns - spread(baseline, mask)
     return returns
@@ -207,18 +206,11 @@ class _Groups(NamedTuple):
         return divide_by_count(self.sum_of(values), self.size)
 
 
-def _groups(scores: Tensor, group_ids: Tensor, *, name: str = "scores") -> _Groups:
-    if scores.dim() != 1:
-        raise DataError(
-            f"scores must be [B], one for each response, got shape {tuple(scores.shape)}. "
-            "Reduce per-token scores to one number per response first."
-        )
-    _check_ids(group_ids, scores.shape)
-    if not bool(scores.isfinite().all()):
-        raise DataError(
-            f"{name} must be finite to be compared, got {scores[~scores.isfinite()][0].item()}. "
-            "Drop the responses whose reward failed before the advantages are made."
-        )
+def _groups(scores: Tensor, group_ids: Tensor) -> _Groups:
+    assert scores.dim() == 1
+    assert group_ids.shape == scores.shape
+    assert not group_ids.is_floating_point()
+    assert bool(scores.isfinite().all()), "what has no finite reward is dropped before it is compared"
     wide = at_least_float32(scores.detach())
     members = torch.unique(group_ids, return_inverse=True)[1]  # [B]
     # There are never more groups than responses, so [B] has room for one number per group.
@@ -233,11 +225,3 @@ def _groups(scores: Tensor, group_ids: Tensor, *, name: str = "scores") -> _Grou
 
 def _group_sums(values: Tensor, members: Tensor) -> Tensor:
     return torch.zeros_like(values).index_add(0, members, values)[members]
-
-
-def _check_ids(group_ids: Tensor, expected: torch.Size) -> None:
-    if group_ids.shape != expected or group_ids.is_floating_point() or group_ids.dtype == torch.bool:
-        raise DataError(
-            f"group_ids must be {list(expected)} integers, one for each response, got {group_ids.dtype} of shape "
-            f"{tuple(group_ids.shape)}. Number the prompts, and repeat each number once per response."
-        )

@@ -1,7 +1,7 @@
 """What is done with a chunk of logits, as Triton kernels: each reads it once, and makes no copy of it.
 
 Single torch operations widen logits to float32 and pass over them again and again, which costs more than the product
-with the head that made them. What these kernels compute is what `head_operations.py` computes with torch, up to
+with the head that made them. What these kernels compute is what `logprobs.py` computes with torch, up to
 rounding: all arithmetic is in float32, whatever the format of the logits.
 
 Only imported on a machine with a GPU and Triton.
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coati.algos.head_operations import Reading
+from coati.algos.logprobs import Reading
 
 # One program reads a row in steps of LANES strips. A strip is what one thread loads at once: 16 bytes.
 _LANES = 512

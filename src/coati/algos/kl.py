@@ -18,31 +18,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from coati.algos.masked import at_least_float32, zero_padding
-from coati.errors import ConfigError
+from coati.algos.masked import zero_padding
 
 KLKind = Literal["k1", "k2", "k3"]
-
-
-def k1(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """d = logprobs - reference_logprobs: unbiased, high variance, may be negative at a token."""
-    return at_least_float32(logprobs) - at_least_float32(reference_logprobs)
-
-
-def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """d² / 2: never negative, low variance, biased by terms of third order in d."""
-    return 0.5 * k1(logprobs, reference_logprobs).square()
-
-
-def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """exp(-d) - 1 + d: unbiased and never negative; grows exponentially where the reference is likelier."""
-    difference = k1(logprobs, reference_logprobs)
-    # expm1 keeps the digits that exp(-d) - 1 loses for small d. CPUs round it so that the sum is never
-    # negative; CUDA's may be one unit off in the last place, and the clamp keeps the promise there.
-    return ((-difference).expm1() + difference).clamp(min=0.0)
-
-
-_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def kl_estimate(
@@ -59,11 +37,16 @@ def kl_estimate(
     >>> kl_estimate(logprobs, reference, torch.tensor([[True, False]]), kind="k1").tolist()
     [[0.5, 0.0]]
     """
-    # All estimators are zero at d = 0, so clean inputs are all the masking there is to do.
-    return _ESTIMATORS[kind](
-        zero_padding(logprobs, mask, name="logprobs"),
-        zero_padding(reference_logprobs, mask, name="reference_logprobs"),
-    )
+    # All estimates are zero at d = 0, so clean inputs are all the masking there is to do.
+    reference = zero_padding(reference_logprobs, mask, name="reference_logprobs")
+    difference = zero_padding(logprobs, mask, name="logprobs") - reference
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return 0.5 * difference.square()
+    # expm1 keeps the digits that exp(-d) - 1 loses for small d. CPUs round it so that the sum is never negative; CUDA's
+    # may be one unit off in the last place, and the clamp keeps the promise there.
+    return ((-difference).expm1() + difference).clamp(min=0.0)
 
 
 def adapted_coefficient(coefficient: float, kl: float, target: float) -> float:
@@ -88,9 +71,8 @@ def kl_penalty(
 ) -> Tensor:
     """Σ weight · KL estimate, a scalar to be added to the loss times its coefficient. The gradient is of `logprobs`.
 
-    k1 is refused: its gradient averages to zero whatever the policy does.
+    Not with k1: its gradient averages to zero whatever the policy does.
     """
-    if kind == "k1":
-        raise ConfigError("a KL term in the loss must be estimated with k2 or k3, got 'k1', whose gradient is zero.")
+    assert kind != "k1"
     shares = zero_padding(weights.detach(), mask, name="weights")
     return (shares * kl_estimate(logprobs, reference_logprobs.detach(), mask, kind=kind)).sum()

@@ -13,21 +13,30 @@ size of the chunks, and sums over tokens (the head's gradient) are kept in float
 
 `temperature` divides the logits: a number, or a tensor whose shape leads that of the tokens, such as `[B]` for one
 temperature per sample. Results are float32, or float64 for float64 inputs. Differentiable once.
+
+What is read off a chunk of logits, and the gradient that goes back into it, are torch functions here, or Triton kernels
+on a GPU that compute the same up to rounding (`head_kernels.py`).
 """
 
-from collections.abc import Iterator
-from typing import Any
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from coati.algos.head_operations import TorchHead, add_product, head_operations, wide_format
-from coati.errors import ConfigError, DataError
+from coati.errors import ConfigError
 
 # Tokens of given logits that are widened at once.
 _CHUNK_TOKENS = 4096
+# Bytes of the logits of one chunk: on an accelerator small products would waste it.
+_CHUNK_BYTES = 1 << 30
+_CHUNK_BYTES_CPU = 1 << 27
+# An accelerator's chunks are cut to a multiple of this many tokens, which matrix products like.
+_CHUNK_STEP = 128
 
 
 def logprobs_and_entropy(
@@ -47,11 +56,8 @@ def logprobs_and_entropy(
     (-0.6931, 0.6931)
     """
     shape = logits.shape[:-1]
-    if logits.dim() < 2 or tokens.shape != shape:
-        raise DataError(
-            f"logits must be [..., tokens, vocabulary] and tokens have that shape without the vocabulary, got "
-            f"{tuple(logits.shape)} and {tuple(tokens.shape)}. Pass logits[:, :-1] with tokens[:, 1:]."
-        )
+    assert logits.dim() >= 2
+    assert tokens.shape == shape, f"tokens of shape {tuple(tokens.shape)} for logits of {tuple(logits.shape)}"
     scale = temperature_per_token(temperature, shape, like=logits)
     # Chunks are cut as views along the last two dimensions, because flattening a slice of the logits, such as
     # logits[:, prompt:-1], would copy all of it.
@@ -85,13 +91,7 @@ def head_logprobs_and_entropy(
     >>> [round(value, 4) for value in logprobs.tolist()]  # two tokens, equally likely: -log 2
     [-0.6931, -0.6931, -0.6931]
     """
-    biases = weight.shape[:1] if bias is None else bias.shape
-    if hidden.shape[1:] != weight.shape[1:] or tokens.shape != hidden.shape[:1] or biases != weight.shape[:1]:
-        raise DataError(
-            "hidden states must be [tokens, hidden], the head's weight [vocabulary, hidden], its bias [vocabulary] and "
-            f"tokens [tokens], got {tuple(hidden.shape)}, {tuple(weight.shape)}, {tuple(biases)} and "
-            f"{tuple(tokens.shape)}. Flatten the batch first."
-        )
+    assert tokens.shape == hidden.shape[:1], f"tokens of shape {tuple(tokens.shape)} for {tuple(hidden.shape)}"
     scale = temperature_per_token(temperature, tokens.shape, like=hidden)
     if scale is not None and bool((scale == 1).all()):
         scale = None
@@ -99,7 +99,7 @@ def head_logprobs_and_entropy(
     is_autocast = torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device_type) if is_autocast else hidden.dtype
     if chunk_tokens == 0:
-        chunk_tokens = head_operations(hidden.device, dtype).chunk_tokens(len(tokens), weight.shape[0])
+        chunk_tokens = _tokens_of_a_chunk(len(tokens), weight.shape[0] * dtype.itemsize, hidden.device)
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, tokens.long().contiguous(), scale, dtype, chunk_tokens, with_entropy
     )
@@ -122,7 +122,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         # An entropy that only feeds a metric has no gradient; None instead of zeros saves its part of the backward.
         ctx.set_materialize_grads(False)
         ctx.dtype, ctx.chunk_tokens = dtype, chunk_tokens
-        operations = TorchHead(inputs.device) if weight is None else head_operations(inputs.device, dtype)
+        operations = TORCH_HEAD if weight is None else head_operations(inputs.device, dtype)
         narrow = _narrow(weight, dtype), _narrow(bias, dtype)
         logprobs = torch.empty(tokens.shape, dtype=wide_format(dtype), device=inputs.device)
         entropy = torch.empty_like(logprobs) if with_entropy else None
@@ -147,7 +147,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if grad_logprobs is None and grad_entropy is None:
             return (None,) * 8
         wide = wide_format(ctx.dtype)
-        operations = TorchHead(inputs.device) if weight is None else head_operations(inputs.device, ctx.dtype)
+        operations = TORCH_HEAD if weight is None else head_operations(inputs.device, ctx.dtype)
         narrow = _narrow(weight, ctx.dtype), _narrow(bias, ctx.dtype)
         wants_inputs, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_inputs = torch.empty_like(inputs) if wants_inputs else None
@@ -169,7 +169,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_inputs is not None:
                 grad_inputs[at] = grad if narrow[0] is None else grad @ narrow[0]
             if grad_weight is not None:
-                add_product(grad_weight, grad.T, inputs[at].to(ctx.dtype))
+                _add_product(grad_weight, grad.T, inputs[at].to(ctx.dtype))
             del logits, grad
         return (
             grad_inputs,
@@ -213,12 +213,129 @@ def temperature_per_token(temperature: float | Tensor, shape: torch.Size, *, lik
             f"temperature must be positive and finite, got {temperature.tolist()}. Use the temperature that the tokens "
             "were sampled with, or 1.0 for greedy decoding."
         )
-    if temperature.shape != shape[: temperature.dim()]:
-        raise DataError(
-            f"a temperature tensor must have a shape that leads {tuple(shape)}, the shape of the tokens, got "
-            f"{tuple(temperature.shape)}. Pass one temperature per sample."
-        )
+    assert temperature.shape == shape[: temperature.dim()], "one temperature for each sample"
     # float64 does not exist on every accelerator; what is computed in decides.
     column = temperature.detach().to(device=like.device, dtype=wide_format(like.dtype))
     column = column.reshape(column.shape + (1,) * (len(shape) - column.dim()))
     return column.expand(shape).unsqueeze(-1)  # [*shape, 1]
+
+
+def _tokens_of_a_chunk(num_tokens: int, bytes_per_token: int, device: torch.device) -> int:
+    """How many tokens' logits to compute at once; on a GPU chunks of like size, for a short last one would waste it."""
+    most = max(1, (_CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES) // bytes_per_token)
+    if device.type == "cpu" or most < _CHUNK_STEP or num_tokens <= most:
+        return most
+    most -= most % _CHUNK_STEP
+    num_chunks = -(-num_tokens // most)
+    return -(-num_tokens // (num_chunks * _CHUNK_STEP)) * _CHUNK_STEP
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, where the factors may be in a narrower format."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+class Reading(NamedTuple):
+    """[n] each, in at least float32."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    sums: Tensor | None
+    """[2, n] what the kernels want back for the gradient; None from torch, which reduces again."""
+
+
+class HeadOperations(NamedTuple):
+    """What is done with a chunk of logits."""
+
+    read_off: Callable[..., Reading]
+    gradient: Callable[..., Tensor]
+    """May write over the logits."""
+
+
+@functools.cache
+def head_operations(device: torch.device, dtype: torch.dtype) -> HeadOperations:
+    """Kernels for logits on a GPU on which they run; torch otherwise."""
+    if device.type != "cuda" or dtype == torch.float64:
+        return TORCH_HEAD
+    try:
+        from coati.algos.head_kernels import gradient_in_place, read_off
+
+        logits, tokens = torch.zeros(1, 2, device=device, dtype=dtype), torch.zeros(1, device=device, dtype=torch.long)
+        kernels = HeadOperations(read_off, gradient_in_place)
+        reading = kernels.read_off(logits, tokens, None, with_entropy=True)
+        kernels.gradient(logits, tokens, None, reading.sums, reading.logprobs, None, None)
+    except Exception as error:  # not installed, no compiler, a card or driver that it does not know
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"computing log-probs without Triton, which is slower: {reason}", RuntimeWarning, stacklevel=2)
+        return TORCH_HEAD
+    return kernels
+
+
+def _read_off(
+    logits: Tensor,  # [n, V]
+    tokens: Tensor,  # [n]
+    scale: Tensor | None,  # [n, 1]
+    *,
+    with_entropy: bool,
+) -> Reading:
+    """Log-prob of each token and entropy of its distribution."""
+    log_p = _log_softmax(logits, scale)
+    chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    if not with_entropy:
+        return Reading(chosen, None, None)
+    p = log_p.exp()  # not torch's entr, which is many times slower on a CPU
+    return Reading(chosen, -log_p.clamp_(min=torch.finfo(log_p.dtype).min).mul_(p).sum(-1), None)
+
+
+def _gradient(
+    logits: Tensor,  # [n, V]
+    tokens: Tensor,  # [n]
+    scale: Tensor | None,  # [n, 1]
+    _sums: Tensor | None,
+    grad_logprobs: Tensor | None,  # [n]
+    grad_entropy: Tensor | None,  # [n]
+    entropy: Tensor | None,  # [n]
+) -> Tensor:
+    """Gradient of the loss by the logits, [n, V], in their format."""
+    wide, index = wide_format(logits.dtype), tokens.unsqueeze(-1)
+    by_logprob = torch.zeros_like(index, dtype=wide) if grad_logprobs is None else grad_logprobs.unsqueeze(-1)
+    if grad_entropy is None:
+        # p - onehot in full precision: 1 - p is small where the token was likely.
+        gradient = _scaled(logits, scale).softmax(-1, dtype=wide)
+        gradient.scatter_add_(-1, index, torch.full_like(by_logprob, -1.0))
+        factor = -by_logprob
+    else:
+        assert entropy is not None
+        log_p = _log_softmax(logits, scale)
+        p = log_p.exp()
+        # A token that cannot come has log p = -inf, and 0 · -inf is nan.
+        gradient = log_p.clamp_(min=torch.finfo(wide).min).add_(entropy.unsqueeze(-1))
+        gradient.mul_(-grad_entropy.unsqueeze(-1)).sub_(by_logprob).mul_(p)
+        gradient.scatter_add_(-1, index, by_logprob)
+        factor = torch.ones_like(by_logprob)
+    if scale is not None:
+        factor = factor / scale
+    if gradient.dtype == logits.dtype:
+        return gradient.mul_(factor)
+    return torch.mul(gradient, factor, out=torch.empty_like(logits))  # multiplied and narrowed in one pass
+
+
+TORCH_HEAD = HeadOperations(_read_off, _gradient)
+
+
+def wide_format(dtype: torch.dtype) -> torch.dtype:
+    """What sums and softmaxes are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _scaled(logits: Tensor, scale: Tensor | None) -> Tensor:
+    return logits if scale is None else logits.to(wide_format(logits.dtype)) / scale
+
+
+def _log_softmax(logits: Tensor, scale: Tensor | None) -> Tensor:
+    return _scaled(logits, scale).log_softmax(-1, dtype=wide_format(logits.dtype))

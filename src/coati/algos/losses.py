@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, assert_never
 import torch
 from torch import Tensor
 
-from coati.algos.kl import k3
+from coati.algos.kl import kl_estimate
 from coati.algos.masked import divide_by_count, finite_exp, zero_padding
 
 LossNormalization = Literal["token", "sequence", "constant"]
@@ -113,7 +113,7 @@ def policy_loss(
     return PolicyLossOutput(
         loss=loss,
         clip_fraction=divide_by_count(is_held.to(gained.dtype).sum(), num_tokens),
-        approx_kl=divide_by_count(k3(behavior, current.detach()).sum(), num_tokens),
+        approx_kl=divide_by_count(kl_estimate(behavior, current.detach(), mask, kind="k3").sum(), num_tokens),
         ratio_max=largest(zero_padding(log_ratio.detach().exp(), mask)),
     )
 

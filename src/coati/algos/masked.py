@@ -47,14 +47,6 @@ def zero_padding(values: Tensor, mask: Tensor, *, name: str = "values") -> Tenso
     return torch.where(mask, wide, torch.zeros_like(wide))
 
 
-def check_per_row(values: Tensor, mask: Tensor, *, name: str) -> None:
-    """Refuse what is not one number for each row of the mask, `[B]`."""
-    if values.shape != mask.shape[:1]:
-        raise DataError(
-            f"{name} must be [{mask.shape[0]}], one for each row of the mask, got shape {tuple(values.shape)}."
-        )
-
-
 def divide_by_count(total: Tensor, count: Tensor | float) -> Tensor:
     """`total / count` in the dtype of `total`; a count below one is taken as one, so 0 / 0 is 0."""
     # as_tensor first: promotion with a float64 count would change the dtype of a float32 loss.
@@ -115,5 +107,5 @@ def spread(
     mask: Tensor,  # [B, T] bool, True on response tokens
 ) -> Tensor:
     """Each response's advantage at every one of its tokens, `[B, T]`, zeros on padding."""
-    check_per_row(advantages, mask, name="advantages")
+    assert advantages.shape == mask.shape[:1]
     return zero_padding(advantages.unsqueeze(-1).expand(mask.shape), mask, name="advantages")

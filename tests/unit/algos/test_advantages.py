@@ -47,12 +47,6 @@ def test_the_score_goes_to_the_last_response_token_even_behind_a_hole():
     assert rewards.tolist() == [[0.0, 0.0, 1.0, 0.0]]
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (3,), ()])
-def test_scores_must_be_one_per_row(shape):
-    with pytest.raises(DataError, match=r"scores must be \[2\]"):
-        shaped_rewards(torch.ones(shape), torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), kl_coef=0.1)
-
-
 def test_gae_by_hand():
     # γ = 0.5, λ = 0.5, so γλ = 0.25; rewards 1, 2; values 4, 8; the value after the last token is 0
     #   δ_1 = 2 + 0.5 · 0 - 8 = -6      A_1 = -6

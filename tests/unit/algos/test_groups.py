@@ -185,8 +185,6 @@ def test_spread_by_hand():
     mask = torch.tensor([[True, True, False], [False, False, False], [True, True, True]])
     result = spread(torch.tensor([2.0, NAN, -1.0]), mask)
     assert result.tolist() == [[2.0, 2.0, 0.0], [0.0, 0.0, 0.0], [-1.0, -1.0, -1.0]]
-    with pytest.raises(DataError, match=r"advantages must be \[3\], one for each row of the mask, got shape"):
-        spread(torch.zeros(3, 3), mask)
 
 
 def test_nothing_at_all():
@@ -213,26 +211,6 @@ def test_results_are_detached_and_half_precision_is_widened():
     assert not reinforce_plus_plus_advantages(rewards, mask, gamma=1.0, group_ids=group_ids).requires_grad
 
 
-@ALL
-def test_what_cannot_be_compared_is_refused(estimator):
-    ids = torch.tensor([0, 0])
-    with pytest.raises(DataError, match=r"scores must be \[B\], one for each response, got shape \(2, 1\)"):
-        estimator(torch.zeros(2, 1), ids)
-    with pytest.raises(DataError, match=r"group_ids must be \[3\] integers, .* of shape \(2,\)"):
-        estimator(torch.zeros(3), ids)
-    for wrong in (ids.float(), ids.bool()):
-        with pytest.raises(DataError, match=f"group_ids must be .* integers, .* got {wrong.dtype}"):
-            estimator(torch.zeros(2), wrong)
-    for bad in (NAN, -INF):
-        with pytest.raises(DataError, match=f"scores must be finite to be compared, got {bad}"):
-            estimator(torch.tensor([1.0, bad]), ids)
-
-
-def test_reinforce_plus_plus_refuses_what_it_cannot_group():
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(DataError, match=r"group_ids must be \[2\]"):
-        reinforce_plus_plus_advantages(torch.zeros(2, 3), mask, gamma=1.0, group_ids=torch.zeros(3).long())
-    with pytest.raises(DataError, match="returns must be finite to be compared, got nan"):
-        reinforce_plus_plus_advantages(torch.full((2, 3), NAN), mask, gamma=1.0, group_ids=torch.tensor([0, 0]))
+def test_reinforce_plus_plus_refuses_a_mask_with_a_hole():
     with pytest.raises(DataError, match="True on a prefix of each row"):
         reinforce_plus_plus_advantages(torch.zeros(1, 2), torch.tensor([[False, True]]), gamma=1.0)

@@ -18,9 +18,10 @@ pytestmark = pytest.mark.skipif(
     reason="needs a CUDA device, or TRITON_INTERPRET=1",
 )
 
-from coati.algos import head_kernels, head_operations  # noqa: E402
-from coati.algos.head_operations import TorchHead, TritonHead, head_kernel_problem  # noqa: E402
-from coati.algos.logprobs import head_logprobs_and_entropy  # noqa: E402
+from coati.algos.head_kernels import gradient_in_place, read_off  # noqa: E402
+from coati.algos.logprobs import TORCH_HEAD, HeadOperations, head_logprobs_and_entropy  # noqa: E402
+
+KERNELS = HeadOperations(read_off, gradient_in_place)
 
 # Of float32 arithmetic, and of one rounding to the format that gradients are written in.
 EXACT = {"rtol": 1e-5, "atol": 2e-6}
@@ -42,10 +43,6 @@ def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def both_heads(dtype):
-    return TritonHead(dtype), TorchHead(DEVICE)
-
-
 # One step of a row is 4,096 logits in half precision and 2,048 in float32.
 @pytest.mark.parametrize("vocabulary", [1, 57, 4096, 10001])
 @pytest.mark.parametrize("temperatures", [None, [0.7, 1.0, 2.0]])
@@ -56,7 +53,7 @@ def test_numbers_and_gradients_are_torchs(vocabulary, temperatures, grads, dtype
     scale = None if temperatures is None else torch.tensor(temperatures, device=DEVICE).unsqueeze(1)
     by_logprob, by_entropy = random(2, 3, seed=1)
     results = []
-    for head in both_heads(dtype):
+    for head in (KERNELS, TORCH_HEAD):
         logprobs, entropy, sums = head.read_off(logits, tokens, scale, with_entropy=True)
         given = (by_logprob if grads != "entropy" else None, by_entropy if grads != "logprobs" else None, entropy)
         results.append((logprobs, entropy, head.gradient(logits.clone(), tokens, scale, sums, *given)))
@@ -69,7 +66,7 @@ def test_numbers_and_gradients_are_torchs(vocabulary, temperatures, grads, dtype
 
 def test_without_entropy_none_is_read_off(dtype):
     logits, tokens = random(2, 100, dtype=dtype), torch.tensor([3, 99], device=DEVICE)
-    logprobs, entropy, _ = TritonHead(dtype).read_off(logits, tokens, None, with_entropy=False)
+    logprobs, entropy, _ = KERNELS.read_off(logits, tokens, None, with_entropy=False)
     assert entropy is None
     torch.testing.assert_close(logprobs, logits.float().log_softmax(-1)[[0, 1], [3, 99]], **EXACT)
 
@@ -78,7 +75,7 @@ def test_tokens_that_cannot_come_add_nothing():
     # Two tokens possible, equally, one of them far behind a first step of nothing but -inf: p 1/2, entropy log 2.
     logits = torch.full((1, 9000), -torch.inf, device=DEVICE)
     logits[0, [2, 8000]] = 5.0
-    head, tokens = TritonHead(torch.float32), torch.tensor([8000], device=DEVICE)
+    head, tokens = KERNELS, torch.tensor([8000], device=DEVICE)
     logprobs, entropy, sums = head.read_off(logits, tokens, None, with_entropy=True)
     assert logprobs.item() == pytest.approx(-math.log(2))
     assert entropy.item() == pytest.approx(math.log(2))
@@ -92,9 +89,7 @@ def test_tokens_that_cannot_come_add_nothing():
 def test_an_impossible_token_and_one_out_of_range():
     logits = random(2, 50)
     logits[0, 7] = -torch.inf
-    logprobs, entropy, _ = TritonHead(torch.float32).read_off(
-        logits, torch.tensor([7, 50], device=DEVICE), None, with_entropy=True
-    )
+    logprobs, entropy, _ = KERNELS.read_off(logits, torch.tensor([7, 50], device=DEVICE), None, with_entropy=True)
     assert logprobs[0].item() == -math.inf
     assert logprobs[1].isnan()  # and no memory of somebody else's
     assert entropy.isfinite().all()
@@ -105,7 +100,7 @@ def test_a_row_with_nan_or_infinity_is_nan_and_its_neighbour_is_not(bad):
     logits = random(2, 6000)
     logits[0, 5990] = bad
     tokens = torch.tensor([1, 1], device=DEVICE)
-    head = TritonHead(torch.float32)
+    head = KERNELS
     logprobs, entropy, sums = head.read_off(logits, tokens, None, with_entropy=True)
     assert logprobs.isnan().tolist() == entropy.isnan().tolist() == [True, False]
     ones = torch.ones(2, device=DEVICE)
@@ -118,7 +113,7 @@ def test_a_likely_token_keeps_the_digits_of_its_gradient():
     # One logit of 300 above ten of 290: 1 - p is 10 e^-10 / (1 + 10 e^-10), a difference of numbers near 1.
     logits = torch.full((1, 11), 290.0, device=DEVICE)
     logits[0, 4] = 300.0
-    head, tokens, ones = TritonHead(torch.float32), torch.tensor([4], device=DEVICE), torch.ones(1, device=DEVICE)
+    head, tokens, ones = KERNELS, torch.tensor([4], device=DEVICE), torch.ones(1, device=DEVICE)
     _, _, sums = head.read_off(logits, tokens, None, with_entropy=False)
     gradient = head.gradient(logits, tokens, None, sums, ones, None, None)
     rest = 10 * math.exp(-10)
@@ -133,7 +128,7 @@ def test_the_whole_function_with_kernels_gives_what_it_gives_with_torch(chunk_to
     if temperature == "per token":
         temperature = torch.linspace(0.5, 2.0, 8, device=DEVICE)
     results = []
-    for head in both_heads(dtype):
+    for head in (KERNELS, TORCH_HEAD):
         monkeypatch.setattr("coati.algos.logprobs.head_operations", lambda *_, head=head: head)
         inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
         logprobs, entropy = head_logprobs_and_entropy(
@@ -144,14 +139,3 @@ def test_the_whole_function_with_kernels_gives_what_it_gives_with_torch(chunk_to
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, **tolerance)
-
-
-def test_kernels_that_compute_something_else_are_not_used(monkeypatch):
-    assert head_kernel_problem(DEVICE, torch.float32) is None
-    monkeypatch.setattr(head_kernels, "gradient_in_place", lambda logits, *_: logits)
-    head_operations.head_kernel_problem.cache_clear()
-    assert head_kernel_problem(DEVICE, torch.float32) == (
-        "their results differ from torch's (gradient, gradient of entropy, gradient at a temperature, "
-        "gradient of entropy at a temperature)"
-    )
-    head_operations.head_kernel_problem.cache_clear()

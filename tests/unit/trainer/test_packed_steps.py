@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
-import coati.algos.head_operations
+import coati.algos.logprobs
 from coati.errors import ConfigError
 from coati.experience_maker import Experience
 from coati.models import Actor, Critic, LoRASettings
@@ -153,7 +153,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_a_step_never_holds_the_logits_of_the_batch(template, monkeypatch):
     chunk = 4
-    monkeypatch.setattr(coati.algos.head_operations, "_CHUNK_LOGITS_CPU", chunk * VOCAB)
+    monkeypatch.setattr(coati.algos.logprobs, "_CHUNK_BYTES_CPU", chunk * VOCAB * 8)
     learner = learner_of(template)
     with LargestTensor() as seen:
         learner.step(make_batch())
