@@ -66,10 +66,12 @@ class Paces(dict[str, Pace]):
         self._version_began = now
 
     def can_finish(self, maker: str, versions: int, now: float) -> bool:
-        """Whether a maker usually finishes a group in so many versions. A slow one gets one at a time, to be measured
-        again."""
+        """Whether a maker usually finishes a group in so many versions, or no other is much quicker.
+
+        A slow one gets one at a time, to be measured again.
+        """
         pace = self[maker]
-        if pace.held == 0 or not self._seconds_per_version:
+        if pace.held == 0 or not self._seconds_per_version or not self.quicker_than(maker, now):
             return True
         return pace.speed(now, more=self._group_size) * self._seconds_per_version * versions >= 1.0
 

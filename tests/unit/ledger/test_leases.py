@@ -185,3 +185,18 @@ def test_a_maker_that_is_too_slow_for_the_bound_gets_one_group_at_a_time() -> No
     assert len(ledger.lease("new", ask=1, version=1, wanted=2, now=8.0)) == 2
     ledger.release("slow", "restarted")
     assert len(ledger.lease("slow", ask=3, version=1, wanted=2, now=8.0)) == 2
+
+
+def test_a_maker_that_began_slowly_gets_all_it_asks_for_if_none_is_quicker() -> None:
+    ledger = Ledger(LedgerRules(samples_per_version=4, total_samples=400, lead=1, max_staleness=1))
+    now = 100.0  # its first groups took so long: it compiled
+    leases = ledger.lease("maker", ask=1, version=0, wanted=8, now=0.0)
+    for version in range(3):
+        ledger.deliver(leases, now=now)
+        while ledger.num_picked < 4 * (version + 1):
+            ledger.pick()
+        now += 1.0
+        ledger.mark_trained(version + 1)
+        ledger.note_version_time(now)
+        leases = ledger.lease("maker", ask=2 + version, version=version + 1, wanted=8, now=now)
+        assert len(leases) == 4
