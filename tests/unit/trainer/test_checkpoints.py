@@ -29,7 +29,7 @@ from coati.ray.options import TrainerOptions
 from coati.trainer import checkpoints as module
 from coati.trainer.checkpoints import Checkpoints, clear_after, find_checkpoint
 from coati.trainer.ppo import PPOLearner
-from coati.trainer.strategies import DDPStrategy, folders
+from coati.trainer.strategies import DDPStrategy, files
 
 RULES = LedgerRules(samples_per_version=2, total_samples=40, lead=3, max_staleness=3)
 
@@ -341,7 +341,7 @@ def test_a_kill_at_any_write_sync_or_rename_leaves_the_old_or_the_new(saved, tmp
         with monkeypatch.context() as patch:
             for owner, name in ((os, "fsync"), (os, "replace"), (Path, "write_text"), (Path, "write_bytes")):
                 patch.setattr(owner, name, passed(getattr(owner, name)))
-            patch.setattr(folders.shutil, "rmtree", lambda *_, **__: None)  # the dead do not clean up
+            patch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # the dead do not clean up
             try:
                 saved.save(2)
             except Killed:

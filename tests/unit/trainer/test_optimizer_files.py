@@ -9,7 +9,7 @@ from torch import nn
 
 from coati.errors import CheckpointError
 from coati.trainer.strategies import DDPStrategy, base
-from coati.trainer.strategies.optimizer_files import iter_state
+from coati.trainer.strategies.files import iter_state
 
 
 def make_optimizer(seed, *, steps=1):

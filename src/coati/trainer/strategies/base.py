@@ -19,13 +19,15 @@ from torch.optim import Optimizer
 from coati.errors import ConfigError, OutOfMemory
 from coati.gpu import device_errors_explained
 from coati.models.memory import iter_state_chunks, shapes_only, tied_names
-from coati.trainer.strategies.folders import replace_folder
-from coati.trainer.strategies.model_files import MODEL_MARKERS, copy_into, names_to_save, read_tensors, write_model
-from coati.trainer.strategies.optimizer_files import (
-    OPTIMIZER_MARKERS,
+from coati.trainer.strategies.files import (
+    copy_into,
     iter_state,
+    names_to_save,
     optimizer_settings,
     read_optimizer,
+    read_tensors,
+    replace_folder,
+    write_model,
     write_optimizer,
 )
 from coati.trainer.strategies.ranks import Ranks, seed_everything
@@ -210,7 +212,7 @@ class Strategy(Ranks, ABC):
             if add is not None:
                 add(folder)
 
-        self._save_folder(Path(path), write, MODEL_MARKERS)
+        self._save_folder(Path(path), write)
 
     def model_writer(self, model: nn.Module, *, into: dict[str, Tensor] | None = None) -> Callable[[Path], None]:
         """Gather what `save_model` saves in rank 0's host memory; returns what writes it into a folder, for rank 0.
@@ -234,7 +236,7 @@ class Strategy(Ranks, ABC):
 
         State is keyed by the parameter's number in the groups, so any strategy with any number of ranks loads it.
         """
-        self._save_folder(Path(path), self.optimizer_writer(optimizer), OPTIMIZER_MARKERS)
+        self._save_folder(Path(path), self.optimizer_writer(optimizer))
 
     def optimizer_writer(
         self, optimizer: Optimizer, *, into: dict[str, Tensor] | None = None
@@ -283,10 +285,10 @@ class Strategy(Ranks, ABC):
 
         return result
 
-    def _save_folder(self, path: Path, write: Callable[[Path], None], markers: tuple[str, ...]) -> None:
+    def _save_folder(self, path: Path, write: Callable[[Path], None]) -> None:
         def work() -> None:
             if self.rank == 0:
-                replace_folder(path, write, markers=markers)
+                replace_folder(path, write)
 
         self.run_on_all(work, f"save to {path}")
 

@@ -29,9 +29,8 @@ class RankInfo(NamedTuple):
     local_rank: int = 0
     """Number of this process on its machine, from 0."""
     world_size: int = 1
-    master_addr: str = ""
-    """Host of rank 0, where the ranks meet; empty for a single process."""
-    master_port: int = 0
+    meeting: str = ""
+    """Host and port of rank 0; empty for a single process."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> RankInfo:
@@ -43,7 +42,7 @@ class RankInfo(NamedTuple):
         with contextlib.suppress(KeyError, ValueError):
             rank, local_rank, world_size, port = (int(given[key]) for key in _NUMBER_KEYS)
             if 0 <= rank < world_size and local_rank >= 0:
-                return cls(rank, local_rank, world_size, given["MASTER_ADDR"], port)
+                return cls(rank, local_rank, world_size, f"{given['MASTER_ADDR']}:{port}")
         raise ConfigError(
             f"the environment must set all of {', '.join(_ENV_KEYS)} or none, to whole numbers and a host, with "
             f"RANK from 0 to WORLD_SIZE - 1; got {given}. Set all of them, or unset them to train in one process."
@@ -175,7 +174,6 @@ def _join_process_group(info: RankInfo, device: torch.device, *, timeout_seconds
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, though mypy sees no export
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return True
-    address = f"{info.master_addr}:{info.master_port}"
     try:
         dist.init_process_group(
             backend, init_method="env://", rank=info.rank, world_size=info.world_size, timeout=timeout
@@ -184,8 +182,8 @@ def _join_process_group(info: RankInfo, device: torch.device, *, timeout_seconds
         said = str(error).strip().split("\n", 1)[0]
         is_late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         raise (DeadlineExceeded if is_late else ConfigError)(
-            f"rank {info.rank} of {info.world_size} could not meet the other ranks at MASTER_ADDR {address} within "
-            f"{timeout_seconds:g} s (timeout_seconds). Check that all were started, that the host is right and the port"
-            f" free. torch said: {said}"
+            f"rank {info.rank} of {info.world_size} could not meet the other ranks at MASTER_ADDR {info.meeting} "
+            f"within {timeout_seconds:g} s (timeout_seconds). Check that all were started, that the host is right and "
+            f"the port free. torch said: {said}"
         ) from error
     return True
