@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 # replacements for dropped samples come in small parts, several of which may fail in a row by chance.
 MAX_EMPTY_BATCHES = 5
 MIN_DROPPED_IN_A_ROW = 64
-# Complete groups are scored when they are this share of what is in work, or after so many times of writing on: passes
-# over few samples are slow, but trainers may wait for them.
-_SCORED_SHARE = 0.25
+# Complete groups are scored when they are this share of the most that was in work at a time, or after so many times of
+# writing on: a pass over few samples takes nearly as long as one over many, but trainers may wait for them.
+_SCORED_SHARE = 0.5
 _MAX_LATE = 16
 # Dynamic sampling drops by design, and for a long time at the start of a hard task.
 MAX_BATCHES_WITHOUT_SIGNAL = 100
@@ -60,6 +60,7 @@ class ExperiencePipeline:
         self._in_flight = in_flight
         self._use = contextlib.ExitStack()
         self._is_using = False  # whether the models must not change
+        self._most_in_work = 1  # samples, at any time
         self._num_late = 0  # calls of `advance` since some groups were complete
         self._drops = _DropLimit()
         self._quarantined_groups: set[int] = set()
@@ -83,7 +84,7 @@ class ExperiencePipeline:
         # An engine may move weights to other memory; no update may come in the middle.
         with contextlib.nullcontext() if self._is_using else self.served.use():
             self.maker.submit(prompts, **self._generate_kwargs)
-        self._drops.unit = max(self._drops.unit, self.num_in_work)
+        self._most_in_work = max(self._most_in_work, self.num_in_work)
 
     def advance(self, *, in_batches: bool = False) -> MakerBatch | None:
         """Go on with what was submitted; returns what was scored, if that was done.
@@ -120,7 +121,7 @@ class ExperiencePipeline:
         if in_batches or not num_writing:
             return not num_writing
         self._num_late += 1
-        is_enough = num_written >= _SCORED_SHARE * (num_writing + num_written) or self._num_late >= _MAX_LATE
+        is_enough = num_written >= _SCORED_SHARE * self._most_in_work or self._num_late >= _MAX_LATE
         return is_enough or (self._in_flight and self.served.has_pending)
 
     def _release(self) -> None:
@@ -147,7 +148,7 @@ class ExperiencePipeline:
             batch.dropped = error
         if batch.dropped is not None:
             batch.experience = None
-        self._drops.note(batch)
+        self._drops.note(batch, self._most_in_work)
         num_made = 0 if batch.experience is None else batch.experience.num_samples
         num_dropped = len(batch.prompts) - num_made - len(batch.quarantined_ids)
         if num_dropped < 0:
@@ -208,11 +209,9 @@ class _DropLimit:
     def __init__(self) -> None:
         self._num_in_a_row = 0
         self._num_faults_in_a_row = 0
-        self.unit = 1
-        """What a batch's worth is: the most samples that were in work at a time."""
 
-    def note(self, batch: MakerBatch) -> None:
-        """Count a finished batch."""
+    def note(self, batch: MakerBatch, worth: int) -> None:
+        """Count a finished batch; so many samples are a batch's worth."""
         if (error := batch.dropped) is None:
             self._num_in_a_row = self._num_faults_in_a_row = 0
             return
@@ -226,5 +225,5 @@ class _DropLimit:
             (self._num_faults_in_a_row, MAX_EMPTY_BATCHES),
             (self._num_in_a_row, MAX_BATCHES_WITHOUT_SIGNAL),
         ):
-            if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * self.unit):
+            if count >= max(MIN_DROPPED_IN_A_ROW, max_batches * worth):
                 raise DataError(f"{count} samples in a row had to be dropped. The last: {error}") from error

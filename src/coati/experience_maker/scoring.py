@@ -27,7 +27,7 @@ from coati.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 
-# Rows of each batch whose log-probs are recomputed, and the mean gap that rounding cannot explain.
+# Rows of each version whose log-probs are recomputed, and the mean gap that rounding cannot explain.
 _PROBED_ROWS = 2
 _EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
 
@@ -64,18 +64,23 @@ def score_with_models(
 
 
 class GapWatch:
-    """Recomputes a few rows of each batch, and warns once if the engine's log-probs are off by more than rounding."""
+    """Recomputes a few rows of each version, and warns once if the engine's log-probs are off by more than rounding."""
 
     def __init__(self) -> None:
         self._has_warned = False
+        self._measured = -1  # the last version that was
 
     @torch.no_grad()
     def measure(self, actor: nn.Module, rollout: Rollout, temperatures: Tensor, *, version: int) -> dict[str, Metric]:
-        """The gap as metrics; none where older weights wrote some of the tokens, which no single pass can recompute."""
+        """The gap as metrics, once for each version; none where older weights wrote some of the tokens, which no
+        single pass can recompute."""
+        if version == self._measured:
+            return {}
         is_old = ((rollout.token_versions != version) & rollout.action_mask).any(dim=1)
         rows = (rollout.action_mask.any(dim=1) & ~is_old).nonzero().flatten()[:_PROBED_ROWS]
         if not len(rows):
             return {}
+        self._measured = version
         mask = rollout.action_mask[rows]
         forward = (rollout.sequences[rows], rollout.attention_mask[rows], mask.shape[1])
         logprobs, _ = action_logprobs(actor, *forward, temperatures=temperatures[rows])

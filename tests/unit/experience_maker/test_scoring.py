@@ -80,9 +80,11 @@ def test_an_engine_that_is_further_off_than_rounding_is_named_once(llama, caplog
     assert watch.measure(actor, rollout, ones, version=7)["rollout/logprob_gap_max"].value < 1e-5
     assert not caplog.records
     wrong = dataclasses.replace(rollout, rollout_log_probs=exact.detach() - 0.01)
-    for _ in range(2):
-        gap = watch.measure(actor, wrong, ones, version=7)["rollout/logprob_gap"]
+    assert watch.measure(actor, wrong, ones, version=7) == {}, "once for each version"
+    for version in (8, 9):
+        written = dataclasses.replace(wrong, token_versions=torch.full((3, 3), version))
+        gap = watch.measure(actor, written, ones, version=version)["rollout/logprob_gap"]
         assert gap.value == pytest.approx(0.01, abs=1e-5)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "log-probs" in caplog.text
-    assert watch.measure(actor, wrong, ones, version=8) == {}, "older weights wrote them"
+    assert watch.measure(actor, wrong, ones, version=10) == {}, "older weights wrote them"

@@ -213,6 +213,41 @@ def test_prompts_are_asked_for_when_a_good_part_of_the_places_is_free():
     assert rig.engine.most == 32
 
 
+class Watched(NaiveExperienceMaker):
+    """Keeps what it has scored."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.scored = []
+
+    def score(self):
+        batch = super().score()
+        self.scored.append((self.policy_version, batch))
+        return batch
+
+
+def test_a_pass_is_over_half_of_what_is_worked_on_and_the_last_over_what_is_left():
+    rig = Rig(lambda one: 1 + one % 7, total=64, capacity=16, maker_class=Watched)
+    rig.run()
+    sizes = [len(batch.prompts) for _, batch in rig.maker.scored]
+    assert sum(sizes) == 64
+    assert min(sizes[:-1]) >= 8  # also while the places run empty at the end
+
+
+def test_a_few_complete_groups_do_not_wait_long():
+    rig = Rig(lambda one: 3 if one == 0 else 60, total=8, capacity=8, maker_class=Watched)
+    sent = dict(rig.run())
+    assert sent[0] < 3 + 20
+
+
+def test_the_engine_is_checked_once_for_each_version():
+    rig = Rig(lambda one: 2, total=24, maker_class=Watched, on_step=lambda step: step == 7 and rig.offer(1))
+    rig.run()
+    measured = [version for version, batch in rig.maker.scored if "rollout/logprob_gap" in batch.metrics]
+    assert measured == [0, 1]
+    assert len(rig.maker.scored) > 4
+
+
 def test_new_weights_write_the_next_token_of_all_and_every_token_tells():
     rig = Rig(lambda one: 6 if one < 4 else 3, total=8, on_step=lambda step: step == 2 and rig.offer(7))
     rig.run()
@@ -223,20 +258,12 @@ def test_new_weights_write_the_next_token_of_all_and_every_token_tells():
 
 
 def test_a_complete_group_is_scored_by_the_newest_of_the_weights_that_wrote_it():
-    seen = []
-
-    class Watched(NaiveExperienceMaker):
-        def score(self):
-            batch = super().score()
-            for one, row in zip(batch.prompts.sample_ids.tolist(), batch.experience.policy_versions, strict=True):
-                seen.append((one, self.policy_version, int(row.max())))
-            return batch
-
     rig = Rig(lambda one: 3 + one, total=8, capacity=8, on_step=lambda step: rig.offer(step), maker_class=Watched)
     rig.run()
-    assert [one for one, _, _ in seen] == list(range(8))
-    assert all(scored == newest for _, scored, newest in seen)
-    assert len({scored for _, scored, _ in seen}) > 4
+    scored = rig.maker.scored
+    assert [one for _, batch in scored for one in batch.prompts.sample_ids.tolist()] == list(range(8))
+    assert all(int(row.max()) == version for version, batch in scored for row in batch.experience.policy_versions)
+    assert len({version for version, _ in scored}) > 4
 
 
 def test_by_whole_versions_new_weights_wait_until_what_is_written_has_ended_and_nothing_is_begun_before():
