@@ -97,7 +97,6 @@ class WeightReceiver:
             self._open[header.source] = stage
             return
         self._check_chunks(stage, message.manifest)
-        self._reader.end_update()
         update = self._verified(header, stage.tensors, message.manifest)
         if header.incarnation > newest_incarnation and not update.is_full:
             raise WeightUpdateError(

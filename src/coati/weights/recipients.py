@@ -145,12 +145,6 @@ class UpdateCalls:
         """Makers that have not failed so far; the others cannot complete the update."""
         return [name for name in self.peers if name not in self.failed]
 
-    @property
-    def ended(self) -> list[str]:
-        """Makers that do nothing more for this update once all was waited for: they have answered it, or died."""
-        late = (PeerUnavailable, DeadlineExceeded)
-        return [name for name in self.peers if not isinstance(self.failed.get(name), late)]
-
     def send(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of all healthy makers."""
         for name in self.healthy:

@@ -145,10 +145,6 @@ class WeightSender:
         )
         calls = self.recipients.calls(only_behind=only_behind)
         calls.send(_UPDATE, message=WeightMessage(header=header, is_start=True))
-        if memory is not None:
-            if memory.begin():
-                calls.wait()  # until no maker copies what the first chunk overwrites
-            memory.lend_to(calls.healthy)
         digests: Digests = {label: {} for label in self._models}
         infos = self._send_chunks(calls, header, self._chunks(memory, is_full, shard_size, digests))
         manifest = self._manifest(infos, is_full)
@@ -158,8 +154,6 @@ class WeightSender:
         def deliver() -> None:
             calls.send(_UPDATE, message=WeightMessage(header=header, manifest=manifest))
             calls.wait()
-            if memory is not None:
-                memory.returned_by(calls.ended)
             self.recipients.note(calls, version, is_full=is_full)
             faults.reach("trainer.after_ack")
             on_arrival(time.perf_counter() - started, sum(info.nbytes for info in infos))

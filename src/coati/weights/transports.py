@@ -9,17 +9,17 @@ Either way a chunk is one flat buffer (`layout`). The sender makes it with `valu
 receivers read both with a `ChunkReader`.
 
     sender                                            receiver
-    parameters ─ copy ─► snapshot ─ IPC handle ─────► clone ─ check ─► stage ─ commit: copies on the card
+    parameters ─ copy ─► buffer ─ IPC handle ───────► clone ─ check ─► stage ─ commit: copies on the card
 
 On a card the sender keeps a buffer for each chunk and uses it again for the next update, so a handle is made once. A
-receiver clones a chunk before it answers. It costs the card room for two more copies of the weights: the snapshot, and
+receiver clones a chunk before it answers. It costs the card room for two more copies of the weights: the buffers, and
 the stage until its commit. On CPU tensors in one process the code is the same, but for the handles and the checksum.
 """
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,20 +92,11 @@ class CardHandle:
         return self.rebuild(*arguments)
 
 
-@dataclasses.dataclass(eq=False)
-class _Snapshot:
-    """The memory of one update: a buffer for each chunk, with its handle."""
-
-    readers: frozenset[str] = frozenset()  # receivers that may still copy from it
-    buffers: list[tuple[Tensor, CardHandle]] = dataclasses.field(default_factory=list)
-
-
 class CardMemory:
-    """Memory on the sender's card that receivers copy from.
+    """Memory on the sender's card that receivers copy from: a buffer for each chunk, which the next update overwrites.
 
-    An update calls `begin`, `lend_to`, `make_chunk` for each chunk, and `returned_by`. The snapshot is overwritten only
-    after every receiver that was lent it has answered the whole update, or the header of the next. If one does not
-    answer, another snapshot takes its place.
+    A receiver that reads too late, after the sender has given it up, finds bytes of another update, and their checksum
+    is not that of its chunk.
     """
 
     # Both sides wait for the card several times for each chunk. On a card that others use too, each wait takes
@@ -114,61 +105,31 @@ class CardMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._snapshot = _Snapshot()
-        self._num_used = 0
-        self._replaced: list[_Snapshot] = []  # may still be copied by a receiver, so it must not be freed
-        self._probed: MadeChunk | None = None  # lives until the next probe
+        self._buffers: dict[int, tuple[Tensor, CardHandle]] = {}
 
     def probe(self) -> Chunk:
         """A chunk for receivers to try. Raises RuntimeError if this system shares no such memory."""
         random = torch.frombuffer(bytearray(os.urandom(256)), dtype=torch.uint8)
-        self._probed = self._filled(_Snapshot(), 0, 0, "probe", {"random": random})
-        return self._probed.with_checksum()
-
-    def begin(self) -> bool:
-        """Begin an update; returns whether receivers must answer its header before anything is overwritten."""
-        self._num_used = 0
-        return bool(self._snapshot.readers)
-
-    def lend_to(self, receivers: Collection[str]) -> None:
-        """Note who gets this update. All of them have answered its header, if `begin` asked for that."""
-        if not self._snapshot.readers <= set(receivers):
-            self._replaced.append(self._snapshot)
-            self._snapshot = _Snapshot()
-        self._snapshot.readers = frozenset(receivers)
-
-    def returned_by(self, receivers: Collection[str]) -> None:
-        """Note who has answered the whole update, or has died."""
-        for snapshot in (self._snapshot, *self._replaced):
-            snapshot.readers -= frozenset(receivers)
-        self._replaced = [snapshot for snapshot in self._replaced if snapshot.readers]
+        return self.make_chunk(-1, "probe", {"random": random}).with_checksum()
 
     def make_chunk(self, index: int, module: str, tensors: Mapping[str, Tensor]) -> MadeChunk:
-        """Copy the tensors into the snapshot."""
-        made = self._filled(self._snapshot, self._num_used, index, module, tensors)
-        self._num_used += 1
-        return made
-
-    def _filled(
-        self, snapshot: _Snapshot, at: int, index: int, module: str, tensors: Mapping[str, Tensor]
-    ) -> MadeChunk:
+        """Copy the tensors into the buffer of a chunk of this number."""
         info = ChunkInfo(module=module, tensors=specs_of(tensors))
-        size, buffers = layout(info.tensors)[1], snapshot.buffers
-        if at == len(buffers) or buffers[at][0].numel() < size:
+        size = layout(info.tensors)[1]
+        if index not in self._buffers or self._buffers[index][0].numel() < size:
             buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
-            buffers[at : at + 1] = [(buffer, CardHandle.of(buffer))]
-        buffer, handle = buffers[at]
+            self._buffers[index] = buffer, CardHandle.of(buffer)
+        buffer, handle = self._buffers[index]
         copy_all(list(views(buffer, info.tensors).values()), list(tensors.values()))
         return MadeChunk(Chunk(index=index, info=info, handle=handle), buffer[:size])
 
 
 class ChunkReader:
-    """The receiver's side. Buffers that an update opened stay open for the next."""
+    """The receiver's side. Buffers that an update opened stay open for the next, until others take their place."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._open: dict[CardHandle, Tensor] = {}
-        self._used: set[CardHandle] = set()
+        self._open: dict[int, tuple[CardHandle, Tensor]] = {}  # by number of chunk
         self._stream: torch.cuda.Stream | None = None
 
     def read(self, chunk: Chunk) -> dict[str, Tensor]:
@@ -177,7 +138,7 @@ class ChunkReader:
         size = layout(info.tensors)[1]
         with self._side_stream():
             # Not the GPU's failure, if it fails: it may be the handle of a sender that is gone.
-            buffer = None if chunk.handle is None else self._opened(chunk.handle)
+            buffer = None if chunk.handle is None else self._opened(chunk.index, chunk.handle)
             with device_errors_explained(f"staging {size} bytes of weights", _NO_ROOM):
                 data = tensor_of(np.asarray(chunk.data)) if buffer is None else _copied(buffer[:size])
                 found = checksum_of(info, data)
@@ -185,16 +146,10 @@ class ChunkReader:
                 raise ValueError(f"its checksum is {found:#x}, but was {info.checksum or 0:#x} when it was sent")
         return views(data, info.tensors)
 
-    def end_update(self) -> None:
-        """Close what this update did not use, such as memory of a sender that is gone."""
-        self._open = {handle: buffer for handle, buffer in self._open.items() if handle in self._used}
-        self._used = set()
-
-    def _opened(self, handle: CardHandle) -> Tensor:
-        if handle not in self._open:
-            self._open[handle] = handle.open(self.device)
-        self._used.add(handle)
-        return self._open[handle]
+    def _opened(self, index: int, handle: CardHandle) -> Tensor:
+        if index not in self._open or self._open[index][0] != handle:
+            self._open[index] = handle, handle.open(self.device)
+        return self._open[index][1]
 
     def _side_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Staging must not queue up behind the generation that runs meanwhile."""
