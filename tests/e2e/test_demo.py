@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import pipeline
 
-from coati.cli.demo import SAMPLES_PER_PROMPT, run_demo
+from coati.cli import demo as command
 from coati.config import load_config
 from coati.evaluation.evaluator import evaluate_model
 from coati.monitor import read_jsonl
@@ -25,7 +25,7 @@ def demo(coati_command, tmp_path_factory):
 
 def summary_of(output):
     summary = json.loads((output / "summary.json").read_text())
-    before, after = (summary[when][f"avg@{SAMPLES_PER_PROMPT}"] for when in ("before", "after"))
+    before, after = (summary[when][f"avg@{command.SAMPLES_PER_PROMPT}"] for when in ("before", "after"))
     assert before <= 0.3
     assert after >= before + 0.3
     # Makers may write nothing with the weights of one version.
@@ -41,7 +41,7 @@ def summary_of(output):
 def test_it_learns_over_three_seeds(demo, tmp_path):
     summaries = [summary_of(demo[0])]
     for seed in SEEDS[1:]:
-        run_demo(seed=seed, output=tmp_path / str(seed), sync=True, verbose=False)
+        command.demo(seed=seed, output=tmp_path / str(seed), sync=True, verbose=False)
         summaries.append(summary_of(tmp_path / str(seed)))
     assert sum(summaries) / len(summaries) >= 0.7
 

@@ -1,20 +1,26 @@
 """`coati audit RUN_FOLDER`."""
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from coati.counting import counted
-from coati.ledger.audit import audit_run
 from coati.monitor.metrics import read_jsonl
 
 _MOST_SHOWN = 100
 
 
-def run_audit(folder: Path) -> None:
-    """Print what became of every group; exit with 1 if the account does not close."""
+def audit(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run, finished or running.")
+    ],
+) -> None:
+    """Show what became of every prompt group. Exit with 1 if one is lost, trained on twice, or too old."""
+    from coati.ledger.audit import audit_run
+
     console = Console(highlight=False, markup=False, soft_wrap=True)
     account = audit_run(folder)
     table = Table("fate", "details", title=f"Account of {folder}", title_justify="left")

@@ -3,13 +3,14 @@
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
 from coati.cli.eval import show_evaluation
 from coati.cli.report import write_page
-from coati.cli.train import EXIT_STOPPED, execute, quiet_libraries
+from coati.cli.train import EXIT_STOPPED, Verbose, execute, quiet_libraries
 from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.demo.reward import sentiment_analyzer
@@ -24,8 +25,15 @@ SAMPLES_PER_PROMPT = 22  # 264 in all, enough that the mean reward is good to ab
 NUM_SHOWN = 3
 
 
-def run_demo(*, seed: int, output: Path, sync: bool, verbose: bool) -> None:
-    """Build the base model, show it, train it on Ray, show it again."""
+def demo(
+    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder for the results. An earlier demo there is replaced.")] = Path(
+        "runs/demo"
+    ),
+    sync: Annotated[bool, typer.Option("--sync", help="Run in one process, without Ray.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Watch a small language model learn to write kind film reviews, on this machine."""
     console = Console()
     started = time.monotonic()
     sentiment_analyzer()  # an error now, not after the training

@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coati.cli.train import quiet_libraries
+from coati.cli.train import Verbose, quiet_libraries
 from coati.config import RunSettings, load_config, preflight
 from coati.config.checks import avoid_hub_without_network
 from coati.counting import counted
@@ -20,10 +21,23 @@ if TYPE_CHECKING:
     from coati.evaluation.evaluator import Evaluation
 
 
-def run_eval(
-    target: str, *, settings: Path | None, base: str | None, num_shown: int, output: Path | None, verbose: bool
+def evaluate(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="MODEL_OR_RUN", help="A run's folder (for its model), a model's folder, or a hub name."),
+    ],
+    settings: Annotated[
+        Path | None,
+        typer.Option("--config", help="Settings with evaluation sets. Default: those of the run that the model is of."),
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Compare with this model; none = no other. Default: model.path.")
+    ] = None,
+    show: Annotated[int, typer.Option(help="Prompts of each set whose samples are printed.")] = 4,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write numbers and samples as JSON.")] = None,
+    verbose: Verbose = False,
 ) -> None:
-    """Measure a model, and the base model beside it, and print both with their difference."""
+    """Measure a model on evaluation sets, beside the model that its training began with."""
     console = Console()
     path, config = _resolved(target, settings)
     quiet_libraries(verbose)
@@ -38,7 +52,7 @@ def run_eval(
         with console.status(f"evaluating {model}"):
             found[model] = evaluate_model(config, model)
     for evaluations in zip(*found.values(), strict=True):
-        show_evaluation(console, dict(zip(found, evaluations, strict=True)), num_shown)
+        show_evaluation(console, dict(zip(found, evaluations, strict=True)), show)
     if output is not None:
         rows = [{"model": model, **one.record, "all_samples": one.samples} for model in found for one in found[model]]
         output.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -2,7 +2,9 @@
 
 import io
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -15,8 +17,15 @@ _MAX_CHARACTERS = 400
 _PAGE_WIDTH = 160
 
 
-def run_report(folder: Path, *, html: Path | None = None) -> None:
-    """Print what a run learned, and write the same as a page."""
+def report(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run, finished or running.")
+    ],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write the page. Default: report.html in the folder.")
+    ] = None,
+) -> None:
+    """Show what a run learned, a few samples, and where its time went; also as a page."""
     console, run = Console(highlight=False, markup=False), read_run(folder)
     show(console, run)
     page = write_page(run, html or folder / "report.html")

@@ -5,9 +5,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -17,16 +16,34 @@ from coati.counting import counted, format_seconds
 from coati.errors import ConfigError, DataError
 from coati.prompts.table import Row, load_prompts
 from coati.reward_functions.calling import excerpt
-from coati.rewards import PendingScores, RewardRequest, RewardScorer, build_reward
+
+if TYPE_CHECKING:
+    from coati.rewards import RewardRequest
 
 
-def run_reward_check(source: str, rows: Path, *, overrides: Sequence[str], show: int) -> None:
-    """Print the score, terms, details and failures of rows, and a summary; exit with 1 if the reward failed on one."""
+def check(
+    source: Annotated[
+        str, typer.Argument(metavar="REWARD", help="A run's TOML file, a reward of the library, or module:function.")
+    ],
+    rows: Annotated[
+        Path, typer.Option(metavar="FILE", help="Rows with prompt, completion and columns; samples.jsonl, for example.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, such as reward.options.pattern."),
+    ] = None,
+    show: Annotated[int, typer.Option(help="Rows to show; those that failed come first.")] = 20,
+) -> None:
+    """Score rows with a reward, without a model, and show what it says. Exit with 1 if it fails on one."""
+    import torch
+
+    from coati.rewards import PendingScores, RewardScorer, build_reward
+
     if source.endswith(".toml"):
-        config = load_config(Path(source), overrides)
+        config = load_config(Path(source), overrides or [])
     else:
         unused = {"model": {"path": "none"}, "prompts": {"path": str(rows)}}
-        config = build_config({**unused, "reward": {"function": source}}, overrides)
+        config = build_config({**unused, "reward": {"function": source}}, overrides or [])
     table = load_prompts(rows, column=config.prompts.column)
     reward = build_reward(config.reward, load_model=_refuse_model, search_paths=config.reward_search_paths)
     scorer = RewardScorer(reward, None, retries=config.reward.retries, max_quarantined=1)
@@ -57,7 +74,11 @@ def _refuse_model(path: str) -> Any:
     raise ConfigError(f"coati reward check asks functions, not the reward model {path!r}. Take it out with --set.")
 
 
-def _request(rows: Sequence[Row], config: RunSettings) -> RewardRequest:
+def _request(rows: Sequence[Row], config: RunSettings) -> "RewardRequest":
+    import torch
+
+    from coati.rewards import RewardRequest
+
     completions: list[Any] = [row.get("completion", row.get("response")) for row in rows]
     if not all(isinstance(text, str) for text in completions):
         raise DataError(f"every row must have a text called completion or response, got {', '.join(rows[0])}.")

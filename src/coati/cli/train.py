@@ -6,8 +6,9 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -24,68 +25,94 @@ from coati.run_folder import check_run_folder
 EXIT_STOPPED = 130  # what shells use for "ended by SIGINT"
 
 
-def run_train(
-    path: Path | None,
-    *,
-    resume: Path | None,
-    overrides: list[str],
-    address: str | None,
-    sync: bool,
-    dry_run: bool,
-    overwrite: bool,
-    verbose: bool,
-) -> None:
-    """Check, plan, and (unless it is a dry run) train."""
-    console = Console()
-    is_resumed = resume is not None
-    config = entry.prepare(path, resume=resume, overrides=overrides, sync=sync, address=address)
-    plan = "\n".join([f"Plan of run {config.run.name!r}", *(f"  {line}" for line in plan_lines(config))])
-    console.print(plan, highlight=False, markup=False, soft_wrap=True)
-    if dry_run:
-        check_run_folder(config, overwrite=overwrite or is_resumed)
-        if is_resumed:
-            found = choose_start(config).checkpoint
-            console.print(f"It would continue from {found}.", highlight=False)
-        quiet_libraries(verbose)
-        from coati.build import check_inputs
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the actors' log messages too.")]
 
-        skipped = check_inputs(config).survey()
-        if skipped:
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
-            console.print(f"[yellow]Prompts that will be skipped[/]: {reasons}.", highlight=False)
-        console.print("[green]Config OK.[/] Run again without --dry-run to train.")
+
+def train(
+    config: Annotated[Path | None, typer.Argument(help="The run's settings, a TOML file.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN_FOLDER", help="Continue the run in this folder from its last checkpoint instead."),
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Join this Ray cluster (e.g. auto) instead of starting a private one.")
+    ] = None,
+    sync: Annotated[
+        bool,
+        typer.Option("--sync", help="Run in one process, without Ray; useful for debugging."),
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan, and stop.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier run in the output folder.")
+    ] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Train from a TOML file."""
+    console, is_resumed = Console(highlight=False), resume is not None
+    settings = entry.prepare(config, resume=resume, overrides=overrides or [], sync=sync, address=address)
+    plan = "\n".join([f"Plan of run {settings.run.name!r}", *(f"  {line}" for line in plan_lines(settings))])
+    console.print(plan, markup=False, soft_wrap=True)
+    if dry_run:
+        check_run_folder(settings, overwrite=overwrite or is_resumed)
+        if is_resumed:
+            console.print(f"It would continue from {choose_start(settings).checkpoint}.")
+        quiet_libraries(verbose)
+        _check_inputs(console, settings)
         return
     options = {"is_resumed": is_resumed, "overwrite": overwrite, "sync": sync, "address": address}
-    outcome = execute(config, console, verbose=verbose, **options)
-    rewards, account, folder = outcome.rewards, outcome.account, outcome.folder
+    result = execute(settings, console, verbose=verbose, **options)
+    _show_result(console, result)
+    if result.was_stopped:
+        raise SystemExit(EXIT_STOPPED)
+
+
+def _check_inputs(console: Console, config: RunSettings) -> None:
+    from coati.build import check_inputs
+
+    if skipped := check_inputs(config).survey():
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
+        console.print(f"[yellow]Prompts that will be skipped[/]: {reasons}.")
+    console.print("[green]Config OK.[/] Run again without --dry-run to train.")
+
+
+def _show_result(console: Console, result: RunResult) -> None:
+    """Print how a run ended, what was lost in it, and where everything is."""
+    rewards, account, folder = result.rewards, result.account, result.folder
     console.print(
-        f"{'Stopped' if outcome.was_stopped else 'Done'} after {outcome.seconds:.0f} s. "
+        f"{'Stopped' if result.was_stopped else 'Done'} after {result.seconds:.0f} s. "
         f"{counted(account.num_made, 'sample')} made, {account.num_trained:,} trained on."
         + (f" Mean reward {rewards[0][1]:.3f} → {rewards[-1][1]:.3f}." if rewards else "")
     )
-    if outcome.stop_reason:
-        console.print(f"[yellow]Stopped early[/]: {outcome.stop_reason}.", highlight=False)
-    if sum(outcome.num_restarts.values()):
-        counts = " and ".join(counted(number, kind[:-1]) for kind, number in outcome.num_restarts.items() if number)
+    if result.stop_reason:
+        console.print(f"[yellow]Stopped early[/]: {result.stop_reason}.")
+    if sum(result.num_restarts.values()):
+        counts = " and ".join(counted(number, kind[:-1]) for kind, number in result.num_restarts.items() if number)
         console.print(f"[yellow]Actors died and were started again[/]: {counts}.")
     for fate, reason, groups, samples in account.table():
         if fate in ("dropped", "quarantined"):
             size = f"{counted(groups, 'group')} of {counted(samples // groups, 'sample')}"
-            console.print(f"[yellow]{fate.capitalize()}[/]: {size}: {escape(reason)}", highlight=False)
-    console.print(f"Model:       {outcome.model}", highlight=False)
-    if (best := folder / "best").is_dir():
-        console.print(f"Best model:  {best}", highlight=False)
-    console.print(f"Metrics:     {folder / 'metrics.jsonl'}", highlight=False)
-    console.print(f"Samples:     {folder / 'samples.jsonl'}", highlight=False)
-    if (failures := folder / "quarantine.jsonl").exists():
-        console.print(f"Failures:    {failures}, the samples on which the reward failed", highlight=False)
-    console.print(f"Account:     coati audit {folder}", highlight=False)
-    console.print(f"Report:      coati report {folder}", highlight=False)
-    if config.logging.writes_tensorboard:
-        console.print(f"TensorBoard: tensorboard --logdir {folder / 'tensorboard'}", highlight=False)
-    if outcome.was_stopped:
-        console.print(f"Continue:    coati train --resume {folder}", highlight=False)
-        raise SystemExit(EXIT_STOPPED)
+            console.print(f"[yellow]{fate.capitalize()}[/]: {size}: {escape(reason)}")
+    places = {
+        "Model": result.model,
+        "Best model": folder / "best",
+        "Metrics": folder / "metrics.jsonl",
+        "Samples": folder / "samples.jsonl",
+        "Failures": folder / "quarantine.jsonl",
+    }
+    commands = {
+        "Account": f"coati audit {folder}",
+        "Report": f"coati report {folder}",
+        "TensorBoard": f"tensorboard --logdir {folder / 'tensorboard'}" * result.config.logging.writes_tensorboard,
+        "Continue": f"coati train --resume {folder}" * result.was_stopped,
+    }
+    there = {label: str(path) for label, path in places.items() if path.exists()}
+    for label, value in (there | commands).items():
+        if value:
+            console.print(f"{label + ':':<13}{value}", markup=False, soft_wrap=True)
 
 
 def execute(config: RunSettings, console: Console, *, verbose: bool, **options: Any) -> RunResult:

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import torch
 
-from coati.cli.train import run_train
+from coati.cli.train import train
 from coati.config import RunSettings, load_config
 from coati.errors import ConfigError
 from coati.run_folder import open_run_folder
@@ -91,7 +91,7 @@ def dry_run(tmp_path, monkeypatch):
 
     def run(*overrides, **options):
         with pytest.raises(ConfigError) as caught:
-            run_train(Path("run.toml"), overrides=list(overrides), **(usual | options))
+            train(Path("run.toml"), overrides=list(overrides), **(usual | options))
         return str(caught.value)
 
     return run

@@ -6,7 +6,7 @@ import pytest
 import typer
 from lease_world import World
 
-from coati.cli.audit import run_audit
+from coati.cli.audit import audit
 from coati.errors import CheckpointError
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal
@@ -50,7 +50,7 @@ def test_the_account_of_real_ledgers_closes(tmp_path, seed, capsys):
     assert counts["dropped"] == 2 * sum(ledger._num_dropped for ledger in world.ledgers)
     assert counts["leased"] == sum(row[3] for row in account.table()[:-1])
     assert account.oldest == max(world.ages)
-    run_audit(tmp_path)
+    audit(tmp_path)
     assert "The account closes" in capsys.readouterr().out
 
 
@@ -73,7 +73,7 @@ def test_every_group_has_one_fate_with_its_reason(tmp_path, capsys):
         ("open", "returned", 1, 2),
         ("leased", "", 9, 18),
     ]
-    run_audit(tmp_path)
+    audit(tmp_path)
     assert "over the limit" in capsys.readouterr().out
 
 
@@ -93,7 +93,7 @@ def test_what_was_made_twice_is_shown_below_the_account(tmp_path, capsys):
     ]
     assert (account.num_made, account.num_trained) == (6, 0)  # 0, and both that were refused
     assert account.table()[-1] == ("leased", "", 3, 6)
-    run_audit(tmp_path)
+    audit(tmp_path)
     below = capsys.readouterr().out.partition("leased")[2]
     assert "slow maker" in below
     assert "refused" in below
@@ -118,7 +118,7 @@ def test_a_group_that_is_trained_on_twice_is_named(tmp_path, capsys):
     found = problems_of(tmp_path, grant(0), *again)
     assert found == ["group 0: pick after it was picked", "group 0: train after it was trained"]
     with pytest.raises(typer.Exit) as stop:
-        run_audit(tmp_path)
+        audit(tmp_path)
     assert stop.value.exit_code == 1
     assert "group 0: train after it was trained" in capsys.readouterr().out
 

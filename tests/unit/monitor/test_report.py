@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 import coati.monitor.report
-from coati.cli.report import run_report, time_table
+from coati.cli.report import report, time_table
 from coati.errors import ConfigError, DataError
 from coati.monitor.report import chosen_samples, curves, headline, read_run, sparkline
 from coati.monitor.time_use import run_times
@@ -194,7 +194,7 @@ def test_samples_are_of_the_first_and_the_last_version(folder):
 
 def test_the_command_prints_facts_courses_samples_and_times(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    run_report(folder)
+    report(folder)
     printed = capsys.readouterr().out
     for part in (
         folder.name,
@@ -218,7 +218,7 @@ def test_the_command_prints_facts_courses_samples_and_times(folder, capsys, monk
 def test_a_run_without_spans_or_samples_has_a_report(folder, tmp_path, capsys):
     for name in ("spans.jsonl", "samples.jsonl"):
         (folder / name).unlink()
-    run_report(folder, html=tmp_path / "page.html")
+    report(folder, html=tmp_path / "page.html")
     assert "no spans" in (tmp_path / "page.html").read_text()
     assert "no spans" in capsys.readouterr().out
 
@@ -258,4 +258,4 @@ def test_a_line_that_is_still_being_written_is_left_out(folder):
 
 def test_a_page_that_cannot_be_written_says_so(folder):
     with pytest.raises(ConfigError, match="cannot be written"):
-        run_report(folder, html=folder / "no" / "page.html")
+        report(folder, html=folder / "no" / "page.html")
