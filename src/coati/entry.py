@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coati.config import RunSettings, build_config, load_config, preflight
-from coati.config.checks import avoid_hub_without_network
+from coati.checks import avoid_hub_without_network, preflight
+from coati.config import RunSettings, build_config, load_config
 from coati.errors import CheckpointError, ConfigError
 from coati.monitor import RunLog, RunSnapshot, Tracker
 from coati.monitor.follow import following

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from coati import build
 from coati.batching import pad_items, split_experience_batch
+from coati.checks import avoid_hub_without_network
 from coati.config import RunSettings, load_config
-from coati.config.checks import avoid_hub_without_network
 from coati.counting import counted
 from coati.errors import CheckpointError, ConfigError, ReplayDiffers
 from coati.experience import BufferItem, Experience

@@ -11,7 +11,7 @@ from http_server import LocalServer
 from coati.config import load_config
 from coati.ledger.audit import audit_run
 from coati.monitor import read_jsonl
-from coati.reward_functions import remote
+from coati.rewards.library import remote
 
 
 @pytest.fixture

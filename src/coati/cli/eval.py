@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from coati.checks import avoid_hub_without_network, preflight
 from coati.cli.train import Verbose, quiet_libraries
-from coati.config import RunSettings, load_config, preflight
-from coati.config.checks import avoid_hub_without_network
+from coati.config import RunSettings, load_config
 from coati.counting import counted
 from coati.errors import ConfigError
 from coati.prompts.table import looks_local

@@ -15,7 +15,7 @@ from coati.config import RunSettings, build_config, load_config
 from coati.counting import counted, format_seconds
 from coati.errors import ConfigError, DataError
 from coati.prompts.table import Row, load_prompts
-from coati.reward_functions.calling import excerpt
+from coati.rewards.calling import excerpt
 
 if TYPE_CHECKING:
     from coati.rewards import RewardRequest

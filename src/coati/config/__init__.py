@@ -1,11 +1,10 @@
-"""The settings of a run: schema, loading, the plan in plain words, and checks before anything starts.
+"""The settings of a run: schema, loading, and the plan in plain words.
 
 Light on purpose: importing it pulls in neither torch, Ray, transformers nor datasets, so that `coati --help`
 and `coati train --dry-run` answer at once.
 """
 
 from coati.config.algorithm import AlgorithmSettings
-from coati.config.checks import preflight
 from coati.config.evaluation import EvalSettings
 from coati.config.logging_settings import LoggingSettings
 from coati.config.plan import plan_lines
@@ -41,5 +40,4 @@ __all__ = [
     "dump_config",
     "load_config",
     "plan_lines",
-    "preflight",
 ]

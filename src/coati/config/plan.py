@@ -7,9 +7,10 @@ What is left when `update_steps` does not divide `total_steps` is trained as one
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
-from coati.config.checks import read_json
 from coati.config.generate import GenerateOptions, native_engine_problem
 from coati.config.run_settings import RunSettings
 from coati.counting import counted
@@ -97,3 +98,12 @@ def _place_lines(config: RunSettings) -> list[str]:
             f"{train.actor_lr:g} are less. Set train.mixed_precision = true to train with float32 weights."
         )
     return lines
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Read an object from a JSON file; None where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

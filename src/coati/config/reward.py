@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from coati.config.section import Section, secrets_in, setting
 from coati.config.sections import Texts
-from coati.reward_functions.loading import LIBRARY
 
 _SECRET_NAME = re.compile(
     r"api_?key$|(^|_)(access|api|auth|bearer)_?token$|^authorization$|secret|password", re.IGNORECASE
@@ -21,9 +20,9 @@ class RewardSource(Section):
     function: str = setting(
         "",
         'A function over text: one of the library (docs/rewards.md), or your own as "module:function".',
-        rule=f'one of {", ".join(LIBRARY)}, "module:function", or empty',
+        rule='a name of the library, "module:function", or empty',
         remedy='For praise() in rewards.py write "rewards:praise".',
-        pattern=rf"^({'|'.join(LIBRARY)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)?$",
+        pattern=r"^([a-z]+(-[a-z]+)*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)?$",
     )
     options: dict[str, Any] = setting({}, "Options of the function.", rule="a table of options")
     columns: dict[str, str] = setting(

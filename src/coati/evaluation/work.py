@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from coati import build, faults
 from coati.config import RunSettings
-from coati.config.checks import read_json
+from coati.config.plan import read_json
 from coati.errors import CheckpointError, PeerDied
 from coati.evaluation.evaluator import Evaluator
 from coati.evaluation.schedule import EvalJob

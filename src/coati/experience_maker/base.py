@@ -15,8 +15,8 @@ from coati.errors import DataError
 from coati.experience import BufferItem, Experience
 from coati.monitor.metrics import Metric
 from coati.monitor.timeline import Timeline
-from coati.reward_functions.calling import recorded
 from coati.rewards import PendingScores
+from coati.rewards.calling import recorded
 
 __all__ = ["AllSamplesDropped", "Experience", "ExperienceMaker", "MakerBatch", "PromptBatch"]
 

@@ -1,21 +1,32 @@
-"""Rewards: functions over text, reward models, and weighted sums; every one with a name and a deadline."""
+"""Rewards, from the function or model that the settings name to one score per sample.
 
-from coati.reward_functions.loading import load_reward_function
-from coati.rewards.base import ModelReward, Reward, RewardRequest, Scores, WeightedSum
-from coati.rewards.function import FunctionReward, build_reward
-from coati.rewards.isolation import RewardProcess
-from coati.rewards.scorer import PendingScores, RewardScorer
+    config.reward ──► build_reward ──► FunctionReward ── call_function ──► yours, or one of library/
+                            │                 └── RewardProcess ── pipe ──► worker ── call_function ──► the same
+                            ├──────► ModelReward, WeightedSum
+    samples ──► RewardScorer ──► RewardRequest ──► a Reward ──► PendingScores
 
-__all__ = [
-    "FunctionReward",
-    "ModelReward",
-    "PendingScores",
-    "Reward",
-    "RewardProcess",
-    "RewardRequest",
-    "RewardScorer",
-    "Scores",
-    "WeightedSum",
-    "build_reward",
-    "load_reward_function",
-]
+Names are loaded when they are first used: `calling`, `worker` and `library` need no torch, and child processes and
+checks before a run import only these.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coati.rewards.base import ModelReward as ModelReward
+    from coati.rewards.base import Reward as Reward
+    from coati.rewards.base import RewardRequest as RewardRequest
+    from coati.rewards.base import Scores as Scores
+    from coati.rewards.base import WeightedSum as WeightedSum
+    from coati.rewards.function import FunctionReward as FunctionReward
+    from coati.rewards.function import build_reward as build_reward
+    from coati.rewards.scorer import PendingScores as PendingScores
+    from coati.rewards.scorer import RewardScorer as RewardScorer
+
+
+def __getattr__(name: str) -> Any:
+    for home in ("base", "function", "scorer"):
+        module = importlib.import_module(f"{__name__}.{home}")
+        if getattr(getattr(module, name, None), "__module__", "") == module.__name__:
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

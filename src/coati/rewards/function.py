@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from coati.background import run_in_background
 from coati.config.reward import RewardSettings, RewardTerm
 from coati.errors import RewardError, RewardFailed
-from coati.reward_functions.calling import Verdict, WrongScores, call_function, excerpt, raised
-from coati.reward_functions.loading import isolation_of, load_reward_function
 from coati.rewards.base import ModelReward, Reward, RewardRequest, Scores, WeightedSum
-from coati.rewards.isolation import FunctionFailed, RewardProcess
+from coati.rewards.calling import CallFailed, Verdict, call_function, excerpt, load_reward_function, raised
+from coati.rewards.library import isolation_of
+from coati.rewards.process import RewardProcess
 
 
 class FunctionReward(Reward):
@@ -30,7 +30,7 @@ class FunctionReward(Reward):
     The function gets `prompts`, `completions`, `completion_ids` and the dataset's columns, but only those that its
     signature names (all of them if it takes `**kwargs`); `columns` says which column a parameter of another name takes.
     One that names `timeout_seconds` is told how long it may take. It returns one number per sample; None, NaN and
-    infinite ones mean "no score"; `coati.reward_functions.calling` says what else. Texts are plain strings, for chat
+    infinite ones mean "no score"; `coati.rewards.calling` says what else. Texts are plain strings, for chat
     prompts too. It may be `async`: every batch then has its own event loop.
 
     A call past the deadline raises. Python cannot end the thread, so a function that never returns keeps it
@@ -109,8 +109,8 @@ class FunctionReward(Reward):
         try:
             if self._process is not None:
                 self._process.start()
-        except FunctionFailed as error:
-            raise self._error(f"could not be started again: {error}", "See the maker's log", request) from error
+        except CallFailed as error:
+            raise self._error(f"could not be started again: {error.what}", "See the maker's log", request) from error
         call = run_in_background(lambda: self._function(offered, len(request)), name=f"reward-{self.name}")
         if not wait([call], timeout=seconds).done:
             if self._process is not None:
@@ -120,10 +120,9 @@ class FunctionReward(Reward):
             raise self._error(what, "Make it faster, or raise reward.timeout_seconds", request, RewardFailed)
         if (fault := call.exception()) is None:
             return call.result()
-        if isinstance(fault, WrongScores):
-            what, remedy = fault.args
-            raise self._error(what, remedy, request) from None
-        what = str(fault) if isinstance(fault, FunctionFailed) else raised(fault)
+        if isinstance(fault, CallFailed) and fault.remedy:
+            raise self._error(fault.what, fault.remedy, request) from None
+        what = fault.what if isinstance(fault, CallFailed) else raised(fault)
         remedy = "Correct the function, or return None for samples that it cannot score"
         raise self._error(what, remedy, request, RewardFailed) from fault
 

@@ -31,7 +31,7 @@ from coati.algos.masked import divide_by_count, finite_exp, masked_sum, zero_pad
 from coati.config import AlgorithmSettings
 from coati.errors import ConfigError, DataError
 from coati.experience import Experience
-from coati.reward_functions.loading import load_reward_function
+from coati.rewards.calling import load_reward_function
 from coati.trainer.step_numbers import StepNumbers
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coati.config import load_config, preflight
+from coati.checks import preflight
+from coati.config import load_config
 from coati.prompts.table import looks_local
 
 ROOT = Path(__file__).parents[3]
@@ -101,6 +102,8 @@ def test_reward_functions_are_imported(folder):
     (problem,) = problems("reward.function=scoring:prais")
     assert problem.startswith("reward.function: ")
     assert "'scoring:prais'" in problem
+    (problem,) = problems("reward.function=praise")
+    assert "must be one of math-verify" in problem
     assert problems("reward.function=math:sqrt") == []  # does not tell its parameters
 
 
@@ -121,7 +124,8 @@ def test_each_term_is_checked(folder):
 
 def test_the_example_is_sound_but_for_the_demo_model():
     code = (
-        "from pathlib import Path; from coati.config import load_config, preflight; import sys; "
+        "import sys; from pathlib import Path; "
+        "from coati.checks import preflight; from coati.config import load_config; "
         "config = load_config(Path('examples/film/run.toml'), ['model.path=x/y']); "
         "print(preflight(config)); "
         "print('torch' in sys.modules)"

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
+from coati.checks import avoid_hub_without_network
 from coati.config import build_config
-from coati.config.checks import avoid_hub_without_network
 
 
 @pytest.fixture

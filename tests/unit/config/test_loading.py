@@ -127,7 +127,7 @@ BROKEN = [
     ("algorithm.name=[3]", "'ppo', 'grpo'", "[3]", 'default, "ppo"'),
     ("deadlines.batch_seconds=0", "greater than 0", "0", "default, 1800.0"),
     ("logging.samples_kept=-1", "equal to 0", "-1", "default, 4"),
-    ("reward.function=praise", '"module:function"', '"praise"', "rewards:praise"),
+    ("reward.function=my praise", '"module:function"', '"my praise"', "rewards:praise"),
     ("reward.timeout_seconds=0", "greater than 0", "0", "default, 120.0"),
     ("topology.update_lora_weights=true", "while lora.rank is 0", "true", "Set lora.rank"),
 ]
@@ -279,8 +279,8 @@ def test_paths_of_a_file_count_from_its_folder_first(tmp_path, monkeypatch):
         ({"function": "a:b", "options": {"API_KEY": "sk-1"}}, r'options.API_KEY must be left out, got "\*\*\*"'),
         ({"function": "a:b", "columns": {"answer": 3}}, r"reward.columns.answer must be a valid string, got 3"),
         (
-            {"terms": [{"function": "ab"}]},
-            r'terms\[0\].function must be one of math-verify.*"module:function".* got "ab"',
+            {"terms": [{"function": "a b"}]},
+            r'terms\[0\].function must be .*"module:function".* got "a b"',
         ),
     ],
 )

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from coati.config import build_config, dump_config, load_config, plan_lines, preflight
+from coati.checks import preflight
+from coati.config import build_config, dump_config, load_config, plan_lines
 from coati.errors import ConfigError
 
 RUN = {

@@ -17,8 +17,8 @@ from coati.ledger import LedgerRules
 from coati.models import Actor
 from coati.monitor.records import RecordLog
 from coati.peers import LocalPeers
-from coati.reward_functions.calling import Verdict
 from coati.rewards import FunctionReward, RewardScorer, WeightedSum
+from coati.rewards.calling import Verdict
 from coati.weights.served import ServedModels
 
 SIZE = 2  # samples of each prompt

@@ -16,7 +16,8 @@ import torch
 from coati.background import run_in_background
 from coati.config import RewardSettings
 from coati.errors import ConfigError, RewardError, RewardFailed
-from coati.rewards import RewardProcess, RewardRequest, build_reward
+from coati.rewards import RewardRequest, build_reward
+from coati.rewards.process import RewardProcess
 
 HERE = Path(__file__).parent
 SECONDS = 120.0  # far more than anything here takes

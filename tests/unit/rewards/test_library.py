@@ -1,5 +1,6 @@
 """The library of rewards: by hand on small cases, then on hostile completions, each with the real packages."""
 
+import contextlib
 import math
 import sys
 import threading
@@ -9,9 +10,9 @@ import torch
 
 from coati.config import RewardSettings
 from coati.errors import ConfigError
-from coati.reward_functions.calling import call_function
-from coati.reward_functions.loading import LIBRARY, isolation_of, load_reward_function
 from coati.rewards import PendingScores, RewardRequest, RewardScorer, build_reward
+from coati.rewards.calling import Verdict, call_function, load_reward_function
+from coati.rewards.library import LIBRARY, isolation_of, verifiers
 
 PATIENT = {"seconds": 60.0}  # far more than honest completions take
 HOSTILE = {
@@ -188,6 +189,19 @@ def test_an_answer_that_is_no_mathematics_is_a_failure_and_not_a_wrong_completio
     values, found = told(built("math-verify", **PATIENT), ["\\boxed{1}", "\\boxed{1}"], answer=["", "1"])
     assert values[1] == 1.0
     assert "cannot read the answer ''" in found.failures[0]
+
+
+def test_no_memory_is_a_failure_even_if_the_package_takes_it_for_a_wrong_answer():
+    def careless(completion):
+        with contextlib.suppress(Exception):
+            raise MemoryError
+        return Verdict(0.0)
+
+    failed, sound = verifiers._each(
+        lambda text: careless(text) if text == "huge" else Verdict(0.0), 60.0, 600.0, ["huge", "small"]
+    )
+    assert "MemoryError" in failed.error
+    assert sound == Verdict(0.0)
 
 
 def test_math_works_on_a_thread_too():

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from coati.errors import ConfigError
-from coati.reward_functions.calling import WrongScores, call_function
-from coati.rewards import load_reward_function
+from coati.rewards.calling import CallFailed, call_function, load_reward_function
 
 EXAMPLE = Path(__file__).parents[3] / "examples/film"
 
@@ -48,7 +47,7 @@ def test_options_are_arguments_that_are_the_same_in_every_call(folder):
     (folder / "opted.py").write_text("def above(completions, limit, **columns):\n    return [limit, sorted(columns)]\n")
     function = load_reward_function("opted:above", [folder], {"limit": 3})
     offered = {"completions": [], "limit": [7, 7], "topic": [1, 1], "timeout_seconds": 1.0}
-    with pytest.raises(WrongScores, match=r"\['topic'\]"):  # the column `limit` does not take the option's place
+    with pytest.raises(CallFailed, match=r"\['topic'\]"):  # the column `limit` does not take the option's place
         call_function(function, offered, 2)
     assert function(completions=[])[0] == 3
     (folder / "strict.py").write_text("def f(completions, limit):\n    return []\n")

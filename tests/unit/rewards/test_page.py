@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from coati.config import RewardSettings
-from coati.reward_functions import remote, text, verifiers
-from coati.reward_functions.loading import LIBRARY, keyword_parameters
-from coati.rewards import FunctionReward, load_reward_function
+from coati.rewards import FunctionReward
+from coati.rewards.calling import keyword_parameters, load_reward_function
+from coati.rewards.library import LIBRARY, remote, text, verifiers
 
 PAGE = (Path(__file__).parents[3] / "docs/rewards.md").read_text(encoding="utf-8")
 

@@ -10,9 +10,8 @@ from http_server import LocalServer
 
 from coati.config import RewardSettings, build_config, dump_config
 from coati.errors import ConfigError
-from coati.reward_functions import remote
-from coati.reward_functions.calling import call_function
-from coati.reward_functions.loading import load_reward_function
+from coati.rewards.calling import call_function, load_reward_function
+from coati.rewards.library import remote
 
 SECONDS = 60.0  # far more than anything here takes
 SECRET = "sk-very-secret"

@@ -7,7 +7,6 @@ only shows when models, tokenizer and prompts are loaded is left to the run, whi
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 import socket
@@ -15,16 +14,15 @@ import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
-from coati.config.run_settings import RunSettings
+from coati.config import RunSettings
+from coati.config.plan import read_json
 from coati.errors import ConfigError, DataError
 from coati.prompts.table import check_source, load_prompts, looks_local
-from coati.reward_functions.calling import OFFERED
-from coati.reward_functions.loading import keyword_parameters, load_reward_function
+from coati.rewards.calling import OFFERED, keyword_parameters, load_reward_function
 
 logger = logging.getLogger(__name__)
 
@@ -78,15 +76,6 @@ def avoid_hub_without_network(config: RunSettings) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
         if (constants := sys.modules.get("huggingface_hub.constants")) is not None:
             constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """Read an object from a JSON file; None where there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def folder_problem(folder: Path) -> str | None:

@@ -24,8 +24,7 @@ import urllib3
 
 from coati.background import run_in_background
 from coati.errors import ConfigError
-from coati.reward_functions.calling import Verdict, WrongScores, excerpt, read_verdicts
-from coati.reward_functions.loading import require
+from coati.rewards.calling import CallFailed, Verdict, excerpt, read_verdicts, require
 
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 15.0
 _ANSWER_BYTES = 16 << 20
@@ -141,8 +140,8 @@ def http(
             try:
                 scores = answer.get("scores") if isinstance(answer, Mapping) else answer
                 return read_verdicts(scores, len(completions[rows]))
-            except WrongScores as error:
-                raise NoAnswer(f"had a wrong answer: the server {error.args[0]}") from None
+            except CallFailed as error:
+                raise NoAnswer(f"had a wrong answer: the server {error.what}") from None
 
         return _in_parallel(ask, len(completions), batch_size, concurrency, timeout_seconds)
 

@@ -12,18 +12,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from coati.background import run_in_background
 from coati.config.reward import RewardSettings
 from coati.errors import ConfigError
-from coati.reward_functions.calling import Verdict, WrongScores
-from coati.reward_functions.worker import WorkerOrder
+from coati.rewards.calling import CallFailed, Verdict
+from coati.rewards.worker import WorkerOrder
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +29,12 @@ logger = logging.getLogger(__name__)
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from coati.reward_functions.worker import main
+from coati.rewards.worker import main
 main(int(sys.argv[2]))"""
 _START_SECONDS = 120.0
 _END_SECONDS = 5.0
 _ANSWER_BYTES = 1 << 20  # besides those of the verdicts
 _VERDICT_BYTES = 1 << 16
-
-
-class FunctionFailed(Exception):
-    """What a function in a child process did instead of returning scores, in words."""
 
 
 class _Answer(BaseModel, strict=True):
@@ -52,7 +46,7 @@ class _Answer(BaseModel, strict=True):
 
 
 class RewardProcess:
-    """A reward function in a child process (`coati.reward_functions.worker`), started when it is made and kept.
+    """A reward function in a child process (`coati.rewards.worker`), started when it is made and kept.
 
     `function` is a name, with its `options`, or one of the top level of a module. ConfigError if the child cannot
     import it.
@@ -79,13 +73,15 @@ class RewardProcess:
         self._num_calls = 0
         try:
             has_network = self.start()
-        except FunctionFailed as error:
-            raise ConfigError(f"Reward function {self._label!r} could not be loaded in its process: {error}") from None
+        except CallFailed as error:
+            raise ConfigError(
+                f"Reward function {self._label!r} could not be loaded in its process: {error.what}"
+            ) from None
         if has_network and not settings.network:
             logger.warning("reward function %s can use the network: the kernel permits no namespaces", self._label)
 
     def start(self) -> bool:
-        """Start the child, unless it is there, and wait until it has imported the function. FunctionFailed if not.
+        """Start the child, unless it is there, and wait until it has imported the function. CallFailed if not.
 
         Returns whether a child that was started has a network.
         """
@@ -102,30 +98,25 @@ class RewardProcess:
             start_new_session=True,
         )
         theirs.close()
-        hello = run_in_background(lambda: self._exchange(tuple(self._order), _ANSWER_BYTES), name="reward-start")
-        try:
-            answer = hello.result(_START_SECONDS)
-        except FutureTimeout:
-            self.kill()
-            raise FunctionFailed(f"its import took more than {_START_SECONDS:g} s") from None
+        answer = self._exchange(tuple(self._order), _ANSWER_BYTES, _START_SECONDS)
         if answer.error:
             self.kill()
-            raise FunctionFailed(answer.error)
+            raise CallFailed(answer.error)
         return answer.has_network
 
     def call(self, arguments: Mapping[str, Any], expected: int) -> list[Verdict]:
         """Call the function in the child that was started; a deadline is kept by calling `kill` meanwhile.
 
-        Raises WrongScores, as `call_function` does, or FunctionFailed.
+        Raises CallFailed, as `call_function` does, or because the process did not answer.
         """
         self._num_calls += 1
         number = self._num_calls
         answer = self._exchange((number, dict(arguments), expected), _ANSWER_BYTES + _VERDICT_BYTES * expected)
         if answer.number != number or (len(answer.verdicts) != expected and not answer.error):
             self.kill()
-            raise FunctionFailed("wrote to the pipe of its process")
+            raise CallFailed("wrote to the pipe of its process")
         if answer.error:
-            raise WrongScores(answer.error, answer.remedy) if answer.remedy else FunctionFailed(answer.error)
+            raise CallFailed(answer.error, answer.remedy)
         return answer.verdicts
 
     def kill(self) -> None:
@@ -144,20 +135,23 @@ class RewardProcess:
                 process.wait(_END_SECONDS)
         return -signal.SIGKILL if process.returncode is None else process.returncode
 
-    def _exchange(self, message: Any, most: int) -> _Answer:
+    def _exchange(self, message: Any, most: int, seconds: float | None = None) -> _Answer:
         process, connection = self._process, self._connection
         assert process is not None
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.send_bytes(pickle.dumps(message))
-            return _Answer.model_validate_json(connection.recv_bytes(most))
+            if connection.poll(seconds):
+                return _Answer.model_validate_json(connection.recv_bytes(most))
+            self._end(process)
+            raise CallFailed(f"its import took more than {seconds:g} s")
         except (EOFError, ConnectionResetError):  # it has ended, and its guard will
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
-            raise FunctionFailed(_description(self._end(process))) from None
+            raise CallFailed(_description(self._end(process))) from None
         except (OSError, ValidationError):
             self._end(process)
-            raise FunctionFailed("wrote to the pipe of its process") from None
+            raise CallFailed("wrote to the pipe of its process") from None
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):

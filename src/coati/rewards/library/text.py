@@ -7,8 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, get_args
 
 from coati.errors import ConfigError
-from coati.reward_functions.calling import Verdict
-from coati.reward_functions.loading import needed_package, require
+from coati.rewards.calling import Verdict, needed_package, require
 
 Unit = Literal["tokens", "words", "characters"]
 

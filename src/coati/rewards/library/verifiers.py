@@ -11,14 +11,15 @@ import functools
 import json
 import logging
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 from coati.errors import ConfigError
-from coati.reward_functions.calling import Verdict, excerpt, raised
-from coati.reward_functions.loading import needed_package
+from coati.rewards.calling import Verdict, excerpt, needed_package, raised
 
 _MOST_CHARACTERS = 100_000  # of a completion: the end, where answers are
 _USABLE = 0.9  # share of a call's time; the rest is for its answer
@@ -118,7 +119,7 @@ def _each(verdict: Callable[..., Verdict], seconds: float, timeout_seconds: floa
     for completion, *values in zip(*rows, strict=True):
         limit = min(seconds, until - time.monotonic())
         try:
-            with _limited(limit):
+            with _limited(limit), _memory_errors_kept():
                 found = verdict(completion[-_MOST_CHARACTERS:], *values)
         except _TooSlow:
             found = Verdict(error=f"took more than {seconds:g} s" if limit == seconds else "had no time left")
@@ -147,3 +148,24 @@ def _limited(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def _memory_errors_kept() -> Iterator[None]:
+    """Raise MemoryError at the end if one was raised inside: packages catch it, and find the answer wrong instead."""
+    is_out = False
+
+    def watch(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal is_out
+        is_out |= event == "exception" and issubclass(arg[0], MemoryError)
+        frame.f_trace_lines = False  # calls and exceptions are enough
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+    if is_out:
+        raise MemoryError("there was no memory to check this sample")

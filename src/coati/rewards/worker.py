@@ -1,4 +1,4 @@
-"""The child process of a reward function, which `coati.rewards.isolation` starts.
+"""The child process of a reward function, which `coati.rewards.process` starts.
 
 It is two processes. The guard runs only what is here. It forks the worker, which imports the function and calls it, and
 waits until the worker has ended, or the maker is gone or says so (SIGTERM). Then it kills everything that the worker
@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coati.errors import ConfigError
-from coati.reward_functions.calling import WrongScores, call_function, raised
-from coati.reward_functions.loading import load_reward_function
+from coati.rewards.calling import CallFailed, call_function, load_reward_function, raised
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
@@ -128,9 +127,8 @@ def _serve(maker: Connection[Any, Any], libc: ctypes.CDLL) -> None:
             number, arguments, expected = pickle.loads(maker.recv_bytes())
             try:
                 answer(number=number, verdicts=call_function(function, arguments, expected))
-            except WrongScores as fault:
-                what, remedy = fault.args
-                answer(number=number, error=what, remedy=remedy)
+            except CallFailed as fault:
+                answer(number=number, error=fault.what, remedy=fault.remedy)
             except BaseException as error:  # SystemExit too
                 traceback.clear_frames(error.__traceback__)  # they may hold all the memory there is
                 answer(number=number, error=raised(error))

@@ -1,0 +1,248 @@
+"""Reward functions: how one is found by its name, how it is called, and what it may return. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import inspect
+import itertools
+import json
+import math
+import numbers
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coati.counting import counted
+from coati.errors import ConfigError
+from coati.rewards.library import LIBRARY
+
+OFFERED = ("prompts", "completions", "completion_ids", "timeout_seconds")
+"""What a function can take besides the dataset's columns."""
+_EXCERPT_LENGTH = 80
+_DETAIL_CHARACTERS = 1000
+_MOST_DETAILS = 8
+_ONLY_IF_NAMED = ("timeout_seconds",)  # all others are lists, one value for each sample
+
+
+class CallFailed(Exception):
+    """What a function, or its process, did instead of returning scores. A remedy: the function itself is wrong."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(what, remedy)
+        self.what, self.remedy = what, remedy
+
+
+class Verdict(NamedTuple):
+    """What a function says of one sample."""
+
+    score: float = math.nan
+    """NaN = no score."""
+    details: dict[str, Any] | None = None
+    """Written down with the sample."""
+    error: str = ""
+    """What it did instead, in words: it failed on this sample."""
+
+
+def load_reward_function(
+    name: str, search_paths: Sequence[Path] = (), options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Return the function of the library that has this name, or import the one that "module:function" names.
+
+    `options` are those of the library's function, or arguments that are the same in every call of your own. ConfigError
+    says why it cannot be loaded.
+
+    >>> load_reward_function("math:sqrt")(9.0)
+    3.0
+    >>> load_reward_function("length", options={"maximum": 3, "unit": "words"})(["so short", "not so short now"])
+    [1.0, 0.0]
+    """
+    options, is_ours = options or {}, name in LIBRARY
+    function = _imported(f"{__package__}.library.{LIBRARY[name]}" if is_ours else name, search_paths)
+    if not (is_ours or options):
+        return function
+    signature = inspect.signature(function)
+    try:
+        (signature.bind if is_ours else signature.bind_partial)(**options)
+    except TypeError as error:
+        known = ", ".join(signature.parameters)
+        raise ConfigError(f"Reward {name!r}: {error}. Its options are {known} (docs/rewards.md).") from None
+    return function(**options) if is_ours else functools.partial(function, **options)
+
+
+def needed_package(name: str, extra: str = "rewards") -> Any:
+    """Import a package of the library; ConfigError names the extra to install if it is not there."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"The package {error.name} is not installed. Run pip install 'coati[{extra}]'.") from None
+
+
+def require(name: str, is_met: bool, rule: str) -> None:
+    """Raise ConfigError unless the options of a reward meet a rule."""
+    if not is_met:
+        raise ConfigError(f"Reward {name!r} needs {rule}. Correct reward.options.")
+
+
+def keyword_parameters(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
+    """Return the parameters that can be passed by keyword, with True for required ones; and whether it takes others.
+
+    What `options` have decided is none of them.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some compiled functions do not tell: offer the two that every reward knows
+        return {"prompts": True, "completions": True}, False
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {
+        parameter.name: parameter.default is inspect.Parameter.empty
+        for parameter in parameters
+        if parameter.kind in kinds and parameter.name not in bound_options(function)
+    }
+    return named, any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def bound_options(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return the arguments that `options` have decided; no column may take their place."""
+    return function.keywords if isinstance(function, functools.partial) else {}
+
+
+def call_function(function: Callable[..., Any], offered: Mapping[str, Any], expected: int) -> list[Verdict]:
+    """Call a reward function with those of the offered arguments that it takes.
+
+    It returns a number for each sample; None for no score; a table with `score` and details of any name; or an
+    exception, or a table with `error`, where it failed on that sample. Raises CallFailed if it takes other arguments,
+    or does not return `expected` of these; and what the function raises.
+    """
+    named, takes_others = keyword_parameters(function)
+    if missing := [name for name, is_required in named.items() if is_required and name not in offered]:
+        raise CallFailed(
+            f"has the parameter {missing[0]!r}, but it can only be called with {', '.join(offered)}",
+            "Rename the parameter, give it a default, name its column in reward.columns, or add the column",
+        )
+    if takes_others:
+        named |= dict.fromkeys(offered.keys() - bound_options(function) - set(_ONLY_IF_NAMED), False)
+    returned = function(**{name: value for name, value in offered.items() if name in named})
+    if inspect.isawaitable(returned):
+        returned = asyncio.run(_awaited(returned))
+    return read_verdicts(returned, expected)
+
+
+def read_verdicts(returned: Any, expected: int) -> list[Verdict]:
+    """Turn what a function, or a server, returned for a batch into verdicts; see `call_function`."""
+    scores = _listed(returned, expected)  # a generator does its work while it is read
+    if scores is None:
+        raise CallFailed("did not return a list of scores", "Return one number for each completion")
+    if len(scores) != expected:
+        raise CallFailed(
+            f"returned {counted(len(scores), 'score')} for {counted(expected, 'completion')}",
+            "Return a list as long as completions, with None where there is no score",
+        )
+    return [_verdict(index, value) for index, value in enumerate(scores)]
+
+
+def raised(error: BaseException) -> str:
+    """What a function raised, and where."""
+    places = traceback.extract_tb(error.__traceback__)[-1:]
+    return f"raised {type(error).__name__}: {error}" + "".join(f" (at {at.filename}:{at.lineno})" for at in places)
+
+
+def excerpt(text: str) -> str:
+    """The beginning of a text, for messages."""
+    return text if len(text) <= _EXCERPT_LENGTH else text[: _EXCERPT_LENGTH - 1] + "…"
+
+
+def recorded(value: Any) -> Any:
+    """A value as JSON has it; of a long one the beginning, as text."""
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):  # NaN, or what contains itself or too much else
+        return str(value) if isinstance(value, float) else type(value).__name__
+    return json.loads(text) if len(text) <= _DETAIL_CHARACTERS else text[:_DETAIL_CHARACTERS]
+
+
+async def _awaited(returned: Any) -> Any:
+    return await returned
+
+
+def _listed(returned: Any, expected: int) -> list[Any] | None:
+    """Turn what a function returned into a list; None when it is no collection of scores."""
+    if hasattr(returned, "detach"):  # a tensor
+        return list(returned.detach().cpu().tolist()) if returned.dim() == 1 else None
+    if isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
+        return None
+    # One more than expected is enough to know that there are too many, even if the source never ends.
+    return list(returned) if hasattr(returned, "__len__") else list(itertools.islice(returned, expected + 1))
+
+
+def _verdict(index: int, value: Any) -> Verdict:
+    if isinstance(value, Verdict):
+        return value
+    if isinstance(value, Exception):
+        return Verdict(error=raised(value))
+    if not isinstance(value, Mapping):
+        return Verdict(_number(index, value))
+    keys = [key for key in value if key not in ("score", "error")][:_MOST_DETAILS]
+    details = {str(key): recorded(value[key]) for key in keys}
+    if value.get("error") is not None:
+        return Verdict(math.nan, details, f"returned an error: {value['error']}"[:_DETAIL_CHARACTERS])
+    if "score" not in value:
+        raise CallFailed(f"returned a table without score for completion {index}", "Add the key score")
+    return Verdict(_number(index, value["score"]), details)
+
+
+def _number(index: int, value: Any) -> float:
+    if value is None:
+        return math.nan
+    if hasattr(value, "detach") and value.numel() == 1:
+        value = value.item()
+    # numpy's scalars count as Real; texts that look like numbers do not, on purpose.
+    if isinstance(value, numbers.Real):
+        try:
+            return float(value)
+        except OverflowError:  # an int too large for any float is as good as infinite
+            return math.inf
+    raise CallFailed(
+        f"returned {excerpt(repr(value))} ({type(value).__name__}) as score {index}, which is not a number",
+        "Convert the scores to float",
+    )
+
+
+def _imported(name: str, search_paths: Sequence[Path]) -> Callable[..., Any]:
+    """Import a function. The search paths come first in `sys.path` during the import, and last from then on, because a
+    reward may import its neighbours when it is called."""
+    module_name, _, attribute = name.partition(":")
+    if not all(map(str.isidentifier, (attribute, *module_name.split(".")))):
+        raise ConfigError(
+            f'A reward function must be one of {", ".join(LIBRARY)}, or "module:function", got {name!r}. '
+            'For praise() in rewards.py write "rewards:praise".'
+        )
+    paths = list(dict.fromkeys(str(Path(path).resolve()) for path in search_paths))
+    sys.path[:0] = paths
+    importlib.invalidate_caches()  # a file written a moment ago must be seen
+    package = module_name.partition(".")[0]
+    spec, loaded = PathFinder.find_spec(package), getattr(sys.modules.get(package), "__file__", None)
+    where = spec.origin if spec is not None and spec.has_location else None
+    try:
+        if where is not None and loaded not in (None, where):
+            raise ImportError(f"{package!r} is already imported from {loaded}; rename your module")
+        module = importlib.import_module(module_name)
+        if not callable(function := getattr(module, attribute, None)):
+            sys.modules.pop(module_name)  # to be read again when it is corrected
+            public = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+            own = [key for key, value in public.items() if getattr(value, "__module__", "") == module_name]
+            raise AttributeError(f"it has no function {attribute!r}, but {', '.join(own) or 'none'}")
+    except Exception as error:  # a module may raise anything
+        raise ConfigError(
+            f"Reward function {name!r} cannot be loaded from {where or ', '.join(paths) or 'the installed packages'}: "
+            f"{type(error).__name__}: {error}. Check the name and reward.search_paths."
+        ) from error
+    finally:
+        for path in paths:
+            sys.path.remove(path)
+        sys.path.extend(path for path in paths if path not in sys.path)
+    return function  # type: ignore[no-any-return]
