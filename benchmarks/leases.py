@@ -36,6 +36,7 @@ import ray
 import torch
 from checked import one_or_more
 
+from coati.actors.options import TrainerOptions
 from coati.config import Deadlines, TopologySettings, TrainSettings
 from coati.cpu import set_up_cpu
 from coati.experience import BufferItem, Experience
@@ -50,7 +51,6 @@ from coati.ledger.rules import Lease, LedgerRules
 from coati.ray.callbacks import TrainerCallback
 from coati.ray.detached_trainer_ppo import PPOTrainer
 from coati.ray.environment import remote
-from coati.ray.options import TrainerOptions
 from coati.ray.peers import RayPeers
 from coati.trainer.ppo import PPOLearner
 from coati.trainer.strategies import DDPStrategy

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from coati.actors.options import TrainerOptions
 from coati.config import TrainSettings
 from coati.models import Actor, Critic
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
-from coati.ray.options import TrainerOptions
 from coati.trainer.strategies import DDPStrategy
 
 STEPS, BATCH, OUTPUT = 30, 32, "runs/detached_ppo"

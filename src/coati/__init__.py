@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and type checkers see
+    from coati.actors.options import MakerOptions as MakerOptions
+    from coati.actors.options import TrainerOptions as TrainerOptions
     from coati.config import RunSettings as RunSettings
     from coati.config import load_config as load_config
     from coati.entry import RunResult as RunResult
@@ -23,8 +25,6 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from coati.ray.detached_trainer_ppo import PPOTrainer as PPOTrainer
     from coati.ray.experience_maker_holder import ExperienceMakerHolder as ExperienceMakerHolder
     from coati.ray.experience_maker_holder import MakerHolder as MakerHolder
-    from coati.ray.options import MakerOptions as MakerOptions
-    from coati.ray.options import TrainerOptions as TrainerOptions
     from coati.trainer.ppo import PPOLearner as PPOLearner
 
 __version__ = "0.1.0"
@@ -45,8 +45,8 @@ _HOMES = {
     "DetachedPPOTrainer": "coati.ray.detached_trainer_ppo",
     "MakerHolder": "coati.ray.experience_maker_holder",
     "ExperienceMakerHolder": "coati.ray.experience_maker_holder",
-    "TrainerOptions": "coati.ray.options",
-    "MakerOptions": "coati.ray.options",
+    "TrainerOptions": "coati.actors.options",
+    "MakerOptions": "coati.actors.options",
 }
 
 

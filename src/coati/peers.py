@@ -155,7 +155,12 @@ class LocalPeers(Peers):
 
     def __init__(self, **targets: Any) -> None:
         super().__init__()
-        self._peers = {name: LocalPeer(name, target) for name, target in targets.items()}
+        self._peers: dict[str, LocalPeer] = {}
+        self.add(**targets)
+
+    def add(self, **targets: Any) -> None:
+        """Have these objects under their names from now on."""
+        self._peers |= {name: LocalPeer(name, target) for name, target in targets.items()}
 
     def _lookup(self, name: str) -> LocalPeer | None:
         return self._peers.get(name)

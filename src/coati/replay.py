@@ -71,16 +71,17 @@ class ReplayedRun(SynchronousRun):
         self._num_sent = 0
         self._made: dict[int, list[BufferItem]] = {}  # by the number of their group
         self._picked: deque[BufferItem] = deque()  # in no batch
+        self._rules = journal.rules
         buffer = LeasedBuffer(journal.rules, config.train.batch_size)
         super().__init__(config, RunLog(None, total_steps=0), parts=parts, buffer=buffer)
         self._prompt_stream = build.make_prompts(config)
-        maker: Any = self._pipeline.maker
+        maker: Any = self.maker.pipeline.maker
         self._engine = maker.engine = _FollowingEngine(getattr(maker, "engine", None))
 
     def next_batch(self) -> Experience | None:
         """The batch that was trained on next; None if the version was ended before it was."""
-        self.send()
-        if self.num_sampled >= self._ends[self._version + 1]:
+        self._update_remote_makers()
+        if self.num_sampled >= self._ends[self.version + 1]:
             return None
         size = self._config.train.batch_size
         while len(self._picked) < size:
@@ -94,35 +95,34 @@ class ReplayedRun(SynchronousRun):
 
     def publish(self) -> None:
         """Compare the next version with the journal, and keep it for what it wrote."""
-        self._version += 1
-        self.send()
-        self._on_version(self._version, self.last)
+        super().publish()
+        self._on_version(self.version, self.last)
 
     def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
         """Save nothing."""
 
     def should_stop(self) -> bool:
         """Whether all is checked."""
-        return self._version >= self.last
+        return self.version >= self.last
 
-    def send(self, *, fully_update: bool = True) -> None:  # noqa: ARG002  (all weights are kept)
+    def _update_remote_makers(self, fully_update: bool = False, **_: Any) -> None:  # noqa: ARG002  (all are kept)
         """Send and keep the weights as often as the run did now: for all makers, and for those that came later.
 
         The latter may have got them in the middle of a version, which then is another one to them.
         """
-        while self._published and self._published[0]["publish"] <= self._version:
+        while self._published and self._published[0]["publish"] <= self.version:
             event = self._published[0]
             if event["samples"] > self.num_sampled:
                 return
-            self._sender.send(event["publish"], fully_update=True)  # which calls `note_weights`
+            self._sender.send(event["publish"], fully_update=True)  # which calls `_note_weights`
             self._published.popleft()
-            models = self._pipeline.served.modules.items()
+            models = self.maker.pipeline.served.modules.items()
             copies = {label: {name: t.clone() for name, t in model.state_dict().items()} for label, model in models}
             self._kept[self._num_sent] = copies
             self._kept = {number: weights for number, weights in self._kept.items() if self._num_uses[number] > 0}
             self._num_sent += 1
 
-    def note_weights(self, version: int, digests: Mapping[str, Mapping[str, str]], makers: Sequence[str] = ()) -> None:  # noqa: ARG002
+    def _note_weights(self, version: int, digests: Mapping[str, Mapping[str, str]], makers: Sequence[str]) -> None:  # noqa: ARG002
         """Compare weights that are sent with what the journal says of them."""
         came = [(f"{label} {name}", digest) for label, model in digests.items() for name, digest in model.items()]
         text = "".join(self._published[0]["weights"].values())
@@ -146,7 +146,7 @@ class ReplayedRun(SynchronousRun):
             scored = [number for number, by in zip(numbers, delivery["scored_by"], strict=True) if by == version]
             self._engine.scored_by = serve(version)
             prompts = PromptBatch.parse(self._prompt_stream.batch(scored, group_size=size)[0])
-            made = self._pipeline.finish(self._pipeline.begin(prompts))
+            made = self.maker.pipeline.finish(self.maker.pipeline.begin(prompts))
             for item in [] if made is None else split_experience_batch(made):
                 groups[self._number_of(item)].append(item)
         if lost := [number for number, group in groups.items() if len(group) < size]:
@@ -163,7 +163,7 @@ class ReplayedRun(SynchronousRun):
 
     def _serve(self, sent: Mapping[int, int], version: int) -> int:
         """Give the models the weights that were sent as a version."""
-        for label, module in self._pipeline.served.modules.items():
+        for label, module in self.maker.pipeline.served.modules.items():
             module.load_state_dict(self._kept[sent[version]][label])
         return version
 
@@ -290,7 +290,7 @@ def replay(
         )
     run = ReplayedRun(_settings(folder), contents[0], until=until, parts=parts, on_version=on_version)
     on_version(0, run.last)
-    run.fit()
+    run.train()
     return ReplayResult(run.last, run.num_sampled)
 
 

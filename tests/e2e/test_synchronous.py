@@ -1,8 +1,6 @@
 """The whole system in one process, on a model of a few hundred weights."""
 
 import itertools
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -19,6 +17,7 @@ from coati.ledger.audit import audit_run
 from coati.monitor import read_jsonl
 from coati.monitor.run_log import RunLog
 from coati.synchronous import SynchronousRun
+from coati.trainer.checkpoints import Checkpoints
 from coati.weights.receiver import WeightReceiver
 
 REWARDS = """
@@ -238,27 +237,21 @@ def test_a_learning_rate_that_breaks_the_models_ends_with_an_error_that_names_it
     assert all(bool(tensor.isfinite().all()) for tensor in load_file(saved).values())
 
 
-def test_a_checkpoint_that_is_never_written_does_not_hide_why_a_run_failed(tmp_path):
-    def never_written():
+def test_a_checkpoint_that_is_never_written_costs_neither_the_model_nor_the_reason_of_a_failure(
+    run, tmp_path, monkeypatch, caplog
+):
+    def never_written(self):
         raise DeadlineExceeded("waited 1 s for checkpoint 3 to be written.")
 
-    def diverge():
+    def diverge(self):
         raise TrainingDiverged("the loss is nan.")
 
-    run = SynchronousRun.__new__(SynchronousRun)
-    for name, value in {
-        "_log": RunLog(tmp_path, total_steps=0),
-        "_num_batches": 3,
-        "_checkpoints": SimpleNamespace(wait=never_written),
-        "_buffer": SimpleNamespace(close=lambda: None),
-        "fit": diverge,
-        "save": lambda path: Path(path).mkdir(),
-    }.items():
-        setattr(run, name, value)
-    with pytest.raises(TrainingDiverged) as caught:
-        run.run(str(tmp_path / "model"))
-    assert (tmp_path / "model-at-failure").is_dir()
-    assert any("checkpoint 3" in note for note in caught.value.__notes__)
+    monkeypatch.setattr(Checkpoints, "wait", never_written)
+    monkeypatch.setattr(SynchronousRun, "finish", diverge)
+    with pytest.raises(TrainingDiverged, match="the loss is nan"):
+        run()
+    assert (tmp_path / "0" / "model-at-failure" / "config.json").is_file()
+    assert "checkpoint 3" in caplog.text
 
 
 def test_a_reward_that_always_raises_ends_with_a_reward_error(run):

@@ -72,7 +72,7 @@ def test_a_run_leaves_config_metrics_samples_and_a_model(film_run, coati_here, t
     assert list((out / "tensorboard").iterdir())
     told = coati_here("report", out)
     assert told.returncode == 0, told.stderr
-    for part in ("this process", "generate", "train", "mean reward", "Samples", "report.html"):
+    for part in ("maker-0", "generate", "train", "mean reward", "Samples", "report.html"):
         assert part in told.stdout
     again = coati_here(*arguments)
     assert again.returncode == 2
@@ -101,7 +101,7 @@ def test_a_synchronous_run_that_fails_says_what_was_saved(film_run, coati_here, 
         def full_disk(self, path):
             raise OSError("no space left")
 
-        monkeypatch.setattr(SynchronousRun, "save", full_disk)
+        monkeypatch.setattr(SynchronousRun, "strategy_save_actor", full_disk)
     finished = coati_here("train", film_run, "--sync", "--set", "reward.function=film_rewards:raises_late")
     assert finished.returncode == 2
     assert "no such lexicon" in finished.stderr

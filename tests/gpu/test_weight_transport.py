@@ -55,10 +55,10 @@ def cluster():
 
 @pytest.mark.timeout(300)
 def test_weights_move_on_the_card_and_arrive_to_the_bit(cluster):
+    from coati.actors.options import TrainerOptions
     from coati.config import TopologySettings
     from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
     from coati.ray.experience_maker_holder import ExperienceMakerHolder
-    from coati.ray.options import TrainerOptions
 
     ray = cluster
     topology = TopologySettings(max_staleness=-1)

@@ -7,10 +7,10 @@ import ray
 import torch
 from tiny import actor_and_critic
 
+from coati.actors.options import TrainerOptions
 from coati.config import Deadlines, TopologySettings, TrainSettings
 from coati.ray.detached_trainer_base import DetachedTrainer
 from coati.ray.detached_trainer_ppo import PPOTrainer
-from coati.ray.options import TrainerOptions
 from coati.trainer.strategies import DDPStrategy
 
 PATIENCE = 180.0  # seconds that a test waits for what should come at once, on however busy a machine

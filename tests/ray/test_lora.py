@@ -8,10 +8,10 @@ import torch
 from ray_testing import DEADLINES, strategy
 from tiny import actor_and_critic, llama, maker_models
 
+from coati.actors.options import MakerOptions, TrainerOptions
 from coati.models import Actor, Critic, LoRASettings
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
-from coati.ray.options import MakerOptions, TrainerOptions
 
 pytestmark = pytest.mark.usefixtures("cluster")
 LORA = LoRASettings(rank=2, alpha=4.0)

@@ -6,9 +6,9 @@ import torch
 from ray_testing import DEADLINES, PATIENCE, numbered, strategy
 from tiny import maker_models
 
+from coati.actors.options import MakerOptions
 from coati.experience_maker import Experience, ExperienceMaker
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
-from coati.ray.options import MakerOptions
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

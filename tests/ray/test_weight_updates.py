@@ -10,10 +10,10 @@ from ray_testing import DEADLINES, PATIENCE, make_ppo_trainer, strategy
 from tiny import actor_and_critic, experience, maker_models
 from weight_testing import header_of, messages_of
 
+from coati.actors.options import MakerOptions, TrainerOptions
 from coati.errors import WeightUpdateError
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
-from coati.ray.options import MakerOptions, TrainerOptions
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

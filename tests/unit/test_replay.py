@@ -17,22 +17,20 @@ import tiny
 import torch
 
 from coati import build
+from coati.actors.host import Host
+from coati.actors.maker import Maker
+from coati.actors.options import MakerOptions, TrainerOptions
+from coati.actors.ppo import PlainPPOTrainer
 from coati.batching import split_experience_batch
 from coati.cli.main import main
 from coati.config import build_config, dump_config
 from coati.errors import CheckpointError, ConfigError, ReplayDiffers
-from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker.leased_prompts import LeasedPrompts
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal, read_journal
-from coati.monitor.run_log import RunLog
 from coati.peers import LocalPeers
 from coati.replay import replay
-from coati.synchronous import SynchronousRun
 from coati.trainer.checkpoints import find_checkpoint
-from coati.weights.receiver import WeightReceiver
-from coati.weights.recipients import Recipients
-from coati.weights.sender import WeightSender
 
 REWARD = """
 def likes_early_letters(completions):
@@ -40,22 +38,34 @@ def likes_early_letters(completions):
 """
 
 
-class Maker:
+class InterleavedMaker(Maker):
     """One of several in a process; new weights wait in its mail until it looks."""
 
-    def __init__(self, name, owner):
-        self.name, self._owner = name, owner
+    def __init__(self, name, config, peers):
         with torch.random.fork_rng():  # elsewhere it is built in a process of its own
-            self.pipeline = owner._make_pipeline()
-        self._receiver = WeightReceiver(self.pipeline.served)
-        self._mail, self._scored, self.prompts = [], [], None
+            super().__init__(
+                ["trainer"],
+                functools.partial(build.make_strategy, config, "maker"),
+                functools.partial(build.maker_models, config),
+                options=MakerOptions.of_run(config, build.Parts()),
+                host=Host(name, peers),
+            )
+        self._mail, self._scored = [], []
+        self.prompts = LeasedPrompts(
+            build.make_prompts(config),
+            ["trainer"],
+            build.ledger_rules(config),
+            self.pipeline.served,
+            peers=peers,
+            maker=name,
+        )
 
     def update_experience_maker(self, *, message):
         self._mail.append(copy.deepcopy(message))
 
     def look(self):
         while self._mail:
-            self._receiver.receive(self._mail.pop(0))
+            super().update_experience_maker(message=self._mail.pop(0))
 
     def advance(self, dice):
         """Go on with a token of each sample, with new prompts beside others, and take new weights in between."""
@@ -65,7 +75,7 @@ class Maker:
             scored = self._scored.pop(0)
             made = self.pipeline.finish(scored)
             items = [] if made is None else split_experience_batch(made)
-            self._owner._buffer.extend(self.prompts.attach_leases(scored, items))
+            self._sender.send(self.prompts.attach_leases(scored, items))
         if not self.pipeline.num_in_work or dice.random() < 0.3:
             self.prompts.room = dice.randrange(1, 4)
             if (prompts := self.prompts.poll()) is not None:
@@ -74,43 +84,29 @@ class Maker:
             self._scored.append(batch)
 
 
-class Interleaved(SynchronousRun):
+class Interleaved(PlainPPOTrainer):
     """A run with several makers, on one thread."""
 
     def __init__(self, config, *, seed, stops_at=None, dies=False, checkpoint=None):
         self._dice, self._stops_at, self._dies = random.Random(seed), stops_at, dies
-        rules = build.ledger_rules(config)
-        journal = functools.partial(
-            Journal, build.journal_path(config), rules, run=config.run.name, is_resumed=checkpoint is not None
+        self._config, peers = config, LocalPeers(trainer=self)
+        super().__init__(
+            ["maker-0", "maker-1"],
+            functools.partial(build.make_strategy, config, "trainer"),
+            functools.partial(build.trainer_models, config),
+            train_batch_size=config.train.batch_size,
+            options=TrainerOptions.of_run(config, build.Parts(), resume=checkpoint),
+            host=Host("trainer", peers),
         )
-        buffer = LeasedBuffer(rules, config.train.batch_size, open_journal=journal)
-        super().__init__(config, RunLog(None, total_steps=0), buffer=buffer, checkpoint=checkpoint)
-        for maker in self._makers.values():
-            self._connect(maker)
-        self.fit()
-        buffer.close()
-
-    def _make_sender(self):
-        self._makers = {name: Maker(name, self) for name in ("maker-0", "maker-1")}
-        self._maker_peers = LocalPeers(**self._makers)
-        return WeightSender(
-            self._learner.models,
-            self._learner.strategy,
-            Recipients(self._maker_peers, list(self._makers), self._config.deadlines),
-            self._config.topology,
-            timeline=self._timeline,
-            on_read=self._buffer.note_weights,
-        )
-
-    def _connect(self, maker):
-        peers = LocalPeers(trainer=self._buffer)
-        served = maker.pipeline.served
-        maker.prompts = LeasedPrompts(
-            build.make_prompts(self._config), ["trainer"], self._rules, served, peers=peers, maker=maker.name
-        )
+        self._makers = {name: InterleavedMaker(name, config, peers) for name in self.maker_names}
+        peers.add(**self._makers)
+        train = config.train
+        self.sync_models_to_remote_makers()
+        self.fit(train.total_steps, train.update_steps, train.epochs)
+        self._buffer.close()
 
     def next_batch(self):
-        if self._dies and self._buffer.num_sampled % self._rules.samples_per_version and self._version:
+        if self._dies and self._num_batches % self._config.train.update_steps and self.version:
             self._dies = False
             self._replace("maker-1")
         while not self.should_stop() and (batch := self._buffer.try_sample(0.0)) is None:
@@ -121,14 +117,18 @@ class Interleaved(SynchronousRun):
             self._dice.choice(list(self._makers.values())).advance(self._dice)
         return batch
 
+    def publish(self):
+        super().publish()
+        self._sender.settle()  # what makers have in their mail is what the dice say
+
     def _replace(self, name):
         """The maker dies with what it has begun; its successor gets the weights as they are now."""
-        self._buffer.release(name, "died")
-        self._makers[name] = self._maker_peers._peers[name]._target = Maker(name, self)
-        self._connect(self._makers[name])
-        self._sender.change_makers(["maker-0"])
-        self._sender.change_makers(list(self._makers))
-        self._sender.send(self._version, fully_update=True, only_behind=True)
+        self.release_maker(name, "died")
+        self._makers[name] = InterleavedMaker(name, self._config, self.host.peers)
+        self.change_makers(["maker-0"])
+        self.host.peers.add(**self._makers)
+        self.change_makers(list(self._makers))
+        self._update_late_makers()
 
     def should_stop(self):
         return self._stops_at is not None and self._num_batches >= self._stops_at

@@ -38,6 +38,10 @@ class SampleBuffer(ABC):
         """Samples that wait for their batch to fill."""
 
     @abstractmethod
+    def close(self) -> None:
+        """Release what it holds outside of this process's memory."""
+
+    @abstractmethod
     def _next_batch(self) -> Callable[[], Experience] | None:
         """Take the next batch out and return what unpacks it, which is called without the lock; None if none is
         there."""

@@ -17,10 +17,11 @@ Prompts are drawn when they can be begun, always on the same background thread. 
 could not go to a quicker maker, and would count as made ahead of the trainer without being there.
 """
 
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ from coati.batching import split_experience_batch
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded
 from coati.experience import Experience
-from coati.experience_maker.base import MakerBatch, PromptBatch, WorkSource
+from coati.experience_maker.base import MakerBatch, OtherWork, PromptBatch, WorkSource
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline
 
@@ -45,8 +46,8 @@ _ASKED_SHARE: Final = 1 / 8
 class WorkLoop:
     """Makes experience from the prompts of a source, and sends it to trainers.
 
-    `notify(hook, *args)` calls the hooks of callbacks (see `coati.ray.callbacks`). Those of one batch come after those
-    of the batch before. `record` takes what each batch reports.
+    `notify(hook, *args)` calls the hooks of callbacks (see `coati.actors.callbacks`). Those of one batch come after
+    those of the batch before. `record` takes what each batch reports.
     """
 
     def __init__(
@@ -80,10 +81,9 @@ class WorkLoop:
     def run(self) -> None:
         """Work on what the source has until it ends or a stop comes; deliver all that is made."""
         thread = BackgroundThread(name="prompts")
-        work = iter(self._source)
 
         def draw() -> "Future[Any]":
-            return thread.run(lambda: next(work, None))
+            return thread.run(lambda: next(self._work, None))
 
         try:
             while self._begin_stretch(draw):
@@ -98,12 +98,21 @@ class WorkLoop:
             finally:
                 thread.close()
 
-    def make(self, prompts: PromptBatch) -> None:
-        """Make experience from a batch of prompts, and deliver it."""
-        self._start_hooks()
-        with self._timeline.span("generate"):
-            self._pending.append(self._pipeline.begin(prompts))
-        self._finish_pending()
+    @functools.cached_property
+    def _work(self) -> Iterator[PromptBatch | OtherWork]:
+        return iter(self._source)
+
+    def take_turn(self) -> None:
+        """Do the next work alone, and deliver it: in a process where the trainer waits meanwhile."""
+        work = next(self._work, None)
+        if isinstance(work, PromptBatch):
+            self._start_hooks()
+            with self._timeline.span("generate"):
+                self._pending.append(self._pipeline.begin(work))
+            self._finish_pending()
+            self._sender.flush()
+        elif work is not None:
+            work.run(self._pipeline)
 
     def _begin_stretch(self, draw: Callable[[], "Future[Any]"]) -> bool:
         """Wait until something is in work; False at the end."""

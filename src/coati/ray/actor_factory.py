@@ -13,16 +13,14 @@ from typing import Any
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coati import build
+from coati.actors.options import MakerOptions, TrainerOptions
 from coati.build import Parts
 from coati.config import RunSettings
 from coati.counting import counted
 from coati.errors import ScalingRefused
-from coati.evaluation.schedule import EvalSchedule
-from coati.evaluation.work import EvaluationWork
 from coati.peers import Peer, answer
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
-from coati.ray.options import MakerOptions, TrainerOptions
 from coati.ray.peers import RayHost
 
 # ray.remote makes actor classes of these, which mypy cannot see.
@@ -33,13 +31,10 @@ _TRAINER: Any = DetachedPPOTrainer
 class ActorFactory:
     """Creates makers and trainers by name."""
 
-    def __init__(
-        self, config: RunSettings, *, checkpoints: Path, host: RayHost | None = None, parts: Parts | None = None
-    ) -> None:
+    def __init__(self, config: RunSettings, *, host: RayHost | None = None, parts: Parts | None = None) -> None:
         self._host = host or RayHost()
         self._config = config
         self._parts = parts or Parts()
-        self._checkpoints = checkpoints
         topology = config.topology
         self.trainer_names = [f"trainer-{rank}" for rank in range(topology.trainers)]
         self.first_makers = [f"maker-{index}" for index in range(topology.makers)]
@@ -72,18 +67,7 @@ class ActorFactory:
             model_fn=functools.partial(build.maker_models, config, self._parts.reward),
             sync_models_from_trainers=True,
             update_lora_weights=config.topology.update_lora_weights,
-            options=MakerOptions(
-                algorithm=config.algorithm,
-                rollout=config.rollout,
-                deadlines=config.deadlines,
-                logging=config.logging,
-                seed=config.run.seed,
-                num_threads=build.threads_per_actor(config),
-                incarnation=self._num_created,
-                rules=build.ledger_rules(config),
-                evaluations=functools.partial(EvaluationWork, config, self._parts.reward) if config.eval else None,
-                maker=self._parts.maker,
-            ),
+            options=MakerOptions.of_run(config, self._parts, incarnation=self._num_created),
         )
 
     def name_newcomers(self, count: int) -> list[str]:
@@ -127,24 +111,7 @@ class ActorFactory:
             model_fn=functools.partial(build.trainer_models, config),
             env_info=env_info,
             train_batch_size=config.train.batch_size,
-            options=TrainerOptions(
-                train=config.train,
-                algorithm=config.algorithm,
-                topology=config.topology,
-                deadlines=config.deadlines,
-                seed=config.run.seed,
-                num_threads=build.threads_per_actor(config),
-                max_response_tokens=config.rollout.max_new_tokens,
-                save_folder=self._checkpoints,
-                resume=resume,
-                incarnation=incarnation,
-                tokenizer=functools.partial(build.load_tokenizer, config),
-                rules=build.ledger_rules(config, stream=rank),
-                journal=build.journal_path(config, stream=rank),
-                run_name=config.run.name,
-                evaluations=functools.partial(EvalSchedule, config.eval * (rank == 0), incarnation=incarnation),
-                learner=self._parts.learner,
-            ),
+            options=TrainerOptions.of_run(config, self._parts, rank=rank, resume=resume, incarnation=incarnation),
         )
 
     def _trainer_places(self) -> list[tuple[dict[str, Any], dict[str, str] | None]]:

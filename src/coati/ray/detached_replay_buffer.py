@@ -22,7 +22,7 @@ from coati.errors import ConfigError, DeadlineExceeded
 from coati.experience import BufferItem, Experience, ItemBundle
 from coati.experience_buffer.buffer import DEFAULT_WAIT_SECONDS, SLICE_SECONDS, SampleBuffer
 from coati.peers import Peers, answer
-from coati.ray.peers import RayPeer, RayPeers
+from coati.ray.peers import RayPeer
 from coati.trainer.maker_watch import MakerWatch
 
 _ANSWER_SECONDS = 60.0
@@ -155,13 +155,13 @@ class UnleasedBuffer(DetachedReplayBuffer):
         *,
         maker_names: Sequence[str],
         deadlines: Deadlines,
-        peers: Peers | None = None,
+        peers: Peers,
         queue: BatchQueue | None = None,
     ) -> None:
         super().__init__(sample_batch_size, limit, queue=queue)
         self._maker_names = maker_names
         self._deadlines = deadlines
-        self._peers = peers or RayPeers()
+        self._peers = peers
         self._watch = MakerWatch((), deadlines, peers=self._peers)
         self._deliveries: deque[str] = deque(maxlen=_DELIVERIES_KEPT)
         self._turn = threading.Lock()  # held by the delivery that is taken in, also while it waits for room

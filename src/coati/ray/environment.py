@@ -1,24 +1,23 @@
-"""What an actor sets up in its process: five environment variables from the driver, its log, its share of a GPU.
+"""What a process has as a Ray actor: its name and peers, its log, the environment that it inherits.
 
-All other variables come from the Ray node: on a cluster, the environment in which `ray start` ran; on a private Ray,
+Environment variables come from the Ray node: on a cluster, the environment in which `ray start` ran; on a private Ray,
 those variables of the driver that `PASSED_ON` or `topology.environment` names.
 """
 
 import gc
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import ray
-import torch
 
 from coati import faults
-from coati.errors import ConfigError
+from coati.actors.host import Host
+from coati.config import Deadlines
 from coati.monitor.records import RecordLog, WarningRecorder
-
-ENV_INFO_KEYS = ("local_rank", "rank", "world_size", "master_addr", "master_port")
+from coati.ray.detached_replay_buffer import UnleasedBuffer
+from coati.ray.peers import RayPeers
 
 PASSED_ON = (
     "PATH HOME USER LOGNAME SHELL TERM COLUMNS NO_COLOR LANG LC_* TZ TMPDIR XDG_* LD_* DYLD_* PYTHON* VIRTUAL_ENV "
@@ -27,18 +26,6 @@ PASSED_ON = (
     "REQUESTS_CA_BUNDLE"
 )
 """Patterns of variables that actors of a private Ray get from the driver. HF_TOKEN is one: they load models."""
-
-
-def apply_env_info(env_info: Mapping[str, str | int] | None) -> None:
-    """Set LOCAL_RANK, RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for torch.distributed from `env_info`."""
-    env_info = env_info or {}
-    if unknown := [key for key in env_info if key not in ENV_INFO_KEYS]:
-        raise ConfigError(
-            f"env_info may hold {', '.join(ENV_INFO_KEYS)}, got {', '.join(map(repr, unknown))}. Other "
-            "variables do not travel to workers; use Ray's runtime_env for them."
-        )
-    for key, value in env_info.items():
-        os.environ[key.upper()] = str(value)
 
 
 def allowed_environment(environment: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
@@ -53,54 +40,55 @@ def allowed_environment(environment: Mapping[str, str], more: Iterable[str] = ()
     }
 
 
-def set_up_log(*, debug: bool = False, records: RecordLog[dict[str, Any]] | None = None) -> None:
-    """Have an actor log what it does, and keep its warnings among `records` for the driver. Only in an actor.
+class ActorHost(Host):
+    """A Ray actor. Where there is none, in a test for example, it has no name and leaves the process alone."""
 
-    Ray keeps the log of each actor; `--verbose` shows it. A level or handler that is set already stays.
-    """
-    logger = logging.getLogger("coati")
-    if debug:
-        logger.setLevel(logging.DEBUG)
-    if not is_actor():
-        return
-    faults.set_actor(actor_name())
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-    if not logger.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-        logger.addHandler(handler)
-    if records is not None:
+    may_lend_memory = True
+
+    def __init__(self) -> None:
+        super().__init__("", RayPeers())
+        self._is_actor = ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+        if self._is_actor:
+            context = ray.get_runtime_context()
+            self.name = str(context.get_actor_name() or context.get_actor_id()[:8])
+
+    def set_up_log(self, records: RecordLog[dict[str, Any]], *, debug: bool) -> None:
+        """Have the actor log what it does, and keep its warnings among `records` for the driver.
+
+        Ray keeps the log of each actor; `--verbose` shows it. A level or handler that is set already stays.
+        """
+        logger = logging.getLogger("coati")
+        if debug:
+            logger.setLevel(logging.DEBUG)
+        if not self._is_actor:
+            return
+        faults.set_actor(self.name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+        if not logger.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+            logger.addHandler(handler)
         logger.addHandler(WarningRecorder(records))
 
+    def leave_out_of_collections(self) -> None:
+        """Exclude libraries and models, which stay, from garbage collection: that took 3 % of a small model's steps."""
+        if self._is_actor:
+            gc.collect()
+            gc.freeze()
 
-def set_up_gpu(device: torch.device) -> None:
-    """Turn cuDNN's attention off, which plans for each new shape of a batch: 47 ms on the host of an H200."""
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def leave_out_of_collections() -> None:
-    """Exclude what an actor has loaded so far from garbage collection; libraries and models stay until it ends.
-
-    Collecting them took 3 % of the steps of a small model. Does nothing outside an actor.
-    """
-    if is_actor():
-        gc.collect()
-        gc.freeze()
+    def make_buffer(
+        self, sample_batch_size: int, limit: int, *, maker_names: Sequence[str], deadlines: Deadlines
+    ) -> UnleasedBuffer:
+        """Make the buffer of a trainer whose makers have data loaders of their own."""
+        return UnleasedBuffer(sample_batch_size, limit, maker_names=maker_names, deadlines=deadlines, peers=self.peers)
 
 
-def is_actor() -> bool:
-    """Whether this process is a Ray actor."""
-    return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
-
-
-def actor_name() -> str:
-    """Return the name of this actor, or the beginning of its id; "" outside an actor."""
-    if not is_actor():
-        return ""
-    context = ray.get_runtime_context()
-    return str(context.get_actor_name() or context.get_actor_id()[:8])
+def run_in_groups(plain_class: type, **methods: Sequence[str]) -> None:
+    """Have an actor of this class run these methods in the concurrency groups that they are listed under."""
+    for group, names in methods.items():
+        for name in names:
+            ray.method(concurrency_group=group)(getattr(plain_class, name))
 
 
 def remote(plain_class: type, *, groups: Sequence[str]) -> Any:

@@ -66,7 +66,7 @@ class DetachedRun:
         self._remedy = f"To continue from the newest checkpoint, if there is one: coati train --resume {self._folder}"
         self._restarts = Restarts(config.topology.max_restarts, remedy=self._remedy)
         log.restarts = self._restarts.counts
-        self._factory = make_factory(self._config, checkpoints=self._folder / "checkpoints", parts=parts)
+        self._factory = make_factory(self._config, parts=parts)
         self._supervisor = Supervisor(
             self._config, self._factory, log, self._restarts, shows_warnings=not log_to_driver
         )

@@ -11,6 +11,7 @@ from thread_peers import ThreadPeers
 from tiny import TokenReward, actor_and_critic, llama, llama_config, maker_models, prompts
 from torch import nn
 
+from coati.actors.options import MakerOptions
 from coati.background import run_in_background
 from coati.config import Deadlines
 from coati.errors import ActorNotFound, ConfigError, DataError, DeadlineExceeded, GenerateOptionError, RewardError
@@ -18,10 +19,9 @@ from coati.experience import Experience
 from coati.experience_maker import ExperienceMaker, NaiveExperienceMaker
 from coati.ledger import LedgerRules
 from coati.models import Actor, Critic, RewardModel
-from coati.ray import experience_maker_holder
+from coati.ray import environment
 from coati.ray.callbacks import MakerCallback
 from coati.ray.experience_maker_holder import MakerHolder
-from coati.ray.options import MakerOptions
 from coati.rewards import FunctionReward, ModelReward, RewardScorer
 from coati.trainer.strategies import DDPStrategy, GeminiStrategy, LowLevelZeroStrategy
 
@@ -51,7 +51,7 @@ class Sink:
 @pytest.fixture
 def sinks(monkeypatch):
     sinks = {name: Sink() for name in ("t0", "t1", "t2")}
-    monkeypatch.setattr(experience_maker_holder, "RayPeers", lambda: ThreadPeers(**sinks))
+    monkeypatch.setattr(environment, "RayPeers", lambda: ThreadPeers(**sinks))
     return sinks
 
 

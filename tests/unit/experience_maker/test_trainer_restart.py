@@ -9,14 +9,14 @@ from thread_peers import PATIENCE, ThreadPeers
 from tiny import actor_and_critic, maker_models
 from weight_testing import header_of, messages_of
 
+from coati.actors.host import Host
+from coati.actors.maker import Maker
+from coati.actors.options import MakerOptions
 from coati.background import run_in_background
 from coati.config import Deadlines
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger import LedgerRules
 from coati.prompts.stream import PromptStream
-from coati.ray import experience_maker_holder
-from coati.ray.experience_maker_holder import MakerHolder
-from coati.ray.options import MakerOptions
 from coati.trainer.strategies import DDPStrategy
 
 DEADLINES = Deadlines(start_seconds=PATIENCE, batch_seconds=PATIENCE, update_seconds=PATIENCE)
@@ -58,24 +58,17 @@ class Trainer:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_a_maker_serves_a_new_trainer_after_all_its_weights_came(max_staleness, monkeypatch):
+def test_a_maker_serves_a_new_trainer_after_all_its_weights_came(max_staleness):
     rules = LedgerRules(samples_per_version=2, total_samples=6, lead=0, max_staleness=max_staleness)
     first, second = Trainer(rules), Trainer(rules, 1)
     peers = ThreadPeers(trainer=first)
-
-    def known_anew():
-        """The same peers; who was found before is not known."""
-        others = ThreadPeers()
-        others._peers = peers._peers
-        return others
-
-    monkeypatch.setattr(experience_maker_holder, "RayPeers", known_anew)
-    holder = MakerHolder(
+    holder = Maker(
         ["trainer"],
         lambda: DDPStrategy(device="cpu"),
         lambda: maker_models(0),
         sync_models_from_trainers=True,
         options=MakerOptions(deadlines=DEADLINES, rules=rules, incarnation=1),
+        host=Host("maker", peers),
         max_new_tokens=4,
     )
 

@@ -8,9 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from coati.counting import format_seconds
-from coati.monitor.timeline import Timeline
-from coati.ray.callbacks import (
+from coati.actors.callbacks import (
     ExperienceMakerPerformanceEvaluator,
     MakerCallback,
     TrainerCallback,
@@ -18,6 +16,8 @@ from coati.ray.callbacks import (
     connect,
     dispatch,
 )
+from coati.counting import format_seconds
+from coati.monitor.timeline import Timeline
 
 
 class FakeClock:
@@ -140,7 +140,7 @@ def test_the_maker_by_hand(caplog):
     clock.pass_seconds(0.5)
     make_one(evaluator, clock, two_samples(), 3.0, 0.5)
     make_one(evaluator, clock, two_samples(), 4.0, 0.5)
-    with caplog.at_level(logging.INFO, logger="coati.ray.callbacks"):
+    with caplog.at_level(logging.INFO, logger="coati.actors.callbacks"):
         evaluator.on_loop_end()
     clock.pass_seconds(100.0)  # what comes after the loop does not count
     s = evaluator
@@ -197,7 +197,7 @@ def test_the_trainer_by_hand(caplog, enable_grad_checkpoint, per_weight, first_e
     run_episode(evaluator, clock, first_episode, 60.0)  # warm-up
     run_episode(evaluator, clock, first_episode + 1, 2.0, batches=2)
     run_episode(evaluator, clock, first_episode + 2, 2.0, batches=2)
-    with caplog.at_level(logging.INFO, logger="coati.ray.callbacks"):
+    with caplog.at_level(logging.INFO, logger="coati.actors.callbacks"):
         evaluator.on_fit_end()
     s = evaluator
     assert (s.samples, s.tokens, s.use.elapsed) == (8, 32, 12.5)
@@ -228,7 +228,7 @@ def test_no_warm_up_counts_the_first_episode():
 def test_empty_runs_end_without_a_division_by_zero(caplog):
     maker = ExperienceMakerPerformanceEvaluator(1, 1, 1, 1)
     trainer = TrainerPerformanceEvaluator(1, 1)
-    with caplog.at_level(logging.INFO, logger="coati.ray.callbacks"):
+    with caplog.at_level(logging.INFO, logger="coati.actors.callbacks"):
         maker.on_loop_start()
         maker.on_loop_end()
         trainer.on_fit_start()

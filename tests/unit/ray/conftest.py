@@ -2,7 +2,8 @@ import pytest
 from ray_testing import make_ppo_trainer
 from thread_peers import LocalQueue
 
-from coati.ray import detached_replay_buffer, detached_trainer_base
+from coati.actors import trainer
+from coati.ray import detached_replay_buffer
 
 
 @pytest.fixture
@@ -14,5 +15,5 @@ def local_queue(monkeypatch):
 @pytest.fixture
 def make_trainer(local_queue, monkeypatch):
     """A PPO trainer without Ray; `weight_testing.connect` gives it makers."""
-    monkeypatch.setattr(detached_trainer_base, "_SLICE_SECONDS", 0.01)
+    monkeypatch.setattr(trainer, "_SLICE_SECONDS", 0.01)
     return lambda **options: make_ppo_trainer([], **options)

@@ -6,8 +6,8 @@ import re
 import pytest
 from ray.exceptions import ActorDiedError, ActorDiedErrorContext, RayActorError
 
+from coati.actors.host import apply_env_info
 from coati.errors import ConfigError
-from coati.ray.environment import apply_env_info
 from coati.ray.peers import death_reason
 
 

@@ -7,11 +7,11 @@ import pytest
 from ray_testing import DEADLINES, strategy
 from tiny import actor_and_critic, experience, maker_models
 
+from coati.actors.options import MakerOptions, TrainerOptions
 from coati.config import AlgorithmSettings, RolloutSettings, TrainSettings
 from coati.errors import ConfigError, DataError
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer, PPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder, MakerHolder
-from coati.ray.options import MakerOptions, TrainerOptions
 from coati.trainer.ppo import PPOLearner
 
 pytestmark = pytest.mark.usefixtures("local_queue")

@@ -43,7 +43,7 @@ class Stage:
                 "topology": {"makers": makers, "trainers": trainers},
             }
         )
-        factory = ActorFactory(config, checkpoints=None, host=self.host)
+        factory = ActorFactory(config, host=self.host)
         factory.is_private = is_private
         self.log = RunLog(None, total_steps=6)
         self.crew = Supervisor(config, factory, self.log, self.restarts)

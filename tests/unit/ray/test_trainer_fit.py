@@ -8,11 +8,12 @@ from ray_testing import Background, RecordingTrainer
 from thread_peers import PATIENCE, ThreadPeers
 from tiny import experience, items
 
+from coati.actors import trainer
 from coati.config import Deadlines
 from coati.errors import ActorNotFound, ConfigError, DataError, DeadlineExceeded, PeerDied
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger import Lease, LeaseRequest, LedgerRules
-from coati.ray import detached_replay_buffer, detached_trainer_base
+from coati.ray import environment
 from coati.ray.callbacks import TrainerCallback
 from coati.trainer import maker_watch
 
@@ -34,9 +35,9 @@ def makers():
 
 @pytest.fixture
 def make_trainer(makers, local_queue, monkeypatch):
-    monkeypatch.setattr(detached_trainer_base, "_SLICE_SECONDS", 0.01)
+    monkeypatch.setattr(trainer, "_SLICE_SECONDS", 0.01)
     monkeypatch.setattr(maker_watch, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(detached_replay_buffer, "RayPeers", lambda: makers)
+    monkeypatch.setattr(environment, "RayPeers", lambda: makers)
     options = {"train_batch_size": 2, "deadlines": QUICK}
     return lambda names=(), **kwargs: RecordingTrainer(list(names), **{**options, **kwargs})
 

@@ -19,13 +19,13 @@ from learner_settings import sections
 from ledger_events import replayed
 from thread_peers import PATIENCE
 
+from coati.actors.options import TrainerOptions
 from coati.background import run_in_background
 from coati.errors import CheckpointError, DeadlineExceeded
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger import LeaseRequest, LedgerRules
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal, read_journal
-from coati.ray.options import TrainerOptions
 from coati.trainer import checkpoints as module
 from coati.trainer.checkpoints import Checkpoints, clear_after, find_checkpoint
 from coati.trainer.ppo import PPOLearner

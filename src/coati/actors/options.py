@@ -1,15 +1,19 @@
-"""What the actors take besides the contract's arguments: sections of the settings, and their part in a run."""
+"""What trainers and makers take besides the contract's arguments: sections of settings, and their part in a run."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from coati import build
+from coati.build import Parts
 from coati.config import (
     AlgorithmSettings,
     Deadlines,
     LoggingSettings,
     RolloutSettings,
+    RunSettings,
     TopologySettings,
     TrainSettings,
 )
@@ -32,7 +36,7 @@ class TrainerOptions:
     train: TrainSettings = dataclasses.field(default_factory=TrainSettings)
     algorithm: AlgorithmSettings = dataclasses.field(default_factory=lambda: AlgorithmSettings(correction="none"))
     topology: TopologySettings = dataclasses.field(default_factory=lambda: TopologySettings(max_staleness=-1))
-    """Staleness bound, checks of weight updates and chunk size; the rest is not the trainer's."""
+    """Staleness bound, whether only adapters are sent, and chunk size; the rest is not the trainer's."""
     deadlines: Deadlines = dataclasses.field(default_factory=Deadlines)
     seed: int = 0
     num_threads: int = 0
@@ -56,6 +60,30 @@ class TrainerOptions:
     """Makes the schedule of evaluations, which the first trainer has."""
     learner: Callable[..., PPOLearner] = PPOLearner
     """What makes the learner: a subclass with another loss, for example."""
+
+    @classmethod
+    def of_run(
+        cls, config: RunSettings, parts: Parts, *, rank: int = 0, resume: Path | None = None, incarnation: int = 0
+    ) -> Self:
+        """Those of a trainer of a run; the first has the evaluations."""
+        return cls(
+            train=config.train,
+            algorithm=config.algorithm,
+            topology=config.topology,
+            deadlines=config.deadlines,
+            seed=config.run.seed,
+            num_threads=build.threads_per_actor(config),
+            max_response_tokens=config.rollout.max_new_tokens,
+            save_folder=config.output_folder.resolve() / "checkpoints",
+            resume=resume,
+            incarnation=incarnation,
+            tokenizer=functools.partial(build.load_tokenizer, config),
+            rules=build.ledger_rules(config, stream=rank),
+            journal=build.journal_path(config, stream=rank),
+            run_name=config.run.name,
+            evaluations=functools.partial(EvalSchedule, config.eval * (rank == 0), incarnation=incarnation),
+            learner=parts.learner,
+        )
 
     def with_arguments(
         self,
@@ -97,6 +125,22 @@ class MakerOptions:
     maker: Callable[..., ExperienceMaker] = NaiveExperienceMaker
     """Makes the maker: a class or function that takes the four models and, of the keywords algorithm, seed and engine,
     those that it declares."""
+
+    @classmethod
+    def of_run(cls, config: RunSettings, parts: Parts, *, incarnation: int = 0) -> Self:
+        """Those of a maker of a run."""
+        return cls(
+            algorithm=config.algorithm,
+            rollout=config.rollout,
+            deadlines=config.deadlines,
+            logging=config.logging,
+            seed=config.run.seed,
+            num_threads=build.threads_per_actor(config),
+            incarnation=incarnation,
+            rules=build.ledger_rules(config),
+            evaluations=functools.partial(EvaluationWork, config, parts.reward) if config.eval else None,
+            maker=parts.maker,
+        )
 
     def generate_options(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """All options of `generate`: those of `rollout`, and keywords that it does not decide."""

@@ -1,0 +1,219 @@
+"""Hooks into the loops of makers and trainers, and two callbacks that measure performance.
+
+They are pickled into the Ray actors and run there, in the thread of the loop: what they collect stays in the actor.
+"""
+
+# The diagrams of `MakerCallback` and `TrainerCallback` say when each hook runs.
+# ruff: noqa: D102
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from coati.counting import format_seconds
+from coati.monitor.timeline import Timeline, TimeUse, label_of
+
+if TYPE_CHECKING:
+    from coati.experience import Experience
+
+logger = logging.getLogger(__name__)
+
+
+class _Callback:
+    timeline = Timeline()
+    """The account of the actor's time, which the actor sets before its loop starts."""
+
+
+class MakerCallback(_Callback):
+    """Hooks into the working loop of an experience maker. Each does nothing unless overridden.
+
+    They run in this order, even where a maker begins a batch before the last one is delivered::
+
+        on_loop_start
+          on_batch_start
+            on_make_experience_start, on_make_experience_end(experience)
+            on_send_start, on_send_end
+          on_batch_end                                          … for every batch of prompts
+        on_loop_end
+    """
+
+    def on_loop_start(self) -> None: ...
+    def on_loop_end(self) -> None: ...
+    def on_make_experience_start(self) -> None: ...
+    def on_make_experience_end(self, experience: Experience) -> None: ...
+    def on_send_start(self) -> None: ...
+    def on_send_end(self) -> None: ...
+    def on_batch_start(self) -> None: ...
+    def on_batch_end(self) -> None: ...
+
+
+class TrainerCallback(_Callback):
+    """Hooks into the fit loop of a trainer. Each does nothing unless overridden.
+
+    They run in this order::
+
+        on_fit_start
+          on_episode_start(episode)
+            on_epoch_start(epoch)
+              on_batch_start, on_batch_end(metrics, experience)  … for every batch, once it has arrived
+            on_epoch_end(epoch)                                  … for every epoch
+            on_update_start, on_update_end
+          on_episode_end(episode)                                … for every episode
+        on_fit_end
+
+    `metrics` is what the training step returned. A batch is empty in a trainer that has no data left while others of
+    its group have some. At `on_update_end` new weights have been read for the makers, which verify them while training
+    continues; at `on_fit_end` they have verified the last.
+    """
+
+    def on_fit_start(self) -> None: ...
+    def on_fit_end(self) -> None: ...
+    def on_episode_start(self, episode: int) -> None: ...
+    def on_episode_end(self, episode: int) -> None: ...
+    def on_epoch_start(self, epoch: int) -> None: ...
+    def on_epoch_end(self, epoch: int) -> None: ...
+    def on_batch_start(self) -> None: ...
+    def on_batch_end(self, metrics: dict[str, float], experience: Experience) -> None: ...
+    def on_update_start(self) -> None: ...
+    def on_update_end(self) -> None: ...
+
+
+def connect(callbacks: Iterable[MakerCallback | TrainerCallback], timeline: Timeline) -> None:
+    """Give the callbacks of an actor the account of its time."""
+    for callback in callbacks:
+        callback.timeline = timeline
+
+
+def dispatch(callbacks: Iterable[MakerCallback | TrainerCallback], hook_name: str, *args: object) -> None:
+    """Run one hook on each callback, in order.
+
+    An exception propagates at once; a note on it names the callback and the hook.
+
+    >>> dispatch([MakerCallback()], "on_loop_start")
+    """
+    for callback in callbacks:
+        try:
+            getattr(callback, hook_name)(*args)
+        except Exception as error:
+            error.add_note(f"raised in the callback {type(callback).__qualname__}, hook {hook_name}")
+            raise
+
+
+class _PerformanceEvaluator(_Callback):
+    """Counts what a loop does, and reads off the timeline what that took; `str` summarizes it."""
+
+    title: str
+    flops_per_token: float
+    flops_per_sample = 0.0
+    samples = 0
+    tokens = 0  # of prompts and responses, without padding
+    use = TimeUse()
+
+    @property
+    def flops(self) -> float:
+        """What all models computed."""
+        return self.flops_per_token * self.tokens + self.flops_per_sample * self.samples
+
+    def __str__(self) -> str:
+        samples, seconds = self.samples, self.use.elapsed
+        if samples == 0 or seconds == 0:
+            return f"{self.title}: {samples} samples in {format_seconds(seconds)}, so nothing to measure"
+        shares = [f"{label_of(what)} {spent / seconds:.0%}" for what, spent in self.use.seconds.items() if spent]
+        return (
+            f"{self.title}: {samples:,} samples ({samples / seconds:,.2f}/s, {format_seconds(seconds / samples)} each),"
+            f" {self.tokens:,} tokens ({self.tokens / seconds:,.0f}/s) in {format_seconds(seconds)}, "
+            f"{self.flops / seconds / 1e9:,.2f} GFLOP/s\n  of the time: {', '.join(shares)}"
+        )
+
+    def _begin(self) -> None:
+        self.samples = self.tokens = 0
+        self._began = self.timeline.read()
+
+    def _count(self, experience: Experience) -> None:
+        mask = experience.attention_mask  # [B, S]
+        self.samples += len(experience.sequences)
+        self.tokens += experience.sequences.numel() if mask is None else int(mask.sum())
+
+    def _end(self) -> None:
+        self.use = self.timeline.read().after(self._began)
+        logger.info("%s", self)
+
+
+class ExperienceMakerPerformanceEvaluator(_PerformanceEvaluator, MakerCallback):
+    """Measures each loop of a maker: throughput, FLOP/s, shares of its time. Logs a summary at the end.
+
+    With B samples of N tokens in all, prompt and response without padding, and a key-value cache, an experience takes::
+
+        2·P_actor·(N − B)                            generation: all tokens but each sample's last
+        2·(P_actor + P_critic + P_initial_model + P_reward_model)·N    one forward of each to score
+
+    A model that is absent has 0 parameters. What is computed once (a prompt of several samples) counts each time.
+    """
+
+    title = "Experience maker"
+
+    def __init__(
+        self,
+        actor_num_params: int,
+        critic_num_params: int,
+        initial_model_num_params: int,
+        reward_model_num_params: int,
+    ) -> None:
+        scored = actor_num_params + critic_num_params + initial_model_num_params + reward_model_num_params
+        self.flops_per_token = 2.0 * (actor_num_params + scored)
+        self.flops_per_sample = -2.0 * actor_num_params
+
+    def on_loop_start(self) -> None:
+        self._begin()
+
+    def on_make_experience_end(self, experience: Experience) -> None:
+        self._count(experience)
+
+    def on_loop_end(self) -> None:
+        self._end()
+
+
+class TrainerPerformanceEvaluator(_PerformanceEvaluator, TrainerCallback):
+    """Measures each fit of a trainer: throughput, FLOP/s, shares of its time. Logs a summary at the end.
+
+    A batch of N tokens, prompt and response without padding, takes 6·(P_actor + P_critic)·N FLOPs (forward 2, backward
+    4), and 8·(P_actor + P_critic)·N with gradient checkpointing, which runs the forward once more. Prompts that samples
+    share count each time, and a sample counts once for each epoch. The first `ignore_first_episodes` episodes warm up
+    caches and kernels; they are left out if there are more.
+    """
+
+    title = "Trainer"
+
+    def __init__(
+        self,
+        actor_num_params: int,
+        critic_num_params: int,
+        enable_grad_checkpoint: bool = False,
+        ignore_first_episodes: int = 1,
+    ) -> None:
+        self.flops_per_token = (8.0 if enable_grad_checkpoint else 6.0) * (actor_num_params + critic_num_params)
+        self._num_warmup = ignore_first_episodes
+
+    def on_fit_start(self) -> None:
+        self._num_episodes = 0
+        self._begin()
+
+    def on_episode_start(self, episode: int) -> None:  # noqa: ARG002
+        # Counted here, not read off `episode`: a resumed run starts at a later number, as cold as any other.
+        self._num_episodes += 1
+        if self._num_episodes == self._num_warmup + 1:
+            self._begin()
+
+    def on_batch_end(self, metrics: dict[str, float], experience: Experience) -> None:  # noqa: ARG002
+        self._count(experience)
+
+    def on_fit_end(self) -> None:
+        self._end()
+
+
+def num_parameters(model: Any) -> int:
+    """Return the number of weights of a model; 0 for what is not a model, such as a reward function."""
+    parameters = getattr(model, "parameters", None)
+    return sum(parameter.numel() for parameter in parameters()) if callable(parameters) else 0

@@ -1,0 +1,297 @@
+"""A maker: prompts in, experience out to the trainers, new weights in between.
+
+* `workingloop` (compute) asks for leases ► makes experience ► sends items, acknowledged; groups come and go while
+  others are being written (`coati.experience_maker.work_loop`).
+* `update_experience_maker` (model_io) stages chunks ► verifies ► offers the whole update to the models, which
+  commit it between two tokens (without `in_flight`, when nothing is being written), or at once if they are not in use.
+"""
+
+import dataclasses
+import functools
+import logging
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from coati.actors.callbacks import ExperienceMakerPerformanceEvaluator, MakerCallback, connect, dispatch, num_parameters
+from coati.actors.host import Host, apply_env_info, set_up_gpu
+from coati.actors.options import MakerOptions
+from coati.cpu import set_up_cpu
+from coati.errors import ConfigError
+from coati.experience_maker.base import ExperienceMaker, WorkSource, build_maker
+from coati.experience_maker.delivery import ItemSender
+from coati.experience_maker.leased_prompts import LeasedPrompts
+from coati.experience_maker.loader_prompts import LoaderPrompts
+from coati.experience_maker.pipeline import ExperiencePipeline
+from coati.experience_maker.work_loop import WorkLoop
+from coati.monitor.records import RecordLog, RecordPage
+from coati.monitor.timeline import Span, Timeline
+from coati.peers import wait_in_slices
+from coati.prompts.stream import PromptStream
+from coati.rollout import GenerateOptions
+from coati.trainer.strategies import Strategy
+from coati.weights.message import Chunk, WeightMessage
+from coati.weights.receiver import WeightReceiver
+from coati.weights.served import ServedModels
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MakerProgress:
+    """How far a maker has come."""
+
+    state: str  # "idle", "working", "finished" or "failed"
+    num_made: int
+    num_dropped: int
+    num_quarantined: int  # in groups with a sample on which the reward failed
+    num_delivered: int
+    version: int
+    has_weights: bool = True  # whether all its weights came from a trainer
+
+
+class Maker:
+    """Holds four models, makes experience with them, and sends it to trainers.
+
+    `model_fn()` returns (actor, critic, reward_model, initial_model); the critic is None for algorithms without one,
+    and the reward model may be a `RewardScorer` over text. Everything else is in `options`: with `options.rules`, it
+    makes only what it leases from its trainers, so that training data is never older than their bound; `options.maker`
+    makes the experience, a class of your own if you like. Generate options come as keywords or in `options.rollout`.
+    """
+
+    host_class: Callable[[], Host] = Host
+    """Makes the host of a maker that is given none."""
+
+    def __init__(
+        self,
+        detached_trainer_name_list: Sequence[str],
+        strategy_fn: Callable[[], Strategy],
+        model_fn: Callable[[], tuple[nn.Module, nn.Module | None, Any, nn.Module]],
+        env_info: Mapping[str, str] | None = None,
+        sync_models_from_trainers: bool = False,
+        buffer_cpu_offload: bool = True,
+        kl_coef: float = 0.1,
+        callbacks: Sequence[MakerCallback] = (),
+        eval_performance: bool = False,
+        debug: bool = False,
+        update_lora_weights: bool = False,
+        *,
+        options: MakerOptions | None = None,
+        host: Host | None = None,
+        **generate_kwargs: Any,
+    ) -> None:
+        if not detached_trainer_name_list:
+            raise ConfigError("detached_trainer_name_list must name at least one trainer, got an empty list.")
+        self._options = options = options or MakerOptions()
+        generate_kwargs = options.generate_options(generate_kwargs)
+        GenerateOptions.parse(**generate_kwargs)  # an unknown option is an error now, not in the first batch
+        apply_env_info(env_info)
+        set_up_cpu(options.num_threads)
+        self._sync_models_from_trainers = sync_models_from_trainers
+        self._buffer_cpu_offload = buffer_cpu_offload
+        self._callbacks = list(callbacks)
+        self.host = host = host or self.host_class()
+        self._name = host.name or f"maker-{os.getpid()}"
+        self._state = "idle"
+        self._timeline = Timeline()
+        self._records: RecordLog[dict[str, Any]] = RecordLog()
+        host.set_up_log(self._records, debug=debug)
+        strategy = strategy_fn()
+        maker = build_maker(
+            options.maker,
+            _place_models(strategy, model_fn),
+            algorithm=options.algorithm.with_arguments("options.algorithm", kl_coef=("kl_coef", kl_coef, 0.1)),
+            engine=options.rollout or "reference",
+            seed=options.seed,
+        )
+        self._served = ServedModels(maker.trained_models, name=f"maker {self._name}")
+        self._receiver = WeightReceiver(self._served, allow_partial_plain=update_lora_weights)
+        self.pipeline = ExperiencePipeline(
+            maker,
+            self._served,
+            generate_kwargs=generate_kwargs,
+            first_sample_id=_first_sample_id(self._name),
+            in_flight=options.rollout is not None and options.rollout.in_flight,
+            timeline=self._timeline,
+        )
+        self._trainer_names = tuple(detached_trainer_name_list)
+        self._sender = ItemSender(
+            self._trainer_names,
+            peers=host.peers,
+            sender=self._name,
+            deadlines=options.deadlines,
+            should_stop=host.stop.is_set,
+            timeline=self._timeline,
+        )
+        self._evaluations = options.evaluations and options.evaluations(
+            strategy,
+            self._served,
+            peers=host.peers,
+            trainer=self._trainer_names[0],
+            maker=self._name,
+            should_stop=host.stop.is_set,
+        )
+        if eval_performance:
+            self._callbacks.append(_evaluator_of(maker))
+        connect(self._callbacks, self._timeline)
+
+    # Work.
+
+    def workingloop(self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int = 1, num_steps: int = 0) -> None:
+        """Make experience from `num_steps` batches of `dataloader_fn()`, or else from `num_epochs` passes.
+
+        Returns when every item made has been acknowledged by a trainer.
+        """
+        self._state = "working"
+        self._timeline.take()  # it is this thread whose time counts
+        try:
+            with self._timeline.span("wait_weights"):
+                self._await_first_weights()
+            self.host.leave_out_of_collections()
+            self._timeline.take()  # the metrics of this loop begin here
+            dispatch(self._callbacks, "on_loop_start")
+            self.make_loop(dataloader_fn, num_epochs, num_steps).run()
+            self._sender.flush()
+            dispatch(self._callbacks, "on_loop_end")
+        except BaseException:
+            self._state = "failed"
+            raise
+        self._state = "finished"
+
+    def make_loop(
+        self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int = 1, num_steps: int = 0
+    ) -> WorkLoop:
+        """Make what `workingloop` runs: it works on leased prompts in a run, else on what the loader gives."""
+        return WorkLoop(
+            self.pipeline,
+            self._make_source(dataloader_fn, num_epochs, num_steps),
+            self._sender,
+            deadlines=self._options.deadlines,
+            stop=self.host.stop,
+            notify=functools.partial(dispatch, self._callbacks),
+            record=self._records.append,
+            samples_kept=self._options.logging.samples_kept,
+            offload_to_cpu=self._buffer_cpu_offload,
+        )
+
+    def stop(self) -> None:
+        """End the working loop after its current batch, which is delivered."""
+        self.host.stop.set()
+
+    # Weights.
+
+    def update_experience_maker(
+        self,
+        new_actor_state_dict: Mapping[str, Any] | None = None,
+        new_actor_lora_config_dict: Mapping[str, Any] | None = None,
+        new_critic_state_dict: Mapping[str, Any] | None = None,
+        new_critic_lora_config_dict: Mapping[str, Any] | None = None,
+        fully_update: bool = False,
+        chunk_start: bool | None = None,
+        chunk_end: bool | None = None,
+        *,
+        message: WeightMessage | None = None,
+    ) -> None:
+        """Take part of a weight update, or all of it.
+
+        A `WeightSender` sends messages. Plain calls work too: `chunk_start=True`, any number of state dicts,
+        `chunk_end=True`, in one call or several. Either way the update is staged, verified as a whole and committed
+        at once; if anything is wrong it is rejected, and the maker keeps its current weights.
+        """
+        if message is not None:
+            self._receiver.receive(message)
+        else:
+            self._receiver.receive_plain(
+                {"actor": new_actor_state_dict, "critic": new_critic_state_dict},
+                {"actor": new_actor_lora_config_dict, "critic": new_critic_lora_config_dict},
+                fully_update=fully_update,
+                chunk_start=chunk_start,
+                chunk_end=chunk_end,
+            )
+
+    # Asked for at any time.
+
+    def sharing_fault(self, probe: Chunk) -> str | None:
+        """Why this maker cannot read weights in a trainer's memory; None if it can."""
+        return self._receiver.sharing_fault(probe)
+
+    def progress(self) -> MakerProgress:
+        """Return how far this maker has come."""
+        return MakerProgress(
+            state=self._state,
+            num_made=self.pipeline.num_made,
+            num_dropped=self.pipeline.num_dropped,
+            num_quarantined=self.pipeline.num_quarantined,
+            num_delivered=self._sender.num_delivered,
+            version=self._served.version,
+            has_weights=self._served.wait_for_full_update(0.0),
+        )
+
+    def records_since(self, cursor: int) -> RecordPage[dict[str, Any]]:
+        """Return metrics and samples of the batches made after `cursor`."""
+        return self._records.since(cursor)
+
+    def spans_since(self, cursor: int) -> RecordPage[Span]:
+        """Return what this maker did and waited for after `cursor`."""
+        return self._timeline.since(cursor)
+
+    # Inside.
+
+    def _make_source(self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int, num_steps: int) -> WorkSource:
+        rules = self._options.rules
+        if rules is None:
+            return LoaderPrompts(dataloader_fn, num_epochs, num_steps, maker=self._name)
+        stream = dataloader_fn()
+        if not isinstance(stream, PromptStream):
+            raise ConfigError(
+                "with options.rules, dataloader_fn() must return a coati.prompts.stream.PromptStream, in which leased "
+                f"prompts can be looked up, got a {type(stream).__name__}."
+            )
+        return LeasedPrompts(
+            stream,
+            self._trainer_names,
+            rules,
+            self._served,
+            peers=self.host.peers,
+            maker=self._name,
+            incarnation=self._options.incarnation,
+            deadlines=self._options.deadlines,
+            should_stop=self.host.stop.is_set,
+            other_work=(lambda: None) if self._evaluations is None else self._evaluations.poll,
+        )
+
+    def _await_first_weights(self) -> None:
+        if self._sync_models_from_trainers:
+            logger.info("maker %s waits for a full weight update from its trainers", self._name)
+            # In a run only makers that join wait here, for the next version or until the trainer waits for samples.
+            deadlines, is_in_run = self._options.deadlines, self._options.rules is not None
+            wait_in_slices(
+                lambda seconds: self.host.stop.is_set() or self._served.wait_for_full_update(seconds),
+                deadline_seconds=deadlines.batch_seconds if is_in_run else deadlines.start_seconds,
+                what=lambda: (
+                    f"a full weight update of maker {self._name} (call sync_models_to_remote_makers on its trainer)"
+                ),
+            )
+
+
+def _place_models(strategy: Strategy, model_fn: Callable[[], Sequence[Any]]) -> list[Any]:
+    """The maker's models, on the strategy's device.
+
+    They are built whole, not in the strategy's `model_init_context`: a maker shards none, and a model inside a reward
+    would never get its weights.
+    """
+    set_up_gpu(strategy.device)
+    return [strategy.prepare(model) if isinstance(model, nn.Module) else model for model in model_fn()]
+
+
+def _evaluator_of(maker: ExperienceMaker) -> ExperienceMakerPerformanceEvaluator:
+    models = (maker.actor, maker.critic, maker.initial_model, maker.reward_model)
+    return ExperienceMakerPerformanceEvaluator(*map(num_parameters, models))
+
+
+def _first_sample_id(name: str) -> int:
+    """Number prompts that come without ids from a different start in each maker, by its name."""
+    return (zlib.crc32(name.encode()) & 0x7FFFFF) << 40

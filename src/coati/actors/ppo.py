@@ -1,0 +1,369 @@
+"""PPO and its relatives: a learner, the buffer it feeds on, and the weight channel to its makers."""
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import nn
+
+from coati.actors.callbacks import TrainerCallback, TrainerPerformanceEvaluator, connect, num_parameters
+from coati.actors.host import Host, apply_env_info, set_up_gpu
+from coati.actors.options import TrainerOptions
+from coati.actors.trainer import Trainer
+from coati.cpu import set_up_cpu
+from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
+from coati.evaluation.schedule import EvalJob
+from coati.experience import Experience
+from coati.experience_buffer.leased import LeasedBuffer
+from coati.ledger import age_metrics
+from coati.ledger.journal import Journal
+from coati.models import as_critic
+from coati.monitor.records import READ_KEPT
+from coati.monitor.timeline import trainer_metrics
+from coati.peers import wait_in_slices
+from coati.trainer.checkpoints import Checkpoints
+from coati.trainer.ppo import PPOLearner
+from coati.trainer.step_numbers import plain_metrics
+from coati.trainer.strategies import Strategy
+from coati.weights.recipients import Recipients
+from coati.weights.sender import WeightSender
+from coati.weights.transports import CardMemory
+
+logger = logging.getLogger(__name__)
+
+
+class PlainPPOTrainer(Trainer):
+    """Trains actor and critic with PPO or a relative, and sends their weights to the makers after each episode.
+
+    `model_fn()` returns (actor, critic), the critic None for algorithms without one; `strategy_fn()` returns a
+    `Strategy`. The rest is in `options`. An argument that contradicts a setting of `options` is an error.
+
+    With `options.topology.max_staleness` of 0 or more, older batches are refused. With `options.train.save_every` all
+    ranks save checkpoints together, to `options.save_folder`. To change the loss, pass a subclass of `PPOLearner` as
+    `options.learner`, or override `make_learner`.
+    """
+
+    def __init__(
+        self,
+        experience_maker_holder_name_list: Sequence[str],
+        strategy_fn: Callable[[], Strategy],
+        model_fn: Callable[[], tuple[nn.Module, nn.Module | None]],
+        env_info: Mapping[str, str] | None = None,
+        train_batch_size: int = 8,
+        buffer_limit: int = 0,
+        eps_clip: float = 0.2,
+        value_clip: float = 0.4,
+        dataloader_pin_memory: bool = True,
+        callbacks: Sequence[TrainerCallback] = (),
+        eval_performance: bool = False,
+        debug: bool = False,
+        update_lora_weights: bool = False,
+        *,
+        options: TrainerOptions | None = None,
+        buffer: LeasedBuffer | None = None,
+        host: Host | None = None,
+    ) -> None:
+        """`buffer` comes in place of one that `options` describe."""
+        self.options = options = (options or TrainerOptions()).with_arguments(
+            train_batch_size=train_batch_size,
+            eps_clip=eps_clip,
+            value_clip=value_clip,
+            update_lora_weights=update_lora_weights,
+        )
+        topology = options.topology
+        apply_env_info(env_info)
+        set_up_cpu(options.num_threads)
+        self._leased = buffer or _leased_buffer(options)
+        super().__init__(  # before the models, whose warnings it keeps
+            experience_maker_holder_name_list,
+            train_batch_size=options.train.batch_size,
+            buffer_limit=buffer_limit,
+            dataloader_pin_memory=dataloader_pin_memory,
+            callbacks=callbacks,
+            debug=debug,
+            deadlines=options.deadlines,
+            seed=options.seed,
+            buffer=self._leased,
+            host=host,
+        )
+        self.strategy = strategy_fn()
+        set_up_gpu(self.strategy.device)
+        with self.strategy.model_init_context():
+            actor, critic = model_fn()
+        critic = None if critic is None else as_critic(critic)
+        if eval_performance:
+            self.callbacks.append(TrainerPerformanceEvaluator(num_parameters(actor), num_parameters(critic)))
+            connect(self.callbacks, self._timeline)
+        self._learner = self.make_learner(actor, critic)
+        self._max_staleness = None if topology.max_staleness < 0 else topology.max_staleness
+        self._version_metrics: dict[str, float] = {}  # of the version made last
+        self._num_steps_unpublished = 0
+        self._sender = self._make_sender()
+        self._sync: Future[None] | None = None  # the last update of all weights
+        # Held while weights change and while they are read for publishing, so that no update is torn at its source.
+        self._weights_lock = threading.RLock()  # publishing takes it again inside a sync
+        self._checkpoints = self._make_checkpoints()
+        self._evaluations = options.evaluations(record=self._records.append, stop=self.stop)
+        self._continue()
+
+    def make_learner(self, actor: nn.Module, critic: nn.Module | None) -> PPOLearner:
+        """Make the learner; override it, or pass `options.learner`, to learn in another way."""
+        return self.options.learner(
+            actor,
+            critic,
+            self.strategy,
+            self.options.train,
+            self.options.algorithm,
+            max_staleness=self.options.topology.max_staleness,
+            max_response_tokens=self.options.max_response_tokens,
+            optimizer_class=self.strategy.optimizer_class,
+        )
+
+    def _make_checkpoints(self) -> Checkpoints:
+        return Checkpoints(
+            self.options.save_folder,
+            self._learner,
+            self._leased,
+            train=self.options.train,
+            tokenizer=self.options.tokenizer,
+            write_seconds=self.deadlines.update_seconds,
+        )
+
+    def _continue(self) -> None:
+        """Go on from a checkpoint, or from the start if this trainer replaces one that had none."""
+        if self.options.resume is None:
+            if self.options.incarnation and self._leased is not None:
+                self._leased.start_over()
+            return
+        counters = self._checkpoints.restore(self.options.resume)
+        self.version, self._num_done = counters["version"], counters["fresh"]
+        self._num_batches, self._num_samples = counters["batches"], counters.get("samples", 0)
+        self._evaluations.restore(counters.get("evaluations"))
+        for record in counters.get("records", ()):  # a synchronous run has written them
+            self._records.append(record)
+
+    def _make_sender(self) -> WeightSender:
+        device = self._learner.device
+        return WeightSender(
+            self._learner.models,
+            self.strategy,
+            Recipients(self.host.peers, self.maker_names, self.deadlines),
+            self.options.topology,
+            timeline=self._timeline,
+            source=self.host.name or "trainer",
+            shared=CardMemory(device) if device.type == "cuda" and self.host.may_lend_memory else None,
+            incarnation=self.options.incarnation,
+            on_read=None if self._leased is None or device.type != "cpu" else self._note_weights,
+        )
+
+    def _note_weights(self, version: int, digests: Mapping[str, Mapping[str, str]], makers: Sequence[str]) -> None:
+        """Have the journal hold the digests of weights that are sent."""
+        assert self._leased is not None
+        self._leased.note_weights(version, digests, makers)
+
+    def training_step(self, experience: Experience) -> dict[str, float]:
+        """One step of actor and critic; metrics include `actor_loss` and, with a critic, `critic_loss`."""
+        ages = age_metrics(experience, self.version)
+        oldest = ages["train/age_max"]
+        if self._max_staleness is not None and oldest > self._max_staleness:
+            raise StalenessExceeded(
+                f"a batch holds samples {oldest:g} versions old, but max_staleness is {self._max_staleness}. "
+                "Have makers lease their work (options.rules, with the same bound), or leave max_staleness out."
+            )
+        with self._hold_weights():
+            metrics = plain_metrics(self._learner.step(experience))
+            self._num_steps_unpublished += 1
+        return {
+            **metrics,
+            "version": float(self.version),
+            "train/samples": float(experience.num_samples),
+            **ages,
+        }
+
+    def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
+        """Send all weights to the makers. May be called while `fit` trains.
+
+        A version names one set of weights. In the middle of an episode the weights have no version yet, so the call
+        waits for the end of the episode, when `fit` publishes them anyway.
+        """
+        if self._state == "fitting" and self.strategy.world_size > 1:
+            raise WeightUpdateError(
+                "one of several trainers was asked to sync its makers while they train together, which could block "
+                "them all. fit sends new weights after every episode; sync before or after it."
+            )
+        wait_in_slices(
+            lambda seconds: self._sync_whole_version(seconds, **kwargs),
+            deadline_seconds=self.deadlines.batch_seconds,
+            what=lambda: "the end of fit's episode, to sync whole versions to the makers",
+        )
+        if self._sync is not None:
+            self._sender.end_update(self._sync)
+
+    def change_makers(self, maker_names: Sequence[str]) -> None:
+        """Send weights to these makers from now on; those that joined get all of them with the next version.
+
+        Ranks of a group hold the same weights, so each has makers of its own.
+        """
+        with self._hold_weights():  # not in the middle of an update
+            self._sender.change_makers(maker_names)
+
+    def next_evaluation(self, maker: str, version: int, incarnation: int) -> EvalJob | None:
+        """Give a maker an evaluation that is due."""
+        return self._evaluations.grant(maker, version, incarnation)
+
+    def evaluated(self, job: EvalJob, found: Mapping[str, Any]) -> bool:
+        """Take what a maker found; False if others have taken its job over."""
+        return self._evaluations.report(EvalJob(*job), found)
+
+    def release_maker(self, maker: str, reason: str) -> None:
+        """A maker is gone or does not respond: grant its leases to others, and do not wait for it."""
+        self._sender.recipients.abandon(maker)
+        self._evaluations.release(maker)
+        super().release_maker(maker, reason)
+
+    def _update_late_makers(self) -> None:
+        """Send the weights of this version to makers that joined or missed it.
+
+        In the middle of an episode they get what the episode has made of it so far: newer weights than the version
+        says. Sharded ranks can gather weights only together, so there the next version has to do.
+        """
+        self._sender.check()
+        if not self.strategy.shards_parameters and self._sender.recipients.need_all:
+            with self._hold_weights():
+                update = self._sender.begin_update(self.version, fully_update=True, only_behind=True)
+            self._sender.end_update(update)
+
+    def _sync_whole_version(self, seconds: float, **kwargs: Any) -> bool:
+        """Sync if the weights are those of a version; checked and read under one lock, so no step comes between."""
+        self._sender.settle()  # before the lock, which a step waits for
+        with self._hold_weights():
+            if not self._num_steps_unpublished or self._state != "fitting":
+                self.version += self._num_steps_unpublished > 0  # trained by hand since the last version
+                super().sync_models_to_remote_makers(**kwargs)
+                return True
+        self.host.stop.wait(min(seconds, 0.2))
+        return False
+
+    def _update_remote_makers(self, fully_update: bool = False, **config: Any) -> None:
+        """Send the weights as version `self.version`; `config` may hold `shard_size` in MiB.
+
+        The weights have been read when this returns. What goes wrong later, `fit` raises; with a full update, a sync.
+        """
+        metrics = dict(self._version_metrics)
+        record = {"batch": self._num_batches, "version": self.version, "metrics": metrics}
+
+        def note(seconds: float, num_bytes: int) -> None:
+            metrics.update({"weights/publish_seconds": seconds, "weights/bytes": float(num_bytes)})
+            self._records.append(record)
+
+        with self._hold_weights():
+            if fully_update:
+                self._sync = self._sender.begin_update(self.version, fully_update=True, on_arrival=note, **config)
+            else:
+                self._sender.publish(self.version, on_arrival=note, **config)
+            self._num_steps_unpublished = 0
+
+    def strategy_save_actor(self, path: str, only_rank0: bool = False) -> None:
+        """Save the actor, with `options.tokenizer`, as a folder that transformers loads; all ranks must call."""
+        self._refuse_in_group_fit()
+        try:
+            self._checkpoints.wait()  # after a failure this is the last call before the end
+        except DeadlineExceeded as error:  # one that is stuck must not cost the model too
+            logger.error("%s", error)
+        load = self.options.tokenizer
+        add = None if load is None else (lambda folder: load().save_pretrained(folder))
+        with self._hold_weights():
+            self.strategy.save_model(self._learner.actor, path, only_rank0, add=add)
+
+    def strategy_save_critic(self, path: str, only_rank0: bool = False) -> None:
+        """Save the critic as a folder that `Critic.from_pretrained` loads."""
+        self._refuse_in_group_fit()
+        if self._learner.critic is None:
+            raise CheckpointError(f"there is no critic to save to {path}: the algorithm of this trainer has none.")
+        with self._hold_weights():
+            self.strategy.save_model(self._learner.critic, path, only_rank0)
+
+    def publish(self) -> None:
+        """Send the makers the next version."""
+        self._version_metrics = trainer_metrics(self._timeline.take())
+        super().publish()
+
+    def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
+        """Save a checkpoint if `train.save_every` says so, or a run is stopped."""
+        was_stopped = was_stopped and self._leased is not None
+        if self._checkpoints.is_due(self.version, num_fresh, was_stopped=was_stopped):
+            with self._timeline.span("save"), self._hold_weights():
+                # The driver may not have written the last ones yet when the run ends.
+                records = self._records.since(0).records[-READ_KEPT:]
+                counters = {
+                    "fresh": num_fresh,
+                    "batches": self._num_batches,
+                    "samples": self._num_samples,
+                    "records": [record for record in records if "warning" not in record],
+                    "evaluations": self._evaluations.state(),
+                }
+                self._checkpoints.save(self.version, counters)
+
+    def finish(self) -> None:
+        """Wait until the makers have the last update and have evaluated it; raise what went wrong with it."""
+        self._sender.settle()
+        self._sender.check()
+        self._checkpoints.wait()
+        self._evaluations.end(self.version)
+        while (pending := len(self._evaluations.pending)) and not self.should_stop():  # each has its own time
+            wait_in_slices(
+                functools.partial(self._are_evaluated, pending),
+                deadline_seconds=self.deadlines.batch_seconds,
+                what=lambda: f"makers to finish the evaluation of {', '.join(self._evaluations.pending)}",
+            )
+        self._learner.check_progress()
+
+    def _are_evaluated(self, pending: int, seconds: float) -> bool:
+        """Whether fewer evaluations are pending than before."""
+        if self.should_stop() or self._evaluations.wait(seconds) or len(self._evaluations.pending) < pending:
+            return True
+        self._update_late_makers()  # one that was started again may be needed
+        return False
+
+    def _refuse_in_group_fit(self) -> None:
+        """Saving is collective: ranks that train meanwhile would wait for each other in two places."""
+        if self.strategy.world_size > 1 and self._state == "fitting":
+            raise CheckpointError(
+                f"one of {self.strategy.world_size} trainers was asked to save while they train together, which would "
+                "block them all. Use save_every and save_folder, or save after fit."
+            )
+
+    @contextlib.contextmanager
+    def _hold_weights(self) -> Iterator[None]:
+        """Hold the weights: nothing else reads or changes them meanwhile."""
+        seconds = self.deadlines.update_seconds
+        if not self._weights_lock.acquire(timeout=seconds):
+            raise DeadlineExceeded(f"waited {seconds:g} s for the trainer's weights, which another call holds.")
+        try:
+            yield
+        finally:
+            self._weights_lock.release()
+
+    def agree(self, has_data: bool, is_stopped: bool) -> bool:
+        """All ranks take a step, or none: a rank that went alone would wait for the others forever."""
+        if self.strategy.world_size == 1:
+            return super().agree(has_data, is_stopped)
+        with self._timeline.span("wait_ranks"):
+            mine = torch.tensor([int(has_data), int(is_stopped)], device=self.strategy.device)
+            num_with_data, num_stopped = self.strategy.all_reduce_sum(mine).tolist()
+            return bool(num_with_data > 0 and num_stopped == 0)
+
+
+def _leased_buffer(options: TrainerOptions) -> LeasedBuffer | None:
+    if options.rules is None:
+        return None
+    path, rules = options.journal, options.rules
+    is_resumed = options.resume is not None or options.incarnation > 0
+    journal = functools.partial(Journal, rules=rules, run=options.run_name, is_resumed=is_resumed)
+    open_journal = None if path is None else functools.partial(journal, path)
+    return LeasedBuffer(rules, options.train.batch_size, open_journal=open_journal, incarnation=options.incarnation)

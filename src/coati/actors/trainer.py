@@ -1,0 +1,248 @@
+"""A trainer: a replay buffer that makers fill, and a loop that learns from it.
+
+makers ── buffer_extend ──►  replay buffer ── whole batches ──►  fit: training_step
+   ▲                                                                  │ after each episode
+   └───────────────── _update_remote_makers ──────────────────────────┘
+"""
+
+import dataclasses
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coati import faults
+from coati.actors.callbacks import TrainerCallback, connect, dispatch
+from coati.actors.host import Host
+from coati.batching import split_experience_batch
+from coati.config import Deadlines
+from coati.experience import BufferItem, Experience
+from coati.experience_buffer.buffer import SampleBuffer
+from coati.ledger import Lease, LeaseRequest
+from coati.monitor.records import RecordLog, RecordPage
+from coati.monitor.timeline import Span, Timeline
+from coati.peers import wait_in_slices
+from coati.trainer.fit_loop import FitLoop, FitSteps
+
+logger = logging.getLogger(__name__)
+
+_SLICE_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerProgress:
+    """Where a trainer stands."""
+
+    state: str  # "idle", "fitting", "finished" or "failed"
+    num_batches: int
+    num_samples: int
+    version: int
+
+
+class Trainer(FitSteps):
+    """Learns from experience that makers push into its buffer."""
+
+    host_class: Callable[[], Host] = Host
+    """Makes the host of a trainer that is given none."""
+
+    def __init__(
+        self,
+        experience_maker_holder_name_list: Sequence[str],
+        train_batch_size: int = 8,
+        buffer_limit: int = 0,
+        dataloader_pin_memory: bool = True,
+        callbacks: Sequence[TrainerCallback] = (),
+        debug: bool = False,
+        *,
+        deadlines: Deadlines | None = None,
+        seed: int = 0,
+        buffer: SampleBuffer | None = None,
+        host: Host | None = None,
+    ) -> None:
+        """`buffer` comes in place of one that `train_batch_size` and `buffer_limit` describe."""
+        self.host = host or self.host_class()
+        self.callbacks = list(callbacks)
+        self.debug = debug
+        self.version = 0
+        self.deadlines = deadlines or Deadlines()
+        self.dataloader_pin_memory = dataloader_pin_memory
+        self._seed = seed
+        self.maker_names = tuple(experience_maker_holder_name_list)
+        self._buffer = buffer or self.host.make_buffer(
+            train_batch_size, buffer_limit, maker_names=self.maker_names, deadlines=self.deadlines
+        )
+        self._records: RecordLog[dict[str, Any]] = RecordLog()
+        self._timeline = Timeline()
+        connect(self.callbacks, self._timeline)
+        self._state = "idle"
+        self._is_exhausted = False  # whether this fit has seen the last of its data
+        self._num_batches = 0
+        self._num_samples = 0
+        self._num_done = 0  # fresh batches that a restored `fit` was trained on
+        self.host.set_up_log(self._records, debug=debug)
+
+    # What a subclass defines.
+
+    @abstractmethod
+    def _update_remote_makers(self, fully_update: bool = False, **kwargs: Any) -> None:
+        """Send the current weights to the makers, as version `self.version`.
+
+        `fit` calls it after each episode, and the weights need not have arrived when it returns; a sync calls it with
+        `fully_update`.
+        """
+
+    @abstractmethod
+    def training_step(self, experience: Experience) -> dict[str, Any]:
+        """Learn from one batch and return its metrics."""
+
+    # The loop.
+
+    def fit(self, total_steps: int, update_steps: int, train_epochs: int = 1) -> None:
+        """Train on `total_steps` fresh batches, and send the makers new weights after every `update_steps`.
+
+        The first epoch of an episode trains on batches as they come; further epochs go over them again in
+        shuffled order. If all makers finish before that, what is left in the buffer is trained on and `fit`
+        ends; in a group, when no rank has anything left. After `stop()` it ends at once, now and whenever it is
+        called again.
+        """
+        self._state, self._is_exhausted = "fitting", False
+        self.host.leave_out_of_collections()
+        self._timeline.take()  # the metrics of this fit leave out what came before
+        self._buffer.begin_fit()
+        try:
+            num_done, self._num_done = self._num_done, 0
+            FitLoop(self, seed=self._seed).run(total_steps, update_steps, train_epochs, num_done=num_done)
+        except BaseException:
+            self._state = "failed"
+            raise
+        self._state = "finished"
+
+    def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
+        """Send all weights to the makers now; a maker with `sync_models_from_trainers` starts after this."""
+        self._timeline.version = self.version
+        self._update_remote_makers(fully_update=True, **kwargs)
+
+    def stop(self) -> None:
+        """End `fit` before its next batch; weights and buffer stay as they are."""
+        self.host.stop.set()
+
+    # The buffer, as makers and drivers reach it.
+
+    def buffer_get_length(self) -> int:
+        """Whole batches waiting."""
+        return self._buffer.get_length()
+
+    def buffer_append(self, experience: Experience) -> None:
+        """Take a batch in, sample by sample; blocks while the buffer is full."""
+        self.buffer_extend(split_experience_batch(experience))
+
+    def buffer_extend(self, items: list[BufferItem]) -> None:
+        """Called by experience makers; blocks while the buffer is full. Returning is the acknowledgement."""
+        self._buffer.extend(items)
+        faults.reach("trainer.after_delivery")
+
+    def lease(self, request: LeaseRequest) -> list[Lease]:
+        """Grant a maker what it may make now."""
+        return self._buffer.lease(LeaseRequest(*request))
+
+    def release_maker(self, maker: str, reason: str) -> None:
+        """A maker is gone: grant its leases to others."""
+        if numbers := self._buffer.release(maker, reason):
+            logger.info("%d leases of %s go to others: %s", len(numbers), maker, reason)
+
+    def _buffer_sample(self) -> Experience:
+        """The oldest whole batch, for callers from outside; blocks until there is one, with a deadline.
+
+        `fit` waits in slices instead, and looks after makers, stop signals and the end of the data in between.
+        """
+        return self._buffer.sample(timeout_seconds=self.deadlines.batch_seconds)
+
+    # What the outside may ask at any time.
+
+    def progress(self) -> TrainerProgress:
+        """Where this trainer stands."""
+        return TrainerProgress(
+            state=self._state,
+            num_batches=self._num_batches,
+            num_samples=self._num_samples,
+            version=self.version,
+        )
+
+    def records_since(self, cursor: int) -> RecordPage[dict[str, Any]]:
+        """Metrics of the training steps after `cursor`."""
+        return self._records.since(cursor)
+
+    def spans_since(self, cursor: int) -> RecordPage[Span]:
+        """What this trainer did and waited for after `cursor`."""
+        return self._timeline.since(cursor)
+
+    # What the loop calls; `next_batch` is below.
+
+    def notify(self, hook: str, *args: Any) -> None:
+        """Run a hook of the callbacks."""
+        dispatch(self.callbacks, hook, *args)
+
+    def should_stop(self) -> bool:
+        """Whether `stop` was called."""
+        return self.host.stop.is_set()
+
+    def give_back(self, batch: Experience) -> None:
+        """Note that a batch is not trained on after all."""
+        self._buffer.give_back(batch)
+
+    def train_on(self, batch: Experience) -> dict[str, Any]:
+        """Take a training step, and record its time and metrics."""
+        with self._timeline.span("train"):
+            metrics = self.training_step(batch)
+        self._num_batches += 1
+        self._num_samples += batch.num_samples
+        self._records.append({"batch": self._num_batches, "version": self.version, "metrics": dict(metrics or {})})
+        return metrics
+
+    def publish(self) -> None:
+        """Send the makers the weights as the next version."""
+        self.version += 1
+        self._timeline.version = self.version
+        self._buffer.mark_trained(self.version)
+        with self._timeline.span("publish"):
+            self._update_remote_makers()
+
+    def _update_late_makers(self) -> None:
+        """Give weights to makers that have none while `fit` waits for a batch: it may wait for what they will make.
+
+        Raises what went wrong with an update that has ended: without it, they may not make that either.
+        """
+
+    def next_batch(self) -> Experience | None:
+        """Wait for a batch. None: a stop came, or all makers are finished and nothing is left."""
+        if self._is_exhausted:
+            return None
+        with self._timeline.span("wait_data"):
+            batch = self._await_batch()
+        self._is_exhausted = batch is None
+        return batch
+
+    def _await_batch(self) -> Experience | None:
+        def describe() -> str:
+            return (
+                f"a batch of {self._buffer.sample_batch_size} samples; {self._buffer.num_items_waiting} are there. "
+                f"Makers: {self._buffer.describe_wait()}"
+            )
+
+        found = wait_in_slices(
+            self._try_batch,
+            deadline_seconds=self.deadlines.batch_seconds,
+            what=describe,
+            slice_seconds=_SLICE_SECONDS,
+        )
+        return found[0] if found else None
+
+    def _try_batch(self, seconds: float) -> "tuple[Experience | None] | None":
+        """A batch, or that none will come: (None,); None if more time is needed."""
+        if self.should_stop():
+            return (None,)
+        batch = self._buffer.try_sample(seconds)
+        if batch is not None:
+            return (batch.pin_memory() if self.dataloader_pin_memory else batch,)
+        self._update_late_makers()
+        return self._buffer.last_batch()
