@@ -224,9 +224,7 @@ def execute(
         on_begin()
         if start is not None:
             continue_files(config, log, start)
-        followers: list[str | Tracker] = [*config.logging.tracker_names, *trackers]
-        for tracker in followers:
-            stack.enter_context(following(folder, tracker))
+        stack.enter_context(following(folder, [*config.logging.tracker_names, *trackers]))
 
     started, folder = time.monotonic(), config.output_folder
     open_folder = open_run_folder(config, overwrite=overwrite, is_resumed=is_resumed)

@@ -10,11 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from coati.errors import ConfigError
-from coati.monitor.report import RunFolder, chosen_samples, curves, headline, read_run
-from coati.monitor.time_use import RunTimes, run_times
+from coati.monitor.report import RunFolder, chart, chosen_samples, curves, headline, read_run, sparkline
+from coati.monitor.time_use import TOTALS, RunTimes, run_times
+from coati.monitor.timeline import ACTIVITIES, is_idle, label_of
 
 _MAX_CHARACTERS = 400
 _PAGE_WIDTH = 160
+_SHOWN_SHARE = 0.005  # of an activity, for at least one actor
 
 
 def report(
@@ -33,11 +35,12 @@ def report(
 
 
 def write_page(run: RunFolder, path: Path) -> Path:
-    """Write a report as an HTML file that stands on its own: nothing is fetched, and texts are escaped."""
+    """Write a report with charts as an HTML file that stands on its own: nothing is fetched, texts are escaped."""
     console = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, highlight=False, markup=False)
     show(console, run)
+    charts = "\n".join(chart(title, points) for title, points in curves(run).items())
     try:
-        console.save_html(str(path))
+        path.write_text(console.export_html().replace("</body>", f"{charts}\n</body>"), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error}. Choose another file.") from None
     return path
@@ -51,8 +54,9 @@ def show(console: Console, run: RunFolder) -> None:
         console.print(f"  {name}: {value}")
     if found := curves(run):
         table = Table("", "over training steps", "first → last", title="Learning", title_justify="left")
-        for row in found:
-            table.add_row(*row)
+        for title, points in found.items():
+            values = [value for _, value in points]
+            table.add_row(title, sparkline(values), f"{values[0]:,.4g} → {values[-1]:,.4g}")
         console.print(table)
     if run.samples:
         table = Table("version", "reward", "prompt and response", title="Samples", title_justify="left")
@@ -73,14 +77,17 @@ def _short(text: str) -> str:
 
 
 def time_table(times: RunTimes) -> Table:
-    """Lay out the table of times for the terminal."""
-    (_, columns), *rows = times.table()
+    """Lay out where the time went, a column for each actor. Activities that took next to no time are left out."""
+    columns = times.columns()
     table = Table(title="Where the time went", title_justify="left")
-    for name in columns:
+    for name in ("", *columns):
         table.add_column(name, justify="right" if name else "left")
-    styles = {"work": None, "idle": "yellow", "total": "bold"}
-    for kind, cells in rows:
-        if cells[0] == "worked":
-            table.add_section()
-        table.add_row(*cells, style=styles[kind])
+    for what in sorted(ACTIVITIES, key=is_idle):
+        shares = [shares.get(what, 0.0) for shares in columns.values()]
+        if max(shares) >= _SHOWN_SHARE:
+            cells = (f"{share:.0%}" if share > 0 else "" for share in shares)
+            table.add_row(label_of(what), *cells, style="yellow" if is_idle(what) else None)
+    table.add_section()
+    for what in TOTALS:
+        table.add_row(what, *(f"{shares[what]:.0%}" for shares in columns.values()), style="bold")
     return table

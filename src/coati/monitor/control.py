@@ -5,6 +5,7 @@ waits for. Both are replaced as a whole, so a reader never sees half of one. Onl
 user owns is followed; no port is opened.
 """
 
+import contextlib
 import logging
 import os
 import socket
@@ -51,21 +52,23 @@ class RunControl:
         self._has_warned = False
         self._written: RunState | None = None
         self._state = RunState(makers=makers)
-        self._last_seen = _signature(folder / _CONTROL)  # what is there already was not meant for this run
         self.report()
 
     def new_request(self) -> int | None:
         """Return the makers that were asked for since the last call. What is no request is refused with a warning."""
-        path = self._folder / _CONTROL
-        signature = _signature(path)
-        if signature is None or signature == self._last_seen:
-            return None
-        self._last_seen = signature
+        taken = self._folder / f".{_CONTROL}.taken"
         try:
-            return _read_request(path).makers
+            (self._folder / _CONTROL).replace(taken)  # so that the next request is another file
+        except OSError:
+            return None
+        try:
+            return _read_request(taken).makers
         except (DataError, OSError) as error:
             logger.warning("Request refused; training continues. %s", error)
             return None
+        finally:
+            with contextlib.suppress(OSError):
+                taken.unlink()
 
     def report(self, **changes: Any) -> None:
         """Write the state with these fields changed, if that makes it another one."""
@@ -112,29 +115,20 @@ def _is_process(pid: int) -> bool:
     return True
 
 
-def _signature(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file is replaced; None if there is none."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
-
-
 def _read_request(path: Path) -> MakersRequest:
     """Read a request; DataError if it is none, or not from this user."""
     # Neither a link nor a pipe is followed or waited for, and what is checked is what is read.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-            raise DataError(f"{path} must be a regular file of the user who started the run.")
+            raise DataError(f"{_CONTROL} must be a regular file of the user who started the run.")
         text = file.read(_MAX_REQUEST_BYTES)
     try:
         return MakersRequest.model_validate_json(text)
     except ValidationError as error:
         problems = "; ".join(problem["msg"] for problem in error.errors(include_input=False))
         raise DataError(
-            f"{path} must hold a number of makers as JSON ({problems}). Write it with coati scale."
+            f"{_CONTROL} must hold a number of makers as JSON ({problems}). Write it with coati scale."
         ) from None
 
 

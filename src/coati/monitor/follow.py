@@ -10,7 +10,6 @@ on a thread). What it could not send is still in the files; `python -m coati.mon
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import json
@@ -23,9 +22,10 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import IO, Any, BinaryIO, Final, NamedTuple
 
 from coati.background import run_in_background
 from coati.monitor.metrics import parse_jsonl
@@ -34,42 +34,54 @@ from coati.monitor.trackers import TRACKERS, TrackedRun, Tracker
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 1.0
-_WAIT_SECONDS: Final = 30.0  # for a tracker, after the end of the run
+_WAIT_SECONDS: Final = 30.0  # for all trackers together, after the end of the run
 _STUCK_SECONDS: Final = 600
 _SUCCESS: Final = b"."  # what the driver writes at the end of a run that did not fail
 _FAILED: Final = "%s failed; training continues without it. %s"
 
 
+class _Follower(NamedTuple):
+    name: str
+    end: IO[bytes]
+    """Takes what the driver says at the end of the run."""
+    work: Future[None]
+
+
 @contextlib.contextmanager
-def following(folder: Path, tracker: str | Tracker) -> Iterator[None]:
-    """Have a tracker follow the run in `folder` inside the `with` block. If it fails, a warning says so, once."""
-    name, folder = tracker if isinstance(tracker, str) else type(tracker).__name__, folder.resolve()
-    if isinstance(tracker, str):
-        # In a session of its own, because Ctrl-C in a terminal must not end it. -P: without the working directory.
-        # -u: what a package prints before it ends its process is in the log.
-        command = [sys.executable, "-P", "-u", "-m", __name__, str(folder), name, "--live"]
-        try:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        except OSError as error:  # no memory, or too many processes
-            logger.warning(_FAILED, name, f"Its process could not be started: {error}.")
-            yield
-            return
-        work, end = functools.partial(_watch, process, folder, name), process.stdin
-    else:
-        reading, writing = os.pipe()
-        reader = RowReader(folder, seen=time.time())
-        work, end = functools.partial(_follow_here, reader, tracker, reading), os.fdopen(writing, "wb")
-    assert end is not None
-    ended, outcome = run_in_background(work, name=f"tracker-{name}"), b""
+def following(folder: Path, trackers: Sequence[str | Tracker]) -> Iterator[None]:
+    """Have trackers follow the run in `folder` inside the `with` block. If one fails, a warning says so, once."""
+    started = (_start(folder.resolve(), tracker) for tracker in trackers)
+    followers, outcome = [follower for follower in started if follower is not None], b""
     try:
         yield
         outcome = _SUCCESS
     finally:
-        with contextlib.suppress(OSError):  # it has failed
-            end.write(outcome)
-            end.close()
-        if not concurrent.futures.wait([ended], _WAIT_SECONDS).done:
-            logger.warning("%s is still sending after %g s; the run does not wait for it.", name, _WAIT_SECONDS)
+        for follower in followers:
+            with contextlib.suppress(OSError):  # it has failed
+                follower.end.write(outcome)
+                follower.end.close()
+        wait([follower.work for follower in followers], _WAIT_SECONDS)
+        if late := [follower.name for follower in followers if not follower.work.done()]:
+            logger.warning("%s: still sending after %g s; the run does not wait.", ", ".join(late), _WAIT_SECONDS)
+
+
+def _start(folder: Path, tracker: str | Tracker) -> _Follower | None:
+    if not isinstance(tracker, str):
+        reading, writing = os.pipe()
+        name, end = type(tracker).__name__, os.fdopen(writing, "wb")
+        work = functools.partial(_follow_here, RowReader(folder, seen=time.time()), tracker, reading)
+        return _Follower(name, end, run_in_background(work, name=f"tracker-{name}"))
+    # In a session of its own, because Ctrl-C in a terminal must not end it. -P: without the working directory.
+    # -u: what a package prints before it ends its process is in the log.
+    command = [sys.executable, "-P", "-u", "-m", __name__, str(folder), tracker, "--live"]
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    except OSError as error:  # no memory, or too many processes
+        logger.warning(_FAILED, tracker, f"Its process could not be started: {error}.")
+        return None
+    assert process.stdin is not None
+    work = functools.partial(_watch, process, folder, tracker)
+    return _Follower(tracker, process.stdin, run_in_background(work, name=f"tracker-{tracker}"))
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, name: str) -> None:

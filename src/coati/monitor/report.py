@@ -5,14 +5,14 @@ The folder may be that of a run that is still writing.
 
 from __future__ import annotations
 
+import html
 import json
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
-
-import numpy as np
 
 from coati.counting import format_seconds
 from coati.errors import ConfigError, DataError
@@ -29,6 +29,14 @@ _ENDS: Final = 10  # versions at either end over which the mean reward is taken
 _TERM: Final = "reward/term_"
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _MAX_BARS: Final = 40
+_MAX_POINTS: Final = 400  # of a chart
+_CHART: Final = """<svg width="420" height="150" viewBox="-10 -26 420 150" font-family="sans-serif" font-size="11">
+<text y="-12" font-size="13">{title}</text><rect width="400" height="100" fill="none" stroke="#ddd"/>
+<polyline fill="none" stroke="#2458a6" stroke-width="1.5" points="{line}"/>
+<text x="396" y="11" text-anchor="end" fill="#777">{high:,.4g}</text>
+<text x="396" y="97" text-anchor="end" fill="#777">{low:,.4g}</text>
+<text y="114" fill="#777">step {first:,.0f}</text><text x="400" y="114" text-anchor="end" fill="#777">{last:,.0f}</text>
+</svg>"""
 
 _CURVES: Final = (
     ("reward/mean", "mean reward"),
@@ -134,19 +142,15 @@ def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
     return facts
 
 
-def curves(run: RunFolder) -> list[tuple[str, str, str]]:
-    """Return the metrics that have two points or more: what each is, its course, and its first and last value."""
+def curves(run: RunFolder) -> dict[str, list[tuple[float, float]]]:
+    """Return the course of the metrics that have two points or more, by what each is: steps and values."""
     terms = sorted({name for row in run.metrics for name in row if name.startswith(_TERM)})
     found = {name for row in run.metrics for name in row if name.startswith("eval/") and "@" in name}
     shown = [name for name in sorted(found) if not name.endswith(("_low", "_high"))]
     titles = {name: name.removeprefix("eval/").replace("/", " ") for name in shown} | dict(_CURVES[:1])
     titles |= {name: f"reward term: {name.removeprefix(_TERM)}" for name in terms} | dict(_CURVES)
-    courses = {title: [value for _, value in run.series(name)] for name, title in titles.items()}
-    return [
-        (title, sparkline(values), f"{values[0]:,.4g} → {values[-1]:,.4g}")
-        for title, values in courses.items()
-        if len(values) > 1
-    ]
+    courses = {title: run.series(name) for name, title in titles.items()}
+    return {title: points for title, points in courses.items() if len(points) > 1}
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -155,10 +159,28 @@ def sparkline(values: Sequence[float]) -> str:
     >>> sparkline([0.0, 1.0, 2.0, 7.0])
     '▁▂▃█'
     """
-    parts = np.array_split(np.array(values), min(len(values), _MAX_BARS))
-    means = [float(part.mean()) for part in parts]
+    means = _thinned(values, _MAX_BARS)
     low, reach = min(means), (max(means) - min(means)) or 1.0
     return "".join(_BARS[round((mean - low) / reach * (len(_BARS) - 1))] for mean in means)
+
+
+def chart(title: str, points: Sequence[tuple[float, float]]) -> str:
+    """Draw a metric over training steps, as an SVG picture with the ends of both axes."""
+    steps, values = (_thinned(numbers, _MAX_POINTS) for numbers in zip(*points, strict=True))
+    low, high = min(values), max(values)
+    width, height = (steps[-1] - steps[0]) or 1.0, (high - low) or 1.0
+    line = " ".join(
+        f"{400 * (step - steps[0]) / width:.1f},{96 - 92 * (value - low) / height:.1f}"
+        for step, value in zip(steps, values, strict=True)
+    )
+    ends = {"first": points[0][0], "last": points[-1][0]}
+    return _CHART.format(title=html.escape(title), line=line, low=low, high=high, **ends)
+
+
+def _thinned(values: Sequence[float], most: int) -> list[float]:
+    """Return at most so many values: means of neighbours."""
+    size = -(-len(values) // most)
+    return [statistics.fmean(values[start : start + size]) for start in range(0, len(values), size)]
 
 
 def chosen_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -26,7 +26,7 @@ def test_a_request_is_seen_once_and_the_state_is_told(running, tmp_path):
     state = ask_for_makers(tmp_path, 3)  # the same again is a request of its own
     assert (state.status, state.makers, state.message) == ("running", 3, "waiting for maker-1")
     assert running.new_request() == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["control.json", "state.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state.json"]
 
 
 def test_a_state_that_is_the_same_is_not_written_again(running, tmp_path):
@@ -35,11 +35,6 @@ def test_a_state_that_is_the_same_is_not_written_again(running, tmp_path):
     assert (tmp_path / "state.json").stat().st_ino == before
     running.report(makers=2)
     assert json.loads((tmp_path / "state.json").read_text())["makers"] == 2
-
-
-def test_a_request_to_an_earlier_run_is_not_followed(tmp_path):
-    (tmp_path / "control.json").write_text('{"makers": 9}')
-    assert RunControl(tmp_path, makers=1).new_request() is None
 
 
 @pytest.mark.parametrize(
@@ -80,11 +75,9 @@ def test_only_a_file_of_the_same_user_is_obeyed(running, tmp_path, caplog, monke
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
     assert running.new_request() is None
     monkeypatch.undo()
-    (tmp_path / "control.json").unlink()
     os.mkfifo(tmp_path / "control.json")  # opening it would wait for ever
     assert running.new_request() is None
     assert ["regular file of the user" in message for message in caplog.messages] == [True, True]
-    (tmp_path / "control.json").unlink()
     put_request(tmp_path, 2)
     (tmp_path / "control.json").rename(tmp_path / "elsewhere.json")
     (tmp_path / "control.json").symlink_to(tmp_path / "elsewhere.json")

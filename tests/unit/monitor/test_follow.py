@@ -9,6 +9,7 @@ import threading
 import pytest
 
 import coati
+from coati.checks import preflight
 from coati.config import build_config, dump_config
 from coati.errors import ConfigError
 from coati.monitor import RunLog, read_jsonl
@@ -111,7 +112,7 @@ def test_when_a_run_continues_from_an_earlier_step_what_it_makes_again_is_sent_a
 
 def test_an_object_gets_what_the_files_hold(folder):
     tracker, log = FakeTracker(), RunLog(folder, total_steps=2)
-    with following(folder, tracker):
+    with following(folder, [tracker]):
         for step in (1, 2):
             made = {"reward/mean": coati.monitor.Mean(0.5, 4), "kl/per_sample": coati.monitor.Mean(1.0, 4)}
             made["maker/samples"] = coati.monitor.Sum(4)
@@ -130,7 +131,7 @@ def test_an_object_gets_what_the_files_hold(folder):
 def test_rows_from_before_a_resume_are_not_sent_to_an_object(folder):
     write_row(folder, 1, 0, time=1.0, texts=["before"])
     tracker = FakeTracker()
-    with following(folder, tracker):
+    with following(folder, [tracker]):
         write_row(folder, 2, 1, time=1e12, texts=["after"])
     assert tracker.tables == [(2, ["after"])]
 
@@ -138,7 +139,7 @@ def test_rows_from_before_a_resume_are_not_sent_to_an_object(folder):
 @pytest.mark.parametrize("breaks", ["log", "samples", "close"])
 def test_an_object_that_fails_is_reported_once_and_others_go_on(breaks, folder, caplog):
     bad, good = FakeTracker(breaks), FakeTracker()
-    with following(folder, bad), following(folder, good):
+    with following(folder, [bad, good]):
         for step in range(1, 4):
             write_row(folder, step, step - 1, time=1e12 + step, texts=["text"])
     assert len(caplog.messages) == 1
@@ -149,7 +150,7 @@ def test_an_object_that_fails_is_reported_once_and_others_go_on(breaks, folder, 
 
 def test_a_run_that_fails_is_closed_as_failed(folder):
     tracker = FakeTracker()
-    with pytest.raises(RuntimeError, match="training"), following(folder, tracker):
+    with pytest.raises(RuntimeError, match="training"), following(folder, [tracker]):
         raise RuntimeError("training went wrong")
     assert tracker.closed == [True]
 
@@ -159,9 +160,9 @@ def test_a_tracker_that_hangs_does_not_hold_up_the_run(folder, monkeypatch, capl
     answer, tracker = threading.Event(), FakeTracker()
     tracker.log = lambda step, metrics: answer.wait()
     write_row(folder, 1, 0, time=1e12)
-    with following(folder, tracker):
+    with following(folder, [tracker, FakeTracker()]):
         pass
-    assert "still sending" in caplog.text
+    assert "FakeTracker: still sending" in caplog.text
     answer.set()
 
 
@@ -191,7 +192,7 @@ def test_a_process_that_fails_is_reported_once_with_the_remedy_and_without_keys(
 ):
     monkeypatch.setenv("TRACKIO_KEY", "hf_SecretSecret")
     package(f"import os, sys\ndef init(**options):\n    print('hello')\n    {what}\n")
-    with following(folder, "trackio"):
+    with following(folder, ["trackio"]):
         write_row(folder, 1, 0, time=1.0)
     assert len(caplog.messages) == 1
     assert "trackio failed; training continues" in caplog.text
@@ -223,10 +224,10 @@ def test_a_resumed_run_continues_under_its_name_and_sends_only_what_is_new(packa
     monkeypatch.chdir(folder)
     settings = {**SECTIONS, "run": {"name": "film"}, "logging": {"trackers": {"trackio": {"project": "mine"}}}}
     (folder / "config.toml").write_text(dump_config(build_config(settings)))
-    with following(folder, "trackio"):
+    with following(folder, ["trackio"]):
         write_row(folder, 1, 0, time=1.0, texts=["a"])
     first = json.loads((folder / "trackers" / "trackio.json").read_text())
-    with following(folder, "trackio"):
+    with following(folder, ["trackio"]):
         write_row(folder, 2, 1, time=2.0)
     command = [sys.executable, "-m", "coati.monitor.follow", str(folder), "trackio"]
     subprocess.run(command, check=True, timeout=100)  # by hand, when everything is sent
@@ -246,12 +247,12 @@ def test_a_resumed_run_continues_under_its_name_and_sends_only_what_is_new(packa
 
 def test_tensorboard_reads_back_what_was_written_last_of_each_step(folder):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with following(folder, "tensorboard"):
+    with following(folder, ["tensorboard"]):
         for step in (1, 2, 3):
             write_row(folder, step, step - 1, time=float(step), texts=[f"a|b\n{step}"], **{"policy/loss": 0.25 * step})
     cut_jsonl(folder / "metrics.jsonl", lambda row: row["step"] <= 1)
     cut_jsonl(folder / "samples.jsonl", lambda row: row["version"] < 1)
-    with following(folder, "tensorboard"):
+    with following(folder, ["tensorboard"]):
         write_row(folder, 2, 1, time=4.0, texts=["again"], **{"policy/loss": 8.0})
     events = accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("policy/loss")] == [(1, 0.25), (2, 8.0)]
@@ -281,4 +282,4 @@ def test_a_tracker_that_is_not_known_or_not_installed_is_an_error_before_the_run
             build_config({**SECTIONS, "logging": {"trackers": wrong}})
     monkeypatch.setitem(sys.modules, "swanlab", None)
     config = build_config({**SECTIONS, "logging": {"trackers": {"swanlab": {}}}})
-    assert any("pip install swanlab" in problem for problem in coati.config.preflight(config))
+    assert any("pip install swanlab" in problem for problem in preflight(config))

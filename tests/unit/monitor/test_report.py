@@ -4,6 +4,7 @@ import doctest
 import io
 import json
 import re
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -11,7 +12,7 @@ from rich.console import Console
 import coati.monitor.report
 from coati.cli.report import report, time_table
 from coati.errors import ConfigError, DataError
-from coati.monitor.report import chosen_samples, curves, headline, read_run, sparkline
+from coati.monitor.report import chart, chosen_samples, curves, headline, read_run, sparkline
 from coati.monitor.time_use import run_times
 from coati.monitor.timeline import Span
 
@@ -93,12 +94,12 @@ def folder(tmp_path):
 def test_times_of_both_actors_by_hand():
     times = run_times(SPANS)
     assert times.elapsed == 10.0  # start-up is left out
-    maker, trainer = times.actors
+    maker, trainer = times.actors.values()
     own = {"generate": 0.6, "score": 0.1, "send": 0.05, "commit": 0.05, "wait_weights": 0.15, "wait_room": 0.05}
-    assert maker.shares == pytest.approx({**own, "worked": 0.8, "waited": 0.2, "absent": 0.0, "other": 0.0})
+    assert maker == pytest.approx({**own, "worked": 0.8, "waited": 0.2, "absent": 0.0, "other": 0.0})
     own = {"train": 0.4, "publish": 0.2, "wait_data": 0.4}
-    assert trainer.shares == pytest.approx({**own, "worked": 0.6, "waited": 0.4, "absent": 0.0, "other": 0.0})
-    assert times.busiest is maker
+    assert trainer == pytest.approx({**own, "worked": 0.6, "waited": 0.4, "absent": 0.0, "other": 0.0})
+    assert times.verdict().startswith("maker-0 worked 80%")
 
 
 @pytest.mark.parametrize(
@@ -129,10 +130,10 @@ def test_who_was_there_for_a_part_of_the_run_was_absent_for_the_rest():
         "trainer-0": [work("wait_data", 0, 10), work("train", 10, 100)],
     }
     times = run_times(spans)
-    assert [actor.shares["worked"] for actor in times.actors] == pytest.approx([1.0, 0.1, 0.09, 0.2, 0.9])
-    assert [actor.shares["absent"] for actor in times.actors] == pytest.approx([0.0, 0.9, 0.9, 0.8, 0.0])
-    assert [actor.shares["other"] for actor in times.actors] == pytest.approx([0.0, 0.0, 0.01, 0.0, 0.0])
-    assert times.busiest.actor == "maker-0"
+    assert [shares["worked"] for shares in times.actors.values()] == pytest.approx([1.0, 0.1, 0.09, 0.2, 0.9])
+    assert [shares["absent"] for shares in times.actors.values()] == pytest.approx([0.0, 0.9, 0.9, 0.8, 0.0])
+    assert [shares["other"] for shares in times.actors.values()] == pytest.approx([0.0, 0.0, 0.01, 0.0, 0.0])
+    assert times.verdict().startswith("maker-0 worked 100%")
     assert "were not there (65%)" in times.verdict()  # 2.6 of 4
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(time_table(times))
@@ -148,7 +149,7 @@ def test_one_process_has_nothing_to_overlap():
 def test_actors_are_in_natural_order_and_many_are_shown_by_kind():
     names = [f"maker-{index}" for index in range(12)]
     times = shares(**{name: {"generate": 8, "wait_weights": 2} for name in names}, trainer={"train": 10})
-    assert [actor.actor for actor in times.actors] == [*names, "trainer"]
+    assert list(times.actors) == [*names, "trainer"]
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(time_table(times))
     text = console.export_text()
@@ -169,11 +170,21 @@ def test_a_course_is_drawn_from_the_least_to_the_greatest_and_thinned_to_average
     assert set(long) == {"▁", "█"}  # each of the first is the mean of fifty zeros and fifty ones
 
 
-def test_metrics_with_two_points_have_a_course_with_its_ends(folder):
-    assert curves(read_run(folder)) == [
-        ("mean reward", "▁█", "0.25 → 0.75"),
-        ("reward term: brevity", "█▁", "5.12e-07 → 1e-07"),
-    ]
+def test_metrics_with_two_points_have_a_course(folder):
+    assert curves(read_run(folder)) == {
+        "mean reward": [(2.0, 0.25), (3.0, 0.75)],
+        "reward term: brevity": [(2.0, 5.12e-07), (3.0, 1e-07)],
+    }
+
+
+def test_a_chart_goes_from_corner_to_corner_with_its_ends_and_few_points():
+    drawn = ElementTree.fromstring(chart("a <b> & c", [(10.0, 2.0), (15.0, 1.0), (30.0, 3.0)]))
+    texts = [text.text for text in drawn.iter("text")]
+    assert texts == ["a <b> & c", "3", "1", "step 10", "30"]
+    points = [tuple(map(float, point.split(","))) for point in drawn.find("polyline").get("points").split()]
+    assert points == [(0.0, 50.0), (100.0, 96.0), (400.0, 4.0)]  # y goes down
+    long = ElementTree.fromstring(chart("steps", [(float(step), 1.0) for step in range(9999)]))
+    assert len(long.find("polyline").get("points").split()) <= 400
 
 
 def test_faults_of_machines_and_of_data_are_counted_apart(folder):
@@ -200,6 +211,7 @@ def test_the_command_prints_facts_courses_samples_and_times(folder, capsys, monk
         folder.name,
         "completed",
         "0.250 → 0.750",
+        "0.25 → 0.75",
         "▁█",
         "the <b>film</b> number 0 [31m& more",
         "wait for data",
@@ -211,6 +223,7 @@ def test_the_command_prints_facts_courses_samples_and_times(folder, capsys, monk
     for part in ("completed", "▁█", "the &lt;b&gt;film&lt;/b&gt;", " number 0 [31m&amp; more", "wait for data", "40%"):
         assert part in page
     assert "<b>film</b>" not in page
+    assert page.count("<polyline") == 2
     assert "<script" not in page
     assert "http" not in page
 
