@@ -71,9 +71,10 @@ class Paces(dict[str, Pace]):
         A slow one gets one at a time, to be measured again.
         """
         pace = self[maker]
-        if pace.held == 0 or not self._seconds_per_version or not self.quicker_than(maker, now):
+        if pace.held == 0 or not self._seconds_per_version:
             return True
-        return pace.speed(now, more=self._group_size) * self._seconds_per_version * versions >= 1.0
+        speed = pace.speed(now, more=self._group_size)
+        return speed * self._seconds_per_version * versions >= 1.0 or not self.quicker_than(maker, now)
 
     def quicker_than(self, maker: str, now: float) -> list[str]:
         """Makers that are much quicker than this one, the quickest first; none if it is unknown."""
