@@ -1,5 +1,7 @@
 """On the CPU a sample's bits do not depend on its company: alone, among others, anywhere, with any padding."""
 
+import functools
+
 import pytest
 import tiny
 import torch
@@ -20,7 +22,7 @@ from coati.rollout import GenerateOptions, RolloutRequest, generate, make_engine
 # Odd sizes, so that vector instructions leave a rest.
 SIZES = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "initializer_range": 0.5}
 GPT2 = {"n_embd": 24, "n_inner": 37, "n_layer": 2, "initializer_range": 0.5}
-LIMIT = 12
+LIMIT = 6
 prompt = st.lists(st.integers(2, tiny.VOCAB - 1), min_size=1, max_size=24)
 companies = st.lists(prompt, max_size=20)
 
@@ -47,6 +49,11 @@ def policies():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
     return found
+
+
+@pytest.fixture(scope="module")
+def engines(policies):
+    return functools.cache(lambda engine, model: make_engine(engine, policies[model]))
 
 
 def left_padded(rows, more=0):
@@ -87,8 +94,8 @@ def written(engine, rows, ids, *, more=0, limit=LIMIT):
 
 @pytest.mark.parametrize(("engine", "model"), [("native", "llama"), ("native", "adapters"), ("reference", "gpt2")])
 @given(row=prompt, before=companies, after=companies, more=st.integers(0, 40))
-def test_an_engine_writes_a_row_the_same_in_any_company(policies, engine, model, row, before, after, more):
-    engine = make_engine(engine, policies[model])
+def test_an_engine_writes_a_row_the_same_in_any_company(engines, engine, model, row, before, after, more):
+    engine = engines(engine, model)
     alone = written(engine, [row], [7])
     ids = [*range(100, 100 + len(before)), 7, *range(200, 200 + len(after))]
     together = written(engine, [*before, row, *after], ids, more=more)
