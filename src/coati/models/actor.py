@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from coati.algos.logprobs import head_logprobs_and_entropy, logprobs_and_entropy
 from coati.config import LoRASettings
-from coati.models.calls import accepts, context_length_of, forward_causal, own_config
+from coati.models.calls import accepts, forward_causal, own_config
 from coati.models.lora import add_lora
 from coati.models.memory import are_shapes_enough, own_memory
 from coati.models.packing import (
@@ -80,11 +80,6 @@ class Actor(nn.Module):
     def config(self) -> PreTrainedConfig:
         """The transformers config of the wrapped model."""
         return self.model.config
-
-    @property
-    def context_length(self) -> int | None:
-        """How many tokens fit the model, or None where the model does not say."""
-        return context_length_of(self.model)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, scoring: Scoring | None = None, **kwargs: Any

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -65,26 +65,18 @@ def has_adapters(names: Iterable[str]) -> bool:
 
 
 def as_layer_lora(value: Any) -> LayerLoRA:
-    """Settings as they come in plain calls: ours, a mapping, or an object with peft's names (r, lora_alpha, …).
+    """Settings as they come in plain calls: ours, or peft's r, lora_alpha and fan_in_fan_out in a mapping or object.
 
     >>> as_layer_lora({"r": 2, "lora_alpha": 8}).scale
     4.0
     """
     if isinstance(value, LayerLoRA):
         return value
-
-    def get(*names: str, default: Any = None) -> Any:
-        for name in names:
-            found = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
-            if found is not None:
-                return found
-        return default
-
-    rank = get("rank", "r")
+    found = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    rank = found.get("r")
     if not isinstance(rank, int) or rank < 1:
-        raise WeightUpdateError(f"LoRA settings of a layer need a rank (or r) of 1 or more, got {value!r}.")
-    scale = get("scale", "scaling", default=get("alpha", "lora_alpha", default=1.0) / rank)
-    return LayerLoRA(scale=float(scale), is_transposed=bool(get("is_transposed", "fan_in_fan_out", default=False)))
+        raise WeightUpdateError(f"LoRA settings of a layer need a rank (r) of 1 or more, got {value!r}.")
+    return LayerLoRA(scale=found.get("lora_alpha", 1.0) / rank, is_transposed=bool(found.get("fan_in_fan_out")))
 
 
 class LoRAConstructor:
@@ -95,15 +87,13 @@ class LoRAConstructor:
     >>> base = {"layer.weight": torch.zeros(2, 2)}
     >>> adapters = {"layer.lora_A.default.weight": torch.ones(1, 2), "layer.lora_B.default.weight": torch.ones(2, 1)}
     >>> settings = {"layer": LayerLoRA(scale=2.0)}
-    >>> LoRAConstructor(base).reconstruct(adapters, settings)["layer.weight"].tolist()
+    >>> LoRAConstructor().reconstruct(adapters, settings, base.get)["layer.weight"].tolist()
     [[2.0, 2.0], [2.0, 2.0]]
     """
 
-    def __init__(self, base_weights: Mapping[str, Tensor]) -> None:
-        """`base_weights` are the receiver's own, looked at (and copied) when a layer's first adapter comes."""
-        self._live = base_weights
-        self._base: dict[str, Tensor] = {}
-        self._staged: dict[str, Tensor] = {}
+    def __init__(self) -> None:
+        self._base: dict[str, Tensor] = {}  # W₀ of layers that have had an adapter
+        self._staged: dict[str, Tensor] = {}  # what the last update would make of them
 
     @staticmethod
     def extract_lora_config(model: nn.Module) -> dict[str, LayerLoRA]:
@@ -123,13 +113,16 @@ class LoRAConstructor:
 
     @torch.no_grad()
     def reconstruct(
-        self, state_dict: Mapping[str, Tensor], lora_config_dict: Mapping[str, LayerLoRA]
+        self,
+        state_dict: Mapping[str, Tensor],
+        lora_config_dict: Mapping[str, LayerLoRA],
+        own_weight: Callable[[str], Tensor | None],
     ) -> dict[str, Tensor]:
         """Weights under plain names: adapted layers as W₀ + scale·B·A, everything else as it came.
 
-        A base weight that travels along (a full update) becomes the new W₀ when `adopt` says so.
+        W₀ is the base weight that travels along (a full update) or came with an update that `adopt` accepted, else the
+        receiver's own, which is looked at when a layer's first adapter comes.
         """
-        self._staged = {}
         is_adapted = has_adapters(state_dict)
         halves: dict[str, dict[str, Tensor]] = {}
         weights: dict[str, Tensor] = {}
@@ -139,9 +132,8 @@ class LoRAConstructor:
                 weights[plain_name(name) if is_adapted else name] = tensor
             else:
                 halves.setdefault(plain_name(f"{match['layer']}."), {})[match["matrix"]] = tensor
-        for name, tensor in weights.items():
-            if name in self._base:  # a layer that had an adapter gets a weight of its own: that is W₀ from now on
-                self._staged[name] = tensor.detach().clone()
+        known = self._base.keys() | {f"{dotted}weight" for dotted in halves}
+        self._staged = {name: weights[name].detach().clone() for name in known & weights.keys()}
         for dotted, pair in halves.items():
             layer, weight_name = dotted.removesuffix("."), f"{dotted}weight"
             settings = lora_config_dict.get(layer)
@@ -150,9 +142,10 @@ class LoRAConstructor:
                     f"the adapter of layer {layer!r} is incomplete: it needs A, B and its settings, got "
                     f"{', '.join(sorted(pair))} {'without' if settings is None else 'with'} settings. Rejected whole."
                 )
-            if weight_name in weights:
-                self._staged[weight_name] = weights[weight_name].detach().clone()
-            weights[weight_name] = self._adapted(weight_name, pair["A"], pair["B"], settings)
+            base = self._staged.get(weight_name, self._base.get(weight_name))
+            if base is None and (own := own_weight(weight_name)) is not None:
+                base = self._base[weight_name] = own.detach().clone()
+            weights[weight_name] = _adapted(weight_name, base, pair["A"], pair["B"], settings)
         return weights
 
     def adopt(self) -> None:
@@ -160,21 +153,15 @@ class LoRAConstructor:
         self._base.update(self._staged)
         self._staged = {}
 
-    def _adapted(self, weight_name: str, a: Tensor, b: Tensor, settings: LayerLoRA) -> Tensor:
-        if weight_name not in self._staged and weight_name not in self._base:
-            if weight_name not in self._live:
-                raise WeightUpdateError(
-                    f"an adapter came for {weight_name!r}, which this maker's model does not have. Rejected whole; "
-                    "use the same model on both sides."
-                )
-            self._base[weight_name] = self._live[weight_name].detach().clone()
-        base = self._staged[weight_name] if weight_name in self._staged else self._base[weight_name]
-        delta = settings.scale * (b.float() @ a.float())
-        if settings.is_transposed:
-            delta = delta.T
-        if delta.shape != base.shape:
-            raise WeightUpdateError(
-                f"the adapter of {weight_name!r} gives {list(delta.shape)}, but the weight is {list(base.shape)}. "
-                "Rejected whole; use the same model on both sides."
-            )
-        return (base.float() + delta.to(base.device)).to(base.dtype)
+
+def _adapted(name: str, base: Tensor | None, a: Tensor, b: Tensor, settings: LayerLoRA) -> Tensor:
+    delta = settings.scale * (b.float() @ a.float())
+    if settings.is_transposed:
+        delta = delta.T
+    if base is None or delta.shape != base.shape:
+        found = "this maker's model does not have" if base is None else f"is {list(base.shape)} here"
+        raise WeightUpdateError(
+            f"an adapter that gives {list(delta.shape)} came for {name!r}, which {found}. Rejected whole; use the same "
+            "model on both sides."
+        )
+    return (base.float() + delta.to(base.device)).to(base.dtype)

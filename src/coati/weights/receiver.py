@@ -233,8 +233,7 @@ class _Target:
         tied = tied_names(served.modules[label])  # tied weights travel once, under any of their names
         self._first_name = {name: tied.get(name, name) for name in tensors}
         self._has_adapters = has_adapters(tensors)
-        self._base_weights: dict[str, Tensor] = {}  # the constructor copies from it, when a layer's first adapter comes
-        self.constructor = LoRAConstructor(self._base_weights)
+        self.constructor = LoRAConstructor()
 
     def resolve(
         self, sent: Mapping[str, Tensor], lora: Mapping[str, LayerLoRA], header: UpdateHeader
@@ -245,15 +244,10 @@ class _Target:
         """
         if not self._has_adapters:
             newest = self._served.newest_weights(self._label) if has_adapters(sent) else {}
-            names = [(alias, name) for name in newest for alias in _aliases(name)]
-            self._base_weights |= {alias: newest[name] for alias, name in reversed(names)}  # the first name wins
-            try:
-                sent = self.constructor.reconstruct(sent, lora)
-            finally:
-                self._base_weights.clear()
+            sent = self.constructor.reconstruct(sent, lora, lambda name: newest.get(self._own_name(name)))
         resolved: dict[str, Tensor] = {}
         for name, tensor in sent.items():
-            own = next((alias for alias in _aliases(name) if alias in self._specs), name)
+            own = self._own_name(name)
             if fault := self._fault(own, tensor):
                 raise WeightUpdateError(f"{header} holds the {self._label} weight {name!r}{fault}. {_OTHER_MODEL}")
             if own in resolved:
@@ -263,6 +257,11 @@ class _Target:
                 )
             resolved[own] = tensor
         return resolved
+
+    def _own_name(self, name: str) -> str:
+        """What a weight is called here, where the model may or may not be wrapped as the sender's is."""
+        aliases = (name, f"model.{name}", name.removeprefix("model."), name.removeprefix("module."))
+        return next((alias for alias in aliases if alias in self._specs), name)
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Weights that were not sent, and no weight that is tied to them either."""
@@ -282,8 +281,3 @@ class _Target:
         if tensor.dtype != dtype and not (tensor.dtype.is_floating_point and dtype.is_floating_point):
             return f" as {tensor.dtype}, but it is {dtype} here"
         return None
-
-
-def _aliases(name: str) -> tuple[str, ...]:
-    """Names that a weight may have on the other side, which may or may not have wrapped its model."""
-    return (name, f"model.{name}", name.removeprefix("model."), name.removeprefix("module."))

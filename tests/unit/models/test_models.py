@@ -185,8 +185,8 @@ def test_unwrap_finds_the_model_in_any_wrapping(llama):
 
 
 def test_context_length_is_what_the_config_says(llama, gpt2):
-    assert Actor(llama(max_position_embeddings=48)).context_length == 48
-    assert Actor(gpt2(n_positions=24)).context_length == 24
+    assert context_length_of(llama(max_position_embeddings=48)) == 48
+    assert context_length_of(gpt2(n_positions=24)) == 24
     assert context_length_of(nn.Linear(1, 1)) is None
     assert context_length_of(SimpleNamespace(config=SimpleNamespace(hidden_size=16))) is None
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +35,6 @@ from coati.trainer.strategies.ranks import Ranks, seed_everything
 _PathLike = str | os.PathLike[str]
 
 
-class StrategyOptions(TypedDict, total=False):
-    """Options that all strategies take by keyword; see `Strategy`."""
-
-    device: str | torch.device | None
-    timeout_seconds: float
-    compute_dtype: torch.dtype | None
-
-
 class Strategy(Ranks, ABC):
     """How models, gradients and optimizer state are laid out over the ranks of one training job.
 
@@ -66,17 +58,20 @@ class Strategy(Ranks, ABC):
     shards_parameters = False
     """Whether no rank holds a whole model."""
 
-    def __init__(self, seed: int = 42, **options: Unpack[StrategyOptions]) -> None:
-        self.compute_dtype = options.get("compute_dtype")
-        if self.compute_dtype not in (None, torch.bfloat16):
+    def __init__(
+        self,
+        seed: int = 42,
+        *,
+        device: str | torch.device | None = None,
+        timeout_seconds: float = 600,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        if compute_dtype not in (None, torch.bfloat16):
             raise ConfigError(
-                f"compute_dtype must be torch.bfloat16 or None, got {self.compute_dtype}. Others lose small gradients."
+                f"compute_dtype must be torch.bfloat16 or None, got {compute_dtype}. Others lose small gradients."
             )
-        super().__init__(
-            device=options.get("device"),
-            timeout_seconds=options.get("timeout_seconds", 600),
-            needs_group=self.shards_parameters,
-        )
+        self.compute_dtype = compute_dtype
+        super().__init__(device=device, timeout_seconds=timeout_seconds, needs_group=self.shards_parameters)
         seed_everything(seed)
 
     # Placing models

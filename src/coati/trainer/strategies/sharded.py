@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from coati.errors import ConfigError
 from coati.trainer.optim import HybridAdam
-from coati.trainer.strategies.base import Strategy, StrategyOptions
+from coati.trainer.strategies.base import Strategy
 
 
 class ShardedStrategy(Strategy):
@@ -31,7 +31,7 @@ class ShardedStrategy(Strategy):
     shards_parameters = True
     _reshards_after_forward = False
 
-    def __init__(self, seed: int = 42, cpu_offload: bool = False, **options: Unpack[StrategyOptions]) -> None:
+    def __init__(self, seed: int = 42, cpu_offload: bool = False, **options: Any) -> None:
         super().__init__(seed, **options)
         self._cpu_offload = cpu_offload
 
@@ -131,7 +131,7 @@ class LowLevelZeroStrategy(ShardedStrategy):
         stage: Literal[1, 2] = 2,
         seed: int = 42,
         cpu_offload: bool = False,
-        **options: Unpack[StrategyOptions],
+        **options: Any,
     ) -> None:
         if stage not in (1, 2):
             raise ConfigError(
