@@ -1,5 +1,6 @@
 """Fresh samples of a model: their mean reward, and their KL to the reference, which `coati eval` does not tell."""
 
+import itertools
 import statistics
 from typing import NamedTuple
 
@@ -59,11 +60,20 @@ def evaluate(config: RunSettings, model_path: str, *, num_samples: int = 64) -> 
         engine=config.rollout,
     )
     samples: list[EvaluatedSample] = []
-    for number, prompts in enumerate(map(PromptBatch.parse, build.make_prompts(config))):
+    stream, size, per_prompt = (
+        build.make_prompts(config),
+        config.rollout.prompts_per_batch,
+        config.rollout.samples_per_prompt,
+    )
+    for number in itertools.count():
+        raw, _ = stream.batch(range(number * size, (number + 1) * size), group_size=per_prompt)
+        if raw is None:
+            continue
+        prompts = PromptBatch.parse(raw)
         made = maker.make_experience(
             prompts.input_ids,
             prompts.attention_mask,
-            sample_ids=torch.arange(len(prompts)) + _FIRST_SAMPLE_ID + number * len(prompts),
+            sample_ids=torch.arange(len(prompts)) + _FIRST_SAMPLE_ID + number * size * per_prompt,
             columns=prompts.columns,
             **config.rollout.generate_options,
         )

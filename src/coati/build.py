@@ -155,8 +155,8 @@ def check_inputs(config: RunSettings) -> PromptStream:
     if ":" in config.algorithm.loss:
         load_loss(config.algorithm.loss, tuple(config.reward_search_paths))
     prompts = make_prompts(config)
-    for stream in (prompts, *(make_prompts(config.for_evaluation(one)) for one in config.eval)):
-        next(iter(stream))
+    for one in config.eval:
+        make_prompts(config.for_evaluation(one))
     critic = config.model.path if config.model.critic == "actor" else config.model.critic
     paths = {"model.path": config.model.path, "model.reference": config.reference_path, "model.critic": critic}
     sizes = {key: _loaded(config, key, path, AutoConfig).get_text_config().vocab_size for key, path in paths.items()}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from coati.checks import avoid_hub_without_network, preflight
 from coati.config import RunSettings, build_config, load_config
 from coati.errors import CheckpointError, ConfigError
-from coati.monitor import RunLog, RunSnapshot, Tracker
+from coati.monitor import RunLog, RunSnapshot, Tracker, read_jsonl
 from coati.monitor.follow import following
 from coati.monitor.records import WarningsFile
 from coati.resume import check_incomplete, choose_start, continue_files, resumed_settings
@@ -41,10 +41,6 @@ class RunResult:
 
     config: RunSettings
     """The settings it ran with."""
-    rewards: Sequence[tuple[float, float]]
-    """(weight version, mean reward of the samples that it wrote)."""
-    kls: Sequence[tuple[float, float]]
-    """(weight version, mean KL of those samples to the reference)."""
     account: RunAccount
     """What became of every group of samples, as `coati audit` shows it."""
     num_restarts: Mapping[str, int]
@@ -71,9 +67,21 @@ class RunResult:
 
         Those of makers may be older than the last step: no samples are written with the final weights.
         """
-        from coati.monitor import read_jsonl
+        return {name: value for row in self._rows() for name, value in row.items()}
 
-        return {name: value for row in read_jsonl(self.folder / "metrics.jsonl") for name, value in row.items()}
+    @property
+    def rewards(self) -> list[tuple[float, float]]:
+        """(weight version, mean reward of the samples that it wrote)."""
+        return [(row["version"], row["reward/mean"]) for row in self._rows() if "reward/mean" in row]
+
+    @property
+    def kls(self) -> list[tuple[float, float]]:
+        """(weight version, mean KL of those samples to the reference)."""
+        return [(row["version"], row["kl/per_sample"]) for row in self._rows() if "kl/per_sample" in row]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        return read_jsonl(path) if path.is_file() else []  # a disk that was full loses no run
 
     @property
     def folder(self) -> Path:
@@ -254,8 +262,6 @@ def execute(
             log.flush()
     return RunResult(
         config=config,
-        rewards=log.rewards,
-        kls=log.kls,
         account=_account(folder),
         num_restarts=dict(log.restarts),
         seconds=time.monotonic() - started,

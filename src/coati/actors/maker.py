@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -140,7 +140,7 @@ class Maker:
 
     # Work.
 
-    def workingloop(self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int = 1, num_steps: int = 0) -> None:
+    def workingloop(self, dataloader_fn: Callable[[], Any], num_epochs: int = 1, num_steps: int = 0) -> None:
         """Make experience from `num_steps` batches of `dataloader_fn()`, or else from `num_epochs` passes.
 
         Returns when every item made has been acknowledged by a trainer.
@@ -161,9 +161,7 @@ class Maker:
             raise
         self._state = "finished"
 
-    def make_loop(
-        self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int = 1, num_steps: int = 0
-    ) -> WorkLoop:
+    def make_loop(self, dataloader_fn: Callable[[], Any], num_epochs: int = 1, num_steps: int = 0) -> WorkLoop:
         """Make what `workingloop` runs: it works on leased prompts in a run, else on what the loader gives."""
         return WorkLoop(
             self.pipeline,
@@ -240,7 +238,7 @@ class Maker:
 
     # Inside.
 
-    def _make_source(self, dataloader_fn: Callable[[], Iterable[Any]], num_epochs: int, num_steps: int) -> WorkSource:
+    def _make_source(self, dataloader_fn: Callable[[], Any], num_epochs: int, num_steps: int) -> WorkSource:
         rules = self._options.rules
         if rules is None:
             return LoaderPrompts(dataloader_fn, num_epochs, num_steps, maker=self._name)

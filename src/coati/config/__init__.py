@@ -4,40 +4,21 @@ Light on purpose: importing it pulls in neither torch, Ray, transformers nor dat
 and `coati train --dry-run` answer at once.
 """
 
-from coati.config.algorithm import AlgorithmSettings
-from coati.config.evaluation import EvalSettings
-from coati.config.logging_settings import LoggingSettings
-from coati.config.plan import plan_lines
-from coati.config.reward import RewardSettings, RewardTerm
-from coati.config.run_settings import RunSettings, build_config, dump_config, load_config
-from coati.config.sections import (
-    Deadlines,
-    GeneralSettings,
-    LoRASettings,
-    ModelSettings,
-    PromptSettings,
-    RolloutSettings,
-    TopologySettings,
-    TrainSettings,
-)
-
-__all__ = [
-    "AlgorithmSettings",
-    "Deadlines",
-    "EvalSettings",
-    "GeneralSettings",
-    "LoRASettings",
-    "LoggingSettings",
-    "ModelSettings",
-    "PromptSettings",
-    "RewardSettings",
-    "RewardTerm",
-    "RolloutSettings",
-    "RunSettings",
-    "TopologySettings",
-    "TrainSettings",
-    "build_config",
-    "dump_config",
-    "load_config",
-    "plan_lines",
-]
+from coati.config.algorithm import AlgorithmSettings as AlgorithmSettings
+from coati.config.evaluation import EvalSettings as EvalSettings
+from coati.config.plan import plan_lines as plan_lines
+from coati.config.reward import RewardSettings as RewardSettings
+from coati.config.reward import RewardTerm as RewardTerm
+from coati.config.run_settings import RunSettings as RunSettings
+from coati.config.run_settings import build_config as build_config
+from coati.config.run_settings import dump_config as dump_config
+from coati.config.run_settings import load_config as load_config
+from coati.config.sections import Deadlines as Deadlines
+from coati.config.sections import GeneralSettings as GeneralSettings
+from coati.config.sections import LoggingSettings as LoggingSettings
+from coati.config.sections import LoRASettings as LoRASettings
+from coati.config.sections import ModelSettings as ModelSettings
+from coati.config.sections import PromptSettings as PromptSettings
+from coati.config.sections import RolloutSettings as RolloutSettings
+from coati.config.sections import TopologySettings as TopologySettings
+from coati.config.sections import TrainSettings as TrainSettings

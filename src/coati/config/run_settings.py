@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from coati.config.algorithm import AlgorithmSettings
 from coati.config.evaluation import EvalSettings
-from coati.config.logging_settings import LoggingSettings
 from coati.config.reward import RewardSettings
 from coati.config.section import Section, describe, setting
 from coati.config.sections import (
     Deadlines,
     GeneralSettings,
+    LoggingSettings,
     LoRASettings,
     ModelSettings,
     PromptSettings,

@@ -1,29 +1,13 @@
 """Seeing what a run does: typed metrics, trackers, progress. Imports neither torch nor rich."""
 
-from coati.monitor.metrics import (
-    Max,
-    Mean,
-    Metric,
-    Min,
-    Sum,
-    load_metrics,
-    read_jsonl,
-)
-from coati.monitor.progress import RunSnapshot
-from coati.monitor.run_log import RunLog
-from coati.monitor.timeline import Timeline
-from coati.monitor.trackers import Tracker
-
-__all__ = [
-    "Max",
-    "Mean",
-    "Metric",
-    "Min",
-    "RunLog",
-    "RunSnapshot",
-    "Sum",
-    "Timeline",
-    "Tracker",
-    "load_metrics",
-    "read_jsonl",
-]
+from coati.monitor.metrics import Max as Max
+from coati.monitor.metrics import Mean as Mean
+from coati.monitor.metrics import Metric as Metric
+from coati.monitor.metrics import Min as Min
+from coati.monitor.metrics import Sum as Sum
+from coati.monitor.metrics import load_metrics as load_metrics
+from coati.monitor.metrics import read_jsonl as read_jsonl
+from coati.monitor.progress import RunSnapshot as RunSnapshot
+from coati.monitor.run_log import RunLog as RunLog
+from coati.monitor.timeline import Timeline as Timeline
+from coati.monitor.trackers import Tracker as Tracker

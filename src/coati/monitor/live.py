@@ -24,7 +24,7 @@ class LiveView:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._last_line = 0.0
         self._last_message = ""
-        self._held_back: RunSnapshot | None = None
+        self._unseen: RunSnapshot | None = None
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -38,8 +38,8 @@ class LiveView:
         if self._live is not None:
             self._live.__exit__(kind, error, traceback)
             _log_to_stderr()
-        elif self._held_back is not None:
-            self._print(self._held_back)
+        elif self._unseen is not None:
+            self._print(self._unseen)
 
     def show(self, snapshot: RunSnapshot) -> None:
         """Draw the snapshot."""
@@ -47,13 +47,11 @@ class LiveView:
             bar = ProgressBar(total=snapshot.total_steps or None, completed=snapshot.step)
             self._live.update(Group(Text(plain_line(snapshot)), bar), refresh=True)
             return
-        # After the last step comes its weight update: the last line waits for that.
-        is_end = snapshot.step == snapshot.total_steps and not snapshot.message
-        self._held_back = snapshot if is_end else None
-        now = time.monotonic()
+        self._unseen, now = snapshot, time.monotonic()
         is_due = snapshot.message != self._last_message or now - self._last_line >= _PLAIN_EVERY_SECONDS
-        if is_due and not is_end:
-            self._last_line, self._last_message = now, snapshot.message
+        # After the last step comes its weight update: the last line waits for that.
+        if is_due and (snapshot.step != snapshot.total_steps or snapshot.message):
+            self._last_line, self._last_message, self._unseen = now, snapshot.message, None
             self._print(snapshot)
 
     def _print(self, snapshot: RunSnapshot) -> None:

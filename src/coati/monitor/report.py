@@ -30,11 +30,11 @@ _TERM: Final = "reward/term_"
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _MAX_BARS: Final = 40
 _MAX_POINTS: Final = 400  # of a chart
-_CHART: Final = """<svg width="420" height="150" viewBox="-10 -26 420 150" font-family="sans-serif" font-size="11">
+_CHART: Final = """<svg width="470" height="150" viewBox="-10 -26 470 150" font-family="sans-serif" font-size="11">
 <text y="-12" font-size="13">{title}</text><rect width="400" height="100" fill="none" stroke="#ddd"/>
 <polyline fill="none" stroke="#2458a6" stroke-width="1.5" points="{line}"/>
-<text x="396" y="11" text-anchor="end" fill="#777">{high:,.4g}</text>
-<text x="396" y="97" text-anchor="end" fill="#777">{low:,.4g}</text>
+<text x="404" y="10" fill="#777">{high:,.4g}</text>
+<text x="404" y="98" fill="#777">{low:,.4g}</text>
 <text y="114" fill="#777">step {first:,.0f}</text><text x="400" y="114" text-anchor="end" fill="#777">{last:,.0f}</text>
 </svg>"""
 

@@ -55,8 +55,7 @@ class RunLog:
         self._last_row = 0  # the last step that has a row
         self.num_samples = 0
         self._next_sampled_version = 0
-        self.rewards: list[tuple[float, float]] = []  # (version, mean reward)
-        self.kls: list[tuple[float, float]] = []  # (version, KL per sample)
+        self._newest: Mapping[str, float] = {}  # what makers report of the last version that they have left behind
         self._evaluated: set[tuple[str, int]] = set()  # sets and versions
         self._evaluation = ""  # the last
         self._news: dict[str, float] = {}  # of evaluations, not yet in a row
@@ -102,10 +101,7 @@ class RunLog:
         self._made = {made_by: made for made_by, made in self._made.items() if made_by < version}
         self._last_row = int([{"step": 0}, *rows, *self._rows][-1]["step"])
         self._maker_version = self._next_sampled_version = version
-        written = {float(row["version"]): row for row in rows if "reward/mean" in row}
-        for series, name in ((self.rewards, "reward/mean"), (self.kls, "kl/per_sample")):
-            known = {number: value for number, value in series if number < version}
-            series[:] = sorted(({number: row[name] for number, row in written.items()} | known).items())
+        self._newest = next((row for row in reversed(rows) if "reward/mean" in row), {})
         made = [*rows, *map(values_of, self._made.values())]
         self.num_samples = int(sum(numbers.get("maker/samples", 0.0) for numbers in made))
         self.stand_at(step, version)
@@ -183,8 +179,8 @@ class RunLog:
             step=self.step,
             total_steps=self._total_steps,
             version=self.trainer_version,
-            reward=self.rewards[-1][1] if self.rewards else None,
-            kl=self.kls[-1][1] if self.kls else None,
+            reward=self._newest.get("reward/mean"),
+            kl=self._newest.get("kl/per_sample"),
             buffer_batches=self.buffer_batches,
             num_made=self.num_samples,
             num_trained=self.step * self._total_samples // max(1, self._total_steps),
@@ -199,12 +195,8 @@ class RunLog:
 
     def _complete_version(self) -> None:
         """Note the numbers of the version that makers wrote last, for the live view."""
-        made = self._made.get(self._maker_version)
-        if made is None or (self.rewards and self.rewards[-1][0] == self._maker_version):
-            return
-        values = values_of(made)
-        self.rewards.append((float(self._maker_version), values["reward/mean"]))
-        self.kls.append((float(self._maker_version), values["kl/per_sample"]))
+        if made := self._made.get(self._maker_version):
+            self._newest = values_of(made)
 
     def _write_rows(self, *, is_end: bool = False) -> None:
         """Write the rows that are complete, in order."""

@@ -1,4 +1,4 @@
-"""Prompts in one global order, which every maker can look up.
+"""Prompts in one global, endless order, which every maker can look up.
 
 Passes over the table follow each other without end; position n of that order is prompt group n. So a sample has the
 same id, and with it the same random draws, whichever maker makes it. Prompts that cannot be used keep their position:
@@ -7,13 +7,12 @@ they are skipped, counted by reason, and their ids never appear.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +50,7 @@ class _Place(NamedTuple):
 
 
 class PromptStream:
-    """An endless iterable of prompt batches; every `iter()` starts over and gives the same batches.
+    """Prompts by their numbers in an endless order; a number means the same prompt to everyone. DataError if none fits.
 
     A batch is a dict with `input_ids` [B, P] (left-padded) and `attention_mask` [B, P], `sample_ids` [B] and
     `group_ids` [B] (all int64), `prompt` (B texts, as rendered) and every other column of the table (B values
@@ -94,16 +93,12 @@ class PromptStream:
         self._limits = {SKIP_TOO_LONG: max_prompt_tokens} if max_prompt_tokens else {}
         if context_length is not None:
             self._limits[SKIP_NO_ROOM] = context_length - 1
-        self._num_skipped_in_a_row = 0
         self._pad_id = _pad_id(tokenizer)
         self._warned: set[str] = set()
         self._prompt = lru_cache(maxsize=_CACHED_PROMPTS)(self._encode)
         self._order = lru_cache(maxsize=2)(self._order_of)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        usable = (place for position in itertools.count() if isinstance(place := self._place(position), _Place))
-        while True:
-            yield self._collate(list(itertools.islice(usable, self._prompts_per_batch)))
+        if all(self._prompt(row).skip_reason for row in range(len(table))):
+            raise self._nothing_usable()
 
     @property
     def num_prompts(self) -> int:
@@ -136,21 +131,17 @@ class PromptStream:
                 places.append(place)
         return self._collate(places) if places else None, skipped
 
-    def _place(self, position: int, repeats: range | None = None) -> _Place | str:
+    def _place(self, position: int, repeats: range) -> _Place | str:
         """Return the prompt at a position, or why it is skipped."""
         epoch, place = divmod(position, len(self._table))
         row = self._order(epoch)[place]
         prompt = self._prompt(row)
         if prompt.skip_reason is None:
-            self._num_skipped_in_a_row = 0
-            return _Place(position, row, prompt, range(self._samples_per_prompt) if repeats is None else repeats)
-        if repeats is None or repeats.start == 0:  # else it is counted
-            self._count_skip(prompt.skip_reason, row)
-        self._num_skipped_in_a_row += 1
-        if self._num_skipped_in_a_row >= len(self._table):
-            if all(self._prompt(row).skip_reason for row in range(len(self._table))):
-                raise self._nothing_usable()
-            self._num_skipped_in_a_row = 0
+            return _Place(position, row, prompt, repeats)
+        if repeats.start == 0:  # else it is counted
+            self.skipped[prompt.skip_reason] += 1
+            where = f"first in {self._table.where(row)}; others are only counted"
+            self._warn_once(f"Skipping prompts: {prompt.skip_reason}", where)
         return prompt.skip_reason
 
     def _order_of(self, epoch: int) -> Sequence[int]:
@@ -166,17 +157,31 @@ class PromptStream:
         text = _render(prompt, self._tokenizer, where=where)
         if reason := self._skip_reason(1 + len(text) // _CHARACTERS_PER_TOKEN):
             return _Prompt("", array("q"), reason)
-        ids = _tokenize(text, self._tokenizer, is_chat=not isinstance(prompt, str), where=where)
+        try:
+            ids = self._tokenize(text, is_chat=not isinstance(prompt, str))
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise DataError(f"{where} cannot be tokenized: {what}. Correct the text.") from error
         return _Prompt(text, array("q", ids), self._skip_reason(len(ids)))
+
+    def _tokenize(self, text: str, *, is_chat: bool) -> list[int]:
+        """Return the token ids of a rendered prompt.
+
+        A plain text gets the tokenizer's own special tokens, but no end token; chat templates write special tokens
+        themselves.
+        """
+        ids = list(self._tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"])  # any length
+        return ids[:-1] if self._adds_end and not is_chat else ids
+
+    @cached_property
+    def _adds_end(self) -> bool:
+        """Whether the tokenizer puts an end token after a text."""
+        return bool(self._tokenizer("")["input_ids"][-1:] == [self._tokenizer.eos_token_id])
 
     def _skip_reason(self, num_tokens: int) -> str | None:
         if num_tokens == 0:
             return SKIP_EMPTY
         return next((reason for reason, most in self._limits.items() if num_tokens > most), None)
-
-    def _count_skip(self, reason: str, row: int) -> None:
-        self.skipped[reason] += 1
-        self._warn_once(f"Skipping prompts: {reason}", f"first in {self._table.where(row)}; others are only counted")
 
     def _warn_once(self, topic: str, details: str) -> None:
         if topic not in self._warned:
@@ -184,7 +189,7 @@ class PromptStream:
             logger.warning("%s (%s).", topic, details)
 
     def _nothing_usable(self) -> DataError:
-        counts = ", ".join(f"{count:,} {reason}" for reason, count in self.skipped.items())
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in self.survey().items())
         return DataError(
             f"{self._table.source} has no usable prompts: {counts}. The limits are prompts.max_tokens = "
             f"{self._limits.get(SKIP_TOO_LONG, 0)} (0 = none) and the model's context of {self._context_length} "
@@ -257,25 +262,3 @@ def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, *, where: str) -
             f"{where}: the tokenizer's chat template refuses messages with the roles {roles}: "
             f"{type(error).__name__}: {error}. Correct the messages, or choose another tokenizer."
         ) from error
-
-
-def _tokenize(text: str, tokenizer: Any, *, is_chat: bool, where: str) -> list[int]:
-    """Return the token ids of a rendered prompt.
-
-    A plain text gets the tokenizer's own special tokens, but no end token; chat templates write special tokens
-    themselves.
-    """
-    try:
-        ids = list(tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"])  # any length
-        if not is_chat and ids and ids[-1] == tokenizer.eos_token_id:
-            written = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            if _num_last(ids, ids[-1]) > _num_last(written, ids[-1]):  # one that the text itself spells out stays
-                ids.pop()
-    except Exception as error:
-        raise DataError(f"{where} cannot be tokenized: {type(error).__name__}: {error}. Correct the text.") from error
-    return ids
-
-
-def _num_last(ids: list[int], token_id: int) -> int:
-    """Return how often a token is repeated at the end."""
-    return next((count for count, last in enumerate(reversed(ids)) if last != token_id), len(ids))

@@ -79,8 +79,7 @@ def test_makers_of_a_version_stand_in_the_row_of_its_last_step(make_log, tmp_pat
     assert (last["step"], last["version"], last["reward/mean"]) == (3, 1, pytest.approx(0.9))
     assert written(tmp_path, "metrics")[1]["reward/mean"] == pytest.approx(0.5)
     assert written(tmp_path, "metrics")[1]["kl/per_sample"] == pytest.approx(2.5)  # (4 · 1 + 12 · 3) / 16
-    assert log.rewards == [(0.0, pytest.approx(0.5)), (1.0, pytest.approx(0.9))]
-    assert log.kls == [(0.0, pytest.approx(2.5)), (1.0, 1.0)]
+    assert (log.snapshot().reward, log.snapshot().kl) == (pytest.approx(0.9), 1.0)
 
 
 def test_a_late_record_of_an_older_version_is_counted_with_the_current_one(make_log, tmp_path):
@@ -319,6 +318,7 @@ def test_when_trainers_are_started_again_what_came_after_their_checkpoint_is_mad
     log.restarts = {"makers": 1, "trainers": 1}
     log.continue_from(2, 2, is_restart=True)
     assert (log.snapshot().step, log.snapshot().version, log.snapshot().restarts) == (2, 2, 2)
+    assert log.snapshot().reward == 1.0
     assert log.num_samples == 8
     log.maker_records([made(3, reward=99.0)])  # by a maker that has not heard of it yet
     for version in (2, 3):
@@ -330,6 +330,6 @@ def test_when_trainers_are_started_again_what_came_after_their_checkpoint_is_mad
     assert [row["policy/loss"] for row in rows] == [1.0, 1.0, 2.0, 2.0]
     assert [row["reward/mean"] for row in rows] == [0.0, 1.0, 12.0, 13.0]
     assert [row["restarts/trainers"] for row in rows] == [0.0, 0.0, 1.0, 1.0]
-    assert log.rewards == [(0.0, 0.0), (1.0, 1.0), (2.0, 12.0), (3.0, 13.0)]
+    assert log.snapshot().reward == 13.0
     assert log.num_samples == 16
     assert [row["version"] for row in read_jsonl(tmp_path / "samples.jsonl")] == [0, 1, 2, 3]

@@ -55,14 +55,22 @@ def stream_of(table, tokenizer=TOKENIZER, **options):
     return PromptStream(table, tokenizer, **{"prompts_per_batch": 2, "shuffle": False, **options})
 
 
-def first_batch(*arguments, **options):
-    return next(iter(stream_of(*arguments, **options)))
+def batches_of(stream, size=2, samples_per_prompt=1):
+    """Batches of usable prompts, from the first one on."""
+    whole = {"group_size": samples_per_prompt}
+    usable = (number for number in itertools.count() if stream.batch([number], **whole)[0] is not None)
+    while True:
+        yield stream.batch(list(itertools.islice(usable, size)), **whole)[0]
 
 
-def samples_below(position, stream):
+def first_batch(*arguments, size=2, **options):
+    return next(batches_of(stream_of(*arguments, **options), size))
+
+
+def samples_below(position, stream, samples_per_prompt=1):
     """(sample id, group id, prompt) of every sample whose group comes before this position."""
     samples = []
-    for batch in stream:
+    for batch in batches_of(stream, samples_per_prompt=samples_per_prompt):
         columns = (batch["sample_ids"].tolist(), batch["group_ids"].tolist(), batch["prompt"])
         samples += [sample for sample in zip(*columns, strict=True) if sample[1] < position]
         if max(batch["group_ids"]) >= position:
@@ -85,15 +93,10 @@ def test_ragged_prompts_are_left_padded_by_hand():
 
 def test_samples_of_a_prompt_are_adjacent():
     stream = stream_of(table_of("a", "b", "c"), samples_per_prompt=2)
-    batches = list(itertools.islice(stream, 2))
+    batches = list(itertools.islice(batches_of(stream, samples_per_prompt=2), 2))
     assert [batch["prompt"] for batch in batches] == [["a", "a", "b", "b"], ["c", "c", "a", "a"]]
     assert [batch["group_ids"].tolist() for batch in batches] == [[0, 0, 1, 1], [2, 2, 3, 3]]
     assert [batch["sample_ids"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_every_iterator_starts_over():
-    stream = stream_of(table_of("a", "b", "c", "d", "e"), shuffle=True, seed=3)
-    assert samples_below(15, stream) == samples_below(15, stream)
 
 
 def test_every_pass_is_a_new_order_of_all_prompts():
@@ -121,7 +124,7 @@ def test_groups_are_the_same_in_whatever_order_they_are_looked_up(
     long_rows = {row for row in long_rows if row < size - 1}
     prompts = ["a b c d e a b c" if row in long_rows else WORDS[6 + row % 5] for row in range(size)]
     options = {"samples_per_prompt": samples_per_prompt, "shuffle": shuffle, "seed": 5, "max_prompt_tokens": 4}
-    expected = samples_below(size * epochs, stream_of(table_of(*prompts), **options))
+    expected = samples_below(size * epochs, stream_of(table_of(*prompts), **options), samples_per_prompt)
     group_size = samples_per_prompt if in_groups else 1
     numbers = list(range(size * epochs * samples_per_prompt // group_size))
     random.Random(seed).shuffle(numbers)
@@ -142,7 +145,7 @@ def test_unusable_prompts_are_counted_by_reason_and_keep_their_ids(caplog):
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     stream = stream_of(table, tokenizer, context_length=4, max_prompt_tokens=3)
     with caplog.at_level(logging.WARNING):
-        batches = list(itertools.islice(stream, 3))
+        batches = list(itertools.islice(batches_of(stream), 3))
     assert [group for batch in batches for group in batch["group_ids"].tolist()] == [0, 2, 4, 5, 7, 9]
     assert stream.skipped == {"longer than prompts.max_tokens": 2, "without tokens": 2}
     skips = [record.getMessage() for record in caplog.records if "Skipping" in record.getMessage()]
@@ -169,32 +172,32 @@ def recording_tokenizer(tokenized):
 def test_a_prompt_of_megabytes_is_skipped_without_tokenizing_it():
     table, tokenized = table_of("a " * 25_000_000, "b"), []
     stream = stream_of(table, recording_tokenizer(tokenized), context_length=16, prompts_per_batch=1)
-    assert next(iter(stream))["prompt"] == ["b"]
+    assert next(batches_of(stream, 1))["prompt"] == ["b"]
     assert stream.skipped == {"without room for a response": 1}
-    assert tokenized == ["b"]
+    assert tokenized == ["b", ""]
 
 
 @pytest.mark.parametrize(("size", "expected"), [(2, 2), (3000, 6000)])
 def test_a_small_table_is_tokenized_once_and_a_large_one_on_demand(size, expected):
     """Nothing grows with the number of prompts."""
     tokenized = []
-    stream = iter(stream_of(table_of(*["a"] * size), recording_tokenizer(tokenized), prompts_per_batch=size))
-    next(stream)
-    next(stream)
-    assert len(tokenized) == expected
+    stream = stream_of(table_of(*["a"] * size), recording_tokenizer(tokenized))
+    for _ in range(2):
+        stream.batch(range(size))
+    assert len([text for text in tokenized if text]) == expected
 
 
 def test_a_prompt_needs_room_for_one_new_token():
     table = table_of("a b", "a b c")  # 3 and 4 tokens with <bos>
     stream = stream_of(table, context_length=4)
-    assert next(iter(stream))["prompt"] == ["a b", "a b"]
+    assert next(batches_of(stream))["prompt"] == ["a b", "a b"]
     assert stream.skipped == {"without room for a response": 1}
     assert first_batch(table, context_length=5)["prompt"] == ["a b", "a b c"]
 
 
 def test_responses_that_the_context_will_cut_short_are_announced_once(caplog):
     with caplog.at_level(logging.WARNING):
-        list(itertools.islice(stream_of(table_of("a", "b"), context_length=8, max_new_tokens=7), 3))
+        list(itertools.islice(batches_of(stream_of(table_of("a", "b"), context_length=8, max_new_tokens=7)), 3))
     (record,) = caplog.records
     assert "cut short" in record.getMessage()
 
@@ -302,8 +305,8 @@ def test_a_curriculum_orders_every_pass_and_shuffles_what_is_equally_hard():
     table = table_of(*prompts, level=levels, n=range(10))
 
     def passes(**options):
-        stream = stream_of(table, shuffle=True, prompts_per_batch=10, **options)
-        return [batch["n"] for batch in itertools.islice(stream, 3)]
+        stream = stream_of(table, shuffle=True, **options)
+        return [batch["n"] for batch in itertools.islice(batches_of(stream, 10), 3)]
 
     rising, falling = passes(curriculum="level", seed=1), passes(curriculum="-level", seed=1)
     for orders, expected in ((rising, sorted(levels)), (falling, sorted(levels, reverse=True))):
@@ -312,7 +315,7 @@ def test_a_curriculum_orders_every_pass_and_shuffles_what_is_equally_hard():
         assert len(set(map(tuple, orders))) == 3
     assert passes(curriculum="level", seed=1) == rising
     assert passes(curriculum="level", seed=2) != rising
-    assert first_batch(table, curriculum="level", prompts_per_batch=10)["n"] == [2, 5, 7, 1, 8, 0, 3, 4, 6, 9]
+    assert first_batch(table, size=10, curriculum="level")["n"] == [2, 5, 7, 1, 8, 0, 3, 4, 6, 9]
 
 
 @pytest.mark.parametrize("level", ["hard", None, True, float("nan")])
