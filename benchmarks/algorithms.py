@@ -105,12 +105,12 @@ def run(variant: str, algorithm: dict[str, Any], seed: int, staleness: int, **op
 
     training = Timed(config, Schedule(written, trained))
     started = time.process_time()
-    training.run()
+    training.train()
     with tempfile.TemporaryDirectory() as folder:
-        training.learner.strategy.save_model(training.learner.actor, folder)
+        training.strategy_save_actor(folder)
         final = evaluate(config, folder, num_samples=256)
         if (variant, seed, staleness) == ("clip", 0, 0):  # the teacher of "distill"
-            training.learner.strategy.save_model(training.learner.actor, f"{options['base']}/teacher")
+            training.strategy_save_actor(f"{options['base']}/teacher")
     rewards = dict(training.rewards_by_version)
     return {
         "variant": variant,

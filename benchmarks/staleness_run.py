@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +20,12 @@ from coati.cli.train import quiet_libraries
 from coati.config import RunSettings, build_config
 from coati.demo.grammar import PROMPTS
 from coati.experience_buffer import BufferItem, make_experience_batch, split_experience_batch
-from coati.experience_maker import Experience, NaiveExperienceMaker
+from coati.experience_buffer.leased import LeasedBuffer
+from coati.experience_maker import Experience
 from coati.experience_maker.base import PromptBatch
-from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.ledger import age_metrics
-from coati.peers import LocalPeers
-from coati.trainer.fit_loop import FitLoop, FitSteps
-from coati.trainer.ppo import PPOLearner
-from coati.weights.receiver import WeightReceiver
-from coati.weights.recipients import Recipients
-from coati.weights.sender import WeightSender
-from coati.weights.served import ServedModels
+from coati.monitor.run_log import RunLog
+from coati.synchronous import SynchronousRun
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -155,89 +149,51 @@ def recipe_of(cell: Cell) -> str:
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class StaleRun(FitSteps):
+class StaleRun(SynchronousRun):
     """One maker and one trainer in one process, which take turns as the schedule says.
 
     The schedule's numbers are those of samples or, where the algorithm compares the samples of a prompt, of groups.
     """
 
     def __init__(self, config: RunSettings, schedule: Schedule) -> None:
-        self._config = config
         self._schedule, self._ages = schedule, schedule.ages
-        self._version = 0
-        strategy = build.make_strategy(config, "trainer")
-        self.learner = PPOLearner(
-            *build.trainer_models(config),
-            strategy,
-            config.train,
-            config.algorithm,
-            max_staleness=config.topology.max_staleness,
-            max_response_tokens=config.rollout.max_new_tokens,
-        )
-        self._group_size = build.ledger_rules(config).group_size
-        self._pipeline = self._make_pipeline()
-        maker = SimpleNamespace(update_experience_maker=WeightReceiver(self._pipeline.served).receive)
-        recipients = Recipients(LocalPeers(maker=maker), ["maker"], config.deadlines)
-        self._sender = WeightSender(
-            self.learner.models, strategy, recipients, config.topology, timeline=self._pipeline.timeline
-        )
+        rules = build.ledger_rules(config)
+        buffer = LeasedBuffer(rules, config.train.batch_size)  # which gives the rules alone
+        super().__init__(config, RunLog(None, total_steps=0), buffer=buffer)
+        self._group_size = rules.group_size
         self._items: dict[int, list[BufferItem]] = {}  # by number, until they are trained on
         self._prompts = build.make_prompts(config)
         self.rewards_by_version: dict[int, list[float]] = defaultdict(list)
         self.metrics: dict[str, list[float]] = defaultdict(list)
 
-    def run(self) -> None:
-        train = self._config.train
-        self._sender.send(self._version, fully_update=True)
-        FitLoop(self, seed=self._config.run.seed).run(train.total_steps, train.update_steps, train.epochs)
-
-    def _make_pipeline(self) -> ExperiencePipeline:
-        config = self._config
-        actor, critic, scorer, reference = build.maker_models(config)
-        maker = NaiveExperienceMaker(
-            actor,
-            critic,
-            scorer,
-            reference,
-            algorithm=config.algorithm,
-            engine=config.rollout.engine,
-            seed=config.run.seed,
-        )
-        return ExperiencePipeline(
-            maker,
-            ServedModels(maker.trained_models),
-            generate_kwargs=config.rollout.generate_options,
-        )
-
     def next_batch(self) -> Experience:
         """Write what the weights of this version write, and return what is trained on at it."""
-        if numbers := self._schedule.written[self._version]:
+        if numbers := self._schedule.written[self.version]:
             raw, unusable = self._prompts.batch(numbers, group_size=self._group_size)
             assert raw is not None
             assert not unusable
-            experience = self._pipeline.finish(self._pipeline.begin(PromptBatch.parse(raw)))
+            experience = self.maker.pipeline.finish(self.maker.pipeline.begin(PromptBatch.parse(raw)))
             assert experience is not None
             size = self._group_size
             assert experience.num_samples == len(numbers) * size, "no sample is ever dropped here"
-            self.rewards_by_version[self._version] += experience.reward.tolist()
+            self.rewards_by_version[self.version] += experience.reward.tolist()
             items = split_experience_batch(experience)
             self._items |= {number: items[size * row : size * (row + 1)] for row, number in enumerate(numbers)}
-        numbers = self._schedule.trained[self._version]
+        numbers = self._schedule.trained[self.version]
         return make_experience_batch([item for number in numbers for item in self._items.pop(number)])
 
-    def train_on(self, batch: Experience) -> dict[str, float]:
-        measured, expected = age_metrics(batch, self._version), self._ages[self._version]
+    def training_step(self, experience: Experience) -> dict[str, float]:
+        measured, expected = age_metrics(experience, self.version), self._ages[self.version]
         ages = measured["train/age_mean"], measured["train/age_max"]
         if ages != (statistics.fmean(expected), max(expected)) or ages[1] > self._config.topology.max_staleness:
-            raise RuntimeError(f"data trained on at version {self._version} must be {expected} old, got {ages}")
-        metrics = self.learner.step(batch)
+            raise RuntimeError(f"data trained on at version {self.version} must be {expected} old, got {ages}")
+        metrics = super().training_step(experience)
         for name, value in {**metrics, "age": ages[0], "oldest": ages[1]}.items():
             self.metrics[name].append(value)
         return metrics
 
-    def publish(self) -> None:
-        self._version += 1
-        self._sender.send(self._version)
+    def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:
+        """Save nothing."""
 
 
 def run_cell(cell: Cell, base: str, prompts: str) -> dict[str, Any]:
@@ -247,9 +203,9 @@ def run_cell(cell: Cell, base: str, prompts: str) -> dict[str, Any]:
     started = time.monotonic()
     config = make_config(cell, base, prompts)
     run = StaleRun(config, make_schedule(cell, config.train.total_steps))
-    run.run()
+    run.train()
     with tempfile.TemporaryDirectory() as folder:
-        run.learner.strategy.save_model(run.learner.actor, folder)
+        run.strategy_save_actor(folder)
         final = evaluate(config, folder, num_samples=NUM_EVALUATED).numbers
     metrics = run.metrics
     return {

@@ -94,12 +94,11 @@ class SynchronousRun(PlainPPOTrainer):
         finally:
             self._report()
 
-    def train_on(self, batch: Experience) -> dict[str, float]:
+    def train_on(self, batch: Experience) -> None:
         """Take a training step and log it."""
-        metrics = super().train_on(batch)
+        super().train_on(batch)
         self._report()
         self._on_progress(self._log.snapshot())
-        return metrics
 
     def publish(self) -> None:
         """Give the maker the weights as the next version."""

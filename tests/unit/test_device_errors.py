@@ -10,16 +10,19 @@ from torch import nn
 from weight_testing import PlainStrategy, make_sender
 
 from coati import build
+from coati.actors.trainer import Trainer
 from coati.config import TrainSettings, load_config
 from coati.errors import AcceleratorFailed, OutOfMemory
+from coati.experience import Experience
+from coati.experience_buffer.leased import LeasedBuffer
 from coati.experience_maker import NaiveExperienceMaker
 from coati.experience_maker.base import PromptBatch
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.gpu import device_errors_explained
+from coati.ledger import LedgerRules
 from coati.models import Actor
 from coati.peers import LocalPeers
 from coati.trainer.checkpoints import Checkpoints
-from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.trainer.strategies import DDPStrategy
 from coati.weights.served import ServedModels
 
@@ -99,21 +102,22 @@ def place():
     DDPStrategy(device="cpu").prepare(Full())
 
 
-class Publishing(FitSteps):
+class Publishing(Trainer):
     """Has no memory to publish from."""
 
     def next_batch(self):
-        return Actor(llama())  # anything but None
+        return Experience.empty()
 
-    def train_on(self, batch):
+    def training_step(self, experience):
         return {}
 
-    def publish(self):
+    def _update_remote_makers(self, fully_update=False):
         Full()()
 
 
 def publish():
-    FitLoop(Publishing()).run(1, 1)
+    rules = LedgerRules(samples_per_version=1, total_samples=1, lead=0, max_staleness=0)
+    Publishing([], buffer=LeasedBuffer(rules, 1)).fit(1, 1)
 
 
 def send():

@@ -16,6 +16,7 @@ from thread_peers import ThreadPeers, lose
 from tiny import item
 from torch import nn
 
+from coati.actors.trainer import Trainer
 from coati.background import run_in_background
 from coati.batching import make_experience_batch
 from coati.config import Deadlines
@@ -29,7 +30,6 @@ from coati.ledger import LedgerRules, age_metrics
 from coati.ledger.audit import audit_run
 from coati.ledger.journal import Journal
 from coati.peers import LocalPeers
-from coati.trainer.fit_loop import FitLoop, FitSteps
 from coati.weights.served import ServedModels, VerifiedUpdate
 
 SECONDS = 60.0  # far more than anything here takes
@@ -133,26 +133,22 @@ class Prompts:
         return {"input_ids": torch.ones(len(ids), 2), "sample_ids": ids, "group_ids": groups}, {}
 
 
-class Trainer(FitSteps):
+class CheckingTrainer(Trainer):
     def __init__(self, rules, run, folder):
         path = folder and folder / "ledger" / f"stream-{rules.stream}.jsonl"
         self.buffer = LeasedBuffer(rules, BATCH, open_journal=path and (lambda: Journal(path, rules, run="")))
+        super().__init__([], buffer=self.buffer, deadlines=DEADLINES)
         self._run = run
-        self.version, self.ages, self.trained = 0, [], []
+        self.ages, self.trained = [], []
 
-    def next_batch(self):
-        return self.buffer.sample(timeout_seconds=SECONDS)
-
-    def train_on(self, batch):
+    def training_step(self, batch):
         mask = batch.full_action_mask()
         assert torch.equal(batch.action_log_probs[mask], batch.policy_versions[mask].float())  # written by what it says
         self.ages.append(age_metrics(batch, self.version)["train/age_max"])
         self.trained += batch.sample_ids.tolist()
         return {}
 
-    def publish(self):
-        self.version += 1
-        self.buffer.mark_trained(self.version)
+    def _update_remote_makers(self, fully_update=False):
         if self is self._run.trainers[0]:  # all are in step; the first has the last word
             for maker in self._run.makers:
                 maker.offer(self.version)
@@ -226,7 +222,7 @@ class Run:
             for stream in range(num_trainers)
         ]
         self.barrier = threading.Barrier(num_trainers)
-        self.trainers = [Trainer(one, self, folder) for one in rules]
+        self.trainers = [CheckingTrainer(one, self, folder) for one in rules]
         self.peers = {
             f"t{index}": SimpleNamespace(lease=functools.partial(self._lease, one), buffer_extend=one.buffer.extend)
             for index, one in enumerate(self.trainers)
@@ -239,8 +235,7 @@ class Run:
             for index in range(num_makers)
         ]
         fits = [
-            run_in_background(lambda one=one: FitLoop(one).run(TOTAL_STEPS, UPDATE_STEPS), name="fit")
-            for one in self.trainers
+            run_in_background(lambda one=one: one.fit(TOTAL_STEPS, UPDATE_STEPS), name="fit") for one in self.trainers
         ]
         for fit in fits:
             fit.result(SECONDS)

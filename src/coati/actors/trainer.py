@@ -7,7 +7,7 @@ makers ── buffer_extend ──►  replay buffer ── whole batches ──
 
 import dataclasses
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,17 +16,20 @@ from coati.actors.callbacks import TrainerCallback, connect, dispatch
 from coati.actors.host import Host
 from coati.batching import split_experience_batch
 from coati.config import Deadlines
+from coati.errors import ConfigError
 from coati.experience import BufferItem, Experience
 from coati.experience_buffer.buffer import SampleBuffer
+from coati.gpu import device_errors_explained
 from coati.ledger import Lease, LeaseRequest
 from coati.monitor.records import RecordLog, RecordPage
 from coati.monitor.timeline import Span, Timeline
 from coati.peers import wait_in_slices
-from coati.trainer.fit_loop import FitLoop, FitSteps
+from coati.randomness import STREAM_EPOCHS, keyed_generator
 
 logger = logging.getLogger(__name__)
 
 _SLICE_SECONDS = 1.0
+_LESS_MEMORY = "Give the trainer more of the GPU (topology.gpus_per_trainer), or shard it (train.strategy)."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,7 @@ class TrainerProgress:
     version: int
 
 
-class Trainer(FitSteps):
+class Trainer(ABC):
     """Learns from experience that makers push into its buffer."""
 
     host_class: Callable[[], Host] = Host
@@ -105,17 +108,91 @@ class Trainer(FitSteps):
         ends; in a group, when no rank has anything left. After `stop()` it ends at once, now and whenever it is
         called again.
         """
+        for name, value in (
+            ("total_steps", total_steps),
+            ("update_steps", update_steps),
+            ("train_epochs", train_epochs),
+        ):
+            if value < 1:
+                raise ConfigError(f"fit's {name} must be 1 or more, got {value}.")
         self._state, self._is_exhausted = "fitting", False
         self.host.leave_out_of_collections()
         self._timeline.take()  # the metrics of this fit leave out what came before
         self._buffer.begin_fit()
         try:
-            num_done, self._num_done = self._num_done, 0
-            FitLoop(self, seed=self._seed).run(total_steps, update_steps, train_epochs, num_done=num_done)
+            with device_errors_explained("the trainer's work between passes", _LESS_MEMORY):
+                self.run_episodes(total_steps, update_steps, train_epochs)
         except BaseException:
             self._state = "failed"
             raise
         self._state = "finished"
+
+    def run_episodes(self, total_steps: int, update_steps: int, train_epochs: int = 1) -> None:
+        """Do what `fit` does: episodes of `update_steps` fresh batches, the last with the remainder."""
+        num_done, self._num_done = self._num_done, 0
+        self.notify("on_fit_start")
+        while num_done < total_steps and self.agree(True, self.should_stop()):
+            wanted = min(update_steps, total_steps - num_done)
+            num_fresh = self._episode(num_done // update_steps, wanted, train_epochs)
+            num_done += num_fresh
+            if num_fresh == wanted:
+                self.checkpoint(num_done)
+            else:
+                reason = "it was stopped" if self.should_stop() else "no more data came"
+                logger.warning("training ends after %d of %d batches: %s", num_done, total_steps, reason)
+                break
+        if 0 < num_done < total_steps:
+            self.checkpoint(num_done, was_stopped=True)
+        self.finish()
+        self.notify("on_fit_end")
+
+    def _episode(self, episode: int, num_batches: int, train_epochs: int) -> int:
+        """Train on fresh batches, publish what was learned; returns how many batches came."""
+        self.notify("on_episode_start", episode)
+        num_fresh, batches = self._first_epoch(num_batches, keeps=train_epochs > 1)
+        for epoch in range(1, train_epochs):
+            if batches:
+                self.notify("on_epoch_start", epoch)
+                order = keyed_generator(self._seed, episode * train_epochs + epoch, stream=STREAM_EPOCHS)
+                for index in order.permutation(len(batches)):
+                    self.train_on(batches[index])
+                self.notify("on_epoch_end", epoch)
+        if num_fresh:
+            self.notify("on_update_start")
+            self.publish()
+            self.notify("on_update_end")
+        self.notify("on_episode_end", episode)
+        return num_fresh
+
+    def _first_epoch(self, num_batches: int, *, keeps: bool) -> tuple[int, list[Experience]]:
+        """Train on fresh batches as they come; returns how many, and the batches if later epochs need them."""
+        self.notify("on_epoch_start", 0)
+        num_fresh, batches = 0, []
+        for _ in range(num_batches):
+            batch = self.next_batch()
+            if not self.agree(batch is not None, batch is None and self.should_stop()):
+                if batch is not None:
+                    logger.warning("dropped a batch of %d samples: another rank was stopped", batch.num_samples)
+                    self._buffer.give_back(batch)
+                break
+            if batch is None:
+                batch = Experience.empty()
+            self.train_on(batch)
+            num_fresh += 1
+            if keeps:
+                batches.append(batch)
+        self.notify("on_epoch_end", 0)
+        return num_fresh, batches
+
+    def train_on(self, batch: Experience) -> None:
+        """Take a training step, and record its time and metrics."""
+        self.notify("on_batch_start")
+        with self._timeline.span("train"):
+            metrics = self.training_step(batch)
+        self._num_batches += 1
+        self._num_samples += batch.num_samples
+        self._records.append({"batch": self._num_batches, "version": self.version, "metrics": dict(metrics or {})})
+        self.notify("on_batch_end", metrics, batch)
 
     def sync_models_to_remote_makers(self, **kwargs: Any) -> None:
         """Send all weights to the makers now; a maker with `sync_models_from_trainers` starts after this."""
@@ -176,7 +253,7 @@ class Trainer(FitSteps):
         """What this trainer did and waited for after `cursor`."""
         return self._timeline.since(cursor)
 
-    # What the loop calls; `next_batch` is below.
+    # What the loop calls. It waits only inside `next_batch`, `publish`, `agree` and `finish`.
 
     def notify(self, hook: str, *args: Any) -> None:
         """Run a hook of the callbacks."""
@@ -186,18 +263,19 @@ class Trainer(FitSteps):
         """Whether `stop` was called."""
         return self.host.stop.is_set()
 
-    def give_back(self, batch: Experience) -> None:
-        """Note that a batch is not trained on after all."""
-        self._buffer.give_back(batch)
+    def agree(self, has_data: bool, is_stopped: bool) -> bool:
+        """Whether to take another step. The ranks of a group decide together, so that none waits alone for the others:
+        as long as some rank has data and none was stopped. A rank without data then trains on an empty batch."""
+        return has_data and not is_stopped
 
-    def train_on(self, batch: Experience) -> dict[str, Any]:
-        """Take a training step, and record its time and metrics."""
-        with self._timeline.span("train"):
-            metrics = self.training_step(batch)
-        self._num_batches += 1
-        self._num_samples += batch.num_samples
-        self._records.append({"batch": self._num_batches, "version": self.version, "metrics": dict(metrics or {})})
-        return metrics
+    def checkpoint(self, num_fresh: int, *, was_stopped: bool = False) -> None:  # noqa: B027
+        """Save where training stands, if it is due: after so many fresh batches, between two versions.
+
+        A stop may have ended the last version early.
+        """
+
+    def finish(self) -> None:  # noqa: B027
+        """Do what remains after the last episode."""
 
     def publish(self) -> None:
         """Send the makers the weights as the next version."""
@@ -207,7 +285,7 @@ class Trainer(FitSteps):
         with self._timeline.span("publish"):
             self._update_remote_makers()
 
-    def _update_late_makers(self) -> None:
+    def _update_late_makers(self) -> None:  # noqa: B027
         """Give weights to makers that have none while `fit` waits for a batch: it may wait for what they will make.
 
         Raises what went wrong with an update that has ended: without it, they may not make that either.

@@ -6,9 +6,11 @@ import weakref
 import pytest
 import torch
 
+from coati.actors.host import Host
+from coati.actors.trainer import Trainer
 from coati.errors import ConfigError
+from coati.experience_buffer.buffer import SampleBuffer
 from coati.experience_maker import Experience
-from coati.trainer.fit_loop import FitLoop, FitSteps
 
 
 def batch(number):
@@ -16,18 +18,35 @@ def batch(number):
     return Experience(torch.zeros(1, 2), floats, floats, torch.zeros(1), floats, floats, None, None)
 
 
-class Recorder(FitSteps):
+class Buffer(SampleBuffer):
+    """Notes what is given back."""
+
+    num_items_waiting = 0
+
+    def __init__(self):
+        super().__init__(1)
+        self.given_back = []
+
+    def give_back(self, batch):
+        self.given_back.append(int(batch.values.item()))
+
+    def extend(self, items):
+        raise AssertionError
+
+    get_length = close = _next_batch = lambda self: None
+
+
+class Recorder(Trainer):
     """Hands out numbered batches and writes down everything that happens."""
 
     def __init__(self, *, num_available=1000, agree=None, should_stop=lambda: False, seed=0):
         self.events = []
         self.trained = []
         self.saved = []
-        self.given_back = []
         self._numbers = iter(range(num_available))
         self._agree = agree or super().agree
         self._should_stop = should_stop
-        self.loop = FitLoop(self, seed=seed)
+        super().__init__([], seed=seed, buffer=Buffer(), host=Host())
 
     def agree(self, has_data, is_stopped):
         return self._agree(has_data, is_stopped)
@@ -38,17 +57,22 @@ class Recorder(FitSteps):
     def publish(self):
         self.events.append("publish")
 
+    def _update_remote_makers(self, fully_update=False):
+        raise AssertionError
+
     def checkpoint(self, num_fresh, *, was_stopped=False):
         self.saved.append((num_fresh, was_stopped))
 
-    def give_back(self, batch):
-        self.given_back.append(int(batch.values.item()))
+    @property
+    def num_fresh(self):
+        """Batches that were trained on when it was last asked to save."""
+        return self.saved[-1][0]
 
     def next_batch(self):
         number = next(self._numbers, None)
         return None if number is None else batch(number)
 
-    def train_on(self, batch):
+    def training_step(self, batch):
         number = int(batch.values.item())
         self.trained.append(number)
         self.events.append(f"train {number}")
@@ -68,7 +92,8 @@ def of_batch(number):
 
 def test_the_exact_sequence_for_five_batches_in_episodes_of_two_with_three_epochs():
     recorder = Recorder()
-    assert recorder.loop.run(5, 2, 3) == 5
+    recorder.fit(5, 2, 3)
+    assert recorder.num_fresh == 5
     trained = recorder.trained
     expected = ["fit_start"]
     position = 0
@@ -88,13 +113,12 @@ def test_the_exact_sequence_for_five_batches_in_episodes_of_two_with_three_epoch
     expected.append("fit_end")
     assert recorder.events == expected
     assert position == len(trained) == 15
-    assert recorder.loop.num_episodes == 3
 
 
 def test_later_epochs_are_shuffled_differently_and_repeatably():
     first, again, other = Recorder(seed=3), Recorder(seed=3), Recorder(seed=4)
     for recorder in (first, again, other):
-        recorder.loop.run(16, 8, 3)
+        recorder.fit(16, 8, 3)
     assert first.trained == again.trained
     assert first.trained != other.trained
     epochs = [first.trained[start : start + 8] for start in range(0, 48, 8)]
@@ -106,19 +130,10 @@ def test_later_epochs_are_shuffled_differently_and_repeatably():
     assert len(set(offsets)) == 4  # no two epochs of a run share their order
 
 
-def test_episodes_are_numbered_on_over_two_calls():
-    recorder = Recorder()
-    recorder.loop.run(2, 2)
-    recorder.loop.run(2, 2)
-    assert [event for event in recorder.events if event.startswith("episode_start")] == [
-        "episode_start 0",
-        "episode_start 1",
-    ]
-
-
 def test_when_data_ends_early_the_part_of_an_episode_is_trained_and_published(caplog):
     recorder = Recorder(num_available=3)
-    assert recorder.loop.run(6, 2, 2) == 3
+    recorder.fit(6, 2, 2)
+    assert recorder.num_fresh == 3
     assert recorder.trained[4:] == [2, 2]  # the one batch of the second episode, in both epochs
     assert recorder.events.count("publish") == 2
     assert recorder.events[-1] == "fit_end"
@@ -129,7 +144,8 @@ def test_when_data_ends_early_the_part_of_an_episode_is_trained_and_published(ca
 
 def test_an_episode_without_any_batch_publishes_nothing(caplog):
     recorder = Recorder(num_available=2)
-    assert recorder.loop.run(4, 2, 2) == 2
+    recorder.fit(4, 2, 2)
+    assert recorder.num_fresh == 2
     assert recorder.events.count("publish") == 1
     assert "epoch_start 1" not in recorder.events[recorder.events.index("episode_start 1") :]
     assert recorder.events[-2:] == ["episode_end 1", "fit_end"]
@@ -138,7 +154,8 @@ def test_an_episode_without_any_batch_publishes_nothing(caplog):
 
 def test_a_stop_ends_training_after_the_episode():
     recorder = Recorder(should_stop=lambda: len(recorder.trained) >= 3)
-    assert recorder.loop.run(10, 2) == 4
+    recorder.fit(10, 2)
+    assert recorder.num_fresh == 4
     assert recorder.events.count("publish") == 2
     assert recorder.events[-1] == "fit_end"
 
@@ -146,7 +163,8 @@ def test_a_stop_ends_training_after_the_episode():
 def test_a_stop_in_the_middle_of_an_episode_is_called_a_stop(caplog):
     # A batch source that gives None once it is stopped, as those of both trainers do.
     recorder = Recorder(num_available=3, should_stop=lambda: len(recorder.trained) >= 3)
-    assert recorder.loop.run(10, 2) == 3
+    recorder.fit(10, 2)
+    assert recorder.num_fresh == 3
     assert recorder.events.count("publish") == 2
     assert recorder.saved == [(2, False), (3, True)]
     assert "training ends after 3 of 10 batches: it was stopped" in caplog.text
@@ -163,9 +181,10 @@ def test_a_batch_is_dropped_with_a_warning_if_another_rank_was_stopped(caplog):
 
     recorder = Recorder(agree=agree)
     with caplog.at_level(logging.WARNING):
-        assert recorder.loop.run(4, 4) == 1
+        recorder.fit(4, 4)
+    assert recorder.num_fresh == 1
     assert recorder.trained == [0]
-    assert recorder.given_back == [1]
+    assert recorder._buffer.given_back == [1]
     assert asked == [(True, False)] * 3
     assert "dropped a batch of 1 samples: another rank was stopped" in caplog.text
     assert recorder.events.count("publish") == 1
@@ -183,7 +202,7 @@ def test_a_rank_without_data_takes_the_steps_of_the_others_with_empty_batches():
         def next_batch(self):
             return batch(0) if len(asked) == 1 else None
 
-        def train_on(self, batch):
+        def training_step(self, batch):
             sizes.append(batch.num_samples)
             return {}
 
@@ -193,8 +212,9 @@ def test_a_rank_without_data_takes_the_steps_of_the_others_with_empty_batches():
         def notify(self, hook, *args):
             pass
 
-    loop = OneBatch(agree=agree).loop
-    assert loop.run(100, 2, 2) == 9
+    recorder = OneBatch(agree=agree)
+    recorder.fit(100, 2, 2)
+    assert recorder.num_fresh == 9
     assert sorted(sizes[2:4]) == [0, 1]  # the second epoch has both again
     assert [*sizes[:2], *sizes[4:]] == [1, 0, "publish", *[0, 0, 0, 0, "publish"] * 3, 0, 0, "publish"]
     assert set(asked) == {(True, False), (False, False)}
@@ -208,7 +228,8 @@ def test_a_stopped_rank_says_so_and_not_that_it_has_no_data():
         return has_data and not is_stopped
 
     recorder = Recorder(num_available=1, agree=agree, should_stop=lambda: bool(recorder.trained))
-    assert recorder.loop.run(4, 4) == 1
+    recorder.fit(4, 4)
+    assert recorder.num_fresh == 1
     assert asked == [(True, False), (True, False), (False, True)]
 
 
@@ -220,7 +241,8 @@ def test_ranks_agree_on_a_stop_so_that_none_goes_on_alone():
         return len(asked) < 3  # another rank was told to stop; this one was not
 
     recorder = Recorder(agree=agree)
-    assert recorder.loop.run(4, 1) == 1
+    recorder.fit(4, 1)
+    assert recorder.num_fresh == 1
     assert asked == [(True, False)] * 3
     assert recorder.events[-1] == "fit_end"
 
@@ -232,7 +254,7 @@ def test_ranks_agree_on_a_stop_so_that_none_goes_on_alone():
 def test_zeros_are_refused_before_anything_happens(arguments, name):
     recorder = Recorder()
     with pytest.raises(ConfigError, match=f"fit's {name} must be 1 or more, got 0"):
-        recorder.loop.run(*arguments)
+        recorder.fit(*arguments)
     assert recorder.events == []
 
 
@@ -249,9 +271,9 @@ def test_batches_are_kept_only_for_later_epochs(epochs, most_alive):
             made.append(weakref.ref(fresh))
             return fresh
 
-        def train_on(self, _):
+        def training_step(self, _):
             counts.append(sum(one() is not None for one in made))
             return {}
 
-    Counter().loop.run(4, 4, epochs)
+    Counter().fit(4, 4, epochs)
     assert max(counts) == most_alive
