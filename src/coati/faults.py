@@ -36,11 +36,6 @@ def reach(point: str, index: int | None = None) -> None:
         hook(point, index, _actor)
 
 
-def are_enabled() -> bool:
-    """Whether something may happen at points of this process."""
-    return hook is not None
-
-
 def set_actor(name: str) -> None:
     """Say which actor this process is."""
     global _actor

@@ -16,7 +16,7 @@ from coati.actors.host import Host, apply_env_info, set_up_gpu
 from coati.actors.options import TrainerOptions
 from coati.actors.trainer import Trainer
 from coati.cpu import set_up_cpu
-from coati.errors import CheckpointError, DeadlineExceeded, StalenessExceeded, WeightUpdateError
+from coati.errors import CheckpointError, CoatiError, DeadlineExceeded, StalenessExceeded
 from coati.evaluation.schedule import EvalJob
 from coati.experience import Experience
 from coati.experience_buffer.leased import LeasedBuffer
@@ -191,11 +191,7 @@ class PlainPPOTrainer(Trainer):
         A version names one set of weights. In the middle of an episode the weights have no version yet, so the call
         waits for the end of the episode, when `fit` publishes them anyway.
         """
-        if self._state == "fitting" and self.strategy.world_size > 1:
-            raise WeightUpdateError(
-                "one of several trainers was asked to sync its makers while they train together, which could block "
-                "them all. fit sends new weights after every episode; sync before or after it."
-            )
+        self._refuse_in_group_fit("sync its makers", "fit sends new weights after every episode")
         wait_in_slices(
             lambda seconds: self._sync_whole_version(seconds, **kwargs),
             deadline_seconds=self.deadlines.batch_seconds,
@@ -270,7 +266,7 @@ class PlainPPOTrainer(Trainer):
 
     def strategy_save_actor(self, path: str, only_rank0: bool = False) -> None:
         """Save the actor, with `options.tokenizer`, as a folder that transformers loads; all ranks must call."""
-        self._refuse_in_group_fit()
+        self._refuse_in_group_fit("save", "Use save_every and save_folder")
         try:
             self._checkpoints.wait()  # after a failure this is the last call before the end
         except DeadlineExceeded as error:  # one that is stuck must not cost the model too
@@ -282,7 +278,7 @@ class PlainPPOTrainer(Trainer):
 
     def strategy_save_critic(self, path: str, only_rank0: bool = False) -> None:
         """Save the critic as a folder that `Critic.from_pretrained` loads."""
-        self._refuse_in_group_fit()
+        self._refuse_in_group_fit("save", "Use save_every and save_folder")
         if self._learner.critic is None:
             raise CheckpointError(f"there is no critic to save to {path}: the algorithm of this trainer has none.")
         with self._hold_weights():
@@ -330,12 +326,12 @@ class PlainPPOTrainer(Trainer):
         self._update_late_makers()  # one that was started again may be needed
         return False
 
-    def _refuse_in_group_fit(self) -> None:
-        """Saving is collective: ranks that train meanwhile would wait for each other in two places."""
+    def _refuse_in_group_fit(self, what: str, instead: str) -> None:
+        """What ranks do together would block them if they also train: they would wait for each other in two places."""
         if self.strategy.world_size > 1 and self._state == "fitting":
-            raise CheckpointError(
-                f"one of {self.strategy.world_size} trainers was asked to save while they train together, which would "
-                "block them all. Use save_every and save_folder, or save after fit."
+            raise CoatiError(
+                f"one of {self.strategy.world_size} trainers was asked to {what} while they train together, which "
+                f"would block them all. {instead}, or {what} before or after fit."
             )
 
     @contextlib.contextmanager

@@ -227,9 +227,8 @@ class HeadWatch:
         if not self._address or now - self._last_look < _LOOK_SECONDS:
             return
         self._last_look = now
-        host, _, port = self._address.rpartition(":")
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK_SECONDS).close()
+            _knock(self._address, _LOOK_SECONDS)
             self._last_seen = time.monotonic()
         except OSError as error:
             if now - self._last_seen >= _LOST_SECONDS:
@@ -241,16 +240,20 @@ class HeadWatch:
 
 def _check_address(address: str) -> None:
     """Check that something listens: Ray itself retries a dead address for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        return  # "auto" and the like: Ray fails at once
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+        _knock(address.removeprefix("ray://"), _CONNECT_SECONDS)
     except OSError as error:
         raise ConfigError(
             f"no Ray cluster at --address {address!r}: {error}. Start one "
             "with 'ray start --head', or leave --address out to start a private Ray."
         ) from error
+
+
+def _knock(address: str, seconds: float) -> None:
+    """Raise OSError if nothing listens at host:port; "auto" and the like are Ray's to judge."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
 
 
 def _check_resources(config: RunSettings, *, num_cpus: int) -> None:

@@ -27,7 +27,7 @@ from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
 from coati.ray.actor_factory import ActorFactory
 from coati.ray.cluster import HeadWatch, connected
-from coati.ray.restarts import Restarts, TrainerDied
+from coati.ray.run_actor import Restarts, TrainerDied
 from coati.ray.supervisor import Supervisor
 from coati.resume import choose_start, continue_files
 

@@ -34,8 +34,7 @@ from coati.errors import (
 from coati.monitor.run_log import RunLog
 from coati.peers import PendingCall, wait_all, wait_any
 from coati.ray.actor_factory import ActorFactory
-from coati.ray.restarts import Restarts, TrainerDied
-from coati.ray.run_actor import RunActor
+from coati.ray.run_actor import Restarts, RunActor, TrainerDied
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from coati.errors import (
 )
 from coati.monitor.control import ask_for_makers
 from coati.monitor.run_log import RunLog
-from coati.ray import launcher, restarts, run_actor, supervisor
+from coati.ray import launcher, run_actor, supervisor
 from coati.ray.actor_factory import ActorFactory
 from coati.ray.launcher import DetachedRun
 from coati.trainer import checkpoints
@@ -78,7 +78,7 @@ def stage(tmp_path, monkeypatch):
 
     monkeypatch.setattr(launcher, "connected", here)
     monkeypatch.setattr(launcher, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(restarts, "_FIRST_BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(run_actor, "_FIRST_BACKOFF_SECONDS", 0.0)
     monkeypatch.setattr(launcher.build.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
     (tmp_path / "out").mkdir()
     return functools.partial(Stage, tmp_path / "out")

@@ -9,7 +9,7 @@ from ray_testing import PATIENCE, Background
 from tiny import experience
 from weight_testing import Noting, connect
 
-from coati.errors import CheckpointError, StalenessExceeded, WeightUpdateError
+from coati.errors import CoatiError, StalenessExceeded, WeightUpdateError
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_step_is_learnt_while_a_sync_waits_for_the_makers(trainer, maker):
 
 def test_one_rank_of_a_group_does_not_save_alone_while_they_train(trainer, tmp_path):
     trainer.strategy, trainer._state = SimpleNamespace(world_size=2), "fitting"
-    with pytest.raises(CheckpointError, match="save_every"):
+    with pytest.raises(CoatiError, match="save_every"):
         trainer.strategy_save_actor(str(tmp_path / "model"))
 
 

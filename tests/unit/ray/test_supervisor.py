@@ -13,7 +13,7 @@ from coati.errors import PeerDied, RewardError
 from coati.monitor.run_log import RunLog
 from coati.ray import run_actor, supervisor
 from coati.ray.actor_factory import ActorFactory
-from coati.ray.restarts import Restarts
+from coati.ray.run_actor import Restarts
 from coati.ray.supervisor import Supervisor
 
 CLOCK = SimpleNamespace(now=0.0, monotonic=lambda: CLOCK.now, sleep=lambda seconds: None)

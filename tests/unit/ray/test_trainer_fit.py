@@ -13,9 +13,8 @@ from coati.config import Deadlines
 from coati.errors import ActorNotFound, ConfigError, DataError, DeadlineExceeded, PeerDied
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger import Lease, LeaseRequest, LedgerRules
-from coati.ray import environment
+from coati.ray import detached_replay_buffer, environment
 from coati.ray.callbacks import TrainerCallback
-from coati.trainer import maker_watch
 
 QUICK = Deadlines(start_seconds=0.05, batch_seconds=PATIENCE, update_seconds=PATIENCE, grace_seconds=0.05)
 
@@ -36,7 +35,7 @@ def makers():
 @pytest.fixture
 def make_trainer(makers, local_queue, monkeypatch):
     monkeypatch.setattr(trainer, "_SLICE_SECONDS", 0.01)
-    monkeypatch.setattr(maker_watch, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(detached_replay_buffer, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(environment, "RayPeers", lambda: makers)
     options = {"train_batch_size": 2, "deadlines": QUICK}
     return lambda names=(), **kwargs: RecordingTrainer(list(names), **{**options, **kwargs})

@@ -7,7 +7,7 @@ import pytest
 from coati.config import Deadlines
 from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied
 from coati.peers import Peer, Peers, PendingCall, remote_error
-from coati.trainer.maker_watch import MakerWatch
+from coati.ray.detached_replay_buffer import MakerWatch
 
 DEADLINES = Deadlines(start_seconds=30.0, grace_seconds=5.0)
 
