@@ -42,11 +42,11 @@ from coati.config import Deadlines, TopologySettings
 from coati.monitor.timeline import Timeline
 from coati.ray.peers import RayPeers
 from coati.trainer.strategies import DDPStrategy
+from coati.weights.message import CardMemory
 from coati.weights.receiver import WeightReceiver
 from coati.weights.recipients import Recipients
 from coati.weights.sender import WeightSender
 from coati.weights.served import ServedModels
-from coati.weights.transports import CardMemory
 
 LAYER_MB = 4
 STEPS_PER_BATCH = 16

@@ -16,13 +16,12 @@ from coati.config import Deadlines, TopologySettings
 from coati.models.lora import LoRAConstructor
 from coati.models.memory import iter_state_chunks
 from coati.monitor.timeline import Timeline
-from coati.weights.message import Chunk, UpdateHeader, WeightManifest, WeightMessage
+from coati.weights.message import Chunk, MadeChunk, UpdateHeader, WeightManifest, WeightMessage
+from coati.weights.message import value_chunk as made_by_value
 from coati.weights.receiver import WeightReceiver
 from coati.weights.recipients import Recipients
 from coati.weights.sender import WeightSender
 from coati.weights.served import ServedModels
-from coati.weights.transports import MadeChunk
-from coati.weights.transports import value_chunk as made_by_value
 
 
 class Maker:

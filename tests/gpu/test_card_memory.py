@@ -8,7 +8,7 @@ from torch import nn
 from weight_testing import Maker, PlainStrategy, make_sender
 
 from coati.peers import LocalPeers
-from coati.weights.transports import CardMemory
+from coati.weights.message import CardMemory
 
 
 def make_models(seed, device):

@@ -108,7 +108,7 @@ def test_weights_move_on_the_card_and_arrive_to_the_bit(cluster):
 
 
 def test_the_checksum_of_the_card_is_the_checksum_of_the_host():
-    from coati.weights.transports import device_checksum
+    from coati.weights.message import device_checksum
 
     data = torch.randint(0, 256, (40_000_001,), dtype=torch.uint8)
     assert device_checksum(data.cuda()) == device_checksum(data)

@@ -1,4 +1,4 @@
-"""The losses: the policy's surrogates, the critic's loss, GSPO's sequence-level ratio, and how tokens add up.
+"""The losses: the policy's surrogates, the critic's loss, estimates of KL, and how tokens add up.
 
 A surrogate is what a token adds to the objective, given its ratio r = policy / behavior and its advantage A:
 
@@ -17,19 +17,33 @@ over ranks, as DDP does, multiply the loss by the number of ranks.) A denominato
 split over micro-batches.
 
 Only the first argument of each loss is differentiated. Everything else is data, and is detached here.
+
+KL(policy || reference) is estimated at tokens that the policy sampled. With d = log policy(token) - log
+reference(token), the three estimators of Schulman's note are:
+
+| name | formula           | unbiased | never negative |
+|------|-------------------|----------|----------------|
+| k1   | d                 | yes      | no             |
+| k2   | d² / 2            | no       | yes            |
+| k3   | exp(-d) - 1 + d   | yes      | yes            |
+
+"Unbiased" is about the value. As a loss to differentiate, only k2 has the gradient of the KL in expectation: the
+gradient of k1 averages to zero, and that of k3 follows the reversed KL. As a penalty inside the reward, where no
+gradient flows, any of them will do.
 """
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple, assert_never
 
 import torch
 from torch import Tensor
 
-from coati.algos.kl import kl_estimate
 from coati.algos.masked import divide_by_count, finite_exp, zero_padding
 
 LossNormalization = Literal["token", "sequence", "constant"]
 RatioLevel = Literal["token", "sequence"]
+KLKind = Literal["k1", "k2", "k3"]
 Surrogate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Maps log-ratios and log-probs of the policy, both with its gradient, and advantages, detached and 0 on padding, to
 the gain of each token and whether its ratio was held back, all [B, T]. An advantage of 0 gains 0, without a gradient.
@@ -235,3 +249,57 @@ def loss_weights(
     if mode == "constant":
         return divide_by_count(per_sequence, max_length)
     assert_never(mode)
+
+
+def kl_estimate(
+    logprobs: Tensor,  # [B, T] policy that sampled the tokens
+    reference_logprobs: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool, True on response tokens
+    *,
+    kind: KLKind,
+) -> Tensor:
+    """Per-token KL estimate, `[B, T]`, zeros on padding.
+
+    >>> logprobs, reference = torch.tensor([[-1.0, 7.0]]), torch.tensor([[-1.5, float("nan")]])
+    >>> kl_estimate(logprobs, reference, torch.tensor([[True, False]]), kind="k1").tolist()
+    [[0.5, 0.0]]
+    """
+    # All estimates are zero at d = 0, so clean inputs are all the masking there is to do.
+    reference = zero_padding(reference_logprobs, mask, name="reference_logprobs")
+    difference = zero_padding(logprobs, mask, name="logprobs") - reference
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return 0.5 * difference.square()
+    # expm1 keeps the digits that exp(-d) - 1 loses for small d. CPUs round it so that the sum is never negative; CUDA's
+    # may be one unit off in the last place, and the clamp keeps the promise there.
+    return ((-difference).expm1() + difference).clamp(min=0.0)
+
+
+def adapted_coefficient(coefficient: float, kl: float, target: float) -> float:
+    """Return the coefficient for the next step: up to 2 % larger if the KL was above `target`, smaller if below.
+
+    A proportional controller (Ziegler et al. 2019). A KL that is not finite changes nothing.
+
+    >>> adapted_coefficient(0.5, kl=0.11, target=0.1), adapted_coefficient(0.5, kl=9.0, target=0.1)
+    (0.505, 0.51)
+    """
+    error = max(-0.2, min(0.2, kl / target - 1)) if math.isfinite(kl) else 0.0
+    return coefficient * (1 + 0.1 * error)
+
+
+def kl_penalty(
+    logprobs: Tensor,  # [B, T] current policy
+    reference_logprobs: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool, True on response tokens
+    *,
+    kind: KLKind,
+    weights: Tensor,  # [B, T] share of each token: see `loss_weights`
+) -> Tensor:
+    """Σ weight · KL estimate, a scalar to be added to the loss times its coefficient. The gradient is of `logprobs`.
+
+    Not with k1: its gradient averages to zero whatever the policy does.
+    """
+    assert kind != "k1"
+    shares = zero_padding(weights.detach(), mask, name="weights")
+    return (shares * kl_estimate(logprobs, reference_logprobs.detach(), mask, kind=kind)).sum()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coati.algos.advantages import has_signal
-from coati.algos.kl import kl_estimate
+from coati.algos.losses import kl_estimate
 from coati.config import AlgorithmSettings, RolloutSettings
 from coati.errors import ConfigError, RewardError
 from coati.experience import Experience

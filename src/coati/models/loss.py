@@ -27,10 +27,8 @@ class PolicyLoss(nn.Module):
         old_log_probs: Tensor,  # [B, A] policy that sampled the tokens
         advantages: Tensor,  # [B, A]
         action_mask: Tensor | None = None,  # [B, A] True on response tokens; None: all of them
-        *,
-        num_tokens: Tensor | float | None = None,
     ) -> Tensor:
-        """The scalar loss: a sum over response tokens by `num_tokens` (None: those of this batch)."""
+        """The scalar loss, a mean over response tokens."""
         mask = _mask_or_all(action_mask, log_probs)
         return policy_loss(
             log_probs,
@@ -38,7 +36,7 @@ class PolicyLoss(nn.Module):
             advantages,
             mask,
             surrogate=clipped(self.clip_eps, self.clip_eps),
-            num_tokens=mask.sum() if num_tokens is None else num_tokens,
+            num_tokens=mask.sum(),
         ).loss
 
 
@@ -61,10 +59,8 @@ class ValueLoss(nn.Module):
         old_values: Tensor,  # [B, A] critic that the advantages were made with
         advantages: Tensor,  # [B, A]
         action_mask: Tensor | None = None,  # [B, A] True on response tokens; None: all of them
-        *,
-        num_tokens: Tensor | float | None = None,
     ) -> Tensor:
-        """The scalar loss: a sum over response tokens by `num_tokens` (None: those of this batch)."""
+        """The scalar loss, a mean over response tokens."""
         mask = _mask_or_all(action_mask, values)
         return clipped_value_loss(
             values,
@@ -72,7 +68,7 @@ class ValueLoss(nn.Module):
             at_least_float32(advantages) + at_least_float32(old_values),
             mask,
             clip=self.clip_eps,
-            num_tokens=mask.sum() if num_tokens is None else num_tokens,
+            num_tokens=mask.sum(),
         ).loss
 
 

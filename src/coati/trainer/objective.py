@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from coati.algos.importance import effective_sample_size, importance_weights, weight_moments
-from coati.algos.kl import kl_penalty
 from coati.algos.losses import (
     PolicyLossOutput,
     Surrogate,
     cispo,
     clipped,
     dppo,
+    kl_penalty,
     largest,
     loss_weights,
     policy_loss,

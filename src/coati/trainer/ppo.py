@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from transformers import get_scheduler
 
 from coati import faults
-from coati.algos.kl import adapted_coefficient
-from coati.algos.losses import PolicyLossOutput, clipped_value_loss
+from coati.algos.losses import PolicyLossOutput, adapted_coefficient, clipped_value_loss
 from coati.algos.masked import divide_by_count, masked_moments, masked_sum, masked_whiten
 from coati.config import AlgorithmSettings, TrainSettings
 from coati.errors import ConfigError

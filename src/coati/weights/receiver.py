@@ -20,9 +20,8 @@ from coati import faults
 from coati.errors import AcceleratorFailed, OutOfMemory, WeightUpdateError
 from coati.models.lora import LayerLoRA, LoRAConstructor, as_layer_lora, has_adapters
 from coati.models.memory import state_tensors, tied_names
-from coati.weights.message import Chunk, ChunkInfo, UpdateHeader, WeightManifest, WeightMessage
+from coati.weights.message import Chunk, ChunkInfo, ChunkReader, UpdateHeader, WeightManifest, WeightMessage
 from coati.weights.served import ServedModels, VerifiedUpdate
-from coati.weights.transports import ChunkReader
 
 logger = logging.getLogger(__name__)
 

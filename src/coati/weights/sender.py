@@ -22,9 +22,17 @@ from coati.errors import DeadlineExceeded
 from coati.gpu import device_errors_explained
 from coati.models.lora import LoRAConstructor
 from coati.monitor.timeline import Timeline
-from coati.weights.message import Chunk, ChunkInfo, UpdateHeader, WeightManifest, WeightMessage
+from coati.weights.message import (
+    CardMemory,
+    Chunk,
+    ChunkInfo,
+    MadeChunk,
+    UpdateHeader,
+    WeightManifest,
+    WeightMessage,
+    value_chunk,
+)
 from coati.weights.recipients import Recipients, UpdateCalls
-from coati.weights.transports import CardMemory, MadeChunk, value_chunk
 from coati.wire import tensor_digest
 
 T = TypeVar("T")

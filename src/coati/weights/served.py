@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from coati.errors import WeightUpdateError
 from coati.monitor.timeline import Timeline
-from coati.weights.transports import copy_all
+from coati.weights.message import copy_all
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coati.algos.kl import adapted_coefficient, kl_estimate
+from coati.algos.losses import adapted_coefficient, kl_estimate
 
 NAN, INF = float("nan"), float("inf")
 KINDS = ("k1", "k2", "k3")

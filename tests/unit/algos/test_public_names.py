@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-MODULES = ["advantages", "importance", "kl", "logprobs", "losses", "masked"]
+MODULES = ["advantages", "importance", "logprobs", "losses", "masked"]
 
 
 @pytest.mark.parametrize("name", MODULES)

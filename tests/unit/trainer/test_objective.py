@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from coati.algos.kl import kl_estimate, kl_penalty
-from coati.algos.losses import clipped, policy_loss
+from coati.algos.losses import clipped, kl_estimate, kl_penalty, policy_loss
 from coati.config import AlgorithmSettings, TrainSettings
 from coati.config.algorithm import LOSSES as KNOWN_LOSSES
 from coati.errors import ConfigError, DataError

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from weight_testing import deliver, header_of, messages_of
 
 from coati.errors import OutOfMemory, WeightUpdateError
-from coati.weights import transports
-from coati.weights.transports import CardHandle, CardMemory, copy_all, device_checksum
+from coati.weights import message as transports
+from coati.weights.message import CardHandle, CardMemory, copy_all, device_checksum
 
 CPU = torch.device("cpu")
 

@@ -15,10 +15,9 @@ from weight_testing import Maker, PlainStrategy, deliver, header_of, make_sender
 from coati.errors import ActorNotFound, DeadlineExceeded, PeerUnavailable, WeightUpdateError
 from coati.peers import LocalPeer, LocalPeers, Peer, PendingCall, remote_error
 from coati.weights import sender as sender_module
-from coati.weights.message import WeightMessage
+from coati.weights.message import CardHandle, CardMemory, MadeChunk, WeightMessage, checksum_of
 from coati.weights.recipients import UpdateCalls, _Maker
 from coati.weights.sender import MAX_CHUNKS_IN_FLIGHT
-from coati.weights.transports import CardHandle, CardMemory, MadeChunk, checksum_of
 
 UPDATE = "update_experience_maker"
 
@@ -332,7 +331,7 @@ def test_a_checksum_that_is_never_computed_is_an_error(make_models, trained, mon
     def stuck(info, memory):
         may_end.wait(PATIENCE)
 
-    monkeypatch.setattr("coati.weights.transports.checksum_of", stuck)
+    monkeypatch.setattr("coati.weights.message.checksum_of", stuck)
     peers = LocalPeers(maker=Maker(make_models(0)))
     try:
         with pytest.raises(DeadlineExceeded, match="checksum"):
@@ -594,7 +593,7 @@ def test_a_system_that_shares_no_memory_sends_by_value_and_says_so(trained, make
     def refuse(buffer):
         raise RuntimeError("IPC is not supported")
 
-    monkeypatch.setattr("coati.weights.transports.CardHandle.of", refuse)
+    monkeypatch.setattr("coati.weights.message.CardHandle.of", refuse)
     peers = ThreadPeers(maker=Maker(make_models(0)))
     sender = make_sender(trained, peers, ["maker"], shared=Lent())
     sender.send(1)

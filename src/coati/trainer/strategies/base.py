@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -162,19 +162,19 @@ class Strategy(Ranks, ABC):
 
     # Weights out and in
 
-    def get_model_state_dict_shard(self, model: nn.Module, **config: Any) -> Iterator[dict[str, Tensor]]:
-        """Stream the unwrapped model's state dict, buffers included, in chunks of bounded size.
+    def get_model_state_dict_shard(
+        self,
+        model: nn.Module,
+        *,
+        shard_size: float = 64,
+        dtype: torch.dtype | None = None,
+        names: Collection[str] | None = None,
+    ) -> Iterator[dict[str, Tensor]]:
+        """Stream the unwrapped model's state dict, buffers included, in chunks of at most `shard_size` MiB.
 
-        Config: `shard_size`, the bound in MiB (default 64). `dtype`, the format of floating-point tensors (default
-        None: each its own). `names`, which tensors (default None: all). See `iter_state_chunks` for what comes; copy
-        what must outlive the next step.
+        `dtype` is the format of floating-point tensors, by default each its own; `names` are the tensors, by default
+        all. See `iter_state_chunks` for what comes; copy what must outlive the next step.
         """
-        shard_size, dtype, names = config.pop("shard_size", 64), config.pop("dtype", None), config.pop("names", None)
-        if config:
-            raise ConfigError(
-                "get_model_state_dict_shard knows the options shard_size, dtype and names, got "
-                f"{', '.join(sorted(config))}."
-            )
         if not shard_size > 0:
             raise ConfigError(f"shard_size must be a positive number of MiB, got {shard_size}.")
         chunks = iter_state_chunks(self.unwrap_model(model), max_bytes=int(shard_size * 2**20), names=names)
