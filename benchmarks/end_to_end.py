@@ -2,6 +2,8 @@
 
     python benchmarks/end_to_end.py                            the demo's model and reward on the CPU
     python benchmarks/end_to_end.py --device cuda              Qwen2's shape of 0.5B, 128 + 256 tokens, bfloat16
+    python benchmarks/end_to_end.py --device cuda --shape 1.5b --prompt-tokens 512 --new-tokens 2048 --mean-length 490
+                                                               the same with 1.5B and responses of ragged lengths
 
 Every competitor trains the same model on the same prompts with the same reward, batch, lengths and learning rate, in
 separate processes, one after the other, `--rounds` times over; the table has the median. The first `--warmup` steps
@@ -10,13 +12,16 @@ are not counted: they start processes, compile and fill caches.
     coati-grpo    detached: a maker and a trainer, data at most one version old; KL against the reference in the loss
     coati-ppo     the same with a critic, which TRL's GRPO does not have; on a GPU the score comes from a reward model
     coati-ahead   coati-ppo that writes two batches at a time, with data up to four versions old (GPU only)
+    coati-vllm    coati-ppo whose maker generates with vLLM (vLLM must be installed; GPU only)
+    trl-vllm      TRL's GRPOTrainer with vLLM in its process, log-probs returned (TRL and vLLM must be; GPU only)
     trl-grpo      TRL's GRPOTrainer with transformers' generate and the same KL term (TRL must be installed)
     trl-tuned     the same after `coati.cpu.set_up_cpu`, which helps every torch program on some CPUs (CPU only)
     trl-compiled  the same as trl-grpo with its `torch_compile`, as coati has `train.compile` there (GPU only)
     trl-ahead     trl-grpo that writes two batches at a time and trains on them one after the other (GPU only)
 
-On a GPU hardly any response ends early (the weights are random), coati runs with `train.compile = true` (its warm-up
-steps include compiling), and the peak memory is what nvidia-smi shows.
+On a GPU hardly any response ends early (the weights are random), unless `--mean-length` makes so many tokens end one
+that lengths are geometric: the same for all, in the model's generation config. coati runs with
+`train.compile = true` (its warm-up steps include compiling), and the peak memory is what nvidia-smi shows.
 """
 
 import argparse
@@ -34,10 +39,25 @@ from pathlib import Path
 
 from checked import below_one, check_device, one_or_more
 
-ONLY_ON = {"trl-tuned": "cpu", "coati-ahead": "cuda", "trl-compiled": "cuda", "trl-ahead": "cuda"}
-COMPETITORS = ("coati-grpo", "coati-ppo", "coati-ahead", "trl-grpo", *(name for name in ONLY_ON if "trl" in name))
+ONLY_ON = {
+    "trl-tuned": "cpu",
+    **dict.fromkeys(("coati-ahead", "coati-vllm", "trl-vllm", "trl-compiled", "trl-ahead"), "cuda"),
+}
+COMPETITORS = ("coati-grpo", "coati-ppo", "trl-grpo", *ONLY_ON)
+SHAPES = {  # what differs from 0.5B
+    "0.5b": {},
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+    },
+}
+FIRST_END = 2  # 0 is padding, 1 the tokenizer's end
+VLLM_SHARE = 0.3  # of the GPU's memory; TRL's default
 SAMPLES_PER_PROMPT = 8
 KL_COEF = 0.05
+RESULT = "end_to_end result: "
 
 
 def main() -> None:
@@ -51,6 +71,13 @@ def main() -> None:
     )
     parser.add_argument("--trl-warmup", type=one_or_more, help="default: as many as the others")
     parser.add_argument("--batch", type=one_or_more, default=64)
+    parser.add_argument("--trl-micro-batch", type=one_or_more, help="samples in a pass of TRL's; default: the batch")
+    parser.add_argument("--shape", choices=SHAPES, default="0.5b", help="of the model on a GPU, as Qwen2.5 has it")
+    parser.add_argument("--prompt-tokens", type=one_or_more, default=128, help="on a GPU")
+    parser.add_argument("--new-tokens", type=one_or_more, help="the longest response; default: 256, on a CPU 16")
+    parser.add_argument(
+        "--mean-length", type=one_or_more, help="of responses without that limit; default: all reach it"
+    )
     parser.add_argument("--rounds", type=one_or_more, default=3)
     parser.add_argument(
         "--threads", type=one_or_more, default=2, help="of TRL on a CPU; coati's two actors have one each"
@@ -63,6 +90,7 @@ def main() -> None:
         help="float32 weights on a GPU, of all competitors",
     )
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one run of one competitor")
+    parser.add_argument("--vllm-site", type=Path, help="folder with vLLM, if it is not in this environment")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=COMPETITORS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -70,6 +98,7 @@ def main() -> None:
     is_gpu = arguments.device == "cuda"
     arguments.steps = arguments.steps or (15 if is_gpu else 120)
     arguments.warmup = (5 if is_gpu else 40) if arguments.warmup is None else arguments.warmup
+    arguments.new_tokens = arguments.new_tokens or (256 if is_gpu else 16)
     arguments.trl_steps = arguments.trl_steps or arguments.steps
     arguments.trl_warmup = arguments.warmup if arguments.trl_warmup is None else arguments.trl_warmup
     if not (0 < arguments.warmup < arguments.steps and 0 < arguments.trl_warmup < arguments.trl_steps):
@@ -79,7 +108,7 @@ def main() -> None:
         return
     names = competitors(arguments, parser)
     with tempfile.TemporaryDirectory(prefix="coati-end-to-end-") as folder:
-        prepare(Path(folder), is_gpu=is_gpu)
+        prepare(Path(folder), arguments)
         results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         for number in range(arguments.rounds):
             for name in names:
@@ -99,6 +128,9 @@ def competitors(arguments: argparse.Namespace, parser: argparse.ArgumentParser) 
         parser.error(f"{', '.join(elsewhere)} cannot run with --device {arguments.device}")
     check_device(parser, arguments.device)
     names = [name for name in asked if name not in elsewhere]
+    if any("vllm" in name for name in names) and not (arguments.vllm_site or importlib.util.find_spec("vllm")):
+        print("vLLM is not installed, so rows with it are left out", flush=True)
+        names = [name for name in names if "vllm" not in name]
     if importlib.util.find_spec("trl") is None and any(name.startswith("trl") for name in names):
         print("TRL is not installed (pip install trl==1.16), so its rows are left out", flush=True)
         names = [name for name in names if not name.startswith("trl")]
@@ -128,20 +160,30 @@ def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Names
 def measured(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     """One run of one competitor, in a process of its own."""
     command = [sys.executable, __file__, "--only", name, "--folder", str(folder), "--device", arguments.device]
-    passed_on = ("batch", "threads", "trainer_share", "mixed_precision")
+    passed_on = ("batch", "threads", "trainer_share", "mixed_precision", "prompt_tokens", "new_tokens")
     options = {option: getattr(arguments, option) for option in passed_on}
+    if arguments.trl_micro_batch:
+        options["trl_micro_batch"] = arguments.trl_micro_batch
     is_trl = name.startswith("trl")
     options["steps"] = arguments.trl_steps if is_trl else arguments.steps
     options["warmup"] = arguments.trl_warmup if is_trl else arguments.warmup
     for option, value in options.items():
         command += [f"--{option.replace('_', '-')}", str(value)]
+    environment = None
+    if "vllm" in name:
+        from rollout_peers import vllm_environment
+
+        environment = vllm_environment(arguments.vllm_site)
     log = folder / f"{name}.log"
     with PeakMemory(is_gpu=arguments.device == "cuda") as memory, log.open("w") as sink:
-        done = subprocess.run(command, stdout=sink, stderr=subprocess.STDOUT, timeout=arguments.timeout, check=False)
+        done = subprocess.run(
+            command, env=environment, stdout=sink, stderr=subprocess.STDOUT, timeout=arguments.timeout, check=False
+        )
     lines = log.read_text(errors="replace").splitlines()
-    if done.returncode or not lines or not lines[-1].startswith("{"):
+    results = [line for line in lines if line.startswith(RESULT)]
+    if done.returncode or not results:
         raise SystemExit(f"{name} failed:\n" + "\n".join(lines[-30:]))
-    return {**json.loads(lines[-1]), "peak_gib": memory.peak_gib}
+    return {**json.loads(results[-1].removeprefix(RESULT)), "peak_gib": memory.peak_gib}
 
 
 class PeakMemory:
@@ -173,10 +215,10 @@ class PeakMemory:
 # What all of them train.
 
 
-def prepare(folder: Path, *, is_gpu: bool) -> None:
+def prepare(folder: Path, arguments: argparse.Namespace) -> None:
     """Model, prompts and, on a GPU, a reward model."""
-    if is_gpu:
-        prepare_large(folder)
+    if arguments.device == "cuda":
+        prepare_large(folder, arguments)
         return
     from coati.demo.base_model import pretrain
     from coati.demo.grammar import PROMPTS
@@ -185,8 +227,8 @@ def prepare(folder: Path, *, is_gpu: bool) -> None:
     write_prompts(folder, PROMPTS)
 
 
-def prepare_large(folder: Path) -> None:
-    """Qwen2's shape of 0.5B with random weights, a tokenizer of whole words, and prompts of 128 of them."""
+def prepare_large(folder: Path, arguments: argparse.Namespace) -> None:
+    """A model of Qwen2's shape with random weights, a tokenizer of whole words, and prompts of them."""
     import torch
     from rollout import QWEN2_05B
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -201,14 +243,17 @@ def prepare_large(folder: Path) -> None:
     torch.manual_seed(0)
     for name in ("model", "reward"):  # a body each: one that both had would be run once for both
         with torch.device("cuda"):
-            model = AutoModelForCausalLM.from_config(Qwen2Config(**QWEN2_05B), dtype=torch.bfloat16)
-        model.generation_config.eos_token_id = None
+            config = Qwen2Config(**{**QWEN2_05B, **SHAPES[arguments.shape]})
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        # Chances are nearly equal, so this many end tokens give that mean.
+        num_ends = round(len(words) / arguments.mean_length) if arguments.mean_length else 0
+        model.generation_config.eos_token_id = list(range(FIRST_END, FIRST_END + num_ends)) or None
         model.config.eos_token_id = None
         saved = RewardModel(model.model) if name == "reward" else model
         saved.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, len(words), (256, 128), generator=generator).tolist()
+    ids = torch.randint(FIRST_END, len(words), (256, arguments.prompt_tokens), generator=generator).tolist()
     write_prompts(folder, [" ".join(f"w{token}" for token in row) for row in ids])
 
 
@@ -234,7 +279,7 @@ def run_one(arguments: argparse.Namespace) -> None:
         "ms_per_step": seconds / steps * 1e3,
         "tokens_per_completion": tokens,
     }
-    print(json.dumps(result))
+    print(f"\n{RESULT}{json.dumps(result)}", flush=True)
 
 
 def run_coati(arguments: argparse.Namespace) -> tuple[float, float]:
@@ -263,6 +308,11 @@ def run_coati(arguments: argparse.Namespace) -> tuple[float, float]:
 
 def coati_settings(arguments: argparse.Namespace, output: Path) -> str:
     is_gpu, is_ppo = arguments.device == "cuda", arguments.only != "coati-grpo"
+    engine = ""
+    if arguments.only == "coati-vllm":
+        longest = arguments.prompt_tokens + arguments.new_tokens
+        engine = f"""engine = "vllm"
+vllm = {{ gpu_memory_utilization = {VLLM_SHARE}, max_num_seqs = {arguments.batch}, max_model_len = {longest} }}"""
     batches = 2 if arguments.only == "coati-ahead" else 1  # that are written at a time
     reward = '[reward]\nfunction = "coati.demo.reward:film_sentiment"'
     if is_gpu:
@@ -286,7 +336,8 @@ path = "{arguments.folder}/prompts.jsonl"
 [rollout]
 prompts_per_batch = {batches * arguments.batch // SAMPLES_PER_PROMPT}
 samples_per_prompt = {SAMPLES_PER_PROMPT}
-max_new_tokens = {256 if is_gpu else 16}
+max_new_tokens = {arguments.new_tokens}
+{engine}
 
 [algorithm]
 name = "{"ppo" if is_ppo else "grpo"}"
@@ -341,6 +392,7 @@ def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
         return even_share(completions) if is_gpu else film_sentiment(completions, prompts)
 
     folder = arguments.folder
+    passes = arguments.batch // (arguments.trl_micro_batch or arguments.batch)
     dtype = torch.bfloat16 if is_gpu and arguments.mixed_precision == "false" else torch.float32
     prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
     trainer = GRPOTrainer(
@@ -353,10 +405,14 @@ def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
             use_cpu=not is_gpu,
             bf16=is_gpu,
             torch_compile=arguments.only == "trl-compiled",
-            per_device_train_batch_size=arguments.batch,
+            per_device_train_batch_size=arguments.batch // passes,
+            gradient_accumulation_steps=passes,
             num_generations=SAMPLES_PER_PROMPT,
-            steps_per_generation=2 if arguments.only == "trl-ahead" else 1,
-            max_completion_length=256 if is_gpu else 16,
+            steps_per_generation=passes * (2 if arguments.only == "trl-ahead" else 1),
+            max_completion_length=arguments.new_tokens,
+            use_vllm=arguments.only == "trl-vllm",
+            vllm_gpu_memory_utilization=VLLM_SHARE,
+            vllm_max_model_length=arguments.prompt_tokens + arguments.new_tokens,
             max_steps=arguments.steps,
             learning_rate=1e-6 if is_gpu else 1e-3,
             lr_scheduler_type="constant",

@@ -195,16 +195,16 @@ def test_a_dialogue_goes_on_with_its_cache_and_its_draws_beside_others(make_engi
     for one, tokens in turns.items():
         context = [*PROMPTS[one], *first[one].tokens.tolist(), *tokens]
         assert_exact(model, context, found[one])
+    engine.extend(3, [5, 6], 2)
+    assert 0 < len(finish(engine, 1)[3].tokens) <= 2
+    engine.cancel([0, 3])
+    assert engine.room == before
     # Other numbers than in the first turn.
     greedy = make_engine(model)
     greedy.submit(request_of([0], is_kept=True, limit=4))
     assert texts(finish(greedy, 1)) == {0: first[0].tokens.tolist()}
     greedy.extend(0, turns[0], 5)
     assert texts(finish(greedy, 1))[0] == found[0].tokens.tolist()
-    engine.extend(3, [5, 6], 2)
-    assert 0 < len(finish(engine, 1)[3].tokens) <= 2
-    engine.cancel([0, 3])
-    assert engine.room == before
 
 
 def test_a_request_larger_than_those_before_comes_beside_them(make_engine, policy):

@@ -60,7 +60,7 @@ def test_end_to_end_counts_steps_after_the_warm_up(monkeypatch, capsys):
 
     monkeypatch.setattr(end_to_end, "run_coati", lambda _: (4.0, 25.0))  # seconds of the counted steps, tokens
     end_to_end.run_one(argparse.Namespace(only="coati-ppo", steps=10, warmup=2, batch=64))
-    result = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out.strip().removeprefix(end_to_end.RESULT))
     assert result == {
         "completions_per_second": 128.0,  # 8 steps of 64 in 4 s
         "tokens_per_second": 3200.0,

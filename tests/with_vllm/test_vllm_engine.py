@@ -1,10 +1,14 @@
 """vLLM as an engine, for real: `make test-vllm` installs it into an environment of its own."""
 
+import dataclasses
+
 import pytest
 import torch
 from tiny import VOCAB, gpt2, llama
 
-from coati.errors import GenerateOptionError, WeightUpdateError
+from coati.config import LoRASettings
+from coati.errors import ConfigError, GenerateOptionError, WeightUpdateError
+from coati.models import Actor
 from coati.models.actor import action_logprobs
 from coati.rollout import GenerateOptions, ReferenceEngine, RolloutRequest, VllmEngine, generate
 
@@ -13,14 +17,14 @@ pytest.importorskip("vllm")
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # heads as vLLM has them on a CPU
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model():
     return llama(seed=0, num_hidden_layers=2, **WIDE)
 
 
-@pytest.fixture(scope="module")
-def engine(model):
-    return VllmEngine(model)
+@pytest.fixture
+def engine(model, vllm_engine):
+    return vllm_engine(model)
 
 
 def request(rows=6, *, first_id=0, limit=12, prompts=None, **options):
@@ -57,6 +61,29 @@ def test_greedy_text_is_that_of_the_reference_engine(model, engine):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
 
 
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"temperature": 0.5, "top_p": 0.9}])
+def test_an_evaluation_with_options_of_its_own_is_written_by_the_same_engine(engine, options):
+    generate(engine, request(temperature=0.7))
+    vllm = engine._engine
+    generate(engine, dataclasses.replace(request(**options), needs_log_probs=False))
+    assert engine._engine is vllm
+
+
+def test_adapters_are_merged_into_the_weights_at_each_update(vllm_engine):
+    actor = Actor(llama(seed=0, num_hidden_layers=2, **WIDE), lora=LoRASettings(rank=4))
+    engine = vllm_engine(actor)
+    before = generate(engine, request())
+    for _ in range(2):
+        with torch.no_grad():
+            for name, parameter in actor.named_parameters():
+                if "lora_" in name:
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
+        after = generate(engine, request())
+        assert gap(actor, after) < 1e-4
+        assert gap(actor, before) > 1e-2
+        before = after
+
+
 def test_a_sample_id_has_the_same_draws_in_any_company(engine):
     together = generate(engine, request(6))
     prompts = request(6).input_ids
@@ -88,10 +115,12 @@ def test_weights_change_between_tokens_and_each_token_has_its_version(model, eng
 
 
 def test_weights_that_do_not_arrive_are_noticed(model, engine, monkeypatch):
+    generate(engine, request())
     with torch.no_grad():
         model.lm_head.weight.mul_(1.5)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._engine, "collective_rpc", lambda *_, **__: None)
+        rpc = engine._engine.collective_rpc
+        patch.setattr(engine._engine, "collective_rpc", lambda what, **k: None if "reload" in what else rpc(what, **k))
         with pytest.raises(WeightUpdateError, match="log-probs"):
             generate(engine, request())
     assert gap(model, generate(engine, request())) < 1e-4
@@ -106,18 +135,23 @@ def test_limits_and_end_tokens(engine):
     assert not bool(ended.is_cut.any())
 
 
-def test_more_prompts_than_slots(model):
-    engine = VllmEngine(model, max_num_seqs=4)
+def test_more_prompts_than_slots(model, vllm_engine):
+    engine = vllm_engine(model, max_num_seqs=4)
     assert gap(model, generate(engine, request(rows=11))) < 1e-4
 
 
-def test_a_model_that_the_native_engine_does_not_know():
+def test_a_model_that_the_native_engine_does_not_know(vllm_engine):
     model = gpt2(n_embd=64)
-    assert gap(model, generate(VllmEngine(model), request())) < 1e-4
+    assert gap(model, generate(vllm_engine(model), request())) < 1e-4
 
 
-def test_what_vllm_cannot_do_is_refused(engine):
+def test_what_vllm_cannot_do_is_refused(model, engine):
+    with pytest.raises(ConfigError, match="tensor_parallel_size"):
+        VllmEngine(model, tensor_parallel_size=2)
     with pytest.raises(GenerateOptionError, match="temperature"):
         generate(engine, request(top_k=3, temperature=0.5))
     with pytest.raises(GenerateOptionError, match="use_cache"):
         generate(engine, request(use_cache=True))
+    generate(engine, request(temperature=0.7))
+    with pytest.raises(GenerateOptionError, match="kind"):
+        generate(engine, request(top_k=3))

@@ -5,8 +5,6 @@ from engine_protocol import *  # noqa: F403
 from engine_protocol import PLACES
 from tiny import llama
 
-from coati.rollout import VllmEngine
-
 pytest.importorskip("vllm")
 
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # heads as vLLM has them on a CPU
@@ -18,5 +16,5 @@ def policy():
 
 
 @pytest.fixture
-def make_engine():
-    return lambda model, **settings: VllmEngine(model, max_num_seqs=PLACES, **settings)
+def make_engine(vllm_engine):
+    return lambda model, **settings: vllm_engine(model, max_num_seqs=PLACES, **settings)

@@ -110,6 +110,7 @@ class Evaluator:
             seed=self.settings.seed,
             options=options.with_tokenizer(self._scorer.tokenizer),
             max_new_tokens=limits if context is None else torch.minimum(limits, context - lengths),
+            needs_log_probs=False,
         )
         with device_errors_explained(f"evaluating {len(prompts)} samples of {self.settings.name!r}", LESS_TO_MAKE):
             rollout = generate(engine, request, version=version)

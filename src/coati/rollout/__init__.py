@@ -38,11 +38,10 @@ def make_engine(rollout: RolloutSettings | str, model: Any) -> RolloutEngine:
     engines: dict[str, Any] = {"native": NativeEngine, "reference": ReferenceEngine, "vllm": VllmEngine}
     if name not in engines:
         raise ConfigError(f"engine must be one of {', '.join(engines)}, got {name!r}.")
-    if name == "native":
-        options = GenerateOptions.parse(**settings.generate_options)
-        if (reason := native_engine_problem(config_of(model), options)) is not None:
-            logger.warning("generating with the reference engine, which is slower: %s", reason)
-            name = "reference"
-    arguments = settings.vllm if name == "vllm" else {}
+    options = GenerateOptions.parse(**settings.generate_options)
+    if name == "native" and (reason := native_engine_problem(config_of(model), options)) is not None:
+        logger.warning("generating with the reference engine, which is slower: %s", reason)
+        name = "reference"
+    arguments = {"options": options, **settings.vllm} if name == "vllm" else {}
     engine: RolloutEngine = engines[name](model, recompute_cache=settings.recompute_cache, **arguments)
     return engine

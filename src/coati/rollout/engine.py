@@ -26,6 +26,8 @@ class RolloutRequest:
     """Where responses are cut: one number, or [B] of each row."""
     is_kept: bool = False
     """Whether a sample whose response has ended keeps its place, to be continued (`extend`) or let go (`cancel`)."""
+    needs_log_probs: bool = True
+    """False where none are read, as in an evaluation: any options go then, and log-probs may be of what a cut left."""
 
     @property
     def limits(self) -> Tensor:

@@ -1,8 +1,9 @@
 """vLLM as an engine: for models that the native engine does not know.
 
-vLLM runs in the maker's process, a step at a time, with a copy of its own of the actor's weights. When the actor's have
-changed, the copy is written over between two steps, and a canary proves it: a prompt whose log-probs by vLLM must be
-those of the actor. A batch in which the canary fails is not delivered.
+vLLM runs in the maker's process, a step at a time, with a copy of its own of the actor's weights, adapters merged into
+them. When the actor's have changed, the copy is written over between two steps and proven twice: the sum of its bits
+must be that of the weights that were sent, and a canary, a prompt whose log-probs by vLLM must be those of the actor.
+What was written by weights that are not proven is not delivered.
 
 vLLM keeps the keys and values of prompts for others that begin alike. Each copy of the weights has a salt of its own,
 so that no prompt is continued from keys of other weights than it was admitted with.
@@ -12,7 +13,7 @@ import copy
 import os
 import tempfile
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from coati.config.generate import GenerateOptions
 from coati.errors import ConfigError, GenerateOptionError, WeightUpdateError
 from coati.models.actor import action_logprobs, unwrap
 from coati.models.calls import context_length_of
+from coati.models.lora import plain_name
 from coati.models.packing import base_of
 from coati.randomness import keyed_generator
 from coati.rollout.engine import Response, RolloutRequest, Sample
@@ -74,17 +76,32 @@ class _Written(NamedTuple):
 class VllmEngine:
     """Generates with vLLM. Draws are keyed by sample id; they are others than those of our engines.
 
-    `settings` are arguments of vLLM's `EngineArgs`, such as `gpu_memory_utilization`.
+    vLLM returns one kind of log-probs as long as it runs: that which `options` need, or the first request. `settings`
+    are arguments of vLLM's `EngineArgs`, such as `gpu_memory_utilization`.
     """
 
-    def __init__(self, model: nn.Module, *, recompute_cache: bool = False, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        recompute_cache: bool = False,
+        options: GenerateOptions | None = None,
+        **settings: Any,
+    ) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            if settings.get(name, 1) != 1:
+                raise ConfigError(
+                    f"rollout.vllm.{name} must be 1, got {settings[name]}: vLLM runs in the maker's process, on its "
+                    "GPU. Use more makers (topology.makers)."
+                )
         self.model = model
         self._recompute_cache = recompute_cache
         self._settings = settings
         self._engine: Any = None
-        self._log_probs = ""  # the kind that the engine returns
+        self._log_probs = None if options is None else _kind_of_log_probs(options)
         self._weights: tuple[tuple[int, int], ...] = ()  # which it has: where they lay, and how often they had changed
         self._num_copies = 0
+        self._keeps_bits = False  # whether vLLM's weights have the bits of the actor's, in any order
         self._canaries: dict[str, Tensor] = {}  # by request, what the actor computes
         self._version = 0
         self._waiting: deque[Sample] = deque()
@@ -105,12 +122,20 @@ class VllmEngine:
         return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
 
     def submit(self, request: RolloutRequest) -> None:
-        """As the protocol says; what needs another kind of log-probs waits until the rest has ended."""
-        kind = _kind_of_log_probs(request.options)
-        samples = request.samples()
-        for sample in samples:
-            sample.place = kind
-        self._waiting += samples
+        """As the protocol says; GenerateOptionError where vLLM cannot do what the options say."""
+        if request.options.extra:
+            raise GenerateOptionError(
+                f"vLLM does not know the generate option {', '.join(sorted(request.options.extra))}. Leave it out, or "
+                'use rollout.engine = "reference".'
+            )
+        kind = _kind_of_log_probs(request.options) if request.needs_log_probs else None
+        if kind is not None and self._log_probs not in (None, kind):
+            raise GenerateOptionError(
+                f"vLLM runs with {self._log_probs} here, and these options need {kind}. Sample with options of one "
+                "kind (a temperature, or top_k, top_p and min_p), or use another rollout.engine."
+            )
+        self._log_probs = self._log_probs or kind
+        self._waiting += request.samples()
 
     @torch.no_grad()
     def advance(self) -> list[Response]:
@@ -118,13 +143,12 @@ class VllmEngine:
         if not self._waiting and not self._writing and not self._canaries:
             return []
         # What waits here is admitted with the salt of the weights that will read it.
-        begun: list[Sample] = []
-        while self._waiting and self._may_begin(self._waiting[0], len(begun)):
-            begun.append(self._waiting.popleft())
-        if begun:
-            self._copy_weights(begun[0].tokens)
-        for sample in begun:
-            self._add(_Written.nothing(sample))
+        if self._engine is None:
+            self._engine = self._new_engine()
+        if self._waiting and len(self._writing) < self._max_sequences:
+            self._copy_weights(self._waiting[0].tokens)
+        while self._waiting and len(self._writing) < self._max_sequences:
+            self._add(_Written.nothing(self._waiting.popleft()))
         for output in self._engine.step():
             if output.request_id in self._canaries:
                 self._check_canary(output)
@@ -134,14 +158,6 @@ class VllmEngine:
             return []
         ended, self._ended = self._ended, []
         return ended
-
-    def _may_begin(self, sample: Sample, num_begun: int) -> bool:
-        """Whether vLLM has a place for it beside those being begun, and returns the log-probs that it needs."""
-        is_idle = not (num_begun or self._writing or self._canaries)
-        if self._engine is None or (sample.place != self._log_probs and is_idle):
-            self._engine, self._weights, self._log_probs = None, (), sample.place
-            self._engine = self._new_engine(sample.place)
-        return sample.place == self._log_probs and len(self._writing) + num_begun < self._max_sequences
 
     def _take(self, output: Any, written: _Written) -> None:
         """Note what was written of a sample."""
@@ -191,7 +207,7 @@ class VllmEngine:
         if names:
             self._engine.abort_request(names)
 
-    def _new_engine(self, log_probs: str) -> Any:
+    def _new_engine(self) -> Any:
         """An engine for a model of this shape, with weights that mean nothing yet."""
         base = base_of(unwrap(self.model))
         parameter = next(base.parameters())
@@ -200,6 +216,7 @@ class VllmEngine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # other actors use these cores too
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         vllm = _import_vllm()
+        self._log_probs = self._log_probs or _PROCESSED
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]
         # It seeds the process that it is made in.
@@ -212,7 +229,7 @@ class VllmEngine:
                 "load_format": "dummy",
                 "dtype": str(parameter.dtype).removeprefix("torch."),
                 "max_model_len": context_length_of(base),
-                "logprobs_mode": log_probs,
+                "logprobs_mode": self._log_probs,
                 "async_scheduling": False,  # or a token would be older than the step that returns it
                 "enable_prefix_caching": True,
                 "enforce_eager": not parameter.is_cuda,  # compiling takes minutes there
@@ -228,13 +245,26 @@ class VllmEngine:
         if weights == self._weights:
             return
         self._weights = ()  # unless all of them arrive
-        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": list(base.state_dict().items())})
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": _merged_weights(base)})
+        self._check_bits(base)
         self._weights, self._num_copies = weights, self._num_copies + 1
         tokens = (prompt * 2)[: min(_CANARY_TOKENS, (context_length_of(base) or _CANARY_TOKENS + 1) - 1)]
         ids = torch.tensor([tokens], device=next(base.parameters()).device)
         name = f"canary-{self._num_copies}"
         self._canaries[name] = action_logprobs(self.model, ids, torch.ones_like(ids), len(tokens) - 1)[0][0].float()
         self._send(name, tokens, _import_vllm().SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
+
+    def _check_bits(self, base: nn.Module) -> None:
+        """Compare sums of bits. Where the first differ, vLLM converts weights, and the canary alone proves them."""
+        names = {plain_name(name) for name, _ in base.named_parameters()}  # tied ones once
+        sent = _sum_of_bits((name, weight) for name, weight in _merged_weights(base) if name in names)
+        (found,) = self._engine.apply_model(lambda model: _sum_of_bits(model.named_parameters()))
+        if self._num_copies and self._keeps_bits and found != sent:
+            raise WeightUpdateError(
+                "vLLM does not have the weights that were copied to it. Try another version of vLLM, or "
+                'rollout.engine = "reference".'
+            )
+        self._keeps_bits = found == sent
 
     def _check_canary(self, output: Any) -> None:
         wanted = self._canaries.pop(output.request_id)
@@ -276,20 +306,33 @@ class VllmEngine:
         self._engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": str(self._num_copies)}, sampling)
 
 
-def _kind_of_log_probs(options: GenerateOptions) -> str:
-    """What vLLM has to return for these options; GenerateOptionError if it cannot."""
-    if options.extra:
-        raise GenerateOptionError(
-            f"vLLM does not know the generate option {', '.join(sorted(options.extra))}. Leave it out, or use "
-            'rollout.engine = "reference".'
-        )
+def _kind_of_log_probs(options: GenerateOptions) -> str | None:
+    """What vLLM has to return for these options, None for either kind; GenerateOptionError if it cannot."""
     is_cut = options.do_sample and (options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0)
     if is_cut and options.sampling_temperature != 1.0:
         raise GenerateOptionError(
             "vLLM cannot return log-probs at a temperature other than 1 before top_k, top_p or min_p cut, got "
             f"temperature={options.temperature:g}. Use temperature 1, no cut, or another rollout.engine."
         )
-    return _RAW if is_cut or not options.do_sample else _PROCESSED
+    return _RAW if is_cut else _PROCESSED if options.sampling_temperature != 1.0 else None
+
+
+def _merged_weights(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model as it would be without adapters, one at a time, with what they add."""
+    for name, weight in base.state_dict().items():
+        layer, _, kind = name.rpartition(".base_layer.")
+        if kind == "weight":
+            adapted: Any = base.get_submodule(layer)
+            delta = sum(adapted.get_delta_weight(adapter) for adapter in adapted.active_adapters)
+            yield plain_name(name), (weight + delta).to(weight.dtype)
+        elif ".lora_" not in name:
+            yield plain_name(name), weight
+
+
+def _sum_of_bits(weights: Iterable[tuple[str, Tensor]]) -> int:
+    """The same however weights are joined, turned or filled up with zeros."""
+    formats = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return sum(int(weight.view(formats[weight.element_size()]).sum(dtype=torch.int64)) for _, weight in weights)
 
 
 def _import_vllm() -> Any:
