@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coati.errors import PeerDied
 from coati.ledger.audit import audit_run
 from coati.monitor import read_jsonl
-from coati.monitor.report import read_run
-from coati.monitor.time_use import run_times
+from coati.monitor.report import read_run, run_times
 from coati.ray import actor_factory
 from coati.ray.detached_trainer_ppo import PPOTrainer
 from coati.ray.experience_maker_holder import MakerHolder

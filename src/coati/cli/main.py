@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from coati import __version__
-from coati.cli.audit import audit
+from coati.cli.audit import audit, replay
 from coati.cli.demo import demo
 from coati.cli.eval import evaluate
-from coati.cli.replay import replay
 from coati.cli.report import report
 from coati.cli.reward import check
 from coati.cli.train import EXIT_STOPPED, train

@@ -10,8 +10,18 @@ from rich.table import Table
 from rich.text import Text
 
 from coati.errors import ConfigError
-from coati.monitor.report import RunFolder, chart, chosen_samples, curves, headline, read_run, sparkline
-from coati.monitor.time_use import TOTALS, RunTimes, run_times
+from coati.monitor.report import (
+    TOTALS,
+    RunFolder,
+    RunTimes,
+    chart,
+    chosen_samples,
+    curves,
+    headline,
+    read_run,
+    run_times,
+    sparkline,
+)
 from coati.monitor.timeline import ACTIVITIES, is_idle, label_of
 
 _MAX_CHARACTERS = 400

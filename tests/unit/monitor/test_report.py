@@ -12,8 +12,7 @@ from rich.console import Console
 import coati.monitor.report
 from coati.cli.report import report, time_table
 from coati.errors import ConfigError, DataError
-from coati.monitor.report import chart, chosen_samples, curves, headline, read_run, sparkline
-from coati.monitor.time_use import run_times
+from coati.monitor.report import chart, chosen_samples, curves, headline, read_run, run_times, sparkline
 from coati.monitor.timeline import Span
 
 
