@@ -311,4 +311,4 @@ def test_verifiers_run_where_they_can_be_killed_and_clients_where_there_is_a_net
         "reasoning-gym",
         "json-schema",
     }
-    assert {name for name in LIBRARY if isolation_of(name, "process") == "thread"} == {"http", "judge"}
+    assert {name for name in LIBRARY if isolation_of(name, "process") == "thread"} == {"http", "judge", "teacher"}

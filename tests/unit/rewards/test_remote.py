@@ -1,12 +1,17 @@
 """Rewards that ask servers, against real ones that are slow, wrong, busy, down and back again."""
 
 import json
+import math
+import re
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+import tiny
+import torch
 from http_server import LocalServer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coati.config import RewardSettings, build_config, dump_config
 from coati.errors import ConfigError
@@ -333,3 +338,44 @@ def test_settings_name_the_key_but_never_hold_it():
     assert "JUDGE_KEY" in text
     assert SECRET not in text
     assert json.dumps(config.model_dump()).count(SECRET) == 0
+
+
+def completions_api(tokenizer, model):
+    """Answer as an OpenAI-compatible server does to `echo`: the log-prob of every token, and its place in the text."""
+
+    def answer(body, _):
+        ids = torch.tensor([[1, *tokenizer(body["prompt"]).input_ids]])  # it begins with its own token
+        with torch.no_grad():
+            logprobs = model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        tokens = ["<bos>", *(text for text in re.split(r"(?<=\S)(?=\s)", body["prompt"]))]
+        offsets = [sum(map(len, tokens[:row])) for row in range(len(tokens))]
+        found = {"tokens": tokens, "token_logprobs": [None, *logprobs], "text_offset": offsets}
+        return {"choices": [{"text": body["prompt"], "logprobs": found if body["echo"] else None}]}
+
+    return answer
+
+
+def test_a_teacher_gives_the_mean_log_prob_of_the_completion(serve, tmp_path):
+    tiny.save_words(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    server = serve(completions_api(tokenizer, model))
+    function = load_reward_function("teacher", options={"url": f"{server.url}/v1", "model": "words"})
+    prompts, completions = ["a b", "d e f", "g"], [" c d", " h", ""]
+    offered = {"prompts": prompts, "completions": completions, "timeout_seconds": SECONDS, "answer": [1, 2, 3]}
+    long, short, none = call_function(function, offered, 3)
+    for verdict, words, length in ((long, "a b c d", 2), (short, "d e f h", 1)):
+        ids = torch.tensor([[1, *tokenizer(words).input_ids]])
+        expected = model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[-length:].mean()
+        assert verdict.score == pytest.approx(expected.item(), rel=1e-5)
+        assert verdict.details == {"tokens": length}
+    assert math.isnan(none.score), "an empty completion has no log-probs"
+    assert not none.error
+    assert {path for path, _, _ in server.requests} == {"/v1/completions"}
+
+
+def test_a_server_without_log_probs_of_prompts_is_a_failure(serve):
+    server = serve(lambda body, _: {"choices": [{"text": "", "logprobs": None}]})
+    (verdict,) = ask("teacher", [" x"], url=server.url, model="m")
+    assert math.isnan(verdict.score)
+    assert "log-probs" in verdict.error

@@ -11,6 +11,7 @@ LIBRARY = {
     "overlong": "text:overlong",
     "http": "remote:http",
     "judge": "remote:judge",
+    "teacher": "remote:teacher",
 }
 """What makes each of them."""
 _ISOLATION = {"verifiers": "process", "remote": "thread"}

@@ -1,4 +1,4 @@
-"""Rewards that ask a server: one of your own over HTTP, or a language model as the judge.
+"""Rewards that ask a server: one of your own over HTTP, or a language model as the judge or the teacher.
 
 A request without an answer, or with one that says the server is busy, is sent again, with growing pauses, until the
 call's time is up: a server may be away for a while. What a wrong answer leaves without a score is a failure.
@@ -192,6 +192,45 @@ def judge(
             if not low <= rating <= high:
                 raise NoAnswer(f"had an answer without a score from {low:g} to {high:g}: {said[-80:]}")
             return [Verdict((rating - low) / (high - low), {"answer": said[-500:]})]
+
+        return _in_parallel(ask, len(completions), 1, concurrency, timeout_seconds)
+
+    return score
+
+
+def teacher(
+    *,
+    url: str,
+    model: str,
+    api_key_env: str = "",
+    concurrency: int = 8,
+    request_seconds: float = 60.0,
+    body: Mapping[str, Any] | None = None,
+) -> Callable[..., list[Verdict]]:
+    """The mean log-prob that another language model gives the tokens of each completion after its prompt.
+
+    `url` is that of an OpenAI-compatible server, up to /v1, which returns log-probs of a prompt (`echo`), as vLLM does.
+    """
+    endpoint = Endpoint(f"{url.rstrip('/')}/completions", api_key_env, request_seconds)
+    require("teacher", min(concurrency, request_seconds) > 0, "concurrency, request_seconds above 0")
+    request = {"model": model, "max_tokens": 0, "echo": True, "logprobs": 1, **(body or {})}
+
+    def score(prompts: list[str], completions: list[str], timeout_seconds: float) -> list[Verdict]:
+        def ask(rows: slice, until: float) -> list[Verdict]:
+            prompt, completion = prompts[rows.start], completions[rows.start]
+            if not completion:
+                return [Verdict()]
+            answer = endpoint.ask({**request, "prompt": prompt + completion}, until)
+            try:
+                found = answer["choices"][0]["logprobs"]
+                starts = [*found["text_offset"], found["text_offset"][-1] + len(found["tokens"][-1])]
+                # Counted from the end: servers may put a token of their own before the prompt.
+                start = starts[-1] - len(completion)
+                pairs = zip(found["token_logprobs"], starts[1:], strict=True)
+                logprobs = [float(logprob) for logprob, end in pairs if end > start]
+                return [Verdict(sum(logprobs) / len(logprobs), {"tokens": len(logprobs)})]
+            except (KeyError, IndexError, TypeError, ValueError, ZeroDivisionError):
+                raise NoAnswer(f"had an answer without log-probs of the prompt: {excerpt(str(answer))}") from None
 
         return _in_parallel(ask, len(completions), 1, concurrency, timeout_seconds)
 
