@@ -30,10 +30,15 @@ class RewardSource(Section):
         "Columns of the dataset that a parameter of the function takes, where their names differ.",
         rule='a table such as { answer = "solution" }',
     )
+    messages: bool = setting(
+        False, "Your function gets lists of chat messages, as TRL passes for chat prompts, in place of texts."
+    )
     model: str = setting("", "A reward model: a path or hub name.")
 
     def conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
-        """Find secrets among the options."""
+        """Find secrets among the options, and messages for a function that takes texts."""
+        if self.messages and (self.model or (self.function and ":" not in self.function)):
+            yield "messages", "false", True, "Only functions of your own take messages."
         for key in secrets_in(self.options, _SECRET_NAME, "options"):
             remedy = "Keep it in an environment variable, and have the option name that: settings are written down."
             yield key, "left out", "***", remedy

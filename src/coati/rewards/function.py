@@ -31,7 +31,8 @@ class FunctionReward(Reward):
     signature names (all of them if it takes `**kwargs`); `columns` says which column a parameter of another name takes.
     One that names `timeout_seconds` is told how long it may take. It returns one number per sample; None, NaN and
     infinite ones mean "no score"; `coati.rewards.calling` says what else. Texts are plain strings, for chat
-    prompts too. It may be `async`: every batch then has its own event loop.
+    prompts too; with `messages` each is a list of one chat message. It may be `async`: every batch then has its own
+    event loop.
 
     A call past the deadline raises. Python cannot end the thread, so a function that never returns keeps it
     until the process ends, which does not wait for it. Give a `RewardProcess` to have it killed.
@@ -51,12 +52,13 @@ class FunctionReward(Reward):
         name: str = "",
         timeout_seconds: float = 120.0,
         columns: Mapping[str, str] | None = None,
+        messages: bool = False,
     ) -> None:
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self.timeout_seconds = timeout_seconds
         # A function that asks a model on the GPU sets this to False: it would get in the way of the other models.
         self.is_host_work = bool(getattr(function, "is_host_work", True))
-        self._columns = dict(columns or {})
+        self._columns, self._messages = dict(columns or {}), messages
         self._process: RewardProcess | None = None
         if isinstance(function, RewardProcess):
             self._process, self._function = function, function.call
@@ -98,7 +100,11 @@ class FunctionReward(Reward):
                 what = f"takes {parameter!r} from the column {column!r}, but the columns are {known}"
                 raise self._error(what, "Correct reward.columns", request)
             offered[parameter] = request.columns[column]
-        offered |= {"prompts": request.prompts, "completions": request.completions}
+        for key, role, texts in (
+            ("prompts", "user", request.prompts),
+            ("completions", "assistant", request.completions),
+        ):
+            offered[key] = [[{"role": role, "content": text}] for text in texts] if self._messages else texts
         if request.completion_ids is not None:
             offered["completion_ids"] = request.completion_ids
         return offered | {"timeout_seconds": min(self.timeout_seconds, request.timeout_seconds)}
@@ -158,7 +164,13 @@ def build_reward(
             called = RewardProcess(function or part.function, settings, options=part.options, search_paths=search_paths)
         else:
             called = function or load_reward_function(part.function, search_paths, part.options)
-        return FunctionReward(called, name=part.label, timeout_seconds=settings.timeout_seconds, columns=part.columns)
+        return FunctionReward(
+            called,
+            name=part.label,
+            timeout_seconds=settings.timeout_seconds,
+            columns=part.columns,
+            messages=part.messages,
+        )
 
     if settings.terms and function is None:
         return WeightedSum([(build(term), term.weight) for term in settings.terms])

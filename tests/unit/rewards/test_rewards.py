@@ -114,6 +114,23 @@ def test_a_parameter_takes_the_column_that_the_settings_name():
         score_with(lambda answer: answer, request, columns={"answer": "truth"})
 
 
+def test_a_function_written_for_chat_datasets_gets_messages():
+    seen = {}
+
+    def of_trl(completions, prompts, answer, **kwargs):
+        seen.update(prompts=prompts)
+        contents = [completion[0]["content"] for completion in completions]
+        return [float(text == right) for text, right in zip(contents, answer, strict=True)]
+
+    request = request_of("a", "b", answer=["a", "a"])
+    assert score_with(of_trl, request, messages=True).tolist() == [1.0, 0.0]
+    assert seen["prompts"][1] == [{"role": "user", "content": "prompt 1"}]
+    settings = RewardSettings(terms=[{"function": "m:of_trl", "messages": True}, {"function": "length"}])
+    assert [part.messages for part in settings.parts] == [True, False]
+    with pytest.raises(ValueError, match="functions of your own"):
+        RewardSettings(function="length", messages=True)
+
+
 def test_details_come_with_scores():
     def judge(completions):
         return [{"score": 1, "why": ["x"] * 999, "at": math.nan}, {"score": None, "why": "no idea"}]
