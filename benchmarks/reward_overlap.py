@@ -59,12 +59,6 @@ class Overlapping(ExperiencePipeline):
         return batch
 
 
-class InTurn(LoaderPrompts):
-    """Has each batch finished before the next is begun."""
-
-    may_defer = False
-
-
 class Maker:
     """The loop, and the clock readings that the table is made of."""
 
@@ -81,8 +75,11 @@ class Maker:
         self._ended: list[float] = []
         self._delivered: list[float] = []
 
-    def run(self, kind: type[LoaderPrompts], num_batches: int, reward_seconds: float) -> tuple[float, float]:
-        """Seconds from one delivery to the next, and those by which one is late; medians."""
+    def run(self, num_batches: int, reward_seconds: float, *, in_turn: bool) -> tuple[float, float]:
+        """Seconds from one delivery to the next, and those by which one is late; medians.
+
+        `in_turn`: each batch is finished before the next is begun.
+        """
         self._reward_seconds = reward_seconds
         self._ended.clear()
         self._delivered.clear()
@@ -91,7 +88,13 @@ class Maker:
             ServedModels(self._maker.trained_models),
             generate_kwargs={"max_new_tokens": self._workload.new_tokens, "eos_token_id": [], "pad_token_id": 0},
         )
-        WorkLoop(pipeline, kind(lambda: self._prompts(num_batches)), self).run()
+        prompts = LoaderPrompts(lambda: self._prompts(num_batches))
+        loop = WorkLoop(pipeline, prompts, self)
+        if in_turn:
+            for batch in prompts:
+                loop.make(batch)
+        else:
+            loop.run()
         ready = map(max, pipeline.begun, self._ended)
         late = [delivered - since for delivered, since in zip(self._delivered, ready, strict=True)]
         cycles = [after - before for before, after in itertools.pairwise(self._delivered)]
@@ -152,14 +155,14 @@ def main() -> None:
     print(f"load average {os.getloadavg()[0]:.1f}, {workload}", flush=True)
     with tempfile.TemporaryDirectory() as name:
         maker = Maker(workload, Path(name))
-        maker.run(InTurn, 2, 0.0)
-        once, _ = maker.run(InTurn, arguments.batches, 0.0)
+        maker.run(2, 0.0, in_turn=True)
+        once, _ = maker.run(arguments.batches, 0.0, in_turn=True)
     rows = []
     for factor, _ in itertools.product(arguments.reward, range(arguments.repeats)):
         reward = factor * once
-        models, _ = maker.run(InTurn, arguments.batches, 0.0)
-        in_turn, _ = maker.run(InTurn, arguments.batches, reward)
-        overlapping, late = maker.run(LoaderPrompts, arguments.batches, reward)
+        models, _ = maker.run(arguments.batches, 0.0, in_turn=True)
+        in_turn, _ = maker.run(arguments.batches, reward, in_turn=True)
+        overlapping, late = maker.run(arguments.batches, reward, in_turn=False)
         rows.append(
             {
                 "factor": factor,

@@ -214,16 +214,22 @@ def wait_in_slices(
     what: Callable[[], str],
     slice_seconds: float = 1.0,
     message_every: float = 30.0,
+    last_progress: Callable[[], float] = lambda: 0.0,
 ) -> Found:
     """Repeat `attempt(seconds)` until it returns something true; log every `message_every` seconds what is waited for.
 
-    An attempt may raise, to end the wait early (a stop signal, a dead peer).
+    An attempt may raise, to end the wait early (a stop signal, a dead peer). The deadline counts from the start or, if
+    that was later, from `last_progress()`, a time of the monotonic clock.
     """
-    started = time.monotonic()
+    started = now = time.monotonic()
     next_message = started + message_every
-    while not (found := attempt(max(0.0, min(slice_seconds, started + deadline_seconds - time.monotonic())))):
+
+    def seconds_left() -> float:
+        return max(started, last_progress()) + deadline_seconds - now
+
+    while not (found := attempt(max(0.0, min(slice_seconds, seconds_left())))):
         now = time.monotonic()
-        if now - started >= deadline_seconds:
+        if seconds_left() <= 0:
             raise DeadlineExceeded(f"waited {deadline_seconds:g} s for {what()}.")
         if now >= next_message:
             logger.info("waiting for %s (%.0f s so far)", what(), now - started)

@@ -84,6 +84,17 @@ def generate():
     make(maker)
 
 
+def submit():
+    maker = NaiveExperienceMaker(*maker_models())
+    maker.engine.submit, real = Full(), maker.engine.submit
+    try:
+        make(maker)
+    finally:
+        assert maker.num_writing == 0
+        maker.engine.submit = real
+        make(maker)  # with less, it works
+
+
 def score():
     actor, critic, _, initial = maker_models()
     make(NaiveExperienceMaker(actor, critic, Full(), initial))
@@ -134,6 +145,7 @@ def resume():
 @pytest.mark.parametrize(
     ("work", "what"),
     [
+        (submit, "generating 4 responses.*rollout.prompts_per_batch"),
         (generate, "generating 4 responses.*rollout.prompts_per_batch"),
         (score, r"scoring 4 sequences of up to \d tokens.*rollout.prompts_per_batch"),
         (make_in_own_way, "making 4 samples.*rollout.prompts_per_batch"),

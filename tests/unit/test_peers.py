@@ -6,7 +6,7 @@ import pytest
 from thread_peers import PATIENCE, ThreadPeers
 
 from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
-from coati.peers import wait_all, wait_any
+from coati.peers import wait_all, wait_any, wait_in_slices
 
 
 class Echo:
@@ -93,3 +93,23 @@ def test_a_peer_that_appears_in_time_is_found_and_one_that_does_not_is_named(pee
     assert peers.find("late", role="echo", timeout=PATIENCE).name == "late"
     with pytest.raises(ActorNotFound, match=r"'never'.*a, b, late"):
         peers.find("never", role="echo", timeout=0.02)
+
+
+def test_a_deadline_counts_from_the_last_progress(monkeypatch):
+    now, progress, given = [100.0], [0.0], []
+    monkeypatch.setattr("coati.peers.time.monotonic", lambda: now[0])
+
+    def attempt(seconds):
+        given.append(seconds)
+        now[0] += seconds
+        progress[0] = max(progress[0], now[0] if len(given) == 2 else 0.0)
+
+    with pytest.raises(DeadlineExceeded, match="waited 3 s for nothing"):
+        wait_in_slices(
+            attempt,
+            deadline_seconds=3.0,
+            what=lambda: "nothing",
+            slice_seconds=2.0,
+            last_progress=lambda: progress[0],
+        )
+    assert given == [2.0, 1.0, 2.0, 1.0]

@@ -316,6 +316,7 @@ class PlainPPOTrainer(Trainer):
                 functools.partial(self._are_evaluated, pending),
                 deadline_seconds=self.deadlines.batch_seconds,
                 what=lambda: f"makers to finish the evaluation of {', '.join(self._evaluations.pending)}",
+                last_progress=lambda: self._buffer.last_progress,
             )
         self._learner.check_progress()
 

@@ -312,6 +312,7 @@ class Trainer(ABC):
             deadline_seconds=self.deadlines.batch_seconds,
             what=describe,
             slice_seconds=_SLICE_SECONDS,
+            last_progress=lambda: self._buffer.last_progress,
         )
         return found[0] if found else None
 

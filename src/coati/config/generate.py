@@ -137,6 +137,13 @@ def _saved_values(model: Any, name: str) -> tuple[Any, Any]:
     )
 
 
+def options_problem(engine: str, options: GenerateOptions) -> str | None:
+    """Why an engine of this name does not generate with these options; None if it does."""
+    if options.extra and engine != "reference":
+        return f"only the reference engine knows the generate option {', '.join(sorted(options.extra))}"
+    return None
+
+
 # What the native engine's decoder computes.
 _NATIVE_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 # Rotary embeddings that depend on nothing but the position. Others change with the length of the text.
@@ -151,8 +158,8 @@ def native_engine_problem(model_config: Mapping[str, Any], options: GenerateOpti
     >>> native_engine_problem({"architectures": ["GPT2LMHeadModel"]}, GenerateOptions())
     'GPT2LMHeadModel is not one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MistralForCausalLM'
     """
-    if options.extra:
-        return f"the native engine does not know the generate option {', '.join(sorted(options.extra))}"
+    if (problem := options_problem("native", options)) is not None:
+        return problem
     architecture = next(iter(model_config.get("architectures") or ()), "a model without an architecture")
     if architecture not in _NATIVE_ARCHITECTURES:
         return f"{architecture} is not one of {', '.join(_NATIVE_ARCHITECTURES)}"

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from coati.config.algorithm import AlgorithmSettings
 from coati.config.evaluation import EvalSettings
+from coati.config.generate import GenerateOptions, options_problem
 from coati.config.reward import RewardSettings
 from coati.config.section import Section, describe, setting
 from coati.config.sections import (
@@ -143,13 +144,23 @@ class RunSettings(Section):
             yield "algorithm.critic_warmup_steps", rule, warmup, "The policy would learn nothing."
         yield from self._sampling_conflicts()
         yield from self._group_conflicts()
+        yield from self._eval_conflicts()
+
+    def _eval_conflicts(self) -> Iterator[tuple[str, str, Any, str]]:
+        """Makers evaluate with the engine that they have, and a run has one best model."""
         names, best = [one.name for one in self.eval], [one.name for one in self.eval if one.best_by]
         if len(set(names)) < len(names):
             yield "eval", "sets with different names", names, "Give each its own name."
         remedy = "Makers have one engine: leave it out."
-        for index, engine in enumerate(one.rollout.engine for one in self.eval):
-            if engine != self.rollout.engine:
-                yield f"eval[{index}].rollout.engine", "that of [rollout]", engine, remedy
+        for index, one in enumerate(self.eval):
+            if one.rollout.engine != self.rollout.engine:
+                yield f"eval[{index}].rollout.engine", "that of [rollout]", one.rollout.engine, remedy
+            options, of_run = (GenerateOptions.parse(**some.generate_options) for some in (one.rollout, self.rollout))
+            # Options of the run that the native engine does not know make it the reference engine.
+            engine = "reference" if self.rollout.engine == "native" and of_run.extra else self.rollout.engine
+            if (problem := options_problem(engine, options)) is not None:
+                remedy = 'Leave it out, or set rollout.engine to "reference", which is slower.'
+                yield f"eval[{index}].rollout", f"options that the engine takes ({problem})", one.name, remedy
         if len(best) > 1:
             yield "eval", "sets of which at most one has best_by", best, "There is one best/ folder: choose one."
 

@@ -54,11 +54,19 @@ class Evaluation(NamedTuple):
 class Evaluator:
     """Measures models on one set. Prompts and reward are loaded when they are first needed."""
 
-    def __init__(self, config: RunSettings, one: EvalSettings, reward: Callable[..., Any] | None = None) -> None:
-        """`reward` is a function that a program brings in place of `[reward]`, for sets without their own."""
+    def __init__(
+        self,
+        config: RunSettings,
+        one: EvalSettings,
+        reward: Callable[..., Any] | None = None,
+        scorers: dict[str, RewardScorer] | None = None,
+    ) -> None:
+        """`reward` is a function that a program brings in place of `[reward]`, for sets without their own. Sets with
+        equal rewards share one that is in `scorers`."""
         self.settings = one
         self._config = config.for_evaluation(one)
         self._reward = reward if one.reward == config.reward else None
+        self._scorers = {} if scorers is None else scorers
 
     @cached_property
     def _prompts(self) -> PromptStream:
@@ -66,9 +74,11 @@ class Evaluator:
 
     @cached_property
     def _scorer(self) -> RewardScorer:
-        scorer = build.make_scorer(self._config, self._reward)
-        scorer.max_quarantined = max(1, scorer.max_quarantined)  # a sample that it fails on is left out, and named
-        return scorer
+        key = repr(self._config.reward)
+        if key not in self._scorers:
+            self._scorers[key] = scorer = build.make_scorer(self._config, self._reward)
+            scorer.max_quarantined = max(1, scorer.max_quarantined)  # a sample that it fails on is left out, and named
+        return self._scorers[key]
 
     def run(
         self, engine: RolloutEngine, *, version: int = 0, should_stop: Callable[[], bool] = lambda: False
@@ -171,5 +181,6 @@ def evaluate_model(config: RunSettings, path: str) -> list[Evaluation]:
         own["path"] = path
     config = config.model_copy(update={"model": config.model.model_copy(update=own)})
     engine = make_engine(config.rollout, build.load_actor(config, path))
-    found = (Evaluator(config, one).run(engine) for one in config.eval)
+    scorers: dict[str, RewardScorer] = {}
+    found = (Evaluator(config, one, scorers=scorers).run(engine) for one in config.eval)
     return [evaluation for evaluation in found if evaluation is not None]

@@ -16,6 +16,7 @@ from coati.evaluation.schedule import EvalJob
 from coati.experience_maker.pipeline import ExperiencePipeline
 from coati.monitor.metrics import append_jsonl
 from coati.peers import Peers, answer
+from coati.rewards import RewardScorer
 from coati.rollout import make_engine
 from coati.trainer.strategies import Strategy
 from coati.weights.served import ServedModels
@@ -45,7 +46,8 @@ class EvaluationWork:
     ) -> None:
         """`strategy` saves models; `reward` is a function that a program brings in place of `[reward]`."""
         self._config = config
-        self._evaluators = {one.name: Evaluator(config, one, reward) for one in config.eval}
+        scorers: dict[str, RewardScorer] = {}
+        self._evaluators = {one.name: Evaluator(config, one, reward, scorers) for one in config.eval}
         self._strategy, self._served = strategy, served
         self._peers, self._trainer, self._maker = peers, trainer, maker
         self._should_stop = should_stop
@@ -60,15 +62,20 @@ class EvaluationWork:
         self._job = None if job is None else EvalJob(*job)
         return None if job is None else self
 
-    def run(self, pipeline: ExperiencePipeline) -> None:
+    def run(self, pipeline: ExperiencePipeline, tell: Callable[[], None] = lambda: None) -> None:
         """Make the evaluation, report it, and save the model if it is the best; no weights change meanwhile."""
         job, self._job = self._job, None
         assert job is not None
+
+        def should_stop() -> bool:
+            tell()
+            return self._should_stop()
+
         maker = pipeline.maker
         engine = getattr(maker, "engine", None) or make_engine(self._config.rollout, maker.actor)
         with pipeline.timeline.span("evaluate"), self._served.use() as version:
             evaluator = self._evaluators[job.name]
-            found = evaluator.run(engine, version=version, should_stop=self._should_stop)
+            found = evaluator.run(engine, version=version, should_stop=should_stop)
             if found is None:
                 return
             faults.reach("maker.evaluated")

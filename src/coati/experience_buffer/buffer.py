@@ -20,6 +20,8 @@ class SampleBuffer(ABC):
 
     def __init__(self, sample_batch_size: int) -> None:
         self.sample_batch_size = sample_batch_size
+        self.last_progress = 0.0
+        """When a maker last said that it is at work on something else, by the monotonic clock."""
         # Guards everything; never held while waiting for room or for a batch.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)

@@ -64,6 +64,8 @@ class LeasedBuffer(SampleBuffer):
         if request.trainer_incarnation != self._incarnation:
             return []
         with self._changing():
+            if not request.wanted:
+                self.last_progress = self._clock()
             for ending in request.endings:
                 self._ledger.drop(ending.lease, ending.reason, fate=ending.fate)
             return self._ledger.lease(

@@ -210,8 +210,11 @@ class MakerBatch:
 class OtherWork(Protocol):
     """What a maker does now and then besides making experience: an evaluation."""
 
-    def run(self, pipeline: Any) -> None:
-        """Do it, with nothing else in the maker's hands. `pipeline` is its `ExperiencePipeline`."""
+    def run(self, pipeline: Any, tell: Callable[[], None] = lambda: None) -> None:
+        """Do it, with nothing else in the maker's hands. `pipeline` is its `ExperiencePipeline`.
+
+        Call `tell` now and then: trainers wait for a maker as long as they hear that it works.
+        """
 
 
 class WorkSource(ABC):
@@ -219,8 +222,6 @@ class WorkSource(ABC):
 
     wait_name = "wait_prompts"
     """The activity of a maker that waits for prompts."""
-    may_defer = True
-    """Whether the next batch may be begun before the rewards of the last one have come."""
     capacity = 0
     """Samples that a maker works on at a time, with others coming as some have ended; 0 for whole batches."""
     least = 1
@@ -229,13 +230,17 @@ class WorkSource(ABC):
     """How many samples the maker could begin now; set by its loop, None if that is a whole batch."""
     num_skipped = 0
     """Prompts that were skipped so far."""
+    awaited = "the next batch of prompts. Check what the data loader waits for"
+    """What a maker waits for when it waits for prompts, for messages."""
+    last_answer = 0.0
+    """When whoever gives out work last said that there is none yet, by the monotonic clock."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[PromptBatch | OtherWork]:
         """Yield batches of prompts, or other work that comes first; may wait for them."""
 
     def settle(self) -> None:  # noqa: B027  (without leases there is nothing to tell)
-        """Tell trainers what became of their leases."""
+        """Tell trainers what became of their leases, and that the maker is at other work."""
 
     def attach_leases(self, batch: MakerBatch, items: list[BufferItem]) -> list[BufferItem]:  # noqa: ARG002
         """Account for what was made of a batch; returns what is to be delivered."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,7 +13,7 @@ from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteErro
 from coati.experience import BufferItem
 from coati.experience_maker.base import MakerBatch, OtherWork, PromptBatch, WorkSource
 from coati.ledger.rules import Ending, Lease, LeaseRequest, LedgerRules
-from coati.peers import Peers, PendingCall, wait_in_slices
+from coati.peers import Peers, PendingCall
 from coati.prompts.stream import PromptStream
 from coati.weights.served import ServedModels
 
@@ -62,22 +63,17 @@ class LeasedPrompts(WorkSource):
         self._endings_lock = threading.Lock()  # leases are asked for in another thread
 
     def __iter__(self) -> Iterator[PromptBatch | OtherWork]:
-        """Yield batches until a stop; waits for leases in between."""
-
-        def ask(seconds: float) -> PromptBatch | OtherWork | bool:
-            if (found := self.poll()) is not None:
-                return found
-            self._wait(min(_POLL_SECONDS, seconds))
-            return self._should_stop()
-
+        """Yield batches until a stop; waits for leases in between, as long as trainers answer."""
         while not self._should_stop():
-            batch = wait_in_slices(
-                ask,
-                deadline_seconds=self._deadlines.batch_seconds,
-                what=lambda: f"leases for maker {self._maker}, which serves version {self._served.version}",
-            )
-            if not isinstance(batch, bool):
-                yield batch
+            if (found := self.poll()) is not None:
+                yield found
+            else:
+                self._wait(_POLL_SECONDS)
+
+    @property
+    def awaited(self) -> str:  # type: ignore[override]
+        """What its maker waits for."""
+        return f"leases for maker {self._maker}, which serves version {self._served.version}"
 
     def poll(self) -> PromptBatch | OtherWork | None:
         """Ask once; None if nothing may be made now."""
@@ -122,7 +118,7 @@ class LeasedPrompts(WorkSource):
         return [item for group in made.values() for item in group]
 
     def settle(self) -> None:
-        """Tell trainers which leases came to nothing, without asking for others."""
+        """Tell trainers which leases came to nothing, without asking for others: the maker is at other work."""
         self._request(wanted=0)
 
     def _end(self, lease: Lease, reason: str, fate: str = "drop") -> None:
@@ -158,6 +154,7 @@ class LeasedPrompts(WorkSource):
         while True:
             try:
                 leases: list[Lease] = call.result(self._deadlines.update_seconds)
+                self.last_answer = time.monotonic()
                 for _ in request.endings:
                     self._endings[name].popleft()
                 return [Lease(*lease) for lease in leases]

@@ -4,10 +4,11 @@ Responses are written by an engine, and scored in passes over those whose groups
 the background, so a batch that is scored is finished later, when what they return has come.
 """
 
+import contextlib
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -164,14 +165,21 @@ class NaiveExperienceMaker(ExperienceMaker):
         if self.algorithm.uses_groups:
             prompts.check_groups()
         limits = self._limits(prompts, options)
-        self._stream.submit(prompts, limits, options, seed=self.seed, in_groups=self.algorithm.uses_groups)
+        with self._generating(self.num_writing + len(prompts)):  # an engine makes room for them
+            self._stream.submit(prompts, limits, options, seed=self.seed, in_groups=self.algorithm.uses_groups)
 
     @torch.no_grad()
     def write(self) -> None:
         """Write a few tokens of each response."""
+        with self._generating(self.num_writing):
+            self._stream.advance(self.policy_version)
+
+    @contextlib.contextmanager
+    def _generating(self, num_responses: int) -> Iterator[None]:
+        """Explain errors of the device, and forget everything that is being written after any."""
         try:
-            with device_errors_explained(f"generating {self.num_writing} responses", LESS_TO_MAKE):
-                self._stream.advance(self.policy_version)
+            with device_errors_explained(f"generating {num_responses} responses", LESS_TO_MAKE):
+                yield
         except BaseException:
             self._stream.clear()
             raise

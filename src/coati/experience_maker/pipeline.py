@@ -61,6 +61,7 @@ class ExperiencePipeline:
         self._use = contextlib.ExitStack()
         self._is_using = False  # whether the models must not change
         self._most_in_work = 1  # samples, at any time
+        self._last_scored: MakerBatch | None = None
         self._num_late = 0  # calls of `advance` since some groups were complete
         self._drops = _DropLimit()
         self._quarantined_groups: set[int] = set()
@@ -107,6 +108,7 @@ class ExperiencePipeline:
                     maker.write()
                 if maker.num_written and self._is_due(in_batches=in_batches):
                     batch, self._num_late = maker.score(), 0
+                    self._last_scored = batch
                     batch.version, batch.incarnation = maker.policy_version, self.served.incarnation
         except BaseException:
             self._release()
@@ -122,7 +124,9 @@ class ExperiencePipeline:
             return not num_writing
         self._num_late += 1
         is_enough = num_written >= _SCORED_SHARE * self._most_in_work or self._num_late >= _MAX_LATE
-        return is_enough or (self._in_flight and self.served.has_pending)
+        # Slow rewards are asked for as much as possible at a time.
+        is_free = self._last_scored is None or self._last_scored.is_ready
+        return (is_enough and is_free) or (self._in_flight and self.served.has_pending)
 
     def _release(self) -> None:
         """Let weights be changed."""

@@ -29,11 +29,11 @@ from coati import faults
 from coati.background import BackgroundThread
 from coati.batching import split_experience_batch
 from coati.config import Deadlines
-from coati.errors import DeadlineExceeded
 from coati.experience import Experience
 from coati.experience_maker.base import MakerBatch, OtherWork, PromptBatch, WorkSource
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.pipeline import ExperiencePipeline
+from coati.peers import wait_in_slices
 
 # Between two checks for rewards, while the loop waits for something else.
 _POLL_SECONDS: Final = 0.02
@@ -92,11 +92,16 @@ class WorkLoop:
                         self._advance()
                         self._ask(draw)
                         self._take_drawn()
-        finally:
+        except Exception as error:
             try:
                 self._finish_pending()  # it was made before what went wrong
-            finally:
-                thread.close()
+            except Exception as later:
+                error.add_note(f"Then what was made before could not be delivered: {type(later).__name__}: {later}")
+            raise
+        else:
+            self._finish_pending()
+        finally:
+            thread.close()
 
     @functools.cached_property
     def _work(self) -> Iterator[PromptBatch | OtherWork]:
@@ -140,8 +145,6 @@ class WorkLoop:
         """Whether there is room for more work; tells the source for how much."""
         source, pipeline = self._source, self._pipeline
         num_in_work, num_pending = pipeline.num_in_work, sum(len(batch.prompts) for batch in self._pending)
-        if num_pending and not source.may_defer:
-            return False
         if not self._is_stream:
             return not num_in_work and len(self._pending) < 2
         source.room = min(source.capacity - num_in_work, pipeline.maker.room)
@@ -156,23 +159,26 @@ class WorkLoop:
 
     def _await_drawn(self, drawn: "Future[Any]") -> bool:
         """Wait for work that is being drawn; False if a stop comes first."""
+        last_delivery = 0.0
+
+        def attempt(seconds: float) -> bool:
+            nonlocal last_delivery
+            wait([drawn], timeout=min(seconds, _POLL_SECONDS if self._pending else _SLICE_SECONDS))
+            self._sender.collect()  # there may be no leases before what was sent has come
+            if self._pending:
+                if self._pending[0].is_ready and not drawn.done():  # else the models work first
+                    self._finish(self._pending.popleft())
+                last_delivery = time.monotonic()
+            return drawn.done() or self._stop.is_set()
+
         with self._timeline.span(self._source.wait_name):
-            since = time.monotonic()
-            while not drawn.done():
-                if self._stop.is_set():
-                    return False
-                wait([drawn], timeout=_POLL_SECONDS if self._pending else _SLICE_SECONDS)
-                self._sender.collect()  # there may be no leases before what was sent has come
-                if self._pending:
-                    if self._pending[0].is_ready and not drawn.done():  # else the models work first
-                        self._finish(self._pending.popleft())
-                    since = time.monotonic()
-                elif time.monotonic() - since >= self._deadlines.batch_seconds and not drawn.done():
-                    raise DeadlineExceeded(
-                        f"waited {self._deadlines.batch_seconds:g} s for the next batch of prompts "
-                        "(deadlines.batch_seconds). Check what the data loader waits for, or raise it."
-                    )
-        return True
+            wait_in_slices(
+                attempt,
+                deadline_seconds=self._deadlines.batch_seconds,
+                what=lambda: f"{self._source.awaited} (deadlines.batch_seconds)",
+                last_progress=lambda: max(last_delivery, self._source.last_answer),
+            )
+        return drawn.done()
 
     def _take_drawn(self) -> None:
         """Begin what was drawn, if it is there."""
@@ -193,7 +199,7 @@ class WorkLoop:
             # This may take long, and others may wait for what became of these leases.
             self._sender.flush()
             self._source.settle()
-            work.run(self._pipeline)
+            work.run(self._pipeline, self._source.settle)
 
     def _advance(self) -> None:
         """Write on, and deliver what is ready if nothing has to be waited for: the models are in use."""

@@ -45,11 +45,16 @@ class PendingScores:
         self.request = request
         self._scorer, self._device = scorer, device
         self._may_fail = may_fail and scorer.max_quarantined > 0
-        # A reward's own deadline ends before this one and says more; the batch before may take its time too.
+        # A reward's own deadline ends before this one and says more.
         num_calls = 1 + scorer.retries + self._may_fail
-        self._seconds = 2 * (num_calls * scorer.reward.timeout_seconds + _GRACE_SECONDS)
-        self._deadline = time.monotonic() + self._seconds
-        self._future: Future[Tensor] | None = scorer.thread.run(self._ask) if scorer.reward.is_host_work else None
+        self._seconds = num_calls * scorer.reward.timeout_seconds + _GRACE_SECONDS
+        # Those that are asked before have their own time. From its turn on it has only its own.
+        scorer.queue = [future for future in scorer.queue if not future.done()]
+        self._deadline = time.monotonic() + (len(scorer.queue) + 1) * self._seconds
+        self._future: Future[Tensor] | None = None
+        if scorer.reward.is_host_work:
+            self._future = scorer.thread.run(self._ask_in_turn)
+            scorer.queue.append(self._future)
 
     @property
     def is_in_background(self) -> bool:
@@ -63,8 +68,10 @@ class PendingScores:
 
     def wait(self, seconds: float) -> None:
         """Wait until they are ready, but not for longer."""
-        if self._future is not None:
-            wait([self._future], timeout=min(seconds, self._seconds_left()))
+        until = time.monotonic() + seconds
+        while not self.is_ready and (left := until - time.monotonic()) > 0:
+            assert self._future is not None
+            wait([self._future], timeout=min(left, self._seconds_left()))
 
     def __call__(self) -> Tensor:
         """Return the scores, [B] on the device of the sequences; raise what the reward raised."""
@@ -72,11 +79,16 @@ class PendingScores:
             return self._ask().to(self._device)
         self.wait(math.inf)
         if not self._future.done():
+            self._scorer.thread.close()  # what is asked next need not wait for it
             raise RewardError(f"Reward {self._scorer.reward.name!r} did not score a batch within {self._seconds:g} s.")
         return self._future.result().to(self._device)
 
     def _seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
+
+    def _ask_in_turn(self) -> Tensor:
+        self._deadline = time.monotonic() + self._seconds
+        return self._ask()
 
     def _ask(self) -> Tensor:
         reward = self._scorer.reward
@@ -155,6 +167,8 @@ class RewardScorer:
         self.working: set[str] = set()
         """Names of the rewards that have ever returned scores."""
         self.thread = BackgroundThread(name="rewards")
+        self.queue: list[Future[Tensor]] = []
+        """What the thread was asked for."""
 
     def __call__(
         self,

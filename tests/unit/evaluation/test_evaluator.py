@@ -5,6 +5,7 @@ import statistics
 
 import pytest
 
+from coati import build
 from coati.errors import RewardError
 from coati.evaluation.estimates import estimate, pass_at_k
 from coati.evaluation.evaluator import evaluate_model
@@ -88,6 +89,15 @@ def test_a_sample_without_a_score_is_left_out_and_said_and_never_a_0(evaluate, r
     assert len(found.values["pass@4"]) == sum(len(own) == 4 for own in kept) < 5
     assert found.record["unscored"] == len(lost)
     assert f"{len(lost)} of 20" in caplog.text
+
+
+def test_sets_with_equal_rewards_share_one(evaluate, monkeypatch):
+    made, make = [], build.make_scorer
+    monkeypatch.setattr(build, "make_scorer", lambda config, *args: made.append(config.reward) or make(config, *args))
+    own = {"function": "rewards_of_evaluation:has_c"}
+    found = evaluate(*({"name": name, "reward": own} for name in ("a", "b")), {"name": "c"}, {"name": "d"})
+    assert len(found) == 4
+    assert [one.function for one in made] == ["rewards_of_evaluation:has_c", "rewards_of_evaluation:likes_c"]
 
 
 def test_a_reward_that_never_works_is_an_error(evaluate):

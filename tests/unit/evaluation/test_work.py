@@ -100,6 +100,13 @@ def test_weights_that_come_meanwhile_wait_until_it_is_done(config):
     assert not maker.turn()
 
 
+def test_trainers_hear_of_it_before_every_batch(config):
+    told = []
+    maker = Maker(config, ThreadPeers(trainer=Trainer(config)), lambda: told.append("batch"))
+    maker.work.poll().run(maker.pipeline, lambda: told.append("told"))
+    assert told == ["told", "batch"] * 3  # 5 prompts, 2 at a time
+
+
 def test_a_report_whose_answer_is_lost_counts_once(config):
     trainer = Trainer(config)
     peers = ThreadPeers(trainer=trainer)

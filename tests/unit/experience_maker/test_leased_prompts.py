@@ -218,3 +218,22 @@ def test_requests_say_who_asks_for_how_much():
     story.version = 0
     story.prompts.poll()
     assert story.trainers[1].requests == [LeaseRequest("maker", 1, 0, 2)], "at least one group of each"
+
+
+def test_trainers_that_answer_are_heard_of_and_a_maker_at_other_work_tells_them(monkeypatch):
+    now = [7.0]
+    monkeypatch.setattr("coati.experience_maker.leased_prompts.time.monotonic", lambda: now[0])
+    story = Story(trainers=2)
+    for trainer in story.trainers:
+        trainer.buffer._clock = lambda: now[0]
+    story.prompts.poll()
+    assert story.prompts.last_answer == 7.0
+    assert [trainer.buffer.last_progress for trainer in story.trainers] == [0.0, 0.0]
+    now[0] = 8.0
+    story.prompts.settle()
+    assert [trainer.buffer.last_progress for trainer in story.trainers] == [8.0, 8.0]
+    now[0] = 9.0
+    for name in ("trainer-0", "trainer-1"):
+        story.peers.kill(name)
+    story.prompts.poll()
+    assert story.prompts.last_answer == 8.0

@@ -139,3 +139,33 @@ def test_a_reward_that_never_ends_is_an_error(make, monkeypatch):
             make(Stuck())
     finally:
         is_over.set()
+
+
+def test_what_waits_for_its_turn_is_not_late(monkeypatch):
+    now, started, may_end = [0.0], threading.Semaphore(0), threading.Semaphore(0)
+    monkeypatch.setattr(scorer_module.time, "monotonic", lambda: now[0])
+
+    class Slow(Reward):
+        name, is_host_work, timeout_seconds = "slow", True, 20.0
+
+        def score(self, request):
+            started.release()
+            assert may_end.acquire(timeout=SECONDS)
+            return torch.zeros(len(request))
+
+    scorer = RewardScorer(Slow(), Numbers())
+    pending = [scorer.begin(PROMPTS, torch.ones_like(PROMPTS), PROMPTS[:, :1].bool()) for _ in range(8)]
+    for scores in pending:
+        assert started.acquire(timeout=SECONDS)
+        now[0] += 20.0
+        assert not pending[-1].is_ready
+        may_end.release()
+        assert scores().tolist() == [0.0, 0.0]
+    stuck = scorer.begin(PROMPTS, torch.ones_like(PROMPTS), PROMPTS[:, :1].bool())
+    assert started.acquire(timeout=SECONDS)
+    now[0] += 30.0
+    assert stuck.is_ready
+    with pytest.raises(RewardError, match="'slow' did not score"):
+        stuck()
+    may_end.release(2)
+    assert scorer(PROMPTS, torch.ones_like(PROMPTS), PROMPTS[:, :1].bool()).tolist() == [0.0, 0.0]

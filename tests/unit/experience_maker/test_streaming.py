@@ -234,6 +234,26 @@ def test_a_pass_is_over_half_of_what_is_worked_on_and_the_last_over_what_is_left
     assert min(sizes[:-1]) >= 8  # also while the places run empty at the end
 
 
+def test_slow_rewards_are_asked_for_much_at_a_time():
+    asked, is_over = [], threading.Event()
+
+    def reward(ids):
+        asked.append(len(ids))
+        assert is_over.wait(SECONDS)
+
+    class Second(Watched):
+        def score(self):
+            batch = super().score()
+            if len(self.scored) == 2:
+                is_over.set()
+            return batch
+
+    rig = Rig(lambda one: 1 + one % 7, total=32, capacity=8, reward=reward, maker_class=Second)
+    rig.run()
+    assert sum(asked) == 32
+    assert asked[0] < 8 <= asked[1]  # half at first, then all that is written while the reward is busy
+
+
 def test_a_few_complete_groups_do_not_wait_long():
     rig = Rig(lambda one: 3 if one == 0 else 60, total=8, capacity=8, maker_class=Watched)
     sent = dict(rig.run())
@@ -321,14 +341,15 @@ def test_other_work_is_done_with_an_empty_engine_and_then_the_stream_goes_on():
     done = []
 
     class Job:
-        def run(self, pipeline):
+        def run(self, pipeline, tell):
+            tell()
             done.append((pipeline.num_in_work, len(rig.sent), pipeline is rig.pipeline, list(rig.accounts)))
 
     rig = Rig(lambda one: 3 + one % 3, total=12, capacity=4)
     rig.source.extra = [Job()]
     sent = rig.run()
     assert sorted(one for one, _ in sent) == list(range(12))
-    assert done == [(0, 4, True, ["flush", "settle"])]
+    assert done == [(0, 4, True, ["flush", "settle", "settle"])]
 
 
 def test_an_error_of_the_engine_ends_the_loop_after_what_was_scored_before():

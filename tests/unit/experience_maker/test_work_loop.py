@@ -1,6 +1,7 @@
 """A maker's loop: rewards of one batch while the next is generated; nothing lost, doubled or out of order."""
 
 import threading
+import time
 from concurrent.futures import wait
 from types import SimpleNamespace
 
@@ -53,8 +54,8 @@ class WatchedEngine(ReferenceEngine):
 class Source(WorkSource):
     """What a test yields."""
 
-    def __init__(self, may_defer):
-        self.batches, self.settled, self.num_kept_back, self.may_defer = (), [], 0, may_defer
+    def __init__(self):
+        self.batches, self.settled, self.num_kept_back = (), [], 0
 
     def __iter__(self):
         return (PromptBatch.parse(batch) for batch in self.batches)
@@ -75,7 +76,6 @@ class Rig:
         llama,
         reward,
         *,
-        may_defer=True,
         terms=False,
         before_token=lambda _: None,
         maker_class=NaiveExperienceMaker,
@@ -99,7 +99,7 @@ class Rig:
         self.pipeline = ExperiencePipeline(
             maker, self.served, generate_kwargs={"max_new_tokens": 2, "eos_token_id": []}
         )
-        self.source = Source(may_defer)
+        self.source = Source()
         sender = SimpleNamespace(send=self._send, has_room=lambda: self.has_room, collect=lambda: None)
         self.loop = WorkLoop(
             self.pipeline,
@@ -186,14 +186,6 @@ def test_what_is_ready_goes_out_before_the_next_batch(llama):
     assert rig.run(2)[:3] == ["generate 0", "generated 0", "deliver 0"]
 
 
-@pytest.mark.parametrize("is_deferred", [False, True])
-def test_only_where_the_source_allows_it(llama, is_deferred):
-    # No reward ends before somebody waits for it.
-    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None, may_defer=is_deferred)
-    order = ["generate 2", "deliver 0"] if is_deferred else ["deliver 0", "generate 2"]
-    assert [step for step in rig.run(2) if step in order] == order
-
-
 def test_batches_and_hooks_keep_their_order(llama):
     events = {first: threading.Event() for first in range(0, 8, 2)}
 
@@ -218,10 +210,9 @@ def test_every_finished_batch_is_settled_and_what_settles_decides_what_is_sent(l
     assert rig.sent == [3]
 
 
-@pytest.mark.parametrize("may_defer", [True, False])
-def test_prompts_are_drawn_when_the_batch_before_is_scored(llama, may_defer):
+def test_prompts_are_drawn_when_the_batch_before_is_scored(llama):
     # The first batch has no scores before somebody wants them.
-    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None, may_defer=may_defer)
+    rig = Rig(llama, lambda _: rig.finishing.wait(SECONDS) and None)
     made_when_drawn = []
 
     def prompts():
@@ -230,7 +221,7 @@ def test_prompts_are_drawn_when_the_batch_before_is_scored(llama, may_defer):
             yield rig.batch(first)
 
     rig.run(prompts=prompts())
-    assert made_when_drawn == [(0, []), (1, [] if may_defer else [0, 1])]
+    assert made_when_drawn == [(0, []), (1, [])]
 
 
 def test_what_is_pending_at_a_stop_is_delivered_and_nothing_else_begun(llama):
@@ -323,6 +314,38 @@ def test_prompts_that_do_not_come_are_waited_for_until_the_deadline(llama, monke
         rig.run(prompts=prompts())
     end.set()
     assert rig.sent == [0, 1]  # what was made is not lost
+
+
+def test_a_source_that_is_answered_is_waited_for_beyond_the_deadline(llama, monkeypatch):
+    monkeypatch.setattr(work_loop, "_SLICE_SECONDS", 0.001)
+    rig = Rig(llama, lambda _: None, prompts_seconds=1e-9)
+    rig.source.last_answer = time.monotonic() + SECONDS  # as if trainers answered all the time
+    looks = threading.Semaphore(0)
+    rig.loop._sender.collect = looks.release
+
+    def prompts():
+        for first in (0, 2):
+            assert all(looks.acquire(timeout=SECONDS) for _ in range(3))  # the deadline is long over
+            yield rig.batch(first)
+
+    rig.run(prompts=prompts())
+    assert rig.sent == [0, 1, 2, 3]
+
+
+def test_what_fails_after_an_error_does_not_hide_it(llama):
+    def before_token(first):
+        if first == 2:
+            raise ZeroDivisionError("the cause")
+
+    def reward(_):
+        assert rig.finishing.wait(SECONDS)
+        raise KeyError("the consequence")
+
+    rig = Rig(llama, reward, before_token=before_token)
+    with pytest.raises(ZeroDivisionError, match="the cause") as caught:
+        rig.run(2)
+    assert "the consequence" in "".join(caught.value.__notes__)
+    assert rig.sent == []
 
 
 def test_an_error_of_the_next_prompts_comes_after_the_batch_before(llama):

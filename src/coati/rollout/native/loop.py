@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from coati.config.generate import GenerateOptions, native_engine_problem
+from coati.config.generate import GenerateOptions, native_engine_problem, options_problem
 from coati.errors import ConfigError, GenerateOptionError
 from coati.models.actor import unwrap
 from coati.models.packing import base_of
@@ -103,11 +103,8 @@ class NativeEngine:
 
     def submit(self, request: RolloutRequest) -> None:
         """As the protocol says."""
-        if request.options.extra:
-            raise GenerateOptionError(
-                f"The native engine does not know the generate option {', '.join(sorted(request.options.extra))}. "
-                'Leave it out, or use rollout.engine = "reference".'
-            )
+        if (problem := options_problem("native", request.options)) is not None:
+            raise GenerateOptionError(f'{problem}. Leave it out, or use rollout.engine = "reference".')
         like, mine = self._decoder.weight, self._cache.keys[0]
         if not self._num_samples and (mine.device, mine.dtype) != (like.device, like.dtype):
             self._reset()
