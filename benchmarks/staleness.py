@@ -29,7 +29,18 @@ from typing import Any
 import staleness_report as report
 import torch
 import transformers
-from staleness_run import METHODS, MORE_METHODS, OLDEST, SETTINGS, Cell, about, base_rewards, recipe_of, run_cell
+from staleness_run import (
+    METHODS,
+    MORE_METHODS,
+    OLDEST,
+    SETTINGS,
+    WRITING,
+    Cell,
+    about,
+    base_rewards,
+    recipe_of,
+    run_cell,
+)
 
 from coati.cli.train import quiet_libraries
 from coati.demo.base_model import pretrain
@@ -62,7 +73,7 @@ def finished_runs(path: Path, cells: Sequence[Cell]) -> dict[Cell, dict[str, Any
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
-            cell = Cell(row["setting"], row["method"], row["eta"], row["seed"], row["lead"])
+            cell = Cell(row["setting"], row["method"], row["eta"], row["seed"], row["lead"], row["writing"])
         except (ValueError, KeyError):
             continue
         if (cell, row.get("recipe")) in wanted:
@@ -119,7 +130,7 @@ def run_grid(cells: Sequence[Cell], output: Path, num_workers: int) -> None:
         for count, row in enumerate(run_cells(missing, base, str(prompts), num_workers), start=1):
             file.write(json.dumps(row) + "\n")
             file.flush()
-            cell = Cell(row["setting"], row["method"], row["eta"], row["seed"], row["lead"])
+            cell = Cell(row["setting"], row["method"], row["eta"], row["seed"], row["lead"], row["writing"])
             rows[cell] = row
             elapsed = time.monotonic() - started
             left = elapsed / count * (len(missing) - count)
@@ -151,6 +162,7 @@ def write_results(
         "etas": sorted({cell.eta for cell in cells}),
         "seeds": sorted({cell.seed for cell in cells}),
         "lead": cells[0].lead,
+        "writing": cells[0].writing,
         "cells": [
             {
                 "setting": setting,
@@ -181,12 +193,26 @@ def main() -> None:
     parser.add_argument("--etas", type=int, nargs="+", default=list(ETAS))
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--lead", type=int, default=OLDEST, help="ages as the ledger distributes them with this lead")
+    parser.add_argument(
+        "--writing",
+        choices=WRITING,
+        default="whole",
+        help="whole = a response is written by one version; in-flight = by all up to the one that is trained on, an "
+        "equal part each; recomputed = the same, with keys and values computed again by each",
+    )
     parser.add_argument("--docs", action="store_true", help="only write FOLDER/results.json into docs/")
     arguments = parser.parse_args()
+    if arguments.writing != "whole" and arguments.lead != OLDEST:
+        parser.error("--writing takes the ages that η allows at most: leave --lead out.")
     cells = [
         Cell(*values)
         for values in itertools.product(
-            arguments.settings, arguments.methods, arguments.etas, arguments.seeds, [arguments.lead]
+            arguments.settings,
+            arguments.methods,
+            arguments.etas,
+            arguments.seeds,
+            [arguments.lead],
+            [arguments.writing],
         )
     ]
     if arguments.docs:

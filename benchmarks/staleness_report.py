@@ -156,6 +156,13 @@ def noise(results: Mapping[str, Any], setting: str, measure: str) -> list[str]:
     return lines
 
 
+_WRITTEN = {
+    "whole": "by one version each",
+    "in-flight": "in equal parts by all versions up to the one that was trained on",
+    "recomputed": "in equal parts by all versions up to the one that was trained on, each with its own cache",
+}
+
+
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
@@ -172,7 +179,8 @@ def summary(results: Mapping[str, Any]) -> str:
         f"{facts['transformers']}: {len(results['seeds'])} seeds, {facts['num_runs']} runs of "
         f"{facts['seconds'] / facts['num_runs']:.0f} s on average, one thread each. Median (lowest to highest seed). "
         f"The untrained model: reward {base.median:.2f} ({base.low:.2f} to {base.high:.2f}). Every batch had the age "
-        f"it should, {ages}; the largest importance weight before any cut was {facts['ratio_max']:.0f}; "
+        f"it should, {ages}; responses were written {_WRITTEN[results.get('writing', 'whole')]}; the largest importance "
+        f"weight before any cut was {facts['ratio_max']:.0f}; "
         f"{facts['skipped']} batches were skipped for gradients that were not finite."
     ]
     for setting, about in results["settings"].items():
