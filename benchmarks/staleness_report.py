@@ -179,8 +179,8 @@ def summary(results: Mapping[str, Any]) -> str:
         f"{facts['transformers']}: {len(results['seeds'])} seeds, {facts['num_runs']} runs of "
         f"{facts['seconds'] / facts['num_runs']:.0f} s on average, one thread each. Median (lowest to highest seed). "
         f"The untrained model: reward {base.median:.2f} ({base.low:.2f} to {base.high:.2f}). Every batch had the age "
-        f"it should, {ages}; responses were written {_WRITTEN[results.get('writing', 'whole')]}; the largest importance "
-        f"weight before any cut was {facts['ratio_max']:.0f}; "
+        f"it should, {ages}; responses were written {_WRITTEN[results.get('writing', 'whole')]}; the largest "
+        f"importance weight before any cut was {facts['ratio_max']:.0f}; "
         f"{facts['skipped']} batches were skipped for gradients that were not finite."
     ]
     for setting, about in results["settings"].items():

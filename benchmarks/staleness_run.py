@@ -25,6 +25,7 @@ from coati.experience_maker import Experience
 from coati.experience_maker.base import PromptBatch
 from coati.ledger import age_metrics
 from coati.monitor.run_log import RunLog
+from coati.rollout import NativeEngine
 from coati.synchronous import SynchronousRun
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -55,6 +56,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "harsh": {"total_steps": 40, "actor_lr": 1e-3, "critic_lr": 1e-3, "epochs": 4},
 }
 OLDEST = -1
+WRITING: dict[str, dict[str, Any]] = {
+    "whole": {"in_flight": False},
+    "in-flight": {"in_flight": True},
+    "recomputed": {"in_flight": True, "recompute_cache": True},
+}
 BATCH_SIZE = 64
 KL_COEF = 0.05
 
@@ -69,10 +75,12 @@ class Cell:
     seed: int
     lead: int = OLDEST
     """As `topology.lead`, with ages as the ledger distributes them; OLDEST: all data is as old as η allows."""
+    writing: str = "whole"
+    """Whether one version writes a response, or all from its first to the one that is trained on, in equal parts."""
 
     def __str__(self) -> str:
         ages = "" if self.lead == OLDEST else f" lead {self.lead}"
-        return f"{self.setting} {self.method} η={self.eta}{ages} seed {self.seed}"
+        return f"{self.setting} {self.method} {self.writing} η={self.eta}{ages} seed {self.seed}"
 
 
 class Schedule(NamedTuple):
@@ -125,7 +133,7 @@ def make_config(cell: Cell, base: str, prompts: str) -> RunSettings:
             "model": {"path": base, "device": "cpu"},
             "prompts": {"path": prompts},
             "reward": {"function": "coati.demo.reward:film_sentiment"},
-            "rollout": {"prompts_per_batch": BATCH_SIZE, "max_new_tokens": 16},
+            "rollout": {"prompts_per_batch": BATCH_SIZE, "max_new_tokens": 16, **WRITING[cell.writing]},
             "algorithm": {"kl_coef": KL_COEF, **(METHODS | MORE_METHODS)[cell.method]},
             "train": {"batch_size": BATCH_SIZE, "warmup_steps": 2, **SETTINGS[cell.setting]},
             "topology": {
@@ -161,6 +169,14 @@ class StaleRun(SynchronousRun):
         buffer = LeasedBuffer(rules, config.train.batch_size)  # which gives the rules alone
         super().__init__(config, RunLog(None, total_steps=0), buffer=buffer)
         self._group_size = rules.group_size
+        maker, rollout, num_versions = self.maker.pipeline.maker, config.rollout, config.topology.max_staleness + 1
+        maker.engine = NativeEngine(
+            maker.actor,
+            num_slots=num_versions * BATCH_SIZE * self._group_size,
+            recompute_cache=rollout.recompute_cache,
+        )
+        # Tokens that each version writes of a response.
+        self._share = -(-rollout.max_new_tokens // (num_versions if rollout.in_flight else 1))
         self._items: dict[int, list[BufferItem]] = {}  # by number, until they are trained on
         self._prompts = build.make_prompts(config)
         self.rewards_by_version: dict[int, list[float]] = defaultdict(list)
@@ -172,15 +188,32 @@ class StaleRun(SynchronousRun):
             raw, unusable = self._prompts.batch(numbers, group_size=self._group_size)
             assert raw is not None
             assert not unusable
-            experience = self.maker.pipeline.finish(self.maker.pipeline.begin(PromptBatch.parse(raw)))
-            assert experience is not None
-            size = self._group_size
-            assert experience.num_samples == len(numbers) * size, "no sample is ever dropped here"
-            self.rewards_by_version[self.version] += experience.reward.tolist()
-            items = split_experience_batch(experience)
-            self._items |= {number: items[size * row : size * (row + 1)] for row, number in enumerate(numbers)}
+            self.maker.pipeline.submit(PromptBatch.parse(raw))
+            self._write(1)  # begins them, and writes nothing of the others
         numbers = self._schedule.trained[self.version]
+        self._write(self._share)
+        while any(number not in self._items for number in numbers):  # of the first versions
+            self._write(1)
         return make_experience_batch([item for number in numbers for item in self._items.pop(number)])
+
+    def _write(self, num_tokens: int) -> None:
+        """Write so many tokens of what was begun, and score what is complete."""
+        maker = self.maker.pipeline.maker
+        maker.policy_version = self.version
+        for _ in range(num_tokens):
+            if maker.num_writing:
+                maker.write()
+        if not maker.num_written:
+            return
+        experience = self.maker.pipeline.finish(maker.score())
+        assert experience is not None
+        self.rewards_by_version[self.version] += experience.reward.tolist()
+        groups: dict[int, list[BufferItem]] = defaultdict(list)
+        for item in split_experience_batch(experience):
+            assert item.sample_ids is not None
+            groups[int(item.sample_ids) // self._group_size].append(item)
+        assert all(len(group) == self._group_size for group in groups.values()), "no sample is ever dropped here"
+        self._items |= groups
 
     def training_step(self, experience: Experience) -> dict[str, float]:
         measured, expected = age_metrics(experience, self.version), self._ages[self.version]

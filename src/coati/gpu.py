@@ -46,32 +46,6 @@ def _memory_there() -> str:
     return f" ({own / 2**30:.1f} GiB held by this process, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free)"
 
 
-class SideStream:
-    """A second stream: it runs after what was launched before this object was made, and concurrently with the rest.
-
-    What is launched there, and code that waits for it, need not wait for long work that is under way. On a CPU
-    everything stays in its order.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = side_stream(device) if device.type == "cuda" else None
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        """Launch what comes inside there; the stream that was current waits for it afterwards."""
-        if self._stream is None:
-            yield
-            return
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The second stream of a device: always the same.

@@ -49,7 +49,7 @@ def check(
     scorer = RewardScorer(reward, None, retries=config.reward.retries, max_quarantined=1)
     scorer.working.update(part.label for part in config.reward.parts)  # each row has its own failure, even if all fail
     start = time.monotonic()
-    pending = PendingScores(scorer, _request(table.rows, config), torch.device("cpu"), may_fail=True)
+    pending = PendingScores(scorer, _request(table.rows, config), torch.device("cpu"))
     columns = {"score": pending(), **pending.terms}
     seconds = format_seconds(time.monotonic() - start)
     shown = Table("row", *columns, "completion", "details, or why it failed")

@@ -163,11 +163,6 @@ class MakerBatch:
         """Whether it can be finished without a wait."""
         return self.scores is None or self.scores.is_ready
 
-    def wait(self, seconds: float) -> None:
-        """Wait until it is ready, for at most so many seconds."""
-        if self.scores is not None:
-            self.scores.wait(seconds)
-
     def note_verdicts(self, scores: PendingScores) -> None:
         """Note what the reward says of each sample, and those on which it failed."""
         assert self.experience is not None

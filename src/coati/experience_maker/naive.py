@@ -30,7 +30,7 @@ from coati.experience_maker.scoring import (
     score_with_models,
 )
 from coati.experience_maker.statistics import reward_metrics
-from coati.gpu import SideStream, device_errors_explained
+from coati.gpu import device_errors_explained
 from coati.models import RewardModel, as_critic
 from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
@@ -215,9 +215,9 @@ class NaiveExperienceMaker(ExperienceMaker):
         """Wait for the scores, drop bad ones, estimate advantages."""
         experience = batch.experience
         assert experience is not None
-        if not batch.is_ready:
+        if batch.scores is not None and not batch.is_ready:
             with self.timeline.span("wait_rewards"):
-                batch.wait(math.inf)
+                batch.scores.wait(math.inf)
         with self.timeline.span("score"):
             self._take_scores(batch, experience)
             experience = keep_scored(batch, self.algorithm)
@@ -269,12 +269,10 @@ class NaiveExperienceMaker(ExperienceMaker):
         scorer = self.reward_model
         if isinstance(scorer, RewardScorer):
             batch.scores = scorer.begin(*forward, prompts.columns)
-        side_stream = SideStream(sequences.device)
         # The engine drew the tokens by these log-probs, so they are the policy's, whatever a second pass would say.
         logprobs = rollout.rollout_log_probs
         reference_logprobs, values = score_with_models(self.initial_model, self.critic, *forward, temperatures)
-        with side_stream.used():  # launched by the host more slowly than the GPU runs it, which is busy with the others
-            batch.metrics |= self._gap_watch.measure(self.actor, rollout, temperatures, version=self.policy_version)
+        batch.metrics |= self._gap_watch.measure(self.actor, rollout, temperatures, version=self.policy_version)
         batch.experience = Experience(
             sequences=sequences,
             action_log_probs=logprobs,

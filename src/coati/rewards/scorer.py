@@ -31,9 +31,9 @@ _GRACE_SECONDS = 5.0
 class PendingScores:
     """The scores of one batch, which may still be computed on a thread; call it to get them."""
 
-    def __init__(self, scorer: RewardScorer, request: RewardRequest, device: torch.device, *, may_fail: bool) -> None:
-        """Start to score. The scores come to `device`; with `may_fail`, samples on which the reward fails have none, if
-        it scores any."""
+    def __init__(self, scorer: RewardScorer, request: RewardRequest, device: torch.device) -> None:
+        """Start to score. The scores come to `device`; samples on which the reward fails have none, if it scores any
+        and the scorer allows failures."""
         self.terms: dict[str, Tensor] = {}
         """The scores of each term of a weighted sum, [B], when they are there."""
         self.details: list[dict[str, Any]] = [{} for _ in range(len(request))]
@@ -44,7 +44,7 @@ class PendingScores:
         """How often a reward was asked again."""
         self.request = request
         self._scorer, self._device = scorer, device
-        self._may_fail = may_fail and scorer.max_quarantined > 0
+        self._may_fail = scorer.max_quarantined > 0
         # A reward's own deadline ends before this one and says more.
         num_calls = 1 + scorer.retries + self._may_fail
         self._seconds = num_calls * scorer.reward.timeout_seconds + _GRACE_SECONDS
@@ -170,31 +170,16 @@ class RewardScorer:
         self.queue: list[Future[Tensor]] = []
         """What the thread was asked for."""
 
-    def __call__(
+    def begin(
         self,
         sequences: Tensor,  # [B, S] left-padded prompt, then response, S = P + A
         attention_mask: Tensor,  # [B, S]
         action_mask: Tensor,  # [B, A] True on response tokens
         columns: Mapping[str, Any] | None = None,
-    ) -> Tensor:
-        """Return one score per sample, [B] float32 on the device of the sequences; NaN = no score.
-
-        See `begin` for the arguments. A reward that fails, and fails again when it is asked again, is an error.
-        """
-        return self.begin(sequences, attention_mask, action_mask, columns, may_fail=False)()
-
-    def begin(
-        self,
-        sequences: Tensor,  # [B, S]
-        attention_mask: Tensor,  # [B, S]
-        action_mask: Tensor,  # [B, A]
-        columns: Mapping[str, Any] | None = None,
-        *,
-        may_fail: bool = True,
     ) -> PendingScores:
-        """Start to score, and return the pending scores.
+        """Start to score; call what is returned for the scores, [B] float32 on the device of the sequences, NaN = none.
 
-        Unless `max_quarantined` is 0 or `may_fail` is False, look at their `failures`.
+        Unless `max_quarantined` is 0, look at their `failures` too.
 
         Functions run on one thread, a batch at a time, while the caller does something else. A reward that may be a
         model is asked when its scores are called for: it would get in the way of other models.
@@ -220,7 +205,7 @@ class RewardScorer:
             attention_mask=tokens[1],
             action_mask=tokens[2],
         )
-        return PendingScores(self, request, device, may_fail=may_fail)
+        return PendingScores(self, request, device)
 
 
 def _as_list(values: Any) -> list[Any]:

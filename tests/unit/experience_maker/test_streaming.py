@@ -172,7 +172,7 @@ class Rig:
 def wait_for_rewards(rig):
     """Rewards are ready before the next step, so that deliveries depend on the script alone."""
     for batch in rig.loop._pending:
-        batch.wait(SECONDS)
+        batch.scores.wait(SECONDS)
 
 
 def test_groups_go_out_as_they_end_and_their_places_are_filled():

@@ -155,7 +155,7 @@ def test_the_next_batch_is_generated_beside_the_reward_and_the_last_one_goes_out
     def before_token(first):
         if first == SIZE:
             second_begun.set()
-            rig.begun[0].wait(SECONDS)
+            rig.begun[0].scores.wait(SECONDS)
 
     rig = Rig(llama, reward, before_token=before_token)
     told = rig.run(2)
@@ -171,7 +171,7 @@ def test_between_tokens_nothing_is_delivered_that_would_wait_for_room(llama):
     def before_token(first):
         if first == SIZE:
             second_begun.set()
-            rig.begun[0].wait(SECONDS)
+            rig.begun[0].scores.wait(SECONDS)
 
     rig = Rig(
         llama, lambda first: None if first or second_begun.wait(SECONDS) else [-1.0, -1.0], before_token=before_token

@@ -293,7 +293,7 @@ def test_hostile_completions_are_judged_or_fail_alone_and_the_next_batch_is_scor
     scorer = RewardScorer(reward, None, max_quarantined=1)
     scorer.working.add(reward.name)
     texts = [*HOSTILE.values(), "1"]
-    pending = PendingScores(scorer, request_of(texts, **COLUMNS.get(name, {})), torch.device("cpu"), may_fail=True)
+    pending = PendingScores(scorer, request_of(texts, **COLUMNS.get(name, {})), torch.device("cpu"))
     values = pending().tolist()
     for row, value in enumerate(values):
         assert math.isfinite(value) != (row in pending.failures), list(HOSTILE)[row]

@@ -370,7 +370,9 @@ class Recorder(Reward):
 
 def test_the_scorer_decodes_what_the_masks_keep():
     recorder = Recorder()
-    scores = RewardScorer(recorder, make_tokenizer())(SEQUENCES, ATTENTION_MASK, ACTION_MASK, {"topic": ["x", "y"]})
+    scores = RewardScorer(recorder, make_tokenizer()).begin(
+        SEQUENCES, ATTENTION_MASK, ACTION_MASK, {"topic": ["x", "y"]}
+    )()
     assert scores.tolist() == [0.0, 1.0]
     assert recorder.request.prompts == ["a", "c b"]
     assert recorder.request.completions == [" b c", ""]
@@ -381,7 +383,7 @@ def test_the_scorer_decodes_what_the_masks_keep():
 def test_the_scorer_prefers_the_prompts_as_they_were_written():
     recorder = Recorder()
     columns = {"prompt": ["A!", "C b"], "sample_ids": torch.tensor([4, 5])}
-    RewardScorer(recorder, make_tokenizer())(SEQUENCES, ATTENTION_MASK, ACTION_MASK, columns)
+    RewardScorer(recorder, make_tokenizer()).begin(SEQUENCES, ATTENTION_MASK, ACTION_MASK, columns)()
     assert recorder.request.prompts == ["A!", "C b"]
     assert recorder.request.columns == {"sample_ids": [4, 5]}
 
@@ -389,14 +391,14 @@ def test_the_scorer_prefers_the_prompts_as_they_were_written():
 def test_the_scorer_with_empty_responses_and_without_columns():
     recorder = Recorder()
     nothing = torch.zeros(2, 0, dtype=torch.bool)
-    RewardScorer(recorder, make_tokenizer())(SEQUENCES[:, :3], ATTENTION_MASK[:, :3], nothing)
+    RewardScorer(recorder, make_tokenizer()).begin(SEQUENCES[:, :3], ATTENTION_MASK[:, :3], nothing)()
     assert recorder.request.completions == ["", ""]
     assert recorder.request.prompts == ["a", "c b"]
 
 
 def test_the_scorer_refuses_columns_of_another_batch():
     with pytest.raises(RewardError, match=r"'topic'.*\(2\), got 1"):
-        RewardScorer(Recorder(), make_tokenizer())(SEQUENCES, ATTENTION_MASK, ACTION_MASK, {"topic": ["x"]})
+        RewardScorer(Recorder(), make_tokenizer()).begin(SEQUENCES, ATTENTION_MASK, ACTION_MASK, {"topic": ["x"]})()
 
 
 def test_rewards_from_settings(tmp_path):
@@ -468,7 +470,7 @@ class Longest(WeightedSum):
 
 @pytest.mark.parametrize("reward", [Shorter(Tokens()), Longest([(ModelReward(Tokens()), 1.0)])], ids=["model", "sum"])
 def test_a_reward_of_ones_own_made_of_ours_gets_the_texts(reward):
-    scores = RewardScorer(reward, make_tokenizer())(SEQUENCES, ATTENTION_MASK, ACTION_MASK)
+    scores = RewardScorer(reward, make_tokenizer()).begin(SEQUENCES, ATTENTION_MASK, ACTION_MASK)()
     assert scores.tolist() == ([5.0 - 4, 4.0 - 0] if isinstance(reward, Shorter) else [4.0, 0.0])
 
 

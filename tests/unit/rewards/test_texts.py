@@ -47,7 +47,7 @@ def test_rewards_and_samples_see_the_same_texts():
         seen.extend(zip(prompts, completions, strict=True))
         return [1.0, 2.0]
 
-    reward = RewardScorer(FunctionReward(watched), tokenizer)(*TOKENS)
+    reward = RewardScorer(FunctionReward(watched), tokenizer).begin(*TOKENS)()
     zeros = torch.zeros(ACTION_MASK.shape)
     experience = Experience(SEQUENCES, zeros, zeros, reward, zeros, zeros, ATTENTION_MASK, ACTION_MASK)
     samples = sample_texts(experience, tokenizer, 2)
