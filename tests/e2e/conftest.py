@@ -95,6 +95,8 @@ def film_run(tmp_path, base_model):
         [topology]
         max_staleness = 0
         threads_per_actor = 1
+        [logging]
+        tensorboard = false  # its process takes a second of every run
         """
     )
     return tmp_path / "run.toml"

@@ -59,7 +59,8 @@ def test_async_at_staleness_zero_and_the_synchronous_loop_end_in_the_same_bits(
 
 
 def test_a_run_leaves_config_metrics_samples_and_a_model(film_run, coati_here, tmp_path):
-    arguments = ("train", film_run, "--sync", "--set", "train.total_steps=2")
+    settings = ("train.total_steps=2", "logging.tensorboard=true")
+    arguments = ("train", film_run, "--sync", *(part for one in settings for part in ("--set", one)))
     finished = coati_here(*arguments)
     assert finished.returncode == 0, finished.stderr
     out = tmp_path / "out"
@@ -117,7 +118,8 @@ def test_a_run_without_tensorboard_says_so_and_trains(film_run, coati_here, tmp_
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else find_spec(name, *rest)
     )
-    finished = coati_here("train", film_run, "--sync", "--set", "train.total_steps=2")
+    settings = ("--set", "train.total_steps=2", "--set", "logging.tensorboard=true")
+    finished = coati_here("train", film_run, "--sync", *settings)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("pip install tensorboard") == 1
     assert not (tmp_path / "out" / "tensorboard").exists()

@@ -65,6 +65,7 @@ def config_of(words, tmp_path):
             "algorithm": {"kl_coef": 0.0},
             "train": {"total_steps": 4, "batch_size": 8, "actor_lr": 0.02, "critic_lr": 0.02},
             "topology": {"threads_per_actor": 1},
+            "logging": {"tensorboard": False},
         }
         for section, values in sections.items():
             settings[section] = {**settings.get(section, {}), **values}

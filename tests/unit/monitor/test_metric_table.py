@@ -1,6 +1,7 @@
 """docs/metrics.md and the source name the same metrics."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ SOURCE = Path(coati.__file__).parent
 AREAS = "|".join(sorted({name.partition("/")[0] for name in DOCUMENTED}))
 
 
+@functools.cache
 def named_in_source():
     """The names of metrics that stand in the source, and patterns of those that are put together there."""
     names, patterns = set(), set()
