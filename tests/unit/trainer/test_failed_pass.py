@@ -116,8 +116,10 @@ def test_a_step_that_raises_leaves_nothing_for_the_next_one(make_strategy, monke
     check_failures(learner, twin, monkeypatch, rounds)
 
 
-@pytest.mark.parametrize("place", ["forward", "loss", "backward"])
-@pytest.mark.parametrize("name", ["zero1", "zero2", "gemini"])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("zero1", "forward"), ("zero1", "backward"), ("zero2", "loss"), ("gemini", "forward"), ("gemini", "backward")],
+)
 def test_sharded_models_can_be_saved_after_it(make_strategy, monkeypatch, name, place):
     learner = make_learner(make_strategy(name))
     learner.step(make_experience(10, 4))

@@ -85,8 +85,10 @@ def assert_same_steps(learner, twin, num_steps=2):
             assert all(torch.equal(mine[key][name], value) for name, value in state.items()), label
 
 
-@pytest.mark.parametrize("correction", ["none", "decoupled"])
-@pytest.mark.parametrize(("label", "backward"), [("actor", False), ("actor", True), ("critic", False)])
+@pytest.mark.parametrize(
+    ("label", "backward", "correction"),
+    [("actor", False, "none"), ("actor", True, "decoupled"), ("critic", False, "decoupled")],
+)
 def test_a_step_that_starts_over_is_that_of_the_smaller_size(label, backward, correction):
     learner, twin = make_learner(correction=correction), make_learner(16, correction=correction)
     with memory_for(20, learner, label, backward=backward) as seen:
