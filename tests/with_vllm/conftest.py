@@ -7,7 +7,7 @@ import pytest
 from coati.rollout import VllmEngine
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def vllm_engine():
     """`vllm_engine(model, **settings)`: makes an engine, and ends the one before."""
     made = []

@@ -30,7 +30,6 @@ from coati.rollout.engine import Response, RolloutRequest, Sample
 from coati.rollout.sampling import StopStrings, stop_strings_of
 
 _CANARY_TOKENS = 32
-_SEQUENCES = 128  # that there is room for before vLLM has said how many
 # The mean gap of log-probs that rounding cannot explain, in float32 and in shorter formats.
 _EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
 _RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
@@ -98,7 +97,8 @@ class VllmEngine:
         self._recompute_cache = recompute_cache
         self._settings = settings
         self._engine: Any = None
-        self._log_probs = None if options is None else _kind_of_log_probs(options)
+        self._max_sequences = int(settings.setdefault("max_num_seqs", 256))
+        self._log_probs = _RAW if options is not None and _is_cut(options) else None
         self._weights: tuple[tuple[int, int], ...] = ()  # which it has: where they lay, and how often they had changed
         self._num_copies = 0
         self._keeps_bits = False  # whether vLLM's weights have the bits of the actor's, in any order
@@ -114,12 +114,6 @@ class VllmEngine:
     def room(self) -> int:
         """Of the sequences that vLLM computes at the same time."""
         return max(0, self._max_sequences - len(self._waiting) - len(self._writing))
-
-    @property
-    def _max_sequences(self) -> int:
-        if self._engine is None:
-            return int(self._settings.get("max_num_seqs", _SEQUENCES))
-        return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
 
     def submit(self, request: RolloutRequest) -> None:
         """As the protocol says; GenerateOptionError where vLLM cannot do what the options say."""
@@ -308,13 +302,16 @@ class VllmEngine:
 
 def _kind_of_log_probs(options: GenerateOptions) -> str | None:
     """What vLLM has to return for these options, None for either kind; GenerateOptionError if it cannot."""
-    is_cut = options.do_sample and (options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0)
-    if is_cut and options.sampling_temperature != 1.0:
+    if _is_cut(options) and options.sampling_temperature != 1.0:
         raise GenerateOptionError(
             "vLLM cannot return log-probs at a temperature other than 1 before top_k, top_p or min_p cut, got "
             f"temperature={options.temperature:g}. Use temperature 1, no cut, or another rollout.engine."
         )
-    return _RAW if is_cut else _PROCESSED if options.sampling_temperature != 1.0 else None
+    return _RAW if _is_cut(options) else _PROCESSED if options.sampling_temperature != 1.0 else None
+
+
+def _is_cut(options: GenerateOptions) -> bool:
+    return options.do_sample and (options.top_k > 0 or options.top_p < 1.0 or options.min_p > 0.0)
 
 
 def _merged_weights(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
