@@ -52,12 +52,12 @@ class SynchronousRun(PlainPPOTrainer):
             [_MAKER],
             functools.partial(build.make_strategy, config, "trainer"),
             functools.partial(build.trainer_models, config),
-            train_batch_size=config.train.batch_size,
             options=TrainerOptions.of_run(config, parts, resume=checkpoint),
             buffer=buffer,
             host=Host(_TRAINER, peers, stop),
         )
-        with torch.random.fork_rng([]):  # what a maker draws when it is built would not be the trainer's elsewhere
+        cards = [self.strategy.device] if self.strategy.device.type == "cuda" else []
+        with torch.random.fork_rng(cards):  # what a maker draws when it is built would not be the trainer's elsewhere
             self.maker = Maker(
                 [_TRAINER],
                 functools.partial(build.make_strategy, config, "maker"),

@@ -94,7 +94,6 @@ class Interleaved(PlainPPOTrainer):
             ["maker-0", "maker-1"],
             functools.partial(build.make_strategy, config, "trainer"),
             functools.partial(build.trainer_models, config),
-            train_batch_size=config.train.batch_size,
             options=TrainerOptions.of_run(config, build.Parts(), resume=checkpoint),
             host=Host("trainer", peers),
         )

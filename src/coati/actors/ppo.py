@@ -144,7 +144,7 @@ class PlainPPOTrainer(Trainer):
         self.version, self._num_done = counters["version"], counters["fresh"]
         self._num_batches, self._num_samples = counters["batches"], counters.get("samples", 0)
         self._evaluations.restore(counters.get("evaluations"))
-        for record in counters.get("records", ()):  # a synchronous run has written them
+        for record in counters.get("records", ()):
             self._records.append(record)
 
     def _make_sender(self) -> WeightSender:

@@ -46,10 +46,18 @@ class ActorFactory:
 
     def create_trainers(self, resume: Path | None, *, makers: Iterable[str], incarnation: int) -> list[Peer]:
         """Create the trainers, which then load their models, or a checkpoint. `incarnation` counts earlier ones."""
-        makers = list(makers)
+        config, makers = self._config, list(makers)
         return [
-            self._create_trainer(rank, options, env_info, self.updated_by(rank, makers), resume, incarnation)
-            for rank, (options, env_info) in enumerate(self._trainer_places())
+            self._host.start(
+                _TRAINER,
+                ray_options,
+                experience_maker_holder_name_list=self.updated_by(rank, makers),
+                strategy_fn=functools.partial(build.make_strategy, config, "trainer"),
+                model_fn=functools.partial(build.trainer_models, config),
+                env_info=env_info,
+                options=TrainerOptions.of_run(config, self._parts, rank=rank, resume=resume, incarnation=incarnation),
+            )
+            for rank, (ray_options, env_info) in enumerate(self._trainer_places())
         ]
 
     def create_maker(self, name: str, *, is_first: bool = False) -> Peer:
@@ -92,27 +100,6 @@ class ActorFactory:
     def kill(self, peer: Peer) -> None:
         """End an actor's process."""
         self._host.kill(peer)
-
-    def _create_trainer(
-        self,
-        rank: int,
-        ray_options: dict[str, Any],
-        env_info: dict[str, str] | None,
-        makers: list[str],
-        resume: Path | None,
-        incarnation: int,
-    ) -> Peer:
-        config = self._config
-        return self._host.start(
-            _TRAINER,
-            ray_options,
-            experience_maker_holder_name_list=makers,
-            strategy_fn=functools.partial(build.make_strategy, config, "trainer"),
-            model_fn=functools.partial(build.trainer_models, config),
-            env_info=env_info,
-            train_batch_size=config.train.batch_size,
-            options=TrainerOptions.of_run(config, self._parts, rank=rank, resume=resume, incarnation=incarnation),
-        )
 
     def _trainer_places(self) -> list[tuple[dict[str, Any], dict[str, str] | None]]:
         """Actor options and env_info of each rank; a group meets where rank 0 is."""
