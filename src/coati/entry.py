@@ -23,8 +23,14 @@ from coati.errors import CheckpointError, ConfigError
 from coati.monitor import RunLog, RunSnapshot, Tracker, read_jsonl
 from coati.monitor.follow import following
 from coati.monitor.records import WarningsFile
-from coati.resume import check_incomplete, choose_start, continue_files, resumed_settings
-from coati.run_folder import check_inputs_outside, open_run_folder
+from coati.run_folder import (
+    check_incomplete,
+    check_inputs_outside,
+    choose_start,
+    continue_files,
+    open_run_folder,
+    resumed_settings,
+)
 
 if TYPE_CHECKING:
     from coati.ledger.audit import RunAccount

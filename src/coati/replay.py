@@ -30,9 +30,8 @@ from coati.ledger.audit import account_of
 from coati.ledger.journal import JournalContent, read_journals
 from coati.ledger.rules import Event
 from coati.monitor.run_log import RunLog
-from coati.resume import changed_settings, resumed_settings
 from coati.rollout.engine import Response, RolloutRequest
-from coati.run_folder import earlier_settings
+from coati.run_folder import changed_settings, earlier_settings, resumed_settings
 from coati.synchronous import SynchronousRun
 
 _DIGITS = 8  # of the digest of one tensor

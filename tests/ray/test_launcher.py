@@ -41,15 +41,13 @@ def check_times(folder):
     """Everybody's time is in the run's folder: on-policy, all of them wait for each other."""
     run = read_run(folder)
     times = run_times(run.spans)
-    assert [actor.actor for actor in times.actors] == ["maker-0", "trainer-0", "trainer-1"]
-    maker, *trainers = times.actors
-    assert maker.shares.keys() >= {"generate", "score", "send", "wait_weights"}
-    for trainer in trainers:
-        assert trainer.shares.keys() >= {"train", "publish", "wait_data", "wait_ranks"}
-        spans = run.spans[trainer.actor]
-        assert sum(span.what == "train" for span in spans) == 2
+    assert list(times.actors) == ["maker-0", "trainer-0", "trainer-1"]
+    assert times.actors["maker-0"].keys() >= {"generate", "score", "send", "wait_weights"}
+    for trainer in ("trainer-0", "trainer-1"):
+        assert times.actors[trainer].keys() >= {"train", "publish", "wait_data", "wait_ranks"}
+        assert sum(span.what == "train" for span in run.spans[trainer]) == 2
     # No time is counted twice.
-    assert all(0 < actor.shares["worked"] + actor.shares["waited"] <= 1 + 1e-6 for actor in times.actors)
+    assert all(0 < shares["worked"] + shares["waited"] <= 1 + 1e-6 for shares in times.actors.values())
     made = [row for row in run.metrics if "wait/weights_share" in row]
     assert made
     assert all(0 < row["maker/busy_share"] <= 1 and row["maker/generate_seconds"] > 0 for row in made)

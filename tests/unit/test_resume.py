@@ -8,7 +8,7 @@ import pytest
 from coati.config import build_config, dump_config
 from coati.entry import prepare
 from coati.errors import CheckpointError, ConfigError
-from coati.resume import StartingPoint, check_incomplete, choose_start, resumed_settings
+from coati.run_folder import StartingPoint, check_incomplete, choose_start, resumed_settings
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ from coati.entry import RunResult
 from coati.errors import RunStopped
 from coati.monitor.live import LiveView
 from coati.monitor.progress import RunSnapshot
-from coati.resume import choose_start
-from coati.run_folder import check_run_folder
+from coati.run_folder import check_run_folder, choose_start
 
 EXIT_STOPPED = 130  # what shells use for "ended by SIGINT"
 

@@ -29,7 +29,7 @@ from coati.ray.actor_factory import ActorFactory
 from coati.ray.cluster import HeadWatch, connected
 from coati.ray.run_actor import Restarts, TrainerDied
 from coati.ray.supervisor import Supervisor
-from coati.resume import choose_start, continue_files
+from coati.run_folder import choose_start, continue_files
 
 logger = logging.getLogger(__name__)
 
