@@ -25,18 +25,12 @@ class GroupStream:
         self.engine = engine
         self.options = GenerateOptions()
         """With which all is generated."""
+        self.num_writing = 0
+        """Samples of groups that are not complete."""
+        self.num_written = 0
+        """Samples of complete groups."""
         self._groups: dict[int, _Group] = {}
         self._group_of: dict[int, _Group] = {}  # by the ids of samples that are being written
-
-    @property
-    def num_writing(self) -> int:
-        """Samples of groups that are not complete."""
-        return sum(len(group.rows) for group in self._groups.values() if group.missing)
-
-    @property
-    def num_written(self) -> int:
-        """Samples of complete groups."""
-        return sum(len(group.rows) for group in self._groups.values() if not group.missing)
 
     def submit(
         self, prompts: PromptBatch, limits: list[int], options: GenerateOptions, *, seed: int, in_groups: bool
@@ -57,6 +51,8 @@ class GroupStream:
             if limit > 0:
                 group.missing.add(one)
                 self._group_of[one] = group
+        for number in dict.fromkeys(numbers):
+            self._count(self._groups[number], 1)
         self.options = options
         has_room = torch.tensor(limits) > 0
         if bool(has_room.any()):
@@ -78,7 +74,9 @@ class GroupStream:
         self.engine.commit(version)
         for response in self.engine.advance():
             group = self._group_of.pop(response.sample_id)
+            self._count(group, -1)
             group.missing.remove(response.sample_id)
+            self._count(group, 1)
             group.responses[response.sample_id] = response
 
     def take(self) -> tuple[PromptBatch, dict[int, Response]]:
@@ -90,6 +88,7 @@ class GroupStream:
                 rows.setdefault(group.prompts, []).extend(group.rows)
                 responses |= group.responses
         self._groups = {number: group for number, group in self._groups.items() if group.missing}
+        self.num_written = 0
         parts = []
         for prompts, mine in rows.items():
             is_taken = torch.zeros(len(prompts), dtype=torch.bool)
@@ -103,7 +102,15 @@ class GroupStream:
             self._forget(group)
         self._groups.clear()
 
+    def _count(self, group: _Group, sign: int) -> None:
+        """Add the samples of a group to what is written or being written, or take them away."""
+        if group.missing:
+            self.num_writing += sign * len(group.rows)
+        else:
+            self.num_written += sign * len(group.rows)
+
     def _forget(self, group: _Group) -> None:
+        self._count(group, -1)
         self.engine.cancel(group.missing)
         for one in group.missing:
             del self._group_of[one]
