@@ -2,17 +2,19 @@
 
     python benchmarks/rollout.py                                          the demo's model on the CPU
     python benchmarks/rollout.py --device cuda --batches 64 256 1024      0.5B parameters (Qwen2's shape) in bfloat16
+    python benchmarks/rollout.py --device cuda --engines native vllm --batches 2048 --slots 256 --prompt-tokens 512
+        --new-tokens 2048 --mean-tokens 500                               ragged lengths, through fewer slots
 
 The others: `reference`, transformers' models with our keyed draws; on a CPU also `stock`, the same with torch as it
 comes (all cores, oneDNN on), where the rest has `--threads` and what `coati.cpu.set_up_cpu` sets; on a GPU `static`,
 transformers' `generate` with a static cache and a compiled step, and `vllm`, in a separate process (`--vllm-site`: the
 folder it is installed in, if that is not torch's). One that cannot run here is left out, and the table says why.
 
-Every engine continues the same prompts, always to the full length (no end-of-sequence token), at temperature 1 with no
-token cut, after one warm-up that is not counted; medians of `--repeats`. On a GPU the limit is the
-memory's: one pass over the weights and over the cache for each token, at the bandwidth that a plain copy reaches in the
-same run. The gap is the mean and largest absolute difference between the log-probs of the engine and those of the
-learner's forward pass.
+Every engine continues the same prompts at temperature 1 with no token cut, after one warm-up that is not counted;
+medians of `--repeats`. Responses have the full length; with `--mean-tokens` so many tokens of the vocabulary end one
+that, with random weights, lengths are geometric. On a GPU the limit for equal lengths is the memory's: one pass over
+the weights and over the cache for each token, at the bandwidth that a plain copy reaches in the same run. The gap is
+the mean and largest absolute difference between the log-probs of the engine and those of the learner's forward pass.
 """
 
 import argparse
@@ -35,19 +37,19 @@ from rollout_peers import WARMUP_TOKENS, StaticEngine, run_vllm
 ENGINES = ["stock", "reference", "static", "vllm", "native"]
 """In the order of the rows: the native engine's comes last."""
 ON = {"cpu": ["stock", "reference", "native"], "cuda": ["reference", "static", "vllm", "native"]}
-QWEN2_05B = {
-    "vocab_size": 151_936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}
+QWEN2 = {
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+             "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+             "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
+    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
+}  # fmt: skip
+GAP_TOKENS = 8192
+"""The gap is measured over so many tokens, because the learner's pass holds the logits of all of them."""
 
 
-def make_model(device: str):
+def make_model(device: str, size: str):
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     if device == "cpu":
@@ -57,23 +59,33 @@ def make_model(device: str):
             pretrain(Path(folder))
             return AutoModelForCausalLM.from_pretrained(folder).eval()
     torch.manual_seed(0)
+    config = Qwen2Config(**QWEN2[size], max_position_embeddings=16384)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(Qwen2Config(**QWEN2_05B), dtype=torch.bfloat16).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def make_request(model, batch: int, prompt_tokens: int, new_tokens: int, seed: int):
+def make_request(model, batch: int, arguments, seed: int):
     from coati.rollout import GenerateOptions, RolloutRequest
 
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, model.config.vocab_size, (batch, prompt_tokens), generator=generator).to(model.device)
+    shape = (-(-batch // arguments.samples_per_prompt), arguments.prompt_tokens)
+    ids = torch.randint(3, model.config.vocab_size, shape, generator=generator).to(model.device)
+    ids = ids.repeat_interleave(arguments.samples_per_prompt, dim=0)[:batch]
     return RolloutRequest(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        sample_ids=torch.arange(batch) + 1000 * seed,
+        sample_ids=torch.arange(batch) + 10_000 * seed,
         seed=0,
-        options=GenerateOptions.parse(eos_token_id=[], pad_token_id=0),
-        max_new_tokens=new_tokens,
+        options=GenerateOptions.parse(eos_token_id=end_tokens(model, arguments.mean_tokens), pad_token_id=0),
+        max_new_tokens=arguments.new_tokens,
     )
+
+
+def end_tokens(model, mean_tokens: int | None) -> list[int]:
+    """So many that each token ends a response with probability 1 / mean, if all are about equally likely."""
+    vocabulary = model.config.vocab_size
+    order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0)).tolist()
+    return sorted(order[: round(vocabulary / mean_tokens)]) if mean_tokens else []
 
 
 def make_engine(name: str, model, num_slots: int):
@@ -85,7 +97,7 @@ def make_engine(name: str, model, num_slots: int):
 
 
 def timed(name: str, engine, requests) -> tuple[float, object]:
-    """Median seconds of all requests but the first, and the last rollout.
+    """Median tokens per second of all requests but the first, and the last rollout.
 
     Warm-up is the first request: in full where graphs and compiled steps depend on the length, else a few tokens of it.
     """
@@ -95,26 +107,26 @@ def timed(name: str, engine, requests) -> tuple[float, object]:
     is_short = name in ("stock", "reference")
     run = engine.generate if isinstance(engine, StaticEngine) else functools.partial(generate, engine)
     run(dataclasses.replace(requests[0], max_new_tokens=warmup_tokens) if is_short else requests[0])
-    seconds = []
+    rates = []
     for request in requests[1:]:
         _synchronize()
         started = time.perf_counter()
         rollout = run(request)
         _synchronize()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds), rollout
+        rates.append(int(rollout.action_mask.sum()) / (time.perf_counter() - started))
+    return statistics.median(rates), rollout
 
 
 def gap(model, rollout) -> tuple[float, float]:
-    """Mean and largest |log-prob of the engine - log-prob of the learner's forward| over the first 16 rows."""
+    """Mean and largest |log-prob of the engine - log-prob of the learner's forward| over the first rows, at most 16."""
     from coati.models import action_logprobs
 
-    rows = slice(0, 16)
+    rows = slice(0, min(16, max(1, GAP_TOKENS // rollout.action_mask.shape[1])))
     with torch.no_grad():
         forward, _ = action_logprobs(
             model, rollout.sequences[rows], rollout.attention_mask[rows], rollout.action_mask.shape[1]
         )
-    difference = (forward.float() - rollout.rollout_log_probs[rows]).abs()
+    difference = (forward.float() - rollout.rollout_log_probs[rows])[rollout.action_mask[rows]].abs()
     return float(difference.mean()), float(difference.max())
 
 
@@ -166,9 +178,9 @@ def stock_torch() -> Iterator[None]:
 class Table:
     """Rows, printed as they come and written to the JSON file each time: a run that is cut short leaves what it had."""
 
-    def __init__(self, model, new_tokens: int, json_path: Path | None) -> None:
+    def __init__(self, model, num_slots: int, json_path: Path | None) -> None:
         self._model = model
-        self._new_tokens = new_tokens
+        self._num_slots = num_slots
         self._json_path = json_path
         self._rows: list[dict] = []
         print(
@@ -177,14 +189,14 @@ class Table:
             flush=True,
         )
 
-    def add(self, batch: int, name: str, seconds: float, rollout, **more) -> None:
-        rate = batch * self._new_tokens / seconds
+    def add(self, batch: int, name: str, rate: float, rollout, **more) -> None:
         mean, largest = gap(self._model, rollout)
         row = {
             "batch": batch,
             "engine": name,
             "tokens_per_second": rate,
-            "ms_per_token": seconds / self._new_tokens * 1e3,
+            "ms_per_token": min(batch, self._num_slots) / rate * 1e3,
+            "mean_tokens": float(rollout.action_mask.sum(dim=1).float().mean()),
             **times_others(rate, self._rates(batch)),
             "gap_mean": mean,
             "gap_max": largest,
@@ -227,18 +239,18 @@ def measure(arguments, model, requests_by_batch: dict, table: Table) -> None:
     vllm_results, vllm_reason = {}, ""
     if "vllm" in arguments.engines:
         release_memory()
-        vllm_results, vllm_reason = run_vllm(model, requests_by_batch, arguments.vllm_site)
+        vllm_results, vllm_reason = run_vllm(model, requests_by_batch, arguments.slots, arguments.vllm_site)
     for batch, requests in requests_by_batch.items():
         for name in sorted(arguments.engines, key=ENGINES.index):
             if name == "vllm":
                 if batch in vllm_results:
-                    seconds, rollout, start = vllm_results[batch]
-                    table.add(batch, name, seconds, rollout, **start)
+                    rate, rollout, start = vllm_results[batch]
+                    table.add(batch, name, rate, rollout, **start)
                 else:
                     table.leave_out(batch, name, vllm_reason)
                 continue
-            measure_here(name, model, batch, requests, max(requests_by_batch), table)
-        if model.device.type == "cuda":
+            measure_here(name, model, batch, requests, arguments.slots, table)
+        if model.device.type == "cuda" and not arguments.mean_tokens and batch <= arguments.slots:
             prompt_tokens, new_tokens = requests[0].input_ids.shape[1], requests[0].max_new_tokens
             table.add_limit(batch, memory_limit(model, batch, prompt_tokens, new_tokens))
 
@@ -249,14 +261,14 @@ def measure_here(name: str, model, batch: int, requests, num_slots: int, table: 
     engine = make_engine(name, model, num_slots)
     try:
         with stock_torch() if name == "stock" else contextlib.nullcontext():
-            seconds, rollout = timed(name, engine, requests)
+            rate, rollout = timed(name, engine, requests)
     except RuntimeError as error:
         if name != "static":
             raise
         table.leave_out(batch, name, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
     else:
         more = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if model.device.type == "cuda" else {}
-        table.add(batch, name, seconds, rollout, **more)
+        table.add(batch, name, rate, rollout, **more)
     if name == "static":
         engine.close()
 
@@ -265,6 +277,10 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--batches", type=one_or_more, nargs="+", default=[64])
+    parser.add_argument("--model", choices=list(QWEN2), default="0.5B", help="on cuda: a shape of Qwen2's")
+    parser.add_argument("--slots", type=one_or_more, help="samples at the same time; default: the largest batch")
+    parser.add_argument("--samples-per-prompt", type=one_or_more, default=1)
+    parser.add_argument("--mean-tokens", type=one_or_more, help="about so many in a response, at most --new-tokens")
     parser.add_argument("--prompt-tokens", type=one_or_more)
     parser.add_argument("--new-tokens", type=one_or_more)
     parser.add_argument(
@@ -280,6 +296,9 @@ def parse_arguments():
     arguments.engines = arguments.engines or ON[arguments.device]
     arguments.prompt_tokens = arguments.prompt_tokens or (128 if is_gpu else 4)
     arguments.new_tokens = arguments.new_tokens or (256 if is_gpu else 16)
+    arguments.slots = arguments.slots or max(arguments.batches)
+    if arguments.mean_tokens and {"static", "stock"} & {*arguments.engines}:
+        parser.error("--mean-tokens goes with --engines native, vllm and reference")
     return arguments
 
 
@@ -293,15 +312,12 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     if arguments.device == "cpu":
         set_up_cpu(arguments.threads)
-    model = make_model(arguments.device)
+    model = make_model(arguments.device, arguments.model)
     requests_by_batch = {
-        batch: [
-            make_request(model, batch, arguments.prompt_tokens, arguments.new_tokens, seed)
-            for seed in range(arguments.repeats + 1)
-        ]
+        batch: [make_request(model, batch, arguments, seed) for seed in range(arguments.repeats + 1)]
         for batch in arguments.batches
     }
-    table = Table(model, arguments.new_tokens, arguments.json)
+    table = Table(model, arguments.slots, arguments.json)
     measure(arguments, model, requests_by_batch, table)
     unused = [name for name in ENGINES if name not in arguments.engines]
     if unused:

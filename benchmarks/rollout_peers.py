@@ -123,12 +123,12 @@ def _generation_config(model, new_tokens: int):
         model.generation_config = saved
 
 
-def run_vllm(model, requests_by_batch: dict, site: Path | None) -> tuple[dict[int, tuple], str]:
-    """vLLM's median seconds, rollout (its first rows) and start by batch size; and the reason for those missing."""
+def run_vllm(model, requests_by_batch: dict, slots: int, site: Path | None) -> tuple[dict[int, tuple], str]:
+    """vLLM's median rate, rollout (its first rows) and start by batch size; and the reason for those missing."""
     with tempfile.TemporaryDirectory(prefix="coati-vllm-") as folder:
         model.save_pretrained(folder)
         job = Path(folder) / "job.json"
-        job.write_text(json.dumps(vllm_job(model, requests_by_batch, folder)))
+        job.write_text(json.dumps(vllm_job(model, requests_by_batch, slots, folder)))
         log, ended = _run_to_log(job, site)
     measured, left_out = read_results(log, ended)
     if len(measured) < len(requests_by_batch) and "cannot be imported" not in left_out:
@@ -137,19 +137,22 @@ def run_vllm(model, requests_by_batch: dict, site: Path | None) -> tuple[dict[in
     for batch, result in measured.items():
         start = {name: result[name] for name in ("version", "start_seconds")}
         rollout = vllm_rollout(requests_by_batch[batch][-1], result)
-        results[batch] = (statistics.median(result["seconds"]), rollout, start)
+        results[batch] = (statistics.median(result["rates"]), rollout, start)
     return results, left_out
 
 
-def vllm_job(model, requests_by_batch: dict, folder: str) -> dict:
+def vllm_job(model, requests_by_batch: dict, slots: int, folder: str) -> dict:
     requests = next(iter(requests_by_batch.values()))
+    prompts = requests[0].input_ids.tolist()
     return {
         "model": folder,
         "dtype": str(model.dtype).removeprefix("torch."),
         "prompt_tokens": requests[0].input_ids.shape[1],
         "new_tokens": requests[0].max_new_tokens,
         "warmup_tokens": min(WARMUP_TOKENS, requests[0].max_new_tokens),
-        "max_batch": max(requests_by_batch),
+        "end_tokens": list(requests[0].options.eos_token_id),
+        "slots": slots,
+        "has_groups": len({*map(tuple, prompts)}) < len(prompts),
         "memory_share": VLLM_MEMORY_SHARE,
         "cases": [
             {"batch": batch, "prompts": [request.input_ids.tolist() for request in requests]}
@@ -199,16 +202,19 @@ def read_results(log: str, ended: str) -> tuple[dict[int, dict], str]:
 
 def vllm_rollout(request, result: dict):
     """What vLLM wrote, in the form that our engines return."""
-    from coati.rollout import Rollout
+    from coati.rollout import Response, Rollout
 
     device = request.input_ids.device
-    responses = torch.tensor(result["tokens"], device=device)
-    sequences = torch.cat([request.input_ids[: len(responses)], responses], dim=1)
-    return Rollout(
-        sequences=sequences,
-        attention_mask=torch.ones_like(sequences),
-        action_mask=torch.ones_like(responses, dtype=torch.bool),
-        rollout_log_probs=torch.tensor(result["log_probs"], device=device),
-        is_cut=torch.ones(len(sequences), dtype=torch.bool, device=device),
-        token_versions=torch.zeros_like(responses),
-    )
+    rows = zip(result["tokens"], result["log_probs"], strict=True)
+    responses = [
+        Response(
+            sample_id=row,
+            tokens=torch.tensor(tokens, device=device),
+            log_probs=torch.tensor(log_probs, device=device),
+            versions=torch.zeros(len(tokens), dtype=torch.long, device=device),
+            is_cut=len(tokens) == request.max_new_tokens,
+        )
+        for row, (tokens, log_probs) in enumerate(rows)
+    ]
+    prompts = request.input_ids[: len(responses)]
+    return Rollout.of(prompts, torch.ones_like(prompts), responses, pad_token=0)

@@ -432,3 +432,23 @@ def test_a_request_larger_than_those_before_gets_more_room():
     engine = NativeEngine(model, num_slots=3)
     for request in (rows_of(small, range(4)), many_rows, more_tokens, long):
         assert_same(generate(engine, request), generate(NativeEngine(model), request))
+
+
+@pytest.mark.parametrize("failing", ["new_cache", "prefill"])
+def test_an_engine_that_ran_out_of_memory_writes_what_fits_afterwards(failing, monkeypatch):
+    model, whole = make_model("llama"), getattr(Decoder, failing)
+    engine = NativeEngine(model)
+    generate(engine, make_request(rows=6, max_new_tokens=2))
+
+    def out_of_memory(*_arguments, **_options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Decoder, failing, out_of_memory)
+    request = make_request(rows=40, max_new_tokens=40)
+    engine.submit(request)  # takes no memory: callers expect it to run out in `advance`
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.advance()
+    engine.cancel(request.sample_ids.tolist())
+    monkeypatch.setattr(Decoder, failing, whole)
+    assert_same(generate(engine, make_request(rows=6)), generate(ReferenceEngine(model), make_request(rows=6)))
+    assert_same(generate(engine, make_request()), generate(ReferenceEngine(model), make_request()))

@@ -25,7 +25,7 @@ class LLM:
         assert options["max_model_len"] == 5 and options["max_num_seqs"] == 2 and options["skip_tokenizer_init"]
 
     def generate(self, prompts, sampling, use_tqdm):
-        assert sampling.ignore_eos and sampling.logprobs == 0
+        assert sampling.ignore_eos and sampling.logprobs == 0 and sampling.stop_token_ids == [7]
         print("a line of vLLM's log")
         return [self._continue(prompt["prompt_token_ids"], sampling.max_tokens) for prompt in prompts]
 
@@ -47,7 +47,8 @@ def peers(monkeypatch):
 
 
 def requests(*batches):
-    return [SimpleNamespace(input_ids=torch.tensor(ids), max_new_tokens=3) for ids in batches]
+    options = SimpleNamespace(eos_token_id=[7])
+    return [SimpleNamespace(input_ids=torch.tensor(ids), max_new_tokens=3, options=options) for ids in batches]
 
 
 def fake_model():
@@ -70,10 +71,10 @@ def test_vllm_continues_the_same_prompts_in_its_own_process(peers, tmp_path, cap
     (tmp_path / "vllm.py").write_text(FAKE_VLLM)
     # Batch sizes 1 and 2; the first prompts are the warm-up; the last batch of size 2 fails.
     by_batch = {1: requests([[3, 4]], [[5, 6]]), 2: requests([[1, 2], [3, 4]], [[99, 1], [1, 2]])}
-    results, reason = peers.run_vllm(fake_model(), by_batch, tmp_path)
+    results, reason = peers.run_vllm(fake_model(), by_batch, 2, tmp_path)
     assert list(results) == [1]
-    seconds, rollout, start = results[1]
-    assert seconds > 0
+    rate, rollout, start = results[1]
+    assert rate > 0
     assert start["version"] == "0.fake"
     assert rollout.sequences.tolist() == [[5, 6, 7, 8, 9]]
     assert rollout.rollout_log_probs.tolist() == [[-7 / 8, -1.0, -9 / 8]]
@@ -83,7 +84,7 @@ def test_vllm_continues_the_same_prompts_in_its_own_process(peers, tmp_path, cap
 
 def test_vllm_that_cannot_be_imported_is_left_out_quietly(peers, tmp_path, capsys):
     (tmp_path / "vllm.py").write_text("raise ImportError('libcudart.so is missing')")
-    results, reason = peers.run_vllm(fake_model(), {1: requests([[3, 4]], [[5, 6]])}, tmp_path)
+    results, reason = peers.run_vllm(fake_model(), {1: requests([[3, 4]], [[5, 6]])}, 2, tmp_path)
     assert results == {}
     assert reason == "vllm cannot be imported (libcudart.so is missing)"
     assert capsys.readouterr().err == ""

@@ -105,15 +105,14 @@ class NativeEngine:
         """As the protocol says."""
         if (problem := options_problem("native", request.options)) is not None:
             raise GenerateOptionError(f'{problem}. Leave it out, or use rollout.engine = "reference".')
-        like, mine = self._decoder.weight, self._cache.keys[0]
-        if not self._num_samples and (mine.device, mine.dtype) != (like.device, like.dtype):
+        like, mine = self._decoder.weight, self._cache.keys[:1]
+        if not self._num_samples and any((one.device, one.dtype) != (like.device, like.dtype) for one in mine):
             self._reset()
         samples = request.samples()
         rules = TokenRules.of(request.options, unwrap(self.model), self._device, draw=self._decoder.operations.draw)
         for sample in samples:
             sample.place = Place(rules)
         self._waiting += samples
-        self._make_room(samples)
         self._keep_graphs()
 
     @torch.no_grad()
@@ -140,7 +139,6 @@ class NativeEngine:
         # The last token of a response is not in the cache, and what a slot does after it goes to the place before.
         turn.place.num_cached = len(sample.tokens) + max(0, len(response) - 2)
         self._waiting.appendleft(turn)
-        self._make_room([turn])
 
     @torch.no_grad()
     def commit(self, version: int) -> None:
@@ -166,11 +164,11 @@ class NativeEngine:
 
     # Room
 
-    def _make_room(self, samples: Sequence[Sample]) -> None:
-        """Have buffers for these samples and all that is there."""
+    def _make_room(self) -> None:
+        """Have buffers for what waits and all that is there; if memory runs out, the engine can be used afterwards."""
         num_slots = min(self._max_slots, self._num_samples)
-        num_positions = max(len(sample.tokens) + sample.limit for sample in samples)
-        max_new_tokens = max(sample.limit for sample in samples)
+        num_positions = max(len(sample.tokens) + sample.limit for sample in self._waiting)
+        max_new_tokens = max(sample.limit for sample in self._waiting)
         if self._is_captured:
             num_positions, max_new_tokens = _rounded_up(num_positions), _rounded_up(max_new_tokens)
         elif self._device.type == "cpu":
@@ -178,19 +176,22 @@ class NativeEngine:
         sizes = Sizes(*map(max, zip((num_slots, num_positions, max_new_tokens), self._sizes, strict=True)))
         if sizes == self._sizes:
             return
-        self._free_rows += range(self._sizes.num_slots, sizes.num_slots)
-        self._sizes = sizes
         self._graphs = StepGraphs()  # the others are of the old buffers
         length = slot_length(sizes.num_positions) if self._device.type == "cpu" else sizes.num_positions
         if self._held:
             self._cache.enlarge(sizes.num_slots, length)
             self._slots = Slots(*(enlarged(tensor, sizes.num_slots) for tensor in self._slots.tensors()))
         else:
+            self._sizes, self._free_rows = Sizes(0, 0, 0), []
             self._cache = SlotCache([], [])  # its memory first
+            self._responses = Responses.empty(1, 0, self._device)
             self._cache = self._decoder.new_cache(sizes.num_slots, length)
             self._slots = Slots.empty(sizes.num_slots, self._device)
         # What a slot without a sample writes goes into one row more than there are slots.
         self._responses = self._responses.enlarged(sizes.num_slots + 1, sizes.max_new_tokens)
+        self._free_rows += range(self._sizes.num_slots, sizes.num_slots)
+        self._sizes = sizes
+        self._keep_graphs()
 
     def _on_device(self, numbers: Any) -> Tensor:
         """Numbers as a tensor, without a wait for what the device does."""
@@ -206,6 +207,9 @@ class NativeEngine:
 
     def _admit(self) -> bool:
         """Begin samples that wait, as far as there are slots for them; False if none was begun."""
+        if not self._waiting:
+            return False
+        self._make_room()
         num_slots = min(self._max_slots, self._sizes.num_slots)
         used = len(self._samples)
         free = deque(slot for slot in range(num_slots) if slot >= used or self._samples[slot] is None)
