@@ -90,7 +90,8 @@ class SynchronousRun(PlainPPOTrainer):
         train = self._config.train
         self.sync_models_to_remote_makers()
         try:
-            self.fit(train.total_steps, train.update_steps, train.epochs)
+            with self.maker.pipeline.timeline.span("wait_weights"):  # which is what it does while the trainer works
+                self.fit(train.total_steps, train.update_steps, train.epochs)
         finally:
             self._report()
 

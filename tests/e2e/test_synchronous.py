@@ -189,6 +189,7 @@ def test_versions_ages_and_batches_of_a_run_with_a_remainder(run):
     assert outcome.column("train/samples") == [4.0] * 10
     assert [row["step"] for row in outcome.rows if "policy/loss" in row] == list(range(1, 11))
     assert outcome.column("maker/samples") == [8.0, 8.0, 4.0]
+    assert all(seconds > 0 for seconds in outcome.column("wait/weights_seconds")[1:])  # while the trainer trained
     assert outcome.log.num_samples == 20
     assert [snapshot.step for snapshot in outcome.snapshots] == [*range(1, 11), 10]
     assert {name for row in outcome.rows for name in row} - {"step", "time", "version"} <= DOCUMENTED
