@@ -77,7 +77,8 @@ def demo_config(base: Path, *, seed: int, output: Path) -> RunSettings:
             "model": {"path": str(base), "device": "cpu"},
             "prompts": prompts,
             "reward": {"function": "coati.demo.reward:film_sentiment"},
-            "rollout": {"prompts_per_batch": 64, "max_new_tokens": 16},
+            # Two versions' worth: a maker takes all that it may be ahead at once, not in small parts.
+            "rollout": {"prompts_per_batch": 128, "max_new_tokens": 16},
             "algorithm": {"kl_coef": 0.05},
             "train": {"total_steps": 80, "batch_size": 64, "actor_lr": 1e-3, "critic_lr": 1e-3, "warmup_steps": 2},
             "topology": {"makers": 1, "trainers": 1, "max_staleness": 1},
