@@ -73,7 +73,7 @@ class ReplayedRun(SynchronousRun):
         self._rules = journal.rules
         buffer = LeasedBuffer(journal.rules, config.train.batch_size)
         super().__init__(config, RunLog(None, total_steps=0), parts=parts, buffer=buffer)
-        self._max_staleness = None  # of a journal that was changed, the weights tell
+        self._max_staleness = -1  # of a journal that was changed, the weights tell
         self._prompt_stream = build.make_prompts(config)
         maker: Any = self.maker.pipeline.maker
         self._engine = maker.engine = _FollowingEngine(getattr(maker, "engine", None))

@@ -21,6 +21,7 @@ from coati.actors.host import Host, apply_env_info, set_up_gpu
 from coati.actors.options import MakerOptions
 from coati.cpu import set_up_cpu
 from coati.errors import ConfigError
+from coati.evaluation.work import EvaluationWork
 from coati.experience_maker.base import ExperienceMaker, WorkSource, build_maker
 from coati.experience_maker.delivery import ItemSender
 from coati.experience_maker.leased_prompts import LeasedPrompts
@@ -109,14 +110,7 @@ class Maker:
         )
         self._served = ServedModels(maker.trained_models, name=f"maker {self._name}")
         self._receiver = WeightReceiver(self._served, allow_partial_plain=update_lora_weights)
-        self.pipeline = ExperiencePipeline(
-            maker,
-            self._served,
-            generate_kwargs=generate_kwargs,
-            first_sample_id=_first_sample_id(self._name),
-            in_flight=options.rollout is not None and options.rollout.in_flight,
-            timeline=self._timeline,
-        )
+        self.pipeline = self._make_pipeline(maker, generate_kwargs)
         self._trainer_names = tuple(detached_trainer_name_list)
         self._sender = ItemSender(
             self._trainer_names,
@@ -126,14 +120,7 @@ class Maker:
             should_stop=host.stop.is_set,
             timeline=self._timeline,
         )
-        self._evaluations = options.evaluations and options.evaluations(
-            strategy,
-            self._served,
-            peers=host.peers,
-            trainer=self._trainer_names[0],
-            maker=self._name,
-            should_stop=host.stop.is_set,
-        )
+        self._evaluations = self._make_evaluations(strategy)
         if eval_performance:
             self._callbacks.append(_evaluator_of(maker))
         connect(self._callbacks, self._timeline)
@@ -237,6 +224,28 @@ class Maker:
         return self._timeline.since(cursor)
 
     # Inside.
+
+    def _make_pipeline(self, maker: ExperienceMaker, generate_kwargs: dict[str, Any]) -> ExperiencePipeline:
+        rollout = self._options.rollout
+        return ExperiencePipeline(
+            maker,
+            self._served,
+            generate_kwargs=generate_kwargs,
+            first_sample_id=_first_sample_id(self._name),
+            in_flight=rollout is not None and rollout.in_flight,
+            timeline=self._timeline,
+        )
+
+    def _make_evaluations(self, strategy: Strategy) -> EvaluationWork | None:
+        make = self._options.evaluations
+        return make and make(
+            strategy,
+            self._served,
+            peers=self.host.peers,
+            trainer=self._trainer_names[0],
+            maker=self._name,
+            should_stop=self.host.stop.is_set,
+        )
 
     def _make_source(self, dataloader_fn: Callable[[], Any], num_epochs: int, num_steps: int) -> WorkSource:
         rules = self._options.rules

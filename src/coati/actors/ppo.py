@@ -45,7 +45,7 @@ class PlainPPOTrainer(Trainer):
 
     With `options.topology.max_staleness` of 0 or more, older batches are refused. With `options.train.save_every` all
     ranks save checkpoints together, to `options.save_folder`. To change the loss, pass a subclass of `PPOLearner` as
-    `options.learner`, or override `make_learner`.
+    `options.learner`, or override `make_learner`. A `buffer` comes in place of that which `options` describe.
     """
 
     def __init__(
@@ -68,14 +68,12 @@ class PlainPPOTrainer(Trainer):
         buffer: LeasedBuffer | None = None,
         host: Host | None = None,
     ) -> None:
-        """`buffer` comes in place of one that `options` describe."""
         self.options = options = (options or TrainerOptions()).with_arguments(
             train_batch_size=train_batch_size,
             eps_clip=eps_clip,
             value_clip=value_clip,
             update_lora_weights=update_lora_weights,
         )
-        topology = options.topology
         apply_env_info(env_info)
         set_up_cpu(options.num_threads)
         self._leased = buffer or _leased_buffer(options)
@@ -100,7 +98,7 @@ class PlainPPOTrainer(Trainer):
             self.callbacks.append(TrainerPerformanceEvaluator(num_parameters(actor), num_parameters(critic)))
             connect(self.callbacks, self._timeline)
         self._learner = self.make_learner(actor, critic)
-        self._max_staleness = None if topology.max_staleness < 0 else topology.max_staleness
+        self._max_staleness = options.topology.max_staleness  # below 0: none
         self._version_metrics: dict[str, float] = {}  # of the version made last
         self._num_steps_unpublished = 0
         self._sender = self._make_sender()
@@ -170,7 +168,7 @@ class PlainPPOTrainer(Trainer):
         """One step of actor and critic; metrics include `actor_loss` and, with a critic, `critic_loss`."""
         ages = age_metrics(experience, self.version)
         oldest = ages["train/age_max"]
-        if self._max_staleness is not None and oldest > self._max_staleness:
+        if 0 <= self._max_staleness < oldest:
             raise StalenessExceeded(
                 f"a batch holds samples {oldest:g} versions old, but max_staleness is {self._max_staleness}. "
                 "Have makers lease their work (options.rules, with the same bound), or leave max_staleness out."
