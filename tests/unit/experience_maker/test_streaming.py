@@ -188,7 +188,7 @@ def test_groups_go_out_as_they_end_and_their_places_are_filled():
 
 def test_the_tail_of_a_batch_costs_nothing():
     lengths = [2, 3, 5, 16] * 8
-    rig = Rig(lengths.__getitem__, total=32, capacity=8)
+    rig = Rig(lengths.__getitem__, total=32, capacity=8, on_step=lambda _: wait_for_rewards(rig))
     rig.run()
     in_batches = 16 * 4
     assert rig.engine.num_steps < 0.75 * in_batches  # 30 if no place was ever free
