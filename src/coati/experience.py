@@ -4,19 +4,18 @@ Shapes: B samples, P prompt tokens (left-padded), A response tokens (right-padde
 
 A sample takes these forms on its way from prompt to gradient:
 
-    Lease               trainer     ledger/             the right to make one prompt group; its number is the prompt's
     row of a dataset    dict        prompts/            one prompt and its columns
+    Lease               trainer     ledger/             the right to make one prompt group; its number is the prompt's
     PromptBatch         maker       experience_maker/   prompts, tokenized and left-padded; comes as a dict, or a tensor
-    RolloutRequest      maker       rollout/            those, and how to continue them
+    RolloutRequest      maker       rollout/            those, and how to continue them; a Sample is one in the engine
     Response            maker       rollout/            one response, with its log-probs and versions
-    Written             maker       experience_maker/   prompts and responses of whole groups
+    Rollout             maker       rollout/            prompts and responses of whole groups, padded
     RewardRequest       maker       rewards/            the responses as text and tokens; PendingScores of it come later
     MakerBatch          maker       experience_maker/   carries the batch while it is scored, and then the experience
     Experience          maker                           with rewards, KL and advantages
-    BufferItem          maker                           one sample without padding
-    ItemBundle          the wire                        items that travel together, an array for each field; so they
-                                                        wait in a DetachedReplayBuffer, and lie in checkpoints
-    Experience          trainer                         items of several makers, padded again; checked once, on arrival
+    BufferItem          maker                           one sample without padding; so it waits at the trainer
+    ItemBundle          the wire                        items that travel together, an array for each field
+    Experience          trainer                         items of several makers, padded again
     MicroBatch          trainer     trainer/            the rows of one pass
     PackedRows          trainer     models/             those, joined end to end for the models
 """

@@ -1,1 +1,1 @@
-"""Learning: the PPO step, the fit loop, optimizers, schedules and strategies."""
+"""Learning: the PPO step, optimizers, schedules, strategies and checkpoints."""
