@@ -285,7 +285,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in LIBRARY if name not in ("http", "judge", "teacher")])  # see test_remote.py
+@pytest.mark.parametrize(
+    "name", [name for name in LIBRARY if name not in ("http", "judge", "teacher")]
+)  # see test_remote.py
 def test_hostile_completions_are_judged_or_fail_alone_and_the_next_batch_is_scored(built, name):
     if name in COLUMNS:
         pytest.importorskip(name.replace("-", "_"))
