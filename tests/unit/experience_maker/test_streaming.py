@@ -255,7 +255,7 @@ def test_slow_rewards_are_asked_for_much_at_a_time():
 
 
 def test_a_few_complete_groups_do_not_wait_long():
-    rig = Rig(lambda one: 3 if one == 0 else 60, total=8, capacity=8, maker_class=Watched)
+    rig = Rig(lambda one: 3 if one == 0 else 60, total=8, capacity=8, on_step=lambda _: wait_for_rewards(rig))
     sent = dict(rig.run())
     assert sent[0] < 3 + 20
 
