@@ -32,9 +32,12 @@ from coati.errors import ConfigError
 
 # Tokens of given logits that are widened at once.
 _CHUNK_TOKENS = 4096
-# Bytes of the logits of one chunk: on an accelerator small products would waste it.
+# Bytes of the logits of one chunk: on an accelerator small products would waste it. torch makes float32 copies of them.
 _CHUNK_BYTES = 1 << 30
+_CHUNK_BYTES_TORCH = 1 << 28
 _CHUNK_BYTES_CPU = 1 << 27
+# How far kernels may be from torch in their trial, as a part of the largest result; gradients are in these formats.
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # An accelerator's chunks are cut to a multiple of this many tokens, which matrix products like.
 _CHUNK_STEP = 128
 
@@ -99,7 +102,7 @@ def head_logprobs_and_entropy(
     is_autocast = torch.is_autocast_enabled(device_type) and hidden.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device_type) if is_autocast else hidden.dtype
     if chunk_tokens == 0:
-        chunk_tokens = _tokens_of_a_chunk(len(tokens), weight.shape[0] * dtype.itemsize, hidden.device)
+        chunk_tokens = _tokens_of_a_chunk(len(tokens), weight.shape[0], hidden.device, dtype)
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, tokens.long().contiguous(), scale, dtype, chunk_tokens, with_entropy
     )
@@ -220,9 +223,12 @@ def temperature_per_token(temperature: float | Tensor, shape: torch.Size, *, lik
     return column.expand(shape).unsqueeze(-1)  # [*shape, 1]
 
 
-def _tokens_of_a_chunk(num_tokens: int, bytes_per_token: int, device: torch.device) -> int:
+def _tokens_of_a_chunk(num_tokens: int, vocabulary: int, device: torch.device, dtype: torch.dtype) -> int:
     """How many tokens' logits to compute at once; on a GPU chunks of like size, for a short last one would waste it."""
-    most = max(1, (_CHUNK_BYTES_CPU if device.type == "cpu" else _CHUNK_BYTES) // bytes_per_token)
+    budget = _CHUNK_BYTES_CPU
+    if device.type != "cpu":
+        budget = _CHUNK_BYTES_TORCH if head_operations(device, dtype) is TORCH_HEAD else _CHUNK_BYTES
+    most = max(1, budget // (vocabulary * dtype.itemsize))
     if device.type == "cpu" or most < _CHUNK_STEP or num_tokens <= most:
         return most
     most -= most % _CHUNK_STEP
@@ -234,10 +240,26 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, where the factors may be in a narrower format."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda:
+    elif total.is_cuda and _adds_products_in_place(total.device, left.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
+
+
+@functools.cache
+def _adds_products_in_place(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch adds a product of such factors to a float32 matrix in one go: tried, and held against sums."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(24, width, generator=generator).to(device, dtype) for width in (40, 16))
+    total = torch.randn(40, 16, generator=generator).to(device)
+    expected = total.double() + left.T.double() @ right.double()
+    try:
+        with torch.no_grad():
+            torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    # Rounded to half precision on the way it would be off by a hundred times this.
+    return bool((total - expected).abs().max() < 1e-4)
 
 
 class Reading(NamedTuple):
@@ -259,21 +281,56 @@ class HeadOperations(NamedTuple):
 
 @functools.cache
 def head_operations(device: torch.device, dtype: torch.dtype) -> HeadOperations:
-    """Kernels for logits on a GPU on which they run; torch otherwise."""
-    if device.type != "cuda" or dtype == torch.float64:
+    """Kernels for logits on a GPU on which they have shown, once, that they compute what torch does; torch otherwise.
+
+    Triton compiles with whatever compiler and driver it finds, so its kernels are tried before they are trusted.
+    """
+    if device.type != "cuda" or dtype not in _TOLERANCE:
         return TORCH_HEAD
     try:
         from coati.algos.head_kernels import gradient_in_place, read_off
 
-        logits, tokens = torch.zeros(1, 2, device=device, dtype=dtype), torch.zeros(1, device=device, dtype=torch.long)
         kernels = HeadOperations(read_off, gradient_in_place)
-        reading = kernels.read_off(logits, tokens, None, with_entropy=True)
-        kernels.gradient(logits, tokens, None, reading.sums, reading.logprobs, None, None)
+        errors = _trial_errors(kernels, device, dtype)
+        wrong = [name for name, error in errors.items() if not error <= _TOLERANCE[dtype]]
+        reason = f"their results differ from torch's ({', '.join(wrong)})" if wrong else ""
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # not installed, no compiler, a card or driver that it does not know
         reason = f"{type(error).__name__}: {error}"
-        warnings.warn(f"computing log-probs without Triton, which is slower: {reason}", RuntimeWarning, stacklevel=2)
+    if reason:
+        warnings.warn(
+            f"computing log-probs without Triton kernels, which is slower: {reason}", RuntimeWarning, stacklevel=2
+        )
         return TORCH_HEAD
     return kernels
+
+
+@torch.no_grad()
+def _trial_errors(kernels: HeadOperations, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """How far kernels are from torch, by result: with a vocabulary of odd size, and a token that cannot come."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = 5003
+    logits = (3 * torch.randn(4, vocabulary, generator=generator)).to(device, dtype)
+    logits[1, 17] = -torch.inf
+    tokens = torch.tensor([0, 18, 4999, vocabulary - 1], device=device)
+    grads = torch.randn(2, 4, generator=generator).to(device)
+    temperatures = torch.tensor([[0.5], [1.0], [0.7], [2.0]], device=device)
+    results: list[dict[str, Tensor]] = []
+    for head in (kernels, TORCH_HEAD):
+        found: dict[str, Tensor] = {}
+        for name, scale in (("", None), (" at a temperature", temperatures)):
+            reading = head.read_off(logits, tokens, scale, with_entropy=True)
+            assert reading.entropy is not None
+            found[f"log-probs{name}"], found[f"entropy{name}"] = reading.logprobs, reading.entropy
+            for what, by_entropy in (("gradient", None), ("gradient of entropy", grads[1])):
+                given = (scale, reading.sums, grads[0], by_entropy, reading.entropy)
+                found[what + name] = head.gradient(logits.clone(), tokens, *given).float()
+        results.append(found)
+    return {
+        name: float((results[0][name] - expected).abs().max() / expected.abs().max())
+        for name, expected in results[1].items()
+    }
 
 
 def _read_off(

@@ -70,10 +70,11 @@ class Ledger:
         self._num_numbers = 0  # granted at least once
         self._num_dropped = 0  # numbers
         self._num_trained = 0  # samples
-        self._works: dict[int, Work] = {}  # in the order of their numbers
+        self._works: dict[int, Work] = {}
         self._picked: deque[int] = deque()  # numbers, not trained on yet
         self._returned: list[int] = []  # a heap of numbers
         self._delivered: list[tuple[int, int]] = []  # a heap of (deadline, number)
+        self._in_order: list[int] = []  # on-policy: a heap of numbers that may not have been picked
         self._due: Counter[int] = Counter()  # samples open or delivered, by deadline
         self._answers: dict[str, tuple[tuple[int, int], list[Lease] | None]] = {}  # to the last request, by maker
         self._paces = Paces(rules.group_size)
@@ -253,8 +254,10 @@ class Ledger:
         return (deadline + 1) * self.rules.samples_per_version - self.num_picked
 
     def _first_in_order(self) -> int | None:
-        first = next((work for work in self._works.values() if work.state != "picked"), None)
-        return first.number if first is not None and first.state == "delivered" else None
+        while self._in_order and self._is_past(self._in_order[0]):
+            heapq.heappop(self._in_order)
+        number = self._in_order[0] if self._in_order else None
+        return number if number is not None and self._works[number].state == "delivered" else None
 
     def _first_due(self) -> int | None:
         """The delivered group with the earliest deadline, unless what is due before it needs the room."""
@@ -294,6 +297,8 @@ class Ledger:
         if work is None:
             self._num_numbers += 1
             work = self._works[number] = Work(number, epoch=self._first_epoch - 1)
+            if self.rules.is_on_policy:
+                heapq.heappush(self._in_order, number)
         else:
             self._returned.remove(number)
         work.state, work.maker, work.version, work.epoch = "open", maker, version, work.epoch + 1
@@ -359,6 +364,8 @@ class Ledger:
         ledger._picked = deque(state["picked"])
         for fields in state["works"]:
             work = ledger._works[fields["number"]] = Work(**fields)
+            if rules.is_on_policy:
+                heapq.heappush(ledger._in_order, work.number)
             if work.state in ("open", "returned"):
                 work.epoch = max(first_epoch, work.epoch + (work.state == "open"))
                 work.state = "returned"

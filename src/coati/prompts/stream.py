@@ -12,7 +12,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -171,12 +171,12 @@ class PromptStream:
         themselves.
         """
         ids = list(self._tokenizer(text, add_special_tokens=not is_chat, verbose=False)["input_ids"])  # any length
-        return ids[:-1] if self._adds_end and not is_chat else ids
-
-    @cached_property
-    def _adds_end(self) -> bool:
-        """Whether the tokenizer puts an end token after a text."""
-        return bool(self._tokenizer("")["input_ids"][-1:] == [self._tokenizer.eos_token_id])
+        end = self._tokenizer.eos_token_id
+        if not is_chat and ids and ids[-1] == end:
+            written = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if _num_last(ids, end) > _num_last(written, end):  # one that the text itself spells out stays
+                ids.pop()
+        return ids
 
     def _skip_reason(self, num_tokens: int) -> str | None:
         if num_tokens == 0:
@@ -262,3 +262,8 @@ def _render(prompt: str | list[dict[str, Any]], tokenizer: Any, *, where: str) -
             f"{where}: the tokenizer's chat template refuses messages with the roles {roles}: "
             f"{type(error).__name__}: {error}. Correct the messages, or choose another tokenizer."
         ) from error
+
+
+def _num_last(ids: Sequence[int], token_id: int) -> int:
+    """How often a token is repeated at the end."""
+    return next((count for count, last in enumerate(reversed(ids)) if last != token_id), len(ids))

@@ -18,14 +18,16 @@ if TYPE_CHECKING:
     from coati.rewards.base import RewardRequest as RewardRequest
     from coati.rewards.base import Scores as Scores
     from coati.rewards.base import WeightedSum as WeightedSum
+    from coati.rewards.calling import load_reward_function as load_reward_function
     from coati.rewards.function import FunctionReward as FunctionReward
     from coati.rewards.function import build_reward as build_reward
+    from coati.rewards.process import RewardProcess as RewardProcess
     from coati.rewards.scorer import PendingScores as PendingScores
     from coati.rewards.scorer import RewardScorer as RewardScorer
 
 
 def __getattr__(name: str) -> Any:
-    for home in ("base", "function", "scorer"):
+    for home in ("calling", "base", "function", "process", "scorer"):
         module = importlib.import_module(f"{__name__}.{home}")
         if getattr(getattr(module, name, None), "__module__", "") == module.__name__:
             return getattr(module, name)

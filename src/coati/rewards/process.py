@@ -12,12 +12,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from coati.background import run_in_background
 from coati.config.reward import RewardSettings
 from coati.errors import ConfigError
 from coati.rewards.calling import CallFailed, Verdict
@@ -98,7 +100,12 @@ class RewardProcess:
             start_new_session=True,
         )
         theirs.close()
-        answer = self._exchange(tuple(self._order), _ANSWER_BYTES, _START_SECONDS)
+        hello = run_in_background(lambda: self._exchange(tuple(self._order), _ANSWER_BYTES), name="reward-start")
+        try:
+            answer = hello.result(_START_SECONDS)
+        except FutureTimeout:
+            self.kill()
+            raise CallFailed(f"its import took more than {_START_SECONDS:g} s") from None
         if answer.error:
             self.kill()
             raise CallFailed(answer.error)
@@ -135,16 +142,13 @@ class RewardProcess:
                 process.wait(_END_SECONDS)
         return -signal.SIGKILL if process.returncode is None else process.returncode
 
-    def _exchange(self, message: Any, most: int, seconds: float | None = None) -> _Answer:
+    def _exchange(self, message: Any, most: int) -> _Answer:
         process, connection = self._process, self._connection
         assert process is not None
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 connection.send_bytes(pickle.dumps(message))
-            if connection.poll(seconds):
-                return _Answer.model_validate_json(connection.recv_bytes(most))
-            self._end(process)
-            raise CallFailed(f"its import took more than {seconds:g} s")
+            return _Answer.model_validate_json(connection.recv_bytes(most))
         except (EOFError, ConnectionResetError):  # it has ended, and its guard will
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)

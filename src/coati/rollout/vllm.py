@@ -229,6 +229,7 @@ class VllmEngine:
                 "enforce_eager": not parameter.is_cuda,  # compiling takes minutes there
                 "disable_log_stats": True,
                 **self._settings,
+                "max_num_seqs": self._max_sequences + 1,  # the canary has a place of its own
             }
             return vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
 
@@ -241,6 +242,8 @@ class VllmEngine:
         self._weights = ()  # unless all of them arrive
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": _merged_weights(base)})
         self._check_bits(base)
+        self._engine.abort_request([*self._canaries])  # they would be of these weights now
+        self._canaries.clear()
         self._weights, self._num_copies = weights, self._num_copies + 1
         tokens = (prompt * 2)[: min(_CANARY_TOKENS, (context_length_of(base) or _CANARY_TOKENS + 1) - 1)]
         ids = torch.tensor([tokens], device=next(base.parameters()).device)
@@ -328,7 +331,7 @@ def _merged_weights(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _sum_of_bits(weights: Iterable[tuple[str, Tensor]]) -> int:
     """The same however weights are joined, turned or filled up with zeros."""
-    formats = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    formats = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return sum(int(weight.view(formats[weight.element_size()]).sum(dtype=torch.int64)) for _, weight in weights)
 
 

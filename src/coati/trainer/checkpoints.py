@@ -31,7 +31,7 @@ from coati.errors import CheckpointError, DeadlineExceeded, StorageError
 from coati.experience_buffer.leased import LeasedBuffer
 from coati.gpu import device_errors_explained
 from coati.trainer.ppo import PPOLearner
-from coati.trainer.strategies.files import check_files, replace_folder
+from coati.trainer.strategies.files import MODEL_MARKERS, check_files, replace_folder
 from coati.trainer.strategies.ranks import random_state, restore_random_state
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Checkpoints:
         try:
             if failure is not None:
                 raise failure
-            replace_folder(path, write)
+            replace_folder(path, write, markers=MODEL_MARKERS)
             others = [other for other in saved_versions(self._folder) if (other / _STATE_FILE).is_file()]
             for other in [other for other in others if other != path][self._train.checkpoints_kept - 1 :]:
                 shutil.rmtree(other)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coati.algos.logprobs import head_logprobs_and_entropy
+from coati.algos.logprobs import TORCH_HEAD, _trial_errors, head_logprobs_and_entropy
 
 
 def log_softmax(logits, temperature):
@@ -184,3 +184,11 @@ def test_no_tensor_has_tokens_times_vocabulary_elements(entropy_coef):
     with LargestTensor() as plain:  # the control: the definitions do make one
         logprobs_of(F.linear(hidden, weight), targets).sum().backward()
     assert plain.largest == 64 * 32
+
+
+def test_the_trial_of_kernels_notices_a_gradient_that_is_wrong():
+    cpu = torch.device("cpu")
+    assert set(_trial_errors(TORCH_HEAD, cpu, torch.float32).values()) == {0.0}
+    broken = TORCH_HEAD._replace(gradient=lambda logits, *_: logits)
+    errors = _trial_errors(broken, cpu, torch.float32)
+    assert {name for name, error in errors.items() if not error <= 0.01} == {name for name in errors if "grad" in name}

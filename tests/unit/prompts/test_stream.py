@@ -174,7 +174,7 @@ def test_a_prompt_of_megabytes_is_skipped_without_tokenizing_it():
     stream = stream_of(table, recording_tokenizer(tokenized), context_length=16, prompts_per_batch=1)
     assert next(batches_of(stream, 1))["prompt"] == ["b"]
     assert stream.skipped == {"without room for a response": 1}
-    assert tokenized == ["b", ""]
+    assert tokenized == ["b"]
 
 
 @pytest.mark.parametrize(("size", "expected"), [(2, 2), (3000, 6000)])
@@ -184,7 +184,7 @@ def test_a_small_table_is_tokenized_once_and_a_large_one_on_demand(size, expecte
     stream = stream_of(table_of(*["a"] * size), recording_tokenizer(tokenized))
     for _ in range(2):
         stream.batch(range(size))
-    assert len([text for text in tokenized if text]) == expected
+    assert len(tokenized) == expected
 
 
 def test_a_prompt_needs_room_for_one_new_token():
@@ -207,6 +207,13 @@ def test_a_table_without_a_usable_prompt_is_an_error():
         first_batch(table_of("a b c", "a b c d"), max_prompt_tokens=2, context_length=64)
     for part in ("test.jsonl", "2 longer than prompts.max_tokens", "prompts.max_tokens = 2", "64"):
         assert part in str(caught.value)
+
+
+def test_an_end_token_that_a_tokenizer_puts_before_a_text_takes_nothing_from_its_end():
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = tokenizer.bos_token  # as in OPT
+    ids = first_batch(table_of("a b c"), tokenizer)["input_ids"]
+    assert ids[0].tolist() == [ID["<bos>"], ID["a"], ID["b"], ID["c"]]
 
 
 def test_chat_messages_go_through_the_template():

@@ -339,6 +339,17 @@ def test_foreign_folders_and_files_are_not_replaced(make_strategy, tmp_path):
     strategy.save_model(nn.Linear(1, 1), tmp_path / "empty")
 
 
+def test_a_model_and_an_optimizer_do_not_replace_each_other(make_strategy, tmp_path):
+    strategy, net = make_strategy(), nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(net.parameters())
+    strategy.save_model(net, tmp_path / "model")
+    strategy.save_optimizer(optimizer, tmp_path / "optimizer")
+    with pytest.raises(CheckpointError, match="not something coati saved"):
+        strategy.save_optimizer(optimizer, tmp_path / "model")
+    with pytest.raises(CheckpointError, match="not something coati saved"):
+        strategy.save_model(net, tmp_path / "optimizer")
+
+
 class FullDisk(nn.Linear):
     def save_pretrained(self, path, state_dict):
         (path / "model.safetensors").write_bytes(b"half")

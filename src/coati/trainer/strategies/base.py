@@ -20,6 +20,8 @@ from coati.errors import ConfigError, OutOfMemory
 from coati.gpu import device_errors_explained
 from coati.models.memory import iter_state_chunks, shapes_only, tied_names
 from coati.trainer.strategies.files import (
+    MODEL_MARKERS,
+    OPTIMIZER_MARKERS,
     copy_into,
     iter_state,
     names_to_save,
@@ -207,7 +209,7 @@ class Strategy(Ranks, ABC):
             if add is not None:
                 add(folder)
 
-        self._save_folder(Path(path), write)
+        self._save_folder(Path(path), write, MODEL_MARKERS)
 
     def model_writer(self, model: nn.Module, *, into: dict[str, Tensor] | None = None) -> Callable[[Path], None]:
         """Gather what `save_model` saves in rank 0's host memory; returns what writes it into a folder, for rank 0.
@@ -231,7 +233,7 @@ class Strategy(Ranks, ABC):
 
         State is keyed by the parameter's number in the groups, so any strategy with any number of ranks loads it.
         """
-        self._save_folder(Path(path), self.optimizer_writer(optimizer))
+        self._save_folder(Path(path), self.optimizer_writer(optimizer), OPTIMIZER_MARKERS)
 
     def optimizer_writer(
         self, optimizer: Optimizer, *, into: dict[str, Tensor] | None = None
@@ -280,10 +282,10 @@ class Strategy(Ranks, ABC):
 
         return result
 
-    def _save_folder(self, path: Path, write: Callable[[Path], None]) -> None:
+    def _save_folder(self, path: Path, write: Callable[[Path], None], markers: Collection[str]) -> None:
         def work() -> None:
             if self.rank == 0:
-                replace_folder(path, write)
+                replace_folder(path, write, markers=markers)
 
         self.run_on_all(work, f"save to {path}")
 

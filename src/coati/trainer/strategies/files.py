@@ -38,18 +38,20 @@ _ADAPTER_FILE = "adapter_model.safetensors"
 _SETTINGS_FILE = "optimizer.json"
 _STATE_FILE = "optimizer.safetensors"
 _OPTIMIZER_FORMAT = 5
-# A folder that holds one of these may be replaced by what is saved.
-_MARKERS = {_WEIGHTS_FILE, _INDEX_FILE, "config.json", "adapter_config.json", _SETTINGS_FILE}
+MODEL_MARKERS = frozenset({_WEIGHTS_FILE, _INDEX_FILE, "config.json", "adapter_config.json"})
+"""A folder that holds one of these may be replaced by a model that is saved."""
+OPTIMIZER_MARKERS = frozenset({_SETTINGS_FILE})
+"""The same for an optimizer."""
 
 
-def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
+def replace_folder(path: Path, write: Callable[[Path], None], *, markers: Collection[str]) -> None:
     """Let `write` fill a temporary sibling folder, then move it to `path`.
 
-    A folder that is already there is replaced, all of it, if it is empty or holds a model or an optimizer; anything
+    A folder that is already there is replaced, all of it, if it is empty or holds one of the files `markers`; anything
     else is refused. If writing fails, what was there stays there. A manifest is added.
     """
     path = Path(os.path.realpath(path))
-    _refuse_foreign(path)
+    _refuse_foreign(path, markers)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     replaced = temporary.with_suffix(".old")
     try:
@@ -130,13 +132,13 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _refuse_foreign(path: Path) -> None:
+def _refuse_foreign(path: Path, markers: Collection[str]) -> None:
     if path.is_dir():
         present = {entry.name for entry in path.iterdir()}
-        if present and not present & _MARKERS:
+        if present and present.isdisjoint(markers):
             raise CheckpointError(
-                f"{path} exists and is not something coati saved (it has none of "
-                f"{', '.join(sorted(_MARKERS))}), so it is not replaced. Save to a new or an empty folder."
+                f"{path} exists and is not something coati saved as such (it has none of "
+                f"{', '.join(sorted(markers))}), so it is not replaced. Save to a new or an empty folder."
             )
     elif path.exists():
         raise CheckpointError(f"{path} exists and is a file, but a folder goes there. Choose another path.")
