@@ -36,6 +36,7 @@ def _size_lines(config: RunSettings) -> list[str]:
     per_batch = rollout.prompts_per_batch * rollout.samples_per_prompt
     per_step = topology.trainers * train.batch_size
     groups = f", in groups of {counted(rollout.samples_per_prompt, 'sample')}" if algorithm.uses_groups else ""
+    loss = "" if algorithm.loss == "clip" else f" with the loss {algorithm.loss}"
     penalty = f"KL penalty {algorithm.kl_coef:g} in the {algorithm.kl_in}" if algorithm.kl_coef else "no KL penalty"
     staleness = f"a sample may be {counted(topology.max_staleness, 'weight version')} behind"
     if topology.max_staleness < 1:
@@ -48,7 +49,7 @@ def _size_lines(config: RunSettings) -> list[str]:
         f"{counted(rollout.samples_per_prompt, 'sample')} = {counted(per_batch, 'sample')} in a rollout batch, "
         f"at most {counted(rollout.max_new_tokens, 'new token')} each, by the {_engine(config)}.",
         f"Makers: {counted(topology.makers, 'maker')}; {staleness}.",
-        f"Algorithm: {algorithm.name}{groups}; {penalty}.",
+        f"Algorithm: {algorithm.name}{loss}{groups}; {penalty}.",
         f"Optimizer step: {counted(topology.trainers, 'trainer')} {_TIMES} {counted(train.batch_size, 'sample')} = "
         f"{counted(per_step, 'sample')}, {_pass_size(train.micro_batch_tokens)}.",
         f"Per weight version: {counted(train.update_steps, 'fresh batch', 'fresh batches')} {_TIMES} "
