@@ -67,6 +67,11 @@ class EvalSettings(Section, section="eval"):
             rule = f"at most rollout.samples_per_prompt ({most})"
             yield "pass_at", rule, self.pass_at, "Sample more of each prompt, or leave the greater k out."
         if self.best_by and self.best_by not in self.metrics:
-            yield "best_by", f"one of {', '.join(self.metrics)}", self.best_by, "Add the k to pass_at, or set rollout.samples_per_prompt of the set."
+            yield (
+                "best_by",
+                f"one of {', '.join(self.metrics)}",
+                self.best_by,
+                "Add the k to pass_at, or set rollout.samples_per_prompt of the set.",
+            )
         if self.patience and not (self.best_by and self.every):
             yield "patience", "0 unless best_by and every are set", self.patience, "Set both, or leave it out."
