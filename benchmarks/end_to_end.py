@@ -44,15 +44,7 @@ ONLY_ON = {
     **dict.fromkeys(("coati-ahead", "coati-vllm", "trl-vllm", "trl-compiled", "trl-ahead"), "cuda"),
 }
 COMPETITORS = ("coati-grpo", "coati-ppo", "trl-grpo", *ONLY_ON)
-SHAPES = {  # what differs from 0.5B
-    "0.5b": {},
-    "1.5b": {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-    },
-}
+SHAPES = ["0.5b", "1.5b"]
 FIRST_END = 2  # 0 is padding, 1 the tokenizer's end
 VLLM_SHARE = 0.3  # of the GPU's memory; TRL's default
 SAMPLES_PER_PROMPT = 8
@@ -230,21 +222,21 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> None:
 def prepare_large(folder: Path, arguments: argparse.Namespace) -> None:
     """A model of Qwen2's shape with random weights, a tokenizer of whole words, and prompts of them."""
     import torch
-    from rollout import QWEN2_05B
+    from rollout import QWEN2
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
     from coati.models import RewardModel
 
-    words = {f"w{index}": index for index in range(QWEN2_05B["vocab_size"])}
+    shape = QWEN2[arguments.shape.upper()]
+    words = {f"w{index}": index for index in range(shape["vocab_size"])}
     backend = Tokenizer(models.WordLevel(vocab=words, unk_token="w0"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="w0", eos_token="w1", padding_side="left")
     torch.manual_seed(0)
     for name in ("model", "reward"):  # a body each: one that both had would be run once for both
         with torch.device("cuda"):
-            config = Qwen2Config(**{**QWEN2_05B, **SHAPES[arguments.shape]})
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=torch.bfloat16)
         # Chances are nearly equal, so this many end tokens give that mean.
         num_ends = round(len(words) / arguments.mean_length) if arguments.mean_length else 0
         model.generation_config.eos_token_id = list(range(FIRST_END, FIRST_END + num_ends)) or None
