@@ -6,6 +6,7 @@ asynchronous run is held against, and where a debugger works.
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from coati.monitor.run_log import RunLog
 from coati.peers import LocalPeers
 
 _TRAINER, _MAKER = "trainer-0", "maker-0"
+_IDLE_SECONDS = 0.05
 
 
 class SynchronousRun(PlainPPOTrainer):
@@ -112,14 +114,22 @@ class SynchronousRun(PlainPPOTrainer):
         self._log.flush()
         super().checkpoint(num_fresh, was_stopped=was_stopped)
 
-    def _try_batch(self, seconds: float) -> "tuple[Experience | None] | None":  # noqa: ARG002
-        while (found := super()._try_batch(0.0)) is None:
-            self._making.take_turn()
+    def _try_batch(self, seconds: float) -> "tuple[Experience | None] | None":
+        found = super()._try_batch(0.0)
+        if found is None:
+            self._have_work_done(seconds)
         return found
 
-    def _are_evaluated(self, pending: int, seconds: float) -> bool:  # noqa: ARG002
-        self._making.take_turn()
+    def _are_evaluated(self, pending: int, seconds: float) -> bool:
+        self._have_work_done(seconds)
         return super()._are_evaluated(pending, 0.0)
+
+    def _have_work_done(self, seconds: float) -> None:
+        """Let the maker do what there is to do. The deadline of a wait counts from the end of its work."""
+        if self._making.take_turn():
+            self._buffer.last_progress = time.monotonic()
+        else:
+            self.host.stop.wait(min(seconds, _IDLE_SECONDS))
 
     def _report(self) -> None:
         """Log what both have recorded, the maker's first: it is older."""

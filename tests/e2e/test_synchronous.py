@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from coati.config import build_config
 from coati.config.algorithm import ALGORITHMS
 from coati.errors import DataError, DeadlineExceeded, RewardError, TrainingDiverged
+from coati.experience_buffer.leased import LeasedBuffer
 from coati.ledger.audit import audit_run
 from coati.monitor import read_jsonl
 from coati.monitor.run_log import RunLog
@@ -223,6 +224,12 @@ def test_nan_rewards_now_and_then_do_not_stall_it(run):
     assert outcome.column("train/samples") == [8.0] * 2  # others took the place of every dropped sample
     assert outcome.column("maker/dropped")[-1] > 0
     assert outcome.column("optim/skipped_batches")[-1] == 0.0
+
+
+def test_a_ledger_that_grants_nothing_is_waited_for_no_longer_than_the_deadline(run, monkeypatch):
+    monkeypatch.setattr(LeasedBuffer, "lease", lambda self, request: [])
+    with pytest.raises(DeadlineExceeded, match=r"waited 0.1 s for a batch of 8 samples"):
+        run(deadlines={"batch_seconds": 0.1})
 
 
 def test_nothing_but_nan_ends_with_an_error(run):

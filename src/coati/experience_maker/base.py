@@ -234,6 +234,10 @@ class WorkSource(ABC):
     def __iter__(self) -> Iterator[PromptBatch | OtherWork]:
         """Yield batches of prompts, or other work that comes first; may wait for them."""
 
+    def poll(self) -> PromptBatch | OtherWork | None:
+        """Return what may be begun now; None if that is nothing."""
+        raise NotImplementedError  # a data loader only waits
+
     def settle(self) -> None:  # noqa: B027  (without leases there is nothing to tell)
         """Tell trainers what became of their leases, and that the maker is at other work."""
 

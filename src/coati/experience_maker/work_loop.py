@@ -107,9 +107,10 @@ class WorkLoop:
     def _work(self) -> Iterator[PromptBatch | OtherWork]:
         return iter(self._source)
 
-    def take_turn(self) -> None:
-        """Do the next work alone, and deliver it: in a process where the trainer waits meanwhile."""
-        work = next(self._work, None)
+    def take_turn(self) -> bool:
+        """Do the next work alone, and deliver it, in a process where the trainer waits meanwhile; False if there is
+        none now."""
+        work = self._source.poll()
         if isinstance(work, PromptBatch):
             self._start_hooks()
             with self._timeline.span("generate"):
@@ -118,6 +119,7 @@ class WorkLoop:
             self._sender.flush()
         elif work is not None:
             work.run(self._pipeline)
+        return work is not None
 
     def _begin_stretch(self, draw: Callable[[], "Future[Any]"]) -> bool:
         """Wait until something is in work; False at the end."""
