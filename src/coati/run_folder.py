@@ -14,8 +14,10 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
@@ -37,10 +39,12 @@ _RECORDS = (
     *("config.toml", "metrics.jsonl", "spans.jsonl", "quarantine.jsonl", "tensorboard", "trackers", "report.html"),
     *("ledger", "ray-logs", "warnings.log", "evaluations.jsonl", "evaluations"),
 )
-# Of the latest start, even if it failed.
-_CONTROL_FILES = ("state.json", "control.json")
+_CONTROL = "control.json"
 
-RUN_FILES = (*_RESULTS, *_RECORDS, *_CONTROL_FILES)
+MAX_MAKERS = 64
+_REQUEST = re.compile(rb'\{"makers": ?(\d{1,3})\}\s*')
+
+RUN_FILES = (*_RESULTS, *_RECORDS, _CONTROL)
 """Everything that a run and its report write; a new run deletes these and nothing else."""
 
 # With others, what was trained so far would not be part of the same run.
@@ -90,7 +94,7 @@ def open_run_folder(config: RunSettings, *, overwrite: bool, is_resumed: bool = 
     with contextlib.ExitStack() as stack:
         with _as_config_error(folder):
             stack.enter_context(_held(folder))
-            _delete(folder, _CONTROL_FILES)
+            _delete(folder, [_CONTROL])
         yield lambda: _begin(config, is_resumed=is_resumed)
 
 
@@ -168,6 +172,62 @@ def _holder(file: TextIO) -> str:
         return f"pid {fields['pid']} on {fields['host']}"
     except (OSError, ValueError, TypeError, KeyError):  # it is being written
         return "pid unknown"
+
+
+# Asking a run for makers
+
+
+def ask_for_makers(folder: Path, makers: int) -> None:
+    """Ask the run that trains in `folder` for so many makers. ConfigError if none does."""
+    if not _is_held(folder):
+        raise ConfigError(
+            f"RUN_FOLDER must be the output folder (run.output) of a run that is training, got {str(folder)!r}, where "
+            "none is alive."
+        )
+    written = folder / f".{_CONTROL}.{os.getpid()}"
+    written.write_text(json.dumps({"makers": makers}), encoding="utf-8")
+    written.replace(folder / _CONTROL)
+
+
+def asked_makers(folder: Path) -> int | None:
+    """Return the makers that the run in `folder` was asked for since the last call.
+
+    Only a regular file of this user's is followed; what is no request is refused with a warning.
+    """
+    taken, request = folder / f".{_CONTROL}.taken", None
+    try:
+        (folder / _CONTROL).replace(taken)  # so that the next request is another file
+    except OSError:  # there is none
+        return None
+    # Neither a link nor a pipe is followed or waited for, and what is checked is what is read.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    with contextlib.suppress(OSError), open(os.open(taken, flags), "rb") as file:
+        found = os.fstat(file.fileno())
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
+            request = _REQUEST.fullmatch(file.read(100))
+    with contextlib.suppress(OSError):
+        taken.unlink()
+    if request is None or not 1 <= (makers := int(request[1])) <= MAX_MAKERS:
+        logger.warning(
+            'Request refused; training continues. %s must be a file of the user who started the run, with {"makers": '
+            "N}, N from 1 to %d. Write it with coati scale.",
+            _CONTROL,
+            MAX_MAKERS,
+        )
+        return None
+    return makers
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a run is alive in a folder; also where no lock can tell."""
+    try:
+        with (folder / MARKER).open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, FileNotFoundError, NotADirectoryError) as error:
+        return isinstance(error, BlockingIOError)
+    except OSError:  # some network file systems have no locks
+        return True
+    return False
 
 
 # Continuing a run

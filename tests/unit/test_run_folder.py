@@ -2,15 +2,19 @@
 
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
+from coati.cli.main import main
 from coati.config import build_config, load_config
 from coati.errors import ConfigError
 from coati.run_folder import (
     MARKER,
     RUN_FILES,
+    ask_for_makers,
+    asked_makers,
     check_inputs_outside,
     check_run_folder,
     earlier_settings,
@@ -167,3 +171,73 @@ def test_what_a_run_reads_may_not_lie_in_what_it_replaces(config, tmp_path, key)
     with pytest.raises(ConfigError, match=key):
         check_inputs_outside(make_config(tmp_path, **fields))
     check_inputs_outside(config)
+
+
+# Asking a run for makers
+
+
+@pytest.fixture
+def running(tmp_path):
+    """The folder of a run that is alive."""
+    with open_run_folder(make_config(tmp_path), overwrite=False):
+        yield tmp_path / "out"
+
+
+def put_request(folder, text='{"makers": 2}'):
+    (folder / "control.json").write_text(text, errors="surrogatepass")
+
+
+def test_a_request_for_makers_is_seen_once(running, monkeypatch, capsys):
+    for makers in (3, 3):  # the same again is a request of its own
+        monkeypatch.setattr(sys, "argv", ["coati", "scale", str(running), "--makers", str(makers)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert not stopped.value.code
+        assert "for 3" in capsys.readouterr().out
+        assert (asked_makers(running), asked_makers(running)) == (makers, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[]", "{}", "", "null", '{"makers": "many"}', '{"makers": 1e309}', '{"makers": NaN}', '{"makers": 2.5}'),
+        *('{"makers": true}', '{"makers": 0}', '{"makers": 65}', '{"makers": ' + "9" * 3900 + "}", "\ud800"),
+    ],
+)
+def test_what_is_not_a_request_is_refused_once_and_the_next_one_is_followed(running, caplog, text):
+    put_request(running, text)
+    assert asked_makers(running) is None
+    assert asked_makers(running) is None
+    (warning,) = caplog.messages
+    assert "refused" in warning
+    put_request(running)
+    assert asked_makers(running) == 2
+
+
+def test_only_a_file_of_the_same_user_is_obeyed(running, caplog, monkeypatch):
+    put_request(running)
+    mine = os.getuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: mine + 1)
+        assert asked_makers(running) is None
+    os.mkfifo(running / "control.json")  # opening it would wait for ever
+    assert asked_makers(running) is None
+    put_request(running)
+    (running / "control.json").rename(running / "elsewhere.json")
+    (running / "control.json").symlink_to(running / "elsewhere.json")
+    assert asked_makers(running) is None
+    assert ["file of the user" in message for message in caplog.messages] == [True] * 3
+
+
+def test_only_a_run_that_lives_is_asked(config, tmp_path, monkeypatch, capsys):
+    for folder in (tmp_path, tmp_path / "nowhere", config.output_folder):  # the last one has ended
+        with pytest.raises(ConfigError, match="none is alive"):
+            ask_for_makers(folder, 2)
+        assert not (folder / "control.json").exists()
+    for makers, expected in (("2", "none is alive"), ("0", "64"), ("65", "64")):
+        monkeypatch.setattr(sys, "argv", ["coati", "scale", str(tmp_path), "--makers", makers])
+        monkeypatch.setenv("COLUMNS", "300")
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 2
+        assert expected in capsys.readouterr().err

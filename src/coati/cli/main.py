@@ -14,9 +14,8 @@ from coati.cli.eval import evaluate
 from coati.cli.report import report
 from coati.cli.reward import check
 from coati.cli.train import EXIT_STOPPED, train
-from coati.counting import counted
 from coati.errors import CoatiError, RunStopped
-from coati.monitor.control import ask_for_makers
+from coati.run_folder import MAX_MAKERS, ask_for_makers
 
 app = typer.Typer(
     name="coati",
@@ -54,11 +53,11 @@ def _options(
 @app.command()
 def scale(
     folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The output folder of a run that is training.")],
-    makers: Annotated[int, typer.Option(help="Target number of makers.")],
+    makers: Annotated[int, typer.Option(min=1, max=MAX_MAKERS, help="Target number of makers.")],
 ) -> None:
     """Change the number of makers of a running job. Its progress shows when they have joined or left."""
-    state = ask_for_makers(folder, makers)
-    typer.echo(f"Asked the run in {folder}, which has {counted(state.makers, 'maker')}, for {makers}.")
+    ask_for_makers(folder, makers)
+    typer.echo(f"Asked the run in {folder} for {makers}.")
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ The folder may be that of a run that is still writing.
 from __future__ import annotations
 
 import html
-import json
 import math
 import re
 import statistics
@@ -71,8 +70,6 @@ class RunFolder:
     """What a run has written so far."""
 
     path: Path
-    state: Mapping[str, Any]
-    """state.json, which runs on Ray write."""
     metrics: list[dict[str, Any]]
     """One row of numbers per training step."""
     samples: list[dict[str, Any]]
@@ -99,7 +96,6 @@ def read_run(path: Path) -> RunFolder:
         raise ConfigError(f"{rule}, which has neither {_METRICS} nor {_SPANS}.")
     run = RunFolder(
         path=path,
-        state=_read(path / "state.json", lambda file: json.loads(file.read_bytes()), {}),
         metrics=_read(path / _METRICS, read_jsonl, []),
         samples=_read(path / "samples.jsonl", read_jsonl, []),
         spans=_read(path / _SPANS, _read_spans, {}),
@@ -128,8 +124,7 @@ def _read_spans(path: Path) -> dict[str, list[Span]]:
 
 def headline(run: RunFolder, times: RunTimes | None) -> list[tuple[str, str]]:
     """Return the few facts at the top of a report as (name, value) pairs, as far as the run has them."""
-    state = run.state
-    facts = [("status", str(state.get("message") or state["status"]))] if "status" in state else []
+    facts: list[tuple[str, str]] = []
     rewards = [reward for _, reward in run.series("reward/mean")]
     if rewards:
         ends = max(1, min(_ENDS, len(rewards) // 4))
@@ -234,8 +229,8 @@ class RunTimes:
         makers = [shares for shares in self.actors.values() if "generate" in shares]
         name, shares = max(self.actors.items(), key=lambda actor: actor[1]["worked"])
         busiest = f"{name} worked {shares['worked']:.0%} of the time, more than any other."
-        if not trainers or not makers or trainers == makers:
-            return "One process did everything in turn: nothing overlapped."
+        if not trainers or not makers:
+            return busiest
         data = _mean(trainers, "wait_data")
         waits = {what: _mean(makers, cause) for cause, what in _MAKER_WAITS.items()}
         longest = max(waits, key=waits.__getitem__)

@@ -22,14 +22,13 @@ from coati.build import Parts
 from coati.config import RunSettings
 from coati.counting import listed
 from coati.errors import DeadlineExceeded, PeerDied, RunStopped
-from coati.monitor.control import RunControl
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
 from coati.ray.actor_factory import ActorFactory
 from coati.ray.cluster import HeadWatch, connected
 from coati.ray.run_actor import Restarts, TrainerDied
 from coati.ray.supervisor import Supervisor
-from coati.run_folder import choose_start, continue_files
+from coati.run_folder import asked_makers, choose_start, continue_files
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +79,6 @@ class DetachedRun:
         where = connected(self._config, address=self._address, namespace=namespace, log_to_driver=self._log_to_driver)
         with where as is_private:
             self._head = HeadWatch()
-            self._control = RunControl(self._folder, makers=self._config.topology.makers)
-            ending = "failed"
             try:
                 self._factory.is_private = is_private
                 self._show("loading models")
@@ -89,13 +86,11 @@ class DetachedRun:
                 self._train()
                 self._show("saving the model")
                 self._save(model_path, seconds=self._config.deadlines.update_seconds)
-                ending = "stopped" if self._should_stop() else "completed"
             except Exception as error:
                 self._save_after_failure(f"{model_path}-at-failure", error)
                 raise
             finally:
                 self._supervisor.kill_all()
-                self._control.report(status="ended", message=ending)
 
     def _train(self) -> None:
         supervisor = self._supervisor
@@ -120,10 +115,8 @@ class DetachedRun:
         self._head.check()
         if self._restart_at is not None and time.monotonic() >= self._restart_at:
             self._restart_trainers()
-        had_begun, was_starting = supervisor.has_begun, supervisor.is_starting
+        was_starting = supervisor.is_starting
         supervisor.turn(_POLL_SECONDS)
-        if supervisor.has_begun and not had_begun:
-            self._control.report(status="running")
         if was_starting and not supervisor.is_starting:
             self._log.message = ""
         self._on_progress(self._log.snapshot())
@@ -164,10 +157,9 @@ class DetachedRun:
     def _follow_requests(self) -> None:
         """Have as many makers as were asked for last, once those asked for before have joined or left."""
         supervisor = self._supervisor
-        if not supervisor.pending and (makers := self._control.new_request()) is not None:
+        if not supervisor.pending and (makers := asked_makers(self._folder)) is not None:
             supervisor.scale_to(makers)
         before, self._pending = self._pending, supervisor.pending
-        self._control.report(makers=supervisor.size, message=self._pending or supervisor.refusal)
         if self._pending != before:
             self._show(self._pending)
 

@@ -86,7 +86,6 @@ def folder(tmp_path):
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
     settings = '[run]\nname = "film"\n[algorithm]\nname = "ppo"\n[topology]\nmakers = 1\ntrainers = 1\n'
     (tmp_path / "config.toml").write_text(settings)
-    (tmp_path / "state.json").write_text('{"status": "ended", "message": "completed"}')
     return tmp_path
 
 
@@ -253,7 +252,6 @@ def test_folders_that_are_no_runs_are_refused(tmp_path):
     [
         ("spans.jsonl", '{"actor": "a"}\n', r"spans.jsonl cannot be read.*missing"),
         ("metrics.jsonl", "no json\n{}\n", r"metrics.jsonl, line 1: every line must be a JSON object"),
-        ("state.json", "= broken", "state.json cannot be read"),
     ],
 )
 def test_damaged_files_are_named(folder, file, content, message):
