@@ -234,7 +234,7 @@ def test_only_a_run_that_lives_is_asked(config, tmp_path, monkeypatch, capsys):
         with pytest.raises(ConfigError, match="none is alive"):
             ask_for_makers(folder, 2)
         assert not (folder / "control.json").exists()
-    for makers, expected in (("2", "none is alive"), ("0", "64"), ("65", "64")):
+    for makers, expected in (("2", "none is alive"), ("0", "--makers"), ("65", "--makers")):
         monkeypatch.setattr(sys, "argv", ["coati", "scale", str(tmp_path), "--makers", makers])
         monkeypatch.setenv("COLUMNS", "300")
         with pytest.raises(SystemExit) as stopped:

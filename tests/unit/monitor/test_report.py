@@ -140,10 +140,6 @@ def test_who_was_there_for_a_part_of_the_run_was_absent_for_the_rest():
     assert re.search(r"other\W+0%\W+0%\W+1%\W+0%\W+0%", text)
 
 
-def test_one_process_has_nothing_to_overlap():
-    assert "nothing overlapped" in shares(only={"generate": 5, "train": 5}).verdict()
-
-
 def test_actors_are_in_natural_order_and_many_are_shown_by_kind():
     names = [f"maker-{index}" for index in range(12)]
     times = shares(**{name: {"generate": 8, "wait_weights": 2} for name in names}, trainer={"train": 10})
@@ -207,7 +203,6 @@ def test_the_command_prints_facts_courses_samples_and_times(folder, capsys, monk
     printed = capsys.readouterr().out
     for part in (
         folder.name,
-        "completed",
         "0.250 → 0.750",
         "0.25 → 0.75",
         "▁█",
@@ -218,7 +213,7 @@ def test_the_command_prints_facts_courses_samples_and_times(folder, capsys, monk
         assert part in printed
     assert "\x1b" not in printed  # samples do not steer the terminal
     page = (folder / "report.html").read_text()
-    for part in ("completed", "▁█", "the &lt;b&gt;film&lt;/b&gt;", " number 0 [31m&amp; more", "wait for data", "40%"):
+    for part in ("▁█", "the &lt;b&gt;film&lt;/b&gt;", " number 0 [31m&amp; more", "wait for data", "40%"):
         assert part in page
     assert "<b>film</b>" not in page
     assert page.count("<polyline") == 2
