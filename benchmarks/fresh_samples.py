@@ -51,7 +51,8 @@ class Evaluation(NamedTuple):
 def evaluate(config: RunSettings, model_path: str, *, num_samples: int = 64) -> Evaluation:
     """Sample the model at `model_path` with the run's prompts and generate options; keep samples that have a score."""
     set_up_cpu()
-    actor, reference = Actor.from_pretrained(model_path), Actor.from_pretrained(config.reference_path)
+    reference_path = config.reference_path or config.model.path
+    actor, reference = Actor.from_pretrained(model_path), Actor.from_pretrained(reference_path)
     scorer = build.make_scorer(config)
     maker = NaiveExperienceMaker(
         *(actor, None, scorer, reference),

@@ -87,13 +87,16 @@ def trainer_models(config: RunSettings, *, for_maker: bool = False) -> tuple[Act
 
 def maker_models(
     config: RunSettings, reward: Callable[..., Any] | None = None
-) -> tuple[Actor, Critic | None, RewardScorer, Actor]:
-    """Load what a maker works with: actor, critic, reward (a function, or what `[reward]` says) and the initial model.
+) -> tuple[Actor, Critic | None, RewardScorer, Actor | None]:
+    """Load what a maker works with: actor, critic, reward (a function, or what `[reward]` says) and the initial model,
+    which is None where no KL is measured.
 
     With `train.compile` the blocks of those that only score are compiled; the actor is left to the rollout engine.
     """
     actor, critic = trainer_models(config, for_maker=True)
-    reference = _loaded(config, "model.reference", config.reference_path, Actor, dtype=_dtype(config))
+    path, reference = config.reference_path, None
+    if path is not None:
+        reference = _loaded(config, "model.reference", path, Actor, dtype=_dtype(config))
     if config.train.compile:
         for model in (reference, critic):
             if model is not None:
@@ -158,11 +161,12 @@ def check_inputs(config: RunSettings) -> PromptStream:
     for one in config.eval:
         make_prompts(config.for_evaluation(one))
     critic = config.model.path if config.model.critic == "actor" else config.model.critic
-    paths = {"model.path": config.model.path, "model.reference": config.reference_path, "model.critic": critic}
+    reference = config.reference_path or config.model.path
+    paths = {"model.path": config.model.path, "model.reference": reference, "model.critic": critic}
     sizes = {key: _loaded(config, key, path, AutoConfig).get_text_config().vocab_size for key, path in paths.items()}
     sizes["model.tokenizer"] = load_tokenizer(config).vocab_size
-    own, reference, critic_size, tokens = sizes.values()
-    if reference != own or critic_size < own or tokens > own:
+    own, reference_size, critic_size, tokens = sizes.values()
+    if reference_size != own or critic_size < own or tokens > own:
         came = ", ".join(f"{size} in {key}" for key, size in sizes.items())
         raise ConfigError(
             f"Models and tokenizer must share a vocabulary, got {came} tokens. Use models and a tokenizer "

@@ -221,6 +221,15 @@ def test_a_maker_takes_updates_for_actor_and_critic_alone(model_folder):
     assert list(maker.trained_models.values()) == [actor, critic]
 
 
+def test_a_maker_loads_a_reference_only_if_a_kl_is_measured(model_folder):
+    def reference(**model):
+        settings = {"model": {"path": str(model_folder), "device": "cpu", **model}, "algorithm": {"kl_coef": 0.0}}
+        return build.maker_models(config_of(**settings, reward={"function": "builtins:len"}))[3]
+
+    assert reference() is None
+    assert reference(reference=str(model_folder)) is not None
+
+
 @pytest.mark.parametrize(
     ("train", "expected"),
     [

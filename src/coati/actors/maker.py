@@ -70,7 +70,7 @@ class Maker:
         self,
         detached_trainer_name_list: Sequence[str],
         strategy_fn: Callable[[], Strategy],
-        model_fn: Callable[[], tuple[nn.Module, nn.Module | None, Any, nn.Module]],
+        model_fn: Callable[[], tuple[nn.Module, nn.Module | None, Any, nn.Module | None]],
         env_info: Mapping[str, str] | None = None,
         sync_models_from_trainers: bool = False,
         buffer_cpu_offload: bool = True,

@@ -86,8 +86,8 @@ def _place_lines(config: RunSettings) -> list[str]:
     written += config.logging.tracker_names
     checkpoints = f"; every {counted(train.save_every, 'version')} in checkpoints/" if train.save_every else ""
     lines = [
-        f"Model: {model.path}{' with LoRA adapters' if config.lora.rank else ''}; reference {config.reference_path}, "
-        f"{critic}.",
+        f"Model: {model.path}{' with LoRA adapters' if config.lora.rank else ''}; "
+        f"{f'reference {config.reference_path}' if config.reference_path else 'no reference'}, {critic}.",
         f"Reward: {' + '.join(terms) or reward.function or reward.model}.",
         *(f"Evaluation: {one.name}, {counted(one.rollout.samples_per_prompt, 'sample')} each." for one in config.eval),
         f"Output: {config.output_folder}/ ({', '.join(written)}; final model in model/{checkpoints}).",

@@ -86,9 +86,9 @@ class RunSettings(Section):
         return Path(self.run.output or f"runs/{self.run.name}")
 
     @property
-    def reference_path(self) -> str:
-        """The model that the KL penalty is measured against."""
-        return self.model.reference or self.model.path
+    def reference_path(self) -> str | None:
+        """The model that the KL is measured against; None where nothing needs it and `model.reference` names none."""
+        return self.model.reference or (self.model.path if self.algorithm.kl_coef else None)
 
     @property
     def tokenizer_path(self) -> str:

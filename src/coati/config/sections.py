@@ -51,7 +51,9 @@ class ModelSettings(Section, section="model"):
         "actor", 'Where the critic starts: "actor" for the actor\'s body, or a path or hub name.', min_length=1
     )
     reference: str = setting(
-        "", "The frozen model that the KL penalty is measured against, a path or hub name; empty = model.path."
+        "",
+        "The frozen model that the KL is measured against, a path or hub name; empty = model.path if there is a KL "
+        "penalty.",
     )
     tokenizer: str = setting("", "Path or hub name that the tokenizer is loaded from; empty = model.path.")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Number format of the weights.")

@@ -253,9 +253,9 @@ class ExperienceMaker(ABC):
     make whole batches. If it declares keyword arguments named `sample_ids`, `group_ids` or `columns`, it gets those of
     the prompts too; so does an override that takes **kwargs, if what it overrides declares them.
 
-    `critic` is None for algorithms that need none. `actor` and `initial_model` may be plain transformers models or an
-    `Actor`; the reward model may be any module that maps (sequences, attention_mask) to one score per sample, or a
-    `RewardScorer`.
+    `critic` and `initial_model` are None for algorithms that need none. `actor` and `initial_model` may be plain
+    transformers models or an `Actor`; the reward model may be any module that maps (sequences, attention_mask) to one
+    score per sample, or a `RewardScorer`.
     """
 
     policy_version: int = 0
@@ -266,7 +266,9 @@ class ExperienceMaker(ABC):
     """The account of the actor's time, set before the first batch."""
     _waiting: tuple[tuple[PromptBatch, dict[str, Any]], ...] = ()
 
-    def __init__(self, actor: nn.Module, critic: nn.Module | None, reward_model: Any, initial_model: nn.Module) -> None:
+    def __init__(
+        self, actor: nn.Module, critic: nn.Module | None, reward_model: Any, initial_model: nn.Module | None
+    ) -> None:
         self.actor = actor
         self.critic = critic
         self.reward_model = reward_model

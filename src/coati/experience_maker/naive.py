@@ -52,7 +52,8 @@ class NaiveExperienceMaker(ExperienceMaker):
     goes into quarantine, if the scorer's `max_quarantined` allows it.
 
     `algorithm` decides how advantages are made and where the KL penalty goes; `kl_coef`, `gamma` and `lam` are short
-    for its settings of the same name. Algorithms without a critic take None for it.
+    for its settings of the same name. Algorithms without a critic take None for it, those without a KL penalty None for
+    the initial model; the KL is then not measured, and 0.
     """
 
     is_stream = True
@@ -62,7 +63,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         actor: nn.Module,
         critic: nn.Module | None,
         reward_model: Any,
-        initial_model: nn.Module,
+        initial_model: nn.Module | None,
         kl_coef: float = 0.1,
         gamma: float = 1.0,
         lam: float = 0.95,
@@ -80,6 +81,8 @@ class NaiveExperienceMaker(ExperienceMaker):
             raise ConfigError("critic must be a model with this algorithm, got None. Pass one, or use e.g. 'grpo'.")
         else:
             critic = as_critic(critic)
+        if initial_model is None and self.algorithm.kl_coef:
+            raise ConfigError("initial_model must be a model while algorithm.kl_coef is above 0, got None. Pass one.")
         if isinstance(reward_model, PreTrainedModel):
             reward_model = RewardModel(reward_model)
         super().__init__(actor, critic, reward_model, initial_model)
@@ -271,14 +274,18 @@ class NaiveExperienceMaker(ExperienceMaker):
             batch.scores = scorer.begin(*forward, prompts.columns)
         # The engine drew the tokens by these log-probs, so they are the policy's, whatever a second pass would say.
         logprobs = rollout.rollout_log_probs
-        reference_logprobs, values = score_with_models(self.initial_model, self.critic, *forward, temperatures)
+        references, values = score_with_models(self.initial_model, self.critic, *forward, temperatures)
+        kl, kind = torch.zeros_like(logprobs), self.algorithm.kl_estimator
+        if references is not None:
+            kl = kl_estimate(logprobs, references, action_mask, kind=kind)
+            references = references.masked_fill(~action_mask, 0.0) if self.algorithm.kl_in == "loss" else None
         batch.metrics |= self._gap_watch.measure(self.actor, rollout, temperatures, version=self.policy_version)
         batch.experience = Experience(
             sequences=sequences,
             action_log_probs=logprobs,
             values=values,
             reward=values.new_zeros(len(values)),  # until the scores have come
-            kl=kl_estimate(logprobs, reference_logprobs, action_mask, kind=self.algorithm.kl_estimator),
+            kl=kl,
             advantages=torch.zeros_like(values),  # until it is known which samples stay
             attention_mask=attention_mask,
             action_mask=action_mask,
@@ -287,9 +294,7 @@ class NaiveExperienceMaker(ExperienceMaker):
             policy_versions=rollout.token_versions.clone(),
             temperatures=temperatures,
             is_cut=rollout.is_cut,
-            reference_log_probs=(
-                reference_logprobs.masked_fill(~action_mask, 0.0) if self.algorithm.kl_in == "loss" else None
-            ),
+            reference_log_probs=references,
         )
         # Models score now, because the models are free only until the next batch begins.
         if batch.scores is None:

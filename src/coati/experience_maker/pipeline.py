@@ -196,7 +196,7 @@ class ExperiencePipeline:
             "version": batch.version,
             "incarnation": batch.incarnation,
             "metrics": {
-                **batch_metrics(experience),
+                **batch_metrics(experience, has_reference=self.maker.initial_model is not None),
                 "maker/samples_per_second": Mean(num_samples / make_seconds, float(num_samples)),
                 **{name: Sum(float(count - before.get(name, 0))) for name, count in self._reported.items()},
                 "weights/commit_seconds": Max(self.served.last_commit_seconds),

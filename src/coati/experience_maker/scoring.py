@@ -34,7 +34,7 @@ _EXACT_GAP, _ROUNDED_GAP = 1e-3, 0.1
 
 @torch.no_grad()
 def score_with_models(
-    initial_model: nn.Module,
+    initial_model: nn.Module | None,
     critic: nn.Module | None,
     sequences: Tensor,  # [B, S]
     attention_mask: Tensor,  # [B, S]
@@ -42,25 +42,30 @@ def score_with_models(
     temperatures: Tensor,  # [B]
     *,
     max_tokens: int = SCORED_TOKENS,
-) -> tuple[Tensor, Tensor]:
-    """Reference log-probs and values, [B, A] each; values are 0 outside of responses, and without a critic.
+) -> tuple[Tensor | None, Tensor]:
+    """Reference log-probs, None without an initial model, and values, [B, A] each; these are 0 outside of responses,
+    and without a critic.
 
     A large batch is passed through the models in several micro-batches.
     """
-    num_actions = action_mask.shape[1]
-    costs = row_tokens(sequences, attention_mask, is_packed=not packed_scoring_problem(initial_model))
+    num_actions, first = action_mask.shape[1], critic if initial_model is None else initial_model
+    if first is None:
+        return None, torch.zeros_like(action_mask, dtype=torch.float32)
+    costs = row_tokens(sequences, attention_mask, is_packed=not packed_scoring_problem(first))
     micro_batches = row_parts(costs, max_tokens=max_tokens)
     references, values = [], []
     for rows in micro_batches:
         # A single one is the tensors themselves, so that a reward model gets the rows that are joined here.
         tokens = (sequences, attention_mask) if len(micro_batches) == 1 else (sequences[rows], attention_mask[rows])
         with joined_once():
-            references.append(action_logprobs(initial_model, *tokens, num_actions, temperatures=temperatures[rows])[0])
+            if initial_model is not None:
+                logprobs, _ = action_logprobs(initial_model, *tokens, num_actions, temperatures=temperatures[rows])
+                references.append(logprobs)
             if critic is None:
                 values.append(torch.zeros_like(references[-1]))
             else:
                 values.append(action_values(critic, *tokens, num_actions).masked_fill(~action_mask[rows], 0.0))
-    return torch.cat(references), torch.cat(values)
+    return torch.cat(references) if references else None, torch.cat(values)
 
 
 class GapWatch:

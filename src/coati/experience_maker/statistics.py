@@ -11,27 +11,27 @@ from coati.rewards import PendingScores
 from coati.rewards.base import decode_completions, decode_prompts
 
 
-def batch_metrics(experience: Experience) -> dict[str, Metric]:
-    """Rewards, KL to the initial model, and lengths; `reward/std` is that of the batch.
+def batch_metrics(experience: Experience, *, has_reference: bool = True) -> dict[str, Metric]:
+    """Rewards, KL to the initial model if there is one, and lengths; `reward/std` is that of the batch.
 
     A response that ends with its first token, and was not cut there, is empty.
     """
     mask = experience.full_action_mask()
     lengths = mask.sum(dim=1)
     num_samples = float(experience.num_samples)
-    num_tokens = max(1.0, float(lengths.sum()))
     reward = experience.reward.double()
-    kl_sum = float(experience.kl.double().masked_fill(~mask, 0.0).sum())
     metrics: dict[str, Metric] = {
         "reward/mean": Mean(float(reward.mean()), num_samples),
         "reward/std": Mean(float(reward.std(correction=0)), num_samples),
         "reward/min": Min(float(reward.min())),
         "reward/max": Max(float(reward.max())),
-        "kl/per_sample": Mean(kl_sum / num_samples, num_samples),
-        "kl/per_token": Mean(kl_sum / num_tokens, num_tokens),
         "response/length": Mean(float(lengths.double().mean()), num_samples),
         "maker/samples": Sum(num_samples),
     }
+    if has_reference:
+        kl_sum, num_tokens = float(experience.kl.double().masked_fill(~mask, 0.0).sum()), max(1.0, float(lengths.sum()))
+        metrics["kl/per_sample"] = Mean(kl_sum / num_samples, num_samples)
+        metrics["kl/per_token"] = Mean(kl_sum / num_tokens, num_tokens)
     if experience.group_ids is not None:
         _, members, sizes = torch.unique(experience.group_ids, return_inverse=True, return_counts=True)
         if int(sizes.max()) > 1:

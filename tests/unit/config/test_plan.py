@@ -74,6 +74,13 @@ def test_the_plan_says_which_reward_and_where_files_go():
     assert "LoRA adapters" in text
 
 
+def test_a_reference_is_there_for_a_penalty_or_if_it_is_named():
+    assert "reference m," in words(plan_of())
+    assert "no reference," in words(plan_of("algorithm.kl_coef=0"))
+    assert "reference m," not in words(plan_of("algorithm.kl_coef=0"))
+    assert "reference other," in words(plan_of("algorithm.kl_coef=0", "model.reference=other"))
+
+
 def test_staleness_in_words():
     assert "on-policy" in words(plan_of("topology.max_staleness=0"))
     assert "may be 2 weight versions behind" in words(plan_of("topology.max_staleness=2"))

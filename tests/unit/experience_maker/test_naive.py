@@ -178,6 +178,24 @@ def test_the_order_of_a_batch_changes_nothing(make_maker):
         torch.testing.assert_close(getattr(shuffled, name), tensor[order], atol=1e-5, rtol=0)
 
 
+def test_without_an_initial_model_no_kl_is_measured_and_all_else_is_the_same(make_maker):
+    for name in ("dapo", "vapo"):  # without a KL penalty, without and with a critic
+        algorithm = AlgorithmSettings(name=name, dynamic_sampling=False)
+        groups = {"group_ids": torch.tensor([0, 0, 1, 1])}
+        with_it, without = (
+            make_experience(make_maker(algorithm=algorithm, **changes), **groups)
+            for changes in ({}, {"initial_model": None})
+        )
+        assert with_it.kl.abs().max() > 0
+        assert without.kl.shape == with_it.kl.shape
+        assert not without.kl.any()
+        assert without.reference_log_probs is None
+        for field in ("sequences", "action_log_probs", "values", "reward", "advantages"):
+            assert torch.equal(getattr(without, field), getattr(with_it, field))
+    with pytest.raises(ConfigError, match=r"initial_model.*kl_coef"):
+        make_maker(initial_model=None)
+
+
 def test_kl_is_zero_while_the_actor_is_the_initial_model(make_maker, llama):
     actor = llama(seed=1)
     experience = make_experience(make_maker(actor=actor, initial_model=llama(seed=1)))

@@ -55,6 +55,12 @@ def test_cuts_are_reported_only_where_they_are_known(experience):
     assert not {"response/cut_fraction", "response/empty"} & set(batch_metrics(experience))
 
 
+def test_a_kl_that_is_not_measured_is_absent(experience):
+    metrics = batch_metrics(experience, has_reference=False)
+    assert not [name for name in metrics if name.startswith("kl/")]
+    assert metrics["response/length"].value == 2.0
+
+
 def test_a_response_that_ends_without_an_end_token_is_not_cut(experience):
     # As with stop strings: the third response ends with token 8.
     experience.is_cut = torch.tensor([False, False, False])
