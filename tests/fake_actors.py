@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from thread_peers import PATIENCE, ThreadPeers
 
 from coati.monitor.records import RecordLog
+from coati.ray.actor_factory import ActorFactory
 
 
 class Actor:
@@ -86,7 +87,6 @@ class Host:
 
     def __init__(self):
         self.peers, self.started, self.killed, self.on_start = ThreadPeers(), [], [], lambda name: None
-        self.free = {"CPU": 2.0}
 
     def start(self, actor_class, ray_options, /, **arguments):
         name = ray_options["name"]
@@ -100,11 +100,16 @@ class Host:
         self.killed.append(peer.name)
         peer.kill()
 
-    def free_resources(self):
-        return self.free
-
-    def find_meeting(self, name, options):
-        return SimpleNamespace(result=lambda seconds: ("ab" * 28, "127.0.0.1", 4711))
-
     def __getitem__(self, name):
         return self.peers[name].target
+
+
+class Factory(ActorFactory):
+    """Has a host create its actors."""
+
+    def __init__(self, config, *, host, parts=None):
+        super().__init__(config, parts=parts)
+        self._start, self.kill = host.start, host.kill
+
+    def _find_meeting(self, name, num_gpus):
+        return SimpleNamespace(result=lambda seconds: ("ab" * 28, "127.0.0.1", 4711))

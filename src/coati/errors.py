@@ -93,7 +93,3 @@ class ReplayDiffers(CoatiError, RuntimeError):
 
 class StorageError(CoatiError, OSError):
     """A file of the run cannot be written: the disk is full, or the file system failed."""
-
-
-class ScalingRefused(CoatiError, RuntimeError):
-    """A run cannot have the number of makers it was asked for; it keeps those it has."""

@@ -6,22 +6,26 @@ different versions, and the maker might miss one.
 """
 
 import functools
+import logging
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from coati import build
 from coati.actors.options import MakerOptions, TrainerOptions
 from coati.build import Parts
 from coati.config import RunSettings
-from coati.counting import counted
-from coati.errors import ScalingRefused
-from coati.peers import Peer, answer
+from coati.peers import Peer, PendingCall, answer
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
-from coati.ray.peers import RayHost
+from coati.ray.peers import RayCall, RayPeer
+
+logger = logging.getLogger(__name__)
 
 # ray.remote makes actor classes of these, which mypy cannot see.
 _MAKER: Any = ExperienceMakerHolder
@@ -31,24 +35,19 @@ _TRAINER: Any = DetachedPPOTrainer
 class ActorFactory:
     """Creates makers and trainers by name."""
 
-    def __init__(self, config: RunSettings, *, host: RayHost | None = None, parts: Parts | None = None) -> None:
-        self._host = host or RayHost()
+    def __init__(self, config: RunSettings, *, parts: Parts | None = None) -> None:
         self._config = config
         self._parts = parts or Parts()
-        topology = config.topology
-        self.trainer_names = [f"trainer-{rank}" for rank in range(topology.trainers)]
-        self.first_makers = [f"maker-{index}" for index in range(topology.makers)]
-        """Those that the run begins with."""
-        self._next_maker = topology.makers
+        self.trainer_names = [f"trainer-{rank}" for rank in range(config.topology.trainers)]
         self._num_created = 0  # makers
         self.is_private = False
-        """Whether Ray was started for this run, with one CPU for each of these: makers that join later get none."""
+        """Whether Ray was started for this run: then there is always a CPU for one more maker."""
 
     def create_trainers(self, resume: Path | None, *, makers: Iterable[str], incarnation: int) -> list[Peer]:
         """Create the trainers, which then load their models, or a checkpoint. `incarnation` counts earlier ones."""
         config, makers = self._config, list(makers)
         return [
-            self._host.start(
+            self._start(
                 _TRAINER,
                 ray_options,
                 experience_maker_holder_name_list=self.updated_by(rank, makers),
@@ -60,16 +59,13 @@ class ActorFactory:
             for rank, (ray_options, env_info) in enumerate(self._trainer_places())
         ]
 
-    def create_maker(self, name: str, *, is_first: bool = False) -> Peer:
-        """Create a maker: one that the run begins with, that joins, or that takes the name of one that died."""
+    def create_maker(self, name: str) -> Peer:
+        """Create a maker; it may take the name of one that is gone."""
         config = self._config
-        ray_options = self._options(name, config.topology.gpus_per_maker)
-        if not is_first:
-            ray_options["num_cpus"] = 0 if self.is_private else 1
         self._num_created += 1
-        return self._host.start(
+        return self._start(
             _MAKER,
-            ray_options,
+            self._options(name, config.topology.gpus_per_maker) | ({"num_cpus": 0} if self.is_private else {}),
             detached_trainer_name_list=self.trainer_names,
             strategy_fn=functools.partial(build.make_strategy, config, "maker"),
             model_fn=functools.partial(build.maker_models, config, self._parts.reward),
@@ -78,28 +74,24 @@ class ActorFactory:
             options=MakerOptions.of_run(config, self._parts, incarnation=self._num_created),
         )
 
-    def name_newcomers(self, count: int) -> list[str]:
-        """Return names for makers that are to join. Raises ScalingRefused if the cluster has no room for them."""
-        free = self._host.free_resources()
-        num_gpus = count * self._config.topology.gpus_per_maker
-        for kind, need in (("CPU", 0.0 if self.is_private else float(count)), ("GPU", num_gpus)):
-            room = free.get(kind, 0.0)
-            if need > room:
-                raise ScalingRefused(
-                    f"{counted(count, 'more maker needs', 'more makers need')} {counted(need, kind)}, but "
-                    f"{room:g} {'is' if room == 1 else 'are'} free. Ask for fewer, or add nodes."
-                )
-        names = [f"maker-{self._next_maker + index}" for index in range(count)]
-        self._next_maker += count
-        return names
-
     def updated_by(self, rank: int, makers: Iterable[str]) -> list[str]:
         """Return the makers that a trainer updates."""
         return [name for name in makers if int(name.rpartition("-")[2]) % len(self.trainer_names) == rank]
 
     def kill(self, peer: Peer) -> None:
         """End an actor's process."""
-        self._host.kill(peer)
+        assert isinstance(peer, RayPeer)
+        try:
+            ray.kill(peer.handle)
+        except RayError as error:
+            logger.debug("could not kill %s: %s", peer.name, error)
+
+    def _start(self, actor_class: Any, ray_options: dict[str, Any], /, **arguments: Any) -> Peer:
+        return RayPeer(ray_options["name"], actor_class.options(**ray_options).remote(**arguments))
+
+    def _find_meeting(self, name: str, num_gpus: float) -> PendingCall:
+        """Find a node for rank 0 of a group: its id, its address and a free port."""
+        return RayCall(name, "rendezvous", _rendezvous.options(num_gpus=num_gpus).remote())
 
     def _trainer_places(self) -> list[tuple[dict[str, Any], dict[str, str] | None]]:
         """Actor options and env_info of each rank; a group meets where rank 0 is."""
@@ -107,7 +99,7 @@ class ActorFactory:
         options = [self._options(name, num_gpus) for name in names]
         if len(names) == 1:
             return [(options[0], None)]
-        call = self._host.find_meeting(names[0], {"num_gpus": num_gpus})
+        call = self._find_meeting(names[0], num_gpus)
         seconds = self._config.deadlines.start_seconds
         node_id, address, port = answer(call, "a node where the trainers can meet", seconds=seconds, who=names[0])
         options[0]["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
@@ -118,3 +110,20 @@ class ActorFactory:
     def _options(self, name: str, num_gpus: float) -> dict[str, Any]:
         options = {"name": name, "num_cpus": 1, "num_gpus": num_gpus}
         return options | ({"scheduling_strategy": "SPREAD"} if self._config.topology.placement == "spread" else {})
+
+
+def maker_names(count: int) -> list[str]:
+    """Name so many makers.
+
+    >>> maker_names(2)
+    ['maker-0', 'maker-1']
+    """
+    return [f"maker-{number}" for number in range(count)]
+
+
+@ray.remote(num_cpus=0)
+def _rendezvous() -> tuple[str, str, int]:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port

@@ -1,4 +1,4 @@
-"""Runs a config on Ray: starts makers and trainers, restarts the trainers if one dies, saves the model.
+"""Runs a config on Ray: starts makers and trainers, follows them to the end, saves the model.
 
         driver ── workingloop.remote() ──► makers ── items ──► trainers ◄── fit.remote() ── driver
                                               ▲                   │
@@ -6,9 +6,7 @@
         driver ── records_since, progress (every half second) ──► run log, live view
 
 One loop does it all: at each turn `coati.ray.supervisor` reacts to what happened to actors, and then the driver follows
-stop signals and requests for makers (`coati scale`). If a trainer dies, all trainers are started again from the newest
-checkpoint while the makers wait for them; that is a resume without leaving the driver. What an actor raises ends the
-run. A stop signal ends it with everything trained so far saved.
+stop signals and requests for makers (`coati scale`). A stop signal ends a run with everything trained so far saved.
 """
 
 import logging
@@ -21,14 +19,13 @@ from coati import build
 from coati.build import Parts
 from coati.config import RunSettings
 from coati.counting import listed
-from coati.errors import DeadlineExceeded, PeerDied, RunStopped
+from coati.errors import DeadlineExceeded, RunStopped
 from coati.monitor.progress import RunSnapshot
 from coati.monitor.run_log import RunLog
 from coati.ray.actor_factory import ActorFactory
 from coati.ray.cluster import HeadWatch, connected
-from coati.ray.run_actor import Restarts, TrainerDied
 from coati.ray.supervisor import Supervisor
-from coati.run_folder import asked_makers, choose_start, continue_files
+from coati.run_folder import asked_makers
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +60,11 @@ class DetachedRun:
         self._log_to_driver = log_to_driver
         self._folder = self._config.output_folder.resolve()
         self._remedy = f"To continue from the newest checkpoint, if there is one: coati train --resume {self._folder}"
-        self._restarts = Restarts(config.topology.max_restarts, remedy=self._remedy)
-        log.restarts = self._restarts.counts
         self._factory = make_factory(self._config, parts=parts)
         self._supervisor = Supervisor(
-            self._config, self._factory, log, self._restarts, shows_warnings=not log_to_driver
+            self._config, self._factory, log, remedy=self._remedy, shows_warnings=not log_to_driver
         )
-        self._restart_at: float | None = None  # all trainers
-        self._pending = ""  # what is waited for until makers have joined or left
+        log.restarts = self._supervisor.restarts.counts
 
     def run(self, model_path: str) -> None:
         """Train, and save the actor to `model_path`."""
@@ -95,10 +89,7 @@ class DetachedRun:
     def _train(self) -> None:
         supervisor = self._supervisor
         while supervisor.trainer_states != {"trained"}:
-            try:
-                self._turn()
-            except TrainerDied as death:
-                self._plan_restart(death)
+            self._turn()
         supervisor.stop()
         patience = _QUICK_STOP_SECONDS if self._should_stop() else _STOP_SECONDS
         deadline = time.monotonic() + patience
@@ -113,17 +104,14 @@ class DetachedRun:
     def _turn(self) -> None:
         supervisor = self._supervisor
         self._head.check()
-        if self._restart_at is not None and time.monotonic() >= self._restart_at:
-            self._restart_trainers()
-        was_starting = supervisor.is_starting
         supervisor.turn(_POLL_SECONDS)
-        if was_starting and not supervisor.is_starting:
-            self._log.message = ""
-        self._on_progress(self._log.snapshot())
-        if self._should_stop() and not supervisor.is_stopping:
+        self._show(supervisor.message)
+        if supervisor.is_stopping:
+            return
+        if self._should_stop():
             self._stop()
-        if supervisor.has_begun and not supervisor.is_stopping:
-            self._follow_requests()
+        elif supervisor.has_begun and (makers := asked_makers(self._folder)) is not None:
+            supervisor.wanted = makers
 
     def _stop(self) -> None:
         if not self._supervisor.has_begun:
@@ -133,35 +121,6 @@ class DetachedRun:
                 f"stopped while the trainers were started again, so the model could not be saved. {self._remedy}"
             )
         self._supervisor.stop()
-
-    def _plan_restart(self, death: TrainerDied) -> None:
-        """End all trainers, to start them again after a while; makers keep what they have and wait."""
-        if not self._supervisor.has_begun:
-            raise death
-        if self._supervisor.is_stopping:
-            raise PeerDied(f"{death} It was stopping. {self._remedy}")
-        seconds = self._restarts.take("trainers", death.name, death.reason)
-        logger.error("all trainers are started again in %g s, because %s", seconds, death)
-        self._show("a trainer died; starting the trainers again")
-        self._supervisor.kill_trainers()
-        self._restart_at = time.monotonic() + seconds
-
-    def _restart_trainers(self) -> None:
-        """Create the trainers, to continue from the newest checkpoint. The old ones have ended their writing by now."""
-        self._restart_at = None
-        start = choose_start(self._config, is_restart=True)
-        continue_files(self._config, self._log, start, is_restart=True)
-        self._show(f"a trainer died; the run continues from {start}")
-        self._supervisor.create_trainers(start.checkpoint, incarnation=self._restarts.counts["trainers"])
-
-    def _follow_requests(self) -> None:
-        """Have as many makers as were asked for last, once those asked for before have joined or left."""
-        supervisor = self._supervisor
-        if not supervisor.pending and (makers := asked_makers(self._folder)) is not None:
-            supervisor.scale_to(makers)
-        before, self._pending = self._pending, supervisor.pending
-        if self._pending != before:
-            self._show(self._pending)
 
     def _save(self, path: str, *, seconds: float) -> None:
         self._supervisor.save(path)

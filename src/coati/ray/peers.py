@@ -2,7 +2,6 @@
 
 import logging
 import re
-import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -90,38 +89,6 @@ class RayPeers(Peers):
     def share(self, value: Any) -> Any:
         """Put a value into the object store; Ray resolves it in each actor that gets it."""
         return ray.put(value)
-
-
-class RayHost:
-    """Creates and ends actors; the tests have one that works with threads."""
-
-    def start(self, actor_class: Any, ray_options: dict[str, Any], /, **arguments: Any) -> Peer:
-        """Create an actor with Ray's options, its name among them."""
-        return RayPeer(ray_options["name"], actor_class.options(**ray_options).remote(**arguments))
-
-    def kill(self, peer: Peer) -> None:
-        """End an actor's process."""
-        assert isinstance(peer, RayPeer)
-        try:
-            ray.kill(peer.handle)
-        except RayError as error:
-            logger.debug("could not kill %s: %s", peer.name, error)
-
-    def find_meeting(self, name: str, options: dict[str, Any]) -> PendingCall:
-        """Find a node for rank 0 of a group: its id, its address and a free port."""
-        return RayCall(name, "rendezvous", _rendezvous.options(**options).remote())
-
-    def free_resources(self) -> dict[str, float]:
-        """Return what the cluster has free, by kind."""
-        return dict(ray.available_resources())
-
-
-@ray.remote(num_cpus=0)
-def _rendezvous() -> tuple[str, str, int]:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
 
 
 def original_error(error: RayTaskError) -> Exception:

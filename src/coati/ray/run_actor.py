@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from typing import Any
 
 from coati.counting import counted
@@ -27,8 +26,6 @@ class RunActor:
 
     name: str
     peer: Peer
-    is_newcomer: bool = False
-    """Whether it joins at a user's request: if it fails, the run continues without it."""
     state: str = "loading"
     since: float = dataclasses.field(default_factory=lambda: time.monotonic())
     """When it came into its state."""
@@ -46,6 +43,11 @@ class RunActor:
     _job_call: tuple[str, tuple[Any, ...]] = "", ()
     # What it was told without waiting for it, by method and the maker that it is about.
     _orders: dict[tuple[str, str], tuple[PendingCall, tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        """The number in its name."""
+        return int(self.name.rpartition("-")[2])
 
     def begin(self, state: str, method: str, *args: Any) -> None:
         """Start a job, which brings the actor into a state."""
@@ -81,24 +83,14 @@ class RunActor:
                     self.order(method, *args, about=about)
 
 
-class TrainerDied(PeerDied):
-    """A trainer is gone, and not by its own fault."""
-
-    def __init__(self, name: str, reason: Exception) -> None:
-        super().__init__(f"{name} died: {reason}")
-        self.name = name
-        self.reason = reason
-
-
 class Restarts:
     """The budget of a run: deaths of one actor in a row are followed by longer and longer waits, and after the last
     restart that is allowed within an hour a death ends the run."""
 
-    def __init__(self, limit: int, *, remedy: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit: int, *, remedy: str = "") -> None:
         """`remedy` ends the message of the death that is one too many."""
         self._limit = limit
         self._remedy = remedy
-        self._clock = clock
         self._last: dict[str, tuple[float, float]] = {}  # when it was to be started again, after how long
         self._recent: deque[float] = deque()
         self.counts: Counter[str] = Counter(makers=0, trainers=0)
@@ -108,12 +100,14 @@ class Restarts:
 
         Raises PeerDied if there were too many.
         """
-        now = self._clock()
+        now = time.monotonic()
         while self._recent and now - self._recent[0] > _WINDOW_SECONDS:
             self._recent.popleft()
         if len(self._recent) >= self._limit:
-            before = f"Actors were started again {counted(self._limit, 'time')} (topology.max_restarts) within an hour."
-            raise PeerDied(" ".join(part for part in (f"{name} died: {error}", before, self._remedy) if part))
+            raise PeerDied(
+                f"{name} died: {error} Actors were started again {counted(self._limit, 'time')} "
+                f"(topology.max_restarts) within an hour. {self._remedy}"
+            )
         self._recent.append(now)
         self.counts[kind] += 1
         key = name if kind == "makers" else kind  # trainers are started again together

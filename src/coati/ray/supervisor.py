@@ -6,39 +6,40 @@
 An actor has loaded when it answers for the first time. Then the trainers are told of a maker, and not before: an update
 would wait for it. A maker works once it has its first weights. The trainers of a group change their states together.
 
-A maker that dies is started again, and its leases are granted to others, also if it only does not answer. One that
-fails to join is removed, and the run continues without it. The death of a trainer is raised, because all of them have
-to start again; what an actor raises ends the run.
+At every turn makers are created that are missing, because they died or because more are wanted (`coati scale`), and
+those that are too many leave. The leases of one that is gone, or only does not answer, are granted to others. If a
+trainer dies, all are started again, from the newest checkpoint. What an actor raises ends the run.
 """
 
 import functools
-import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coati import build
 from coati.config import RunSettings
-from coati.counting import listed
+from coati.counting import counted, listed
 from coati.errors import (
     CoatiError,
     DeadlineExceeded,
     PeerDied,
     PeerUnavailable,
     RemoteError,
-    ScalingRefused,
     StartFailed,
 )
 from coati.monitor.run_log import RunLog
 from coati.peers import PendingCall, wait_all, wait_any
-from coati.ray.actor_factory import ActorFactory
-from coati.ray.run_actor import Restarts, RunActor, TrainerDied
+from coati.ray.actor_factory import ActorFactory, maker_names
+from coati.ray.run_actor import Restarts, RunActor
+from coati.run_folder import choose_start, continue_files
 
 logger = logging.getLogger(__name__)
 
 _LAST_FETCH_SECONDS = 5.0
+NAME_SECONDS = 0.5
+"""Until Ray can give the name of an actor that was ended to another."""
 # After a rank of a group raised: until Ray says that another one died, which breaks what they compute together.
 _DEATH_SECONDS = 20.0
 
@@ -47,29 +48,26 @@ class Supervisor:
     """Follows the makers and trainers of a run. Nothing here waits longer than the `turn` that it is called in."""
 
     def __init__(
-        self,
-        config: RunSettings,
-        factory: ActorFactory,
-        log: RunLog,
-        restarts: Restarts,
-        *,
-        shows_warnings: bool = True,
+        self, config: RunSettings, factory: ActorFactory, log: RunLog, *, remedy: str = "", shows_warnings: bool = True
     ) -> None:
-        """`shows_warnings`: log those of actors; Ray may do that, with the rest of what they log."""
+        """`remedy` ends the message of a death that ends the run. `shows_warnings`: log those of actors; Ray may do
+        that, with the rest of what they log."""
         self._config = config
         self._factory = factory
         self._log = log
-        self._restarts = restarts
+        self._remedy = remedy
         self._shows_warnings = shows_warnings
+        self.restarts = Restarts(config.topology.max_restarts, remedy=remedy)
         self.makers: dict[str, RunActor] = {}
         self.trainers: dict[str, RunActor] = {}
+        self.wanted = config.topology.makers
+        """How many makers the run is to have: those with the lowest numbers. May be changed at any time."""
         self.has_begun = False
         """Whether training has begun. Before that, a death ends the run."""
         self.is_stopping = False
         """What becomes of makers does not matter any more."""
-        self.refusal = ""
-        """Why the last request for a number of makers could not be met."""
-        self._restart_at: dict[str, float] = {}  # makers to be started again, and when
+        self._makers_due: dict[str, float] = {}  # when those that are gone may be started again
+        self._trainers_due = 0.0
         self._symptom: tuple[Exception, float] | None = None  # what a trainer raised, and when that is an error
 
     @property
@@ -93,64 +91,30 @@ class Supervisor:
         return [name for name, maker in self.makers.items() if maker.job is not None]
 
     @property
-    def size(self) -> int:
-        """Makers that are to stay."""
-        staying = [maker for maker in self.makers.values() if maker.state != "leaving" and not maker.is_newcomer]
-        return len(staying) + len(self._restart_at)
-
-    @property
-    def pending(self) -> str:
-        """What is waited for until makers have joined or left; "" if nothing is."""
-        if joining := [name for name, maker in self.makers.items() if maker.is_newcomer]:
-            return f"{listed(joining)} loading models and waiting for weights"
-        leaving = sorted(name for name, maker in self.makers.items() if maker.state == "leaving")
-        return f"{listed(leaving)} finishing its work, then leaving" if leaving else ""
+    def message(self) -> str:
+        """What the run waits for; "" while all that it is to have is at work."""
+        if self.is_stopping:
+            return ""
+        if self.is_starting:
+            return "a trainer died; starting the trainers again" if self.has_begun else "loading models"
+        num_working = sum(maker.state == "working" for maker in self.makers.values())
+        is_complete = num_working == len(self.makers) == self.wanted
+        return "" if is_complete else f"{num_working} of {counted(self.wanted, 'maker')} at work"
 
     # What the run does
 
     def create_all(self, resume: Path | None) -> None:
         """Create the actors that the run begins with."""
-        self.create_trainers(resume)
-        for name in self._factory.first_makers:
-            self.makers[name] = RunActor(name, self._factory.create_maker(name, is_first=True))
+        self._create_trainers(resume)
+        self._match_wanted()
 
-    def create_trainers(self, resume: Path | None, *, incarnation: int = 0) -> None:
-        """Create all trainers; `incarnation` counts how often they were before."""
-        makers = self._loaded_makers() if self.has_begun else self._factory.first_makers
+    def _create_trainers(self, resume: Path | None) -> None:
+        incarnation = self.restarts.counts["trainers"]
+        makers = self._loaded_makers() if self.has_begun else maker_names(self.wanted)
         peers = self._factory.create_trainers(resume, makers=makers, incarnation=incarnation)
         self.trainers = {peer.name: RunActor(peer.name, peer) for peer in peers}
         for maker in self.makers.values():
             maker.is_stalled = False  # if it still is, the new trainers are told too
-
-    def kill_trainers(self) -> None:
-        """End all trainers, because one has died."""
-        for trainer in self.trainers.values():
-            self._factory.kill(trainer.peer)
-        self.trainers, self._symptom = {}, None
-
-    def scale_to(self, makers: int) -> None:
-        """Begin to have so many makers; `pending` tells what remains to be waited for, `refusal` why it failed."""
-        self.refusal = ""
-        if makers > self.size:
-            try:
-                names = self._factory.name_newcomers(makers - self.size)
-            except ScalingRefused as error:
-                self._refuse(str(error))
-                return
-            try:
-                for name in names:
-                    self.makers[name] = RunActor(name, self._factory.create_maker(name), is_newcomer=True)
-            except Exception as error:
-                self._refuse_newcomers(error, names)
-            return
-        while self._restart_at and self.size > makers:
-            self._restart_at.popitem()  # the dead need not come back
-        for maker in list(itertools.islice(reversed(self.makers.values()), self.size - makers)):
-            if maker.job is None:  # it still loads
-                self._remove(maker, "left")
-            else:
-                maker.state = "leaving"
-                maker.order("stop")
 
     def save(self, path: str) -> None:
         """Have the trainers save the model; they have when their state is "saved"."""
@@ -175,7 +139,7 @@ class Supervisor:
     def turn(self, timeout: float) -> None:
         """Wait a moment for jobs to end, read what actors have recorded, and react to what happened.
 
-        Raises TrainerDied, PeerDied after too many deaths, DeadlineExceeded, and what an actor raised.
+        Raises PeerDied after too many deaths, DeadlineExceeded, and what an actor raised.
         """
         if not self.actors:
             time.sleep(timeout)
@@ -193,7 +157,8 @@ class Supervisor:
                 self._note_death(actor, actor.death)
         self._check_deadlines()
         if not self.is_stopping:
-            self._replace_dead_makers()
+            if self.has_begun:
+                self._match_wanted()
             self._advance_makers()
         self._advance_trainers()
 
@@ -283,8 +248,8 @@ class Supervisor:
         """An actor raised."""
         if actor.name in self.makers and self.is_stopping:
             return
-        if actor.is_newcomer:
-            self._refuse_newcomers(error)
+        if self._is_joining(actor):
+            self._do_without(actor, error)
             return
         error.add_note(f"raised in {actor.name}")
         if actor.name in self.makers or not isinstance(error, RuntimeError) or isinstance(error, CoatiError):
@@ -294,23 +259,38 @@ class Supervisor:
     def _note_death(self, actor: RunActor, error: PeerDied | PeerUnavailable) -> None:
         """An actor is gone."""
         actor.job = actor.death = None
-        if actor.name in self.trainers:
-            if not isinstance(error, StartFailed):
-                raise TrainerDied(actor.name, error) from None
-            self._suspect_death(actor, PeerDied(f"{actor.name} died: {error}"))
-        elif self.is_stopping:
+        reason = f"{actor.name} died: {error}"
+        if actor.name in self.trainers and isinstance(error, StartFailed):
+            self._suspect_death(actor, PeerDied(reason))
+        elif actor.name in self.makers and self.is_stopping:
             return
         elif not self.has_begun:
-            raise PeerDied(f"{actor.name} died: {error}") from None
-        elif actor.is_newcomer:
-            self._refuse_newcomers(error)
+            raise PeerDied(reason) from None
+        elif actor.name in self.trainers:
+            self._plan_trainers(actor, error)
+        elif self._is_joining(actor):
+            self._do_without(actor, error)
         else:
             # Trainers hear of it now, so that its successor is a new maker to them.
             self._remove(actor, f"died: {error}")
             if actor.state != "leaving":
-                seconds = self._restarts.take("makers", actor.name, error)
+                seconds = self.restarts.take("makers", actor.name, error)
                 logger.error("%s died and is started again in %g s: %s", actor.name, seconds, error)
-                self._restart_at[actor.name] = time.monotonic() + seconds
+                self._makers_due[actor.name] = time.monotonic() + seconds
+
+    def _plan_trainers(self, dead: RunActor, error: Exception) -> None:
+        """End all trainers, because one died, to start them again after a while; makers keep what they have and wait.
+
+        The ranks of a group continue together, from the newest checkpoint: a resume without leaving the driver.
+        """
+        if self.is_stopping:
+            raise PeerDied(f"{dead.name} died: {error} It was stopping. {self._remedy}")
+        seconds = self.restarts.take("trainers", dead.name, error)
+        logger.error("all trainers are started again in %g s, because %s died: %s", seconds, dead.name, error)
+        for trainer in self.trainers.values():
+            self._factory.kill(trainer.peer)
+        self.trainers, self._symptom = {}, None
+        self._trainers_due = time.monotonic() + seconds
 
     def _suspect_death(self, trainer: RunActor, error: Exception) -> None:
         """A rank fails when another one dies, and may be the first to say so: its error counts if none has died."""
@@ -333,18 +313,27 @@ class Supervisor:
         for maker in late:
             if maker.name not in self.makers:
                 continue  # it was removed with another one
-            self._note_death(maker, PeerDied(f"it did not load within {limit:g} s (deadlines.start_seconds)."))
+            reason = f"it did not load within {limit:g} s (deadlines.start_seconds). Is there a free CPU or GPU for it?"
+            self._note_death(maker, PeerDied(reason))
 
-    def _replace_dead_makers(self) -> None:
-        for name in [name for name, due in self._restart_at.items() if time.monotonic() >= due]:
-            del self._restart_at[name]
-            self.makers[name] = RunActor(name, self._factory.create_maker(name))
+    def _match_wanted(self) -> None:
+        """Create makers that are missing, and have those leave that are too many."""
+        names = maker_names(self.wanted)
+        for name in names:
+            if name not in self.makers and time.monotonic() >= self._makers_due.get(name, 0.0):
+                self.makers[name] = RunActor(name, self._factory.create_maker(name))
+        for maker in [maker for name, maker in self.makers.items() if name not in names and maker.state != "leaving"]:
+            if maker.job is None:  # it still loads
+                self._remove(maker, "left")
+            else:
+                maker.state = "leaving"
+                maker.order("stop")
 
     def _advance_makers(self) -> None:
         loaded = [maker for maker in self.makers.values() if maker.state == "loaded"]
         for maker in loaded:
             if maker.has_weights and maker.job is not None:
-                maker.state, maker.is_newcomer = "working", False
+                maker.state = "working"
         idle = [maker for maker in loaded if maker.job is None]
         if idle and self.has_begun:
             self._tell_trainers()
@@ -352,6 +341,11 @@ class Supervisor:
                 maker.begin("loaded", "workingloop", functools.partial(build.make_prompts, self._config))
 
     def _advance_trainers(self) -> None:
+        if not self.trainers and time.monotonic() >= self._trainers_due:
+            # The old ones have ended their writing by now.
+            start = choose_start(self._config, is_restart=True)
+            continue_files(self._config, self._log, start, is_restart=True)
+            self._create_trainers(start.checkpoint)
         states = self.trainer_states
         if states == {"loaded"} and (self.has_begun or len(self._loaded_makers()) == len(self.makers)):
             self._tell_trainers()  # makers may have joined or left meanwhile
@@ -366,21 +360,21 @@ class Supervisor:
             for trainer in self.trainers.values():
                 trainer.begin("training", "fit", train.total_steps, train.update_steps, train.epochs)
 
-    def _refuse_newcomers(self, error: Exception, names: Sequence[str] = ()) -> None:
-        """Remove makers that were to join, because one of them failed; `names` has those that do not exist too."""
-        newcomers = [maker for maker in self.makers.values() if maker.is_newcomer]
-        for maker in newcomers:
-            self._remove(maker, "could not join")
-        names = names or [maker.name for maker in newcomers]
-        reason = str(error) or type(error).__name__
-        self._refuse(f"{listed(names)} could not join; training continues without: {reason}")
+    def _is_joining(self, maker: RunActor) -> bool:
+        """Whether it is one more than the run began with, and has not begun to work: the run continues without it."""
+        return maker.state in ("loading", "loaded") and maker.number >= self._config.topology.makers
 
-    def _refuse(self, reason: str) -> None:
-        self.refusal = reason
-        logger.warning("%s", reason)
+    def _do_without(self, maker: RunActor, error: Exception) -> None:
+        self.wanted = min(self.wanted, maker.number)
+        self._remove(maker, "could not join")
+        reason = str(error) or type(error).__name__
+        logger.warning(
+            "%s could not join; training continues with %s: %s", maker.name, counted(self.wanted, "maker"), reason
+        )
 
     def _remove(self, maker: RunActor, reason: str) -> None:
         del self.makers[maker.name]
+        self._makers_due[maker.name] = time.monotonic() + NAME_SECONDS
         self._factory.kill(maker.peer)
         self._release(maker.name, reason)
         self._tell_trainers()
