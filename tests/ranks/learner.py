@@ -359,32 +359,6 @@ def mixed_precision(folder, name):
     }
 
 
-def start_over(folder, tokens, capacity, num_steps=5):
-    """Steps whose passes have at most so many tokens and are halved where a rank has memory for less.
-
-    Returns where the weights ended, the size, the actor's passes of every step, or what went wrong.
-    """
-    strategy = STRATEGIES["ddp"]()
-    learner = make_learner(folder, strategy, train=TRAIN.model_copy(update={"micro_batch_size": 0}))
-    learner._pass_size.tokens = tokens
-    learner._pass_size.starts_over = True  # as on GPUs
-    passes = []
-
-    def allocate(_module, _args, kwargs, _output):
-        passes[-1].append(kwargs["input_ids"].numel())
-        if passes[-1][-1] > capacity[strategy.rank]:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    strategy.unwrap_model(learner.actor).model.model.register_forward_hook(allocate, with_kwargs=True)
-    for step in range(1, num_steps + 1):
-        passes.append([])
-        try:
-            learner.step(part_of(strategy, step))
-        except CoatiError as error:
-            return type(error).__name__, str(error)
-    return whole_state(learner), learner._pass_size.tokens, passes
-
-
 def main(folder):
     seen = {}
     for name in STRATEGIES:
@@ -395,8 +369,5 @@ def main(folder):
     seen["different"] = prepare_different_models(folder, "gemini")
     for name in ("ddp", "gemini"):
         seen[f"off-policy-{name}"] = train(folder, name, OFF_POLICY, num_steps=3)[1]
-    seen["halved"] = start_over(folder, 64, (100, 10))
-    seen["small"] = start_over(folder, seen["halved"][1], (100, 100))
-    seen["hopeless"] = start_over(folder, 64, (100, 1))
     seen["resumed"] = resume_from_all(folder, torch.load(folder / "expected.pt"))
     torch.save(seen, folder / f"rank{os.environ['RANK']}.pt")

@@ -221,24 +221,6 @@ def test_corrections_for_age_see_the_joined_batch_too(alone, together, name):
             assert ours["metrics"][step] == pytest.approx(expected["metrics"][step], rel=tolerance, abs=1e-12)
 
 
-def test_all_ranks_start_over_when_a_pass_does_not_fit_on_one(together):
-    for seen in together:
-        (ours, size, passes), (theirs, _, small_passes) = seen["halved"], seen["small"]
-        assert size == 8
-        assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-        assert passes != small_passes  # some were in vain, on either rank
-        assert passes[-1] == small_passes[-1]
-    # An empty pass, of two tokens, is there to exchange gradients until the passes have fitted beside Adam's state.
-    assert [step[-1] for step in together[1]["small"][2]][:2] == [2, 2]
-
-
-def test_a_sample_that_fits_on_no_rank_is_an_error_on_all(together):
-    (kind, text), (_, own) = (seen["hopeless"] for seen in together)
-    assert kind == "OutOfMemory"
-    assert "another rank" in text
-    assert "pass over 1 samples" in own
-
-
 def test_bytes_held_fall_as_each_strategy_claims(alone, together):
     whole = alone["ddp"]["held"]
     assert whole["parameters"] == whole["gradients"] == whole["state"] // 2  # Adam keeps two moments

@@ -34,13 +34,3 @@ def llama():
 @pytest.fixture
 def gpt2():
     return lambda seed=0, **changes: tiny.gpt2(seed, **{**SETTINGS, **changes})
-
-
-@pytest.fixture
-def joined(monkeypatch):
-    """The batches whose rows were joined end to end since."""
-    from coati.models.packing import PackedRows
-
-    batches, join = [], PackedRows._of.__func__
-    monkeypatch.setattr(PackedRows, "_of", classmethod(lambda cls, *rows: (batches.append(rows), join(cls, *rows))[1]))
-    return batches

@@ -34,7 +34,6 @@ from coati.gpu import device_errors_explained
 from coati.models import RewardModel, as_critic
 from coati.models.actor import unwrap
 from coati.models.calls import context_length_of
-from coati.models.packing import joined_once
 from coati.monitor.metrics import Sum
 from coati.monitor.timeline import Timeline
 from coati.rewards import RewardScorer
@@ -209,7 +208,7 @@ class NaiveExperienceMaker(ExperienceMaker):
         pad_token = options.pad_token(unwrap(self.actor))
         rollout = Rollout.of(prompts.input_ids, prompts.attention_mask, written, pad_token=pad_token)
         what = f"scoring {len(prompts)} sequences of up to {rollout.sequences.shape[1]} tokens"
-        with self.timeline.span("score"), joined_once(), device_errors_explained(what, LESS_TO_MAKE):
+        with self.timeline.span("score"), device_errors_explained(what, LESS_TO_MAKE):
             self._score(batch, prompts, rollout, options.sampling_temperature)
         return batch
 

@@ -21,7 +21,7 @@ from coati.experience import Experience
 from coati.experience_maker.base import AllSamplesDropped, MakerBatch
 from coati.models import action_logprobs, action_values
 from coati.models.actor import packed_scoring_problem
-from coati.models.packing import SCORED_TOKENS, joined_once, row_parts, row_tokens
+from coati.models.packing import SCORED_TOKENS, row_parts, row_tokens
 from coati.monitor.metrics import Max, Mean, Metric
 from coati.rollout import Rollout
 
@@ -52,19 +52,16 @@ def score_with_models(
     if first is None:
         return None, torch.zeros_like(action_mask, dtype=torch.float32)
     costs = row_tokens(sequences, attention_mask, is_packed=not packed_scoring_problem(first))
-    micro_batches = row_parts(costs, max_tokens=max_tokens)
     references, values = [], []
-    for rows in micro_batches:
-        # A single one is the tensors themselves, so that a reward model gets the rows that are joined here.
-        tokens = (sequences, attention_mask) if len(micro_batches) == 1 else (sequences[rows], attention_mask[rows])
-        with joined_once():
-            if initial_model is not None:
-                logprobs, _ = action_logprobs(initial_model, *tokens, num_actions, temperatures=temperatures[rows])
-                references.append(logprobs)
-            if critic is None:
-                values.append(torch.zeros_like(references[-1]))
-            else:
-                values.append(action_values(critic, *tokens, num_actions).masked_fill(~action_mask[rows], 0.0))
+    for rows in row_parts(costs, max_tokens=max_tokens):
+        tokens = sequences[rows], attention_mask[rows]
+        if initial_model is not None:
+            logprobs, _ = action_logprobs(initial_model, *tokens, num_actions, temperatures=temperatures[rows])
+            references.append(logprobs)
+        if critic is None:
+            values.append(torch.zeros_like(references[-1]))
+        else:
+            values.append(action_values(critic, *tokens, num_actions).masked_fill(~action_mask[rows], 0.0))
     return torch.cat(references) if references else None, torch.cat(values)
 
 

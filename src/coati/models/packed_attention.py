@@ -236,8 +236,7 @@ def take_often(values: Tensor, at: Tensor) -> Tensor:
 
 def spread(values: Tensor, at: Tensor, length: int) -> Tensor:
     """Zeros of `length` along the first dimension, with `values` at `at`, where no index comes twice."""
-    result: Tensor = _Spread.apply(values, at, length)  # type: ignore[no-untyped-call]
-    return result
+    return values.new_zeros(length, *values.shape[1:]).index_copy(0, at, values)
 
 
 class _Take(torch.autograd.Function):
@@ -255,18 +254,6 @@ class _Take(torch.autograd.Function):
         precise = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         summed = precise.new_zeros(ctx.length, *gradient.shape[1:]).index_add_(0, at, precise)
         return summed.to(gradient.dtype), None, None
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, at: Tensor, length: int) -> Tensor:
-        ctx.save_for_backward(at)
-        return values.new_zeros(length, *values.shape[1:]).index_copy_(0, at, values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (at,) = ctx.saved_tensors
-        return take(gradient, at), None, None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention_forward)

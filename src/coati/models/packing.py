@@ -22,12 +22,10 @@ Packing works wherever an ordinary call does: under every strategy, with adapter
 these arguments on to their attention are called with padding; `packing_problem` gives the reason.
 """
 
-import contextlib
 import dataclasses
 import functools
 import logging
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -134,17 +132,6 @@ class PackedRows:
         >>> rows.tokens.tolist(), rows.positions.tolist(), rows.starts.tolist()
         ([7, 8, 9], [0, 1, 0], [0, 2, 3])
         """
-        batches = _joined.batches
-        for known, known_mask, packed in batches or ():
-            if known is sequences and known_mask is attention_mask:
-                return packed
-        packed = cls._of(sequences, attention_mask)
-        if batches is not None:
-            batches.append((sequences, attention_mask, packed))
-        return packed
-
-    @classmethod
-    def _of(cls, sequences: Tensor, attention_mask: Tensor | None) -> "PackedRows":
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         is_real = attention_mask.ne(0)
@@ -180,29 +167,6 @@ class PackedRows:
         rows, columns = self.spots // self.shape[1], self.spots % self.shape[1]
         # Not a view of something flat: sharding hangs its backward hook on what a module returns.
         return values.new_zeros(self.shape).index_put((rows, columns), values)
-
-
-class _Joined(threading.local):
-    """What this thread has joined inside of `joined_once`; None outside."""
-
-    batches: list[tuple[Tensor, Tensor | None, PackedRows]] | None = None
-
-
-_joined = _Joined()
-
-
-@contextlib.contextmanager
-def joined_once() -> Iterator[None]:
-    """Join the rows of the same tensors once for all models that read them inside; do not write to the tensors.
-
-    Joining waits for the device, which would be idle before each of the models.
-    """
-    before = _joined.batches
-    _joined.batches = [] if before is None else before
-    try:
-        yield
-    finally:
-        _joined.batches = before
 
 
 @dataclasses.dataclass(frozen=True)

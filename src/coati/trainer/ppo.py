@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import itertools
+import gc
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,8 +21,7 @@ from coati.errors import ConfigError
 from coati.experience import Experience
 from coati.gpu import device_errors_explained
 from coati.models import action_logprobs, action_values
-from coati.models.packing import joined_once
-from coati.trainer.batches import MicroBatch, MicroBatches, PassSize, PassTooLarge, free_memory
+from coati.trainer.batches import MicroBatch, PassSize, PassTooLarge, micro_batches
 from coati.trainer.health import TrainingHealth
 from coati.trainer.modes import (
     check_compiler,
@@ -125,19 +124,19 @@ class PPOLearner:
         while True:
             with contextlib.suppress(PassTooLarge):
                 return self._try_step(experience)
-            free_memory()
+            # What the pass has left behind; others on the card may want it too.
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _try_step(self, experience: Experience) -> dict[str, float]:
         """Make the passes of a step and the step; raises `PassTooLarge`, with all as it was, if it must start over."""
-        batches = MicroBatches(experience, self.actor, self.critic, self.strategy, self.train_settings, self._pass_size)
         numbers = StepNumbers()
         rates = {
             f"optim/{label}_lr": float(optimizer.param_groups[0]["lr"]) for label, optimizer in self.optimizers.items()
         }
-        has_state = self._health.num_steps > 0  # the optimizers make theirs in the first step
         try:
             counts, advantages = self._counts_and_advantages(experience)
-            logprobs = self._passes(batches, advantages, counts, numbers)
+            logprobs = self._passes(experience, advantages, counts, numbers)
             if self.algorithm.correction == "decoupled" and experience.proximal_log_probs is None:
                 # The log-probs of a step's own pass are those of the weights that it starts from.
                 experience.proximal_log_probs = logprobs.masked_fill(~experience.full_action_mask(), 0.0)
@@ -148,8 +147,6 @@ class PPOLearner:
             # Also when a pass raises: the next batch must not inherit half of this one's gradient.
             for model in self.models.values():
                 model.zero_grad(set_to_none=True)
-        if has_state:
-            self._pass_size.note_fitting(batches.largest)
         return {**self._metrics(experience, counts, numbers, norms), **rates}
 
     def check_progress(self) -> None:
@@ -206,24 +203,29 @@ class PPOLearner:
             advantages = masked_whiten(advantages, mask, moments=numbers.moments["advantages"])
         return StepCounts(**numbers.shares, max_response_tokens=self._max_response_tokens), advantages
 
-    def _passes(self, batches: MicroBatches, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> Tensor:
+    def _passes(self, experience: Experience, advantages: Tensor, counts: StepCounts, numbers: StepNumbers) -> Tensor:
         """Add up the gradients of all passes; returns the log-probs of the batch, [B, A]."""
+        passes = micro_batches(
+            experience,
+            advantages,
+            actor=self.actor,
+            critic=self.critic,
+            strategy=self.strategy,
+            max_rows=self.train_settings.micro_batch_size,
+            max_tokens=self._pass_size.tokens,
+        )
         logprobs: list[Tensor] = []
-        passes = batches.passes(advantages)
-        with self._pass_size.agreed(batches):
-            for one in itertools.islice(passes, batches.num_own):
-                logprobs += self._pass(one, counts, numbers)
         for one in passes:
             logprobs += self._pass(one, counts, numbers)
-        return batches.joined(logprobs)
+        return torch.cat(logprobs) if logprobs else torch.zeros_like(experience.action_log_probs)
 
     def _pass(self, one: MicroBatch, counts: StepCounts, numbers: StepNumbers) -> list[Tensor]:
         """Add the gradients of a pass; returns its log-probs, [B, A], if it is a real one."""
-        with self._gradients_stay_local(is_last=one.is_last), joined_once():
-            with self._pass_size.explained("actor", one):
+        with self._gradients_stay_local(is_last=one.is_last):
+            with self._pass_size.guard("actor", one):
                 logprobs = self._actor_pass(one.part, one.advantages, counts, numbers)
             if self.critic is not None:
-                with self._pass_size.explained("critic", one):
+                with self._pass_size.guard("critic", one):
                     self._critic_pass(self.critic, one.part, counts, numbers)
         return [logprobs] if one.is_real else []
 

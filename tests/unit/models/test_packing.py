@@ -27,7 +27,6 @@ from coati.models.packed_attention import PACKED_ATTENTION, _by_length, _Heads, 
 from coati.models.packing import (
     PACKED_MODEL_TYPES,
     PackedRows,
-    joined_once,
     log_padding_once,
     packing_problem,
     row_parts,
@@ -323,34 +322,6 @@ def test_holes_in_a_row_are_left_out_of_it():
     ours, _ = action_logprobs(model, sequences, mask, NUM_ACTIONS)
     theirs, _ = score_padded(model, sequences, mask, Scoring(NUM_ACTIONS))
     torch.testing.assert_close(ours[scored], theirs[scored], rtol=1e-10, atol=1e-10)
-
-
-def test_models_that_read_the_same_batch_in_turn_have_it_joined_once(joined, llama):
-    sequences = torch.tensor([[3, 4, 5, 6], [0, 7, 8, 9]])
-    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
-    actor, critic = Actor(llama(seed=1)), Critic(llama(seed=2))
-    with joined_once():
-        logprobs, _ = action_logprobs(actor, sequences, mask, 2)
-        values = critic(sequences, mask)
-        assert len(joined) == 1
-        critic(sequences.clone(), mask)  # equal, but not the same
-        critic(sequences, mask.clone())
-        critic(sequences, None)
-        assert len(joined) == 4
-    assert torch.equal(critic(sequences, mask), values)  # outside nothing is kept
-    assert torch.equal(action_logprobs(actor, sequences, mask, 2)[0], logprobs)
-    assert len(joined) == 6
-
-
-def test_batches_are_kept_no_longer_than_they_are_read():
-    sequences = torch.tensor([[3, 4, 5]])
-    with joined_once():
-        outer = PackedRows.of(sequences, None)
-        with joined_once():
-            assert PackedRows.of(sequences, None) is outer
-        assert PackedRows.of(sequences, None) is outer
-    sequences[0, 0] = 9
-    assert PackedRows.of(sequences, None).tokens.tolist() == [9, 4, 5]
 
 
 @pytest.mark.parametrize("mask", [[[1, 1, 1], [1, 1, 1]], [[0, 1, 1], [1, 1, 1]]], ids=["even", "ragged"])

@@ -82,10 +82,7 @@ class CastWeights:
         functools.update_wrapper(self, model.forward)
         self._forward = model.forward
         self._dtype = dtype
-        weights = [weight for weight in model.parameters() if weight.is_floating_point()]
-        # Frozen ones apart: what comes out of one call needs a gradient or does not.
-        self._trained = [weight for weight in weights if weight.requires_grad]
-        self._frozen = [weight for weight in weights if not weight.requires_grad]
+        self._weights = [weight for weight in model.parameters() if weight.is_floating_point()]
         # A tied weight is read at several places.
         self._places = [
             (module, name, weight)
@@ -96,10 +93,7 @@ class CastWeights:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward pass."""
-        copies: dict[Tensor, Tensor] = {}
-        for group in filter(None, (self._trained, self._frozen)):
-            copies |= zip(group, _Cast.apply(self._dtype, *group), strict=True)  # type: ignore[no-untyped-call]
-        swapped = _Swapped(self._places, copies)
+        swapped = _Swapped(self._places, {weight: weight.to(self._dtype) for weight in self._weights})
         before, _pass.swapped = _pass.swapped, swapped
         try:
             with swapped:
@@ -136,25 +130,3 @@ class _Pass(threading.local):
 
 
 _pass = _Pass()
-
-
-class _Cast(torch.autograd.Function):
-    """Many tensors to another format, and their gradients back to the tensors' own, in few kernels."""
-
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
-        return tuple(_cast(tensors, [dtype] * len(tensors)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        came = [(grad, dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True) if grad is not None]
-        cast_back = iter(_cast([grad for grad, _ in came], [dtype for _, dtype in came]))
-        return (None, *(None if grad is None else next(cast_back) for grad in grads))
-
-
-def _cast(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    copies = [torch.empty_like(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
-    torch._foreach_copy_(copies, list(tensors))
-    return copies
