@@ -106,10 +106,15 @@ def main() -> None:
             for name in names:
                 result = measured(name, Path(folder), arguments)
                 results[name].append(result)
-                print(
-                    f"round {number + 1} {name:>12}: {result['completions_per_second']:,.0f} completions/s", flush=True
-                )
+                print(f"round {number + 1} {name:>12}: {said(result)}", flush=True)
     report(results, arguments)
+
+
+def said(result: dict[str, float]) -> str:
+    return (
+        f"{result['completions_per_second']:,.1f} completions/s, {result['tokens_per_second']:,.0f} tokens/s, "
+        f"{result['ms_per_step']:,.0f} ms a step, {result['peak_gib']:.1f} GiB"
+    )
 
 
 def competitors(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
@@ -365,7 +370,7 @@ def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
     from coati.cpu import set_up_cpu
     from coati.demo.reward import film_sentiment
 
-    is_gpu = arguments.device == "cuda"
+    is_gpu, uses_vllm = arguments.device == "cuda", arguments.only == "trl-vllm"
     if not is_gpu and arguments.only == "trl-tuned":
         set_up_cpu(arguments.threads)
     elif not is_gpu:
@@ -402,9 +407,10 @@ def run_trl(arguments: argparse.Namespace) -> tuple[float, float]:
             num_generations=SAMPLES_PER_PROMPT,
             steps_per_generation=passes * (2 if arguments.only == "trl-ahead" else 1),
             max_completion_length=arguments.new_tokens,
-            use_vllm=arguments.only == "trl-vllm",
+            use_vllm=uses_vllm,
             vllm_gpu_memory_utilization=VLLM_SHARE,
             vllm_max_model_length=arguments.prompt_tokens + arguments.new_tokens,
+            generation_kwargs={"detokenize": False} if uses_vllm else None,  # TRL takes the tokens, not vLLM's text
             max_steps=arguments.steps,
             learning_rate=1e-6 if is_gpu else 1e-3,
             lr_scheduler_type="constant",
