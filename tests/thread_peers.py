@@ -19,47 +19,26 @@ of a method ("before" it runs, or "after" it ran and before its result is sent):
 import pickle
 import queue
 import threading
-import time
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
 
-from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable
-from coati.peers import Peer, Peers, PendingCall, remote_error
+from coati.errors import PeerDied, PeerUnavailable
+from coati.peers import Peer, Peers, remote_error
 
 PATIENCE = 60.0  # seconds that a test waits for what should come at once, on however busy a machine
 
 
-class ThreadCall(PendingCall):
+class ThreadCall(Future):
     def __init__(self, name, method, args, kwargs):
+        super().__init__()
         self.name, self.method = name, method
         self.args, self.kwargs = args, kwargs
-        self.future = Future()
-
-    def done(self):
-        return self.future.done()
-
-    def result(self, timeout):
-        wait([self.future], timeout)
-        if not self.future.done():
-            raise DeadlineExceeded(f"{self.name} did not answer {self.method} within {timeout:g} s.")
-        return self.future.result()
 
     def settle(self, value=None, error=None):
         """Only the first outcome counts: a killed peer's late result is dropped."""
         try:
-            self.future.set_exception(error) if error is not None else self.future.set_result(value)
-        except Exception:
-            assert self.future.done()
-
-    @classmethod
-    def wait(cls, calls, num_done, timeout):
-        deadline = time.monotonic() + timeout
-        futures = [call.future for call in calls]
-        while sum(future.done() for future in futures) < num_done:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                break
-            wait([future for future in futures if not future.done()], remaining, FIRST_COMPLETED)
-        return [call for call in calls if call.done()]
+            self.set_exception(error) if error is not None else self.set_result(value)
+        except InvalidStateError:
+            assert self.done()
 
 
 class Hold:
@@ -130,7 +109,7 @@ class ThreadPeer(Peer):
 
     def drain(self):
         """Wait until every call so far has ended."""
-        wait([call.future for call in list(self._open)], PATIENCE)
+        wait(list(self._open), PATIENCE)
 
     def at(self, method, point, action, nth):
         """Do `action(peer)` at a point of the nth call of a method from now on; `nth=None`: of every call."""

@@ -1,15 +1,15 @@
 """Calls between the actors of a run, without Ray: named peers, pending calls and the ways in which a call can fail.
 
-`coati.ray.peers` implements it over Ray actors; the tests implement it over threads. A call ends in one of four ways:
-a value, `RemoteError` (the method raised), `PeerDied` (the peer is gone and so is the call) or `PeerUnavailable` (the
-connection broke: the method may have run or not). `DeadlineExceeded` is the caller's own: the call is still pending.
+`coati.ray.peers` implements it over Ray actors; the tests implement it over threads. A call is a `Future` that ends in
+one of four ways: a value, `RemoteError` (the method raised), `PeerDied` (the peer is gone and so is the call) or
+`PeerUnavailable` (the connection broke: the method may have run or not).
 """
 
-import functools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
@@ -21,26 +21,6 @@ Found = TypeVar("Found")
 _POLL_SECONDS = 0.1
 
 
-class PendingCall(ABC):
-    """A call whose result may not be there yet."""
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether `result` returns or raises at once."""
-
-    @abstractmethod
-    def result(self, timeout: float) -> Any:
-        """Return what the method returned, within `timeout` seconds.
-
-        Raises RemoteError, PeerDied or PeerUnavailable; DeadlineExceeded if the call is still pending.
-        """
-
-    @classmethod
-    @abstractmethod
-    def wait(cls, calls: "Sequence[PendingCall]", num_done: int, timeout: float) -> "list[PendingCall]":
-        """Wait until `num_done` calls of this class are done, or `timeout` seconds have passed; return all done."""
-
-
 class Peer(ABC):
     """Another actor, called by method name. Calls of one method from one caller run in order."""
 
@@ -48,7 +28,7 @@ class Peer(ABC):
         self.name = name
 
     @abstractmethod
-    def call(self, method: str, *args: Any, **kwargs: Any) -> PendingCall:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> "Future[Any]":
         """Start a call; arguments are copied. Never waits, never raises for a dead peer.
 
         AttributeError if the peer has no such method: those that users write may lack optional ones.
@@ -112,32 +92,6 @@ class Peers(ABC):
         self._known.pop(name, None)
 
 
-class LocalCall(PendingCall):
-    """A call of an object in this process, which has ended when it is made."""
-
-    def __init__(self, name: str, call: Callable[[], Any]) -> None:
-        self._error: RemoteError | None = None
-        try:
-            self._value = call()
-        except Exception as error:
-            self._error = remote_error(name, error)
-
-    def done(self) -> bool:
-        """Always."""
-        return True
-
-    def result(self, timeout: float) -> Any:  # noqa: ARG002
-        """Return what the method returned, or raise RemoteError."""
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    @classmethod
-    def wait(cls, calls: Sequence[PendingCall], num_done: int, timeout: float) -> list[PendingCall]:  # noqa: ARG003
-        """All are done."""
-        return list(calls)
-
-
 class LocalPeer(Peer):
     """An object in this process. Arguments are not copied."""
 
@@ -145,9 +99,14 @@ class LocalPeer(Peer):
         super().__init__(name)
         self._target = target
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> LocalCall:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> "Future[Any]":
         """Make the call, in the caller's thread."""
-        return LocalCall(self.name, functools.partial(getattr(self._target, method), *args, **kwargs))
+        function, call = getattr(self._target, method), Future[Any]()
+        try:
+            call.set_result(function(*args, **kwargs))
+        except Exception as error:
+            call.set_exception(remote_error(self.name, error))
+        return call
 
 
 class LocalPeers(Peers):
@@ -173,21 +132,6 @@ class LocalPeers(Peers):
         return value
 
 
-def wait_any(calls: Iterable[PendingCall], timeout: float) -> list[PendingCall]:
-    """Wait until at least one call is done, or `timeout` seconds have passed; return those that are done."""
-    return _wait(list(calls), 1, timeout)
-
-
-def wait_all(calls: Iterable[PendingCall], timeout: float) -> list[PendingCall]:
-    """Wait until all calls are done, or `timeout` seconds have passed; return those that are done."""
-    pending = list(calls)
-    return _wait(pending, len(pending), timeout)
-
-
-def _wait(calls: list[PendingCall], num_done: int, timeout: float) -> list[PendingCall]:
-    return type(calls[0]).wait(calls, num_done, max(0.0, timeout)) if calls else []
-
-
 def remote_error(name: str, cause: Exception) -> RemoteError:
     """Wrap what a method of the peer `name` raised."""
     error = RemoteError(f"{name}: {cause}")
@@ -195,11 +139,11 @@ def remote_error(name: str, cause: Exception) -> RemoteError:
     return error
 
 
-def answer(call: PendingCall, what: str, *, seconds: float, who: str) -> Any:
+def answer(call: "Future[Any]", what: str, *, seconds: float, who: str) -> Any:
     """Return a call's result; raise what its method raised, or an error that says who was waited for and why."""
     try:
         return call.result(seconds)
-    except DeadlineExceeded:
+    except TimeoutError:
         raise DeadlineExceeded(f"waited {seconds:g} s for {what} ({who} did not answer).") from None
     except RemoteError as error:
         raise error.cause from None

@@ -1,12 +1,13 @@
 """The peer protocol, over threads; `tests/ray/test_peers.py` checks the same of Ray actors."""
 
 import threading
+from concurrent.futures import FIRST_COMPLETED, wait
 
 import pytest
 from thread_peers import PATIENCE, ThreadPeers
 
 from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
-from coati.peers import wait_all, wait_any, wait_in_slices
+from coati.peers import wait_in_slices
 
 
 class Echo:
@@ -62,13 +63,11 @@ def test_calls_of_a_dead_peer_fail_and_its_name_is_free_but_whoever_found_it_kee
 def test_a_held_call_is_pending_and_others_are_not(peers):
     held = peers.hold("a", "hear")
     slow, quick = peers["a"].call("hear", 1), peers["b"].call("hear", 2)
-    assert wait_any([slow, quick], PATIENCE) == [quick]
-    assert wait_all([slow, quick], 0.01) == [quick]
-    with pytest.raises(DeadlineExceeded, match="hear"):
+    assert wait([slow, quick], PATIENCE, FIRST_COMPLETED).done == {quick}
+    with pytest.raises(TimeoutError):
         slow.result(0.01)
     held.release()
-    assert wait_all([slow, quick], PATIENCE) == [slow, quick]
-    assert wait_any([], PATIENCE) == []
+    assert slow.result(PATIENCE) == 1
 
 
 def test_a_dropped_reply_leaves_the_call_executed_and_a_dropped_call_does_not(peers):

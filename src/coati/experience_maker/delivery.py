@@ -5,12 +5,14 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
 
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
 from coati.experience import BufferItem, ItemBundle
 from coati.monitor.timeline import Timeline
-from coati.peers import Peers, PendingCall, wait_any, wait_in_slices
+from coati.peers import Peers, wait_in_slices
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +21,7 @@ _SLICE_SECONDS = 0.5
 
 @dataclasses.dataclass(eq=False)
 class _InFlight:
-    call: PendingCall
+    call: "Future[Any]"
     trainer: str
     items: list[BufferItem]
     first_sent: float
@@ -110,7 +112,7 @@ class ItemSender:
         try:
             with self._timeline.span("wait_room"):
                 wait_in_slices(
-                    lambda seconds: bool(wait_any([flight.call], seconds)) or self._gives_up(),
+                    lambda seconds: bool(wait([flight.call], seconds).done) or self._gives_up(),
                     deadline_seconds=self._deadlines.batch_seconds,
                     what=lambda: (
                         f"trainer {trainer} to accept {len(items)} items of maker {self._sender} (its buffer is full: "

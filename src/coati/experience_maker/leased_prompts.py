@@ -5,6 +5,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 
@@ -13,7 +15,7 @@ from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteErro
 from coati.experience import BufferItem
 from coati.experience_maker.base import MakerBatch, OtherWork, PromptBatch, WorkSource
 from coati.ledger.rules import Ending, Lease, LeaseRequest, LedgerRules
-from coati.peers import Peers, PendingCall
+from coati.peers import Peers
 from coati.prompts.stream import PromptStream
 from coati.weights.served import ServedModels
 
@@ -133,7 +135,7 @@ class LeasedPrompts(WorkSource):
         if wanted is None:
             wanted = max(size, room // len(self._trainers) // size * size)
         self._num_requests += 1
-        calls: dict[str, tuple[LeaseRequest, PendingCall]] = {}
+        calls: dict[str, tuple[LeaseRequest, Future[Any]]] = {}
         for name in self._trainers:
             if (peer := self._peers.find_now(name)) is not None:
                 with self._endings_lock:
@@ -149,7 +151,7 @@ class LeasedPrompts(WorkSource):
         """Wait until new weights serve, or for so many seconds."""
         self._served.wait_for_version(self._served.version + 1, deadline_seconds=seconds)
 
-    def _answer(self, name: str, request: LeaseRequest, call: PendingCall) -> list[Lease]:
+    def _answer(self, name: str, request: LeaseRequest, call: "Future[Any]") -> list[Lease]:
         """The trainer's answer; the same request is repeated if it was lost, and nothing comes of a dead trainer."""
         while True:
             try:
@@ -166,7 +168,7 @@ class LeasedPrompts(WorkSource):
             except PeerDied:
                 self._peers.forget(name)  # its successor may take its name
                 return []
-            except DeadlineExceeded:
+            except TimeoutError:
                 raise DeadlineExceeded(
                     f"maker {self._maker} waited {self._deadlines.update_seconds:g} s (deadlines.update_seconds) for "
                     f"trainer {name} to answer a request for leases."

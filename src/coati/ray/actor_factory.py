@@ -9,6 +9,7 @@ import functools
 import logging
 import socket
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from coati import build
 from coati.actors.options import MakerOptions, TrainerOptions
 from coati.build import Parts
 from coati.config import RunSettings
-from coati.peers import Peer, PendingCall, answer
+from coati.peers import Peer, answer
 from coati.ray.detached_trainer_ppo import DetachedPPOTrainer
 from coati.ray.experience_maker_holder import ExperienceMakerHolder
-from coati.ray.peers import RayCall, RayPeer
+from coati.ray.peers import RayPeer, ray_call
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +90,9 @@ class ActorFactory:
     def _start(self, actor_class: Any, ray_options: dict[str, Any], /, **arguments: Any) -> Peer:
         return RayPeer(ray_options["name"], actor_class.options(**ray_options).remote(**arguments))
 
-    def _find_meeting(self, name: str, num_gpus: float) -> PendingCall:
+    def _find_meeting(self, name: str, num_gpus: float) -> "Future[Any]":
         """Find a node for rank 0 of a group: its id, its address and a free port."""
-        return RayCall(name, "rendezvous", _rendezvous.options(num_gpus=num_gpus).remote())
+        return ray_call(name, _rendezvous.options(num_gpus=num_gpus).remote())
 
     def _trainer_places(self) -> list[tuple[dict[str, Any], dict[str, str] | None]]:
         """Actor options and env_info of each rank; a group meets where rank 0 is."""

@@ -7,10 +7,10 @@ An item is in one of two places: among the items that do not fill a batch yet, o
 import asyncio
 import contextlib
 import pickle
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from typing import Any
 
 import ray
@@ -22,7 +22,7 @@ from coati.config import Deadlines
 from coati.errors import ActorNotFound, ConfigError, DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
 from coati.experience import BufferItem, Experience, ItemBundle
 from coati.experience_buffer.buffer import DEFAULT_WAIT_SECONDS, SLICE_SECONDS, SampleBuffer
-from coati.peers import Peers, PendingCall, answer, wait_all
+from coati.peers import Peers, answer
 from coati.ray.peers import RayPeer
 
 _ANSWER_SECONDS = 60.0
@@ -83,31 +83,39 @@ class DetachedReplayBuffer(SampleBuffer):
         self.limit = limit
         self._items: deque[BufferItem] = deque()  # that do not fill a batch
         self._queue = queue or BatchQueue()
+        self._deliveries: deque[str] = deque(maxlen=_DELIVERIES_KEPT)
 
     def append(self, experience: Experience) -> None:
         """Split a batch into items and add them; blocks while the buffer is full."""
         self.extend(split_experience_batch(experience))
 
     def extend(self, items: Sequence[BufferItem], *, timeout_seconds: float = DEFAULT_WAIT_SECONDS) -> None:
-        """Add items; blocks while the buffer is full. If any item is bad, or no room comes in time, none is added."""
+        """Add items, of deliveries that makers repeat once; blocks while the buffer is full.
+
+        If any item is bad, or no room comes in time, none is added.
+        """
         check_items(items)
         deadline = time.monotonic() + timeout_seconds
         with self._lock:
-            while self.limit and self.get_length() >= self.limit:
+            while (fresh := self._fresh(items)) and self.limit and self.get_length() >= self.limit:
                 if (seconds := deadline - time.monotonic()) <= 0:
                     raise DeadlineExceeded(
                         f"waited {timeout_seconds:g} s for room in the replay buffer (limit {self.limit} batches), and "
                         "added nothing: the trainer does not consume. Is fit running?"
                     )
                 self._changed.wait(min(SLICE_SECONDS, seconds))
-            self._items.extend(items)
+            self._items.extend(fresh)
             batches = []
             while len(self._items) >= self.sample_batch_size:
                 batch = ItemBundle(self._items.popleft() for _ in range(self.sample_batch_size))
                 batches.append(pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL))
             if batches:
                 self._queue.put_all(batches)
-                self._changed.notify_all()
+            self._deliveries.extend({item.delivery_id for item in fresh if item.delivery_id is not None})
+            self._changed.notify_all()
+
+    def _fresh(self, items: Sequence[BufferItem]) -> list[BufferItem]:
+        return [item for item in items if item.delivery_id not in self._deliveries]
 
     def flush(self) -> Experience | None:
         """Return the samples that do not fill a batch as a smaller one, to be trained on when no more come."""
@@ -145,10 +153,11 @@ class DetachedReplayBuffer(SampleBuffer):
 
 
 class UnleasedBuffer(DetachedReplayBuffer):
-    """The buffer of a trainer whose makers have data loaders of their own.
+    """The buffer of a trainer whose makers have data loaders of their own. While the trainer waits for a batch, it asks
+    the makers every two seconds whether more experience can still come.
 
-    It takes each delivery once, though makers repeat those that may have been lost, and asks the makers whether more
-    can come.
+    A maker's state is the one it reports, or "busy" (no answer yet), "unknown" (it cannot be asked), "gone", "missing"
+    (never seen in this `fit`) or, if no batch has come for longer than actors may take to start, "not found".
     """
 
     def __init__(
@@ -160,82 +169,39 @@ class UnleasedBuffer(DetachedReplayBuffer):
         deadlines: Deadlines,
         peers: Peers,
         queue: BatchQueue | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(sample_batch_size, limit, queue=queue)
         self._maker_names = maker_names
         self._deadlines = deadlines
         self._peers = peers
-        self._watch = MakerWatch((), deadlines, peers=self._peers)
-        self._deliveries: deque[str] = deque(maxlen=_DELIVERIES_KEPT)
-        self._turn = threading.Lock()  # held by the delivery that is taken in, also while it waits for room
-
-    def extend(self, items: Sequence[BufferItem], *, timeout_seconds: float | None = None) -> None:
-        """Add the items that have not come before; blocks while the buffer is full.
-
-        A retry waits for the outcome of the call before it, and is taken in if that failed.
-        """
-        check_items(items)
-        seconds = timeout_seconds or self._deadlines.batch_seconds
-        deadline = time.monotonic() + seconds
-        if not self._turn.acquire(timeout=seconds):
-            raise DeadlineExceeded(
-                f"waited {seconds:g} s for an earlier delivery to get room in the replay buffer (limit {self.limit} "
-                "batches), and added nothing: the trainer does not consume. Is fit running?"
-            )
-        try:
-            fresh = [item for item in items if item.delivery_id not in self._deliveries]
-            super().extend(fresh, timeout_seconds=max(0.0, deadline - time.monotonic()))
-            self._deliveries.extend({item.delivery_id for item in fresh if item.delivery_id is not None})
-        finally:
-            self._turn.release()
+        self._clock = clock
+        self.begin_fit()
 
     def begin_fit(self) -> None:
         """Look for the makers again: those of the `fit` before may be gone."""
-        self._watch = MakerWatch(self._maker_names, self._deadlines, peers=self._peers)
+        self._states = {name: "unknown" if self._peers.find_now(name) else "missing" for name in self._maker_names}
+        self._last_poll = float("-inf")
+        self._ended_since: float | None = None
+        self._waiting_since = self._clock()
 
     def try_sample(self, timeout_seconds: float) -> Experience | None:
         """Return the next whole batch, or None if none comes in time."""
         batch = super().try_sample(timeout_seconds)
-        if batch is not None:
-            self._watch.note_batch()
+        if batch is not None:  # makers that have not appeared get as long to start as at the beginning
+            self._waiting_since = self._clock()
         return batch
 
     def describe_wait(self) -> str:
         """List the makers and what they do."""
-        return self._watch.describe()
+        return ", ".join(f"{name} is {state}" for name, state in self._states.items()) or "none are named"
 
     def last_batch(self) -> "tuple[Experience | None] | None":
         """Return the last samples, fewer than a batch, when all makers have finished."""
-        if not self._watch.all_finished():
+        if not self.all_finished():
             return None
         batch = self.try_sample(0.0)  # finished makers have been acknowledged, so all that they made is here
         return (self.flush() if batch is None else batch,)
-
-
-class MakerWatch:
-    """Whether more experience can still come: polls the makers every two seconds while a trainer without leases waits.
-
-    One watch lasts for one `fit`, so that a maker that vanished is told from one that has not started yet. A maker's
-    state is the one it reports, or "busy" (no answer yet), "unknown" (it cannot be asked), "gone", "missing" (never
-    seen) or, if no batch has come for longer than actors may take to start, "not found".
-    """
-
-    def __init__(
-        self, names: Sequence[str], deadlines: Deadlines, *, peers: Peers, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._names = tuple(names)
-        self._deadlines = deadlines
-        self._peers = peers
-        self._clock = clock
-        self._seen = {name for name in self._names if peers.find_now(name) is not None}
-        self._states: dict[str, str] = {}
-        self._last_poll = float("-inf")
-        self._ended_since: float | None = None
-        self.note_batch()
-
-    def note_batch(self) -> None:
-        """Note that a batch has come: makers that have not appeared get as long to start as at the beginning."""
-        self._waiting_since = self._clock()
 
     def all_finished(self) -> bool:
         """Whether every maker has ended for the grace time.
@@ -245,51 +211,43 @@ class MakerWatch:
         now = self._clock()
         if now - self._last_poll >= _POLL_SECONDS:
             self._last_poll = now
-            self._states = self._poll(now)
-            if not self._states or not _ENDED.issuperset(self._states.values()):
-                self._ended_since = None
-            elif self._ended_since is None:
-                self._ended_since = now
+            self._poll(is_late=now - self._waiting_since >= self._deadlines.start_seconds)
+            has_ended = bool(self._states) and _ENDED.issuperset(self._states.values())
+            self._ended_since = (now if self._ended_since is None else self._ended_since) if has_ended else None
         if self._ended_since is None:
             return False
         states = set(self._states.values())
         if "not found" in states:
             raise ActorNotFound(
                 f"a maker did not appear within {self._deadlines.start_seconds:g} s, and no other works "
-                f"({self.describe()}). Create it with .options(name=…) in the same Ray namespace, or correct "
+                f"({self.describe_wait()}). Create it with .options(name=…) in the same Ray namespace, or correct "
                 "experience_maker_holder_name_list."
             )
         is_over = states == {"gone"} or now - self._ended_since >= self._deadlines.grace_seconds
         if is_over and "finished" not in states:
-            raise PeerDied(f"no maker is left ({self.describe()}), so no experience will come. See their logs.")
+            raise PeerDied(f"no maker is left ({self.describe_wait()}), so no experience will come. See their logs.")
         return is_over
 
-    def describe(self) -> str:
-        """List each maker's state, for messages."""
-        return ", ".join(f"{name} is {state}" for name, state in self._states.items()) or "none are named"
-
-    def _poll(self, now: float) -> dict[str, str]:
-        """Ask all makers at once; return their states in the order of their names."""
-        is_late = now - self._waiting_since >= self._deadlines.start_seconds
-        states = dict.fromkeys(self._names, "unknown")
-        calls: dict[str, PendingCall] = {}
-        for name in self._names:
+    def _poll(self, *, is_late: bool) -> None:
+        """Ask all makers at once for their states."""
+        calls = {}
+        for name, state in self._states.items():
             peer = self._peers.find_now(name)
             if peer is None:  # a dead actor loses its name; one that was never seen may still be created
-                states[name] = "gone" if name in self._seen else "not found" if is_late else "missing"
+                is_new = state in ("missing", "not found")
+                self._states[name] = "gone" if not is_new else "not found" if is_late else "missing"
                 continue
-            self._seen.add(name)
+            self._states[name] = "unknown"
             with contextlib.suppress(AttributeError):  # a maker that users write may not tell
                 calls[name] = peer.call("progress")
-        wait_all(calls.values(), _POLL_SECONDS)
+        wait(calls.values(), _POLL_SECONDS)
         for name, call in calls.items():
             try:
-                states[name] = str(call.result(0).state)
-            except (DeadlineExceeded, PeerUnavailable):
-                states[name] = "busy"  # it loads its models, or its connection is broken for now
+                self._states[name] = str(call.result(0).state)
+            except (TimeoutError, PeerUnavailable):
+                self._states[name] = "busy"  # it loads its models, or its connection is broken for now
             except PeerDied:
-                states[name] = "gone"
+                self._states[name] = "gone"
                 self._peers.forget(name)  # another may take its name
             except (RemoteError, AttributeError):
                 pass
-        return states

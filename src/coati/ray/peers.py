@@ -2,64 +2,21 @@
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    ActorDiedError,
-    ActorUnavailableError,
-    GetTimeoutError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, RayTaskError
 from ray.util import list_named_actors
 
-from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, StartFailed
-from coati.peers import Peer, Peers, PendingCall, remote_error
+from coati.errors import PeerDied, PeerUnavailable, StartFailed
+from coati.peers import Peer, Peers, remote_error
 
 logger = logging.getLogger(__name__)
 
 _RAY_FIELD = re.compile(r"\t\w+: ")  # "\tpid: 4711", in the text of an ActorDiedError
 _RAY_ADVICE = re.compile(r"\.? (Some common causes|There are some potential root causes).*")  # of any death
-
-
-class RayCall(PendingCall):
-    """A call of a Ray actor's method."""
-
-    def __init__(self, name: str, method: str, ref: Any) -> None:
-        self._name = name
-        self._method = method
-        self._ref = ref
-
-    def done(self) -> bool:
-        """Whether `result` returns or raises at once."""
-        return bool(ray.wait([self._ref], timeout=0)[0])
-
-    def result(self, timeout: float) -> Any:
-        """Return what the method returned; see `PendingCall.result` for what it raises."""
-        try:
-            return ray.get(self._ref, timeout=timeout)
-        except RayTaskError as error:  # first: it may also be of the type that the method raised
-            raise remote_error(self._name, original_error(error)) from None
-        except GetTimeoutError:
-            raise DeadlineExceeded(f"{self._name} did not answer {self._method} within {timeout:g} s.") from None
-        except ActorUnavailableError as error:
-            raise PeerUnavailable(death_reason(error)) from None
-        except RayActorError as error:
-            raise (StartFailed if error.actor_init_failed else PeerDied)(death_reason(error)) from None
-        except RayError as error:  # a lost object, a full disk: the actor may have done what was asked
-            raise PeerUnavailable(f"{self._name}: {type(error).__name__}: {death_reason(error)}") from None
-
-    @classmethod
-    def wait(cls, calls: Sequence[PendingCall], num_done: int, timeout: float) -> list[PendingCall]:
-        """Wait in Ray for all calls at once."""
-        by_ref: dict[Any, PendingCall] = {call._ref: call for call in calls if isinstance(call, cls)}
-        done, pending = ray.wait(list(by_ref), num_returns=num_done, timeout=timeout)
-        if done and pending:  # Ray returns `num_done` at most
-            done += ray.wait(pending, num_returns=len(pending), timeout=0)[0]
-        return [by_ref[ref] for ref in done]
 
 
 class RayPeer(Peer):
@@ -69,9 +26,9 @@ class RayPeer(Peer):
         super().__init__(name)
         self.handle = handle
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> RayCall:
+    def call(self, method: str, *args: Any, **kwargs: Any) -> "Future[Any]":
         """Start a call of an actor's method."""
-        return RayCall(self.name, method, getattr(self.handle, method).remote(*args, **kwargs))
+        return ray_call(self.name, getattr(self.handle, method).remote(*args, **kwargs))
 
 
 class RayPeers(Peers):
@@ -91,12 +48,32 @@ class RayPeers(Peers):
         return ray.put(value)
 
 
-def original_error(error: RayTaskError) -> Exception:
-    """Return the exception as the other actor raised it; the text of Ray's wrapping is a whole traceback."""
-    cause: Exception = error.cause
-    while isinstance(cause, RayTaskError):
-        cause = cause.cause
-    return cause
+def ray_call(name: str, ref: Any) -> "Future[Any]":
+    """Return the call of an actor `name` whose result Ray has as `ref`, with the errors that callers know."""
+    call: Future[Any] = Future()
+
+    def settle(answered: "Future[Any]") -> None:
+        try:
+            call.set_result(answered.result())
+        except Exception as error:
+            call.set_exception(_error_of(name, error))
+
+    ref.future().add_done_callback(settle)
+    return call
+
+
+def _error_of(name: str, error: Exception) -> Exception:
+    cause = error
+    while isinstance(cause, RayTaskError):  # first: it may also be of the type that the method raised
+        cause = cause.cause  # as the other actor raised it; the text of Ray's wrapping is a whole traceback
+    if cause is not error or not isinstance(error, RayError):
+        return remote_error(name, cause)
+    if isinstance(error, ActorUnavailableError):
+        return PeerUnavailable(death_reason(error))
+    if isinstance(error, RayActorError):
+        return (StartFailed if error.actor_init_failed else PeerDied)(death_reason(error))
+    # A lost object, a full disk: the actor may have done what was asked.
+    return PeerUnavailable(f"{name}: {type(error).__name__}: {death_reason(error)}")
 
 
 def death_reason(error: RayError) -> str:

@@ -4,11 +4,12 @@ import dataclasses
 import logging
 import time
 from collections import Counter, deque
+from concurrent.futures import Future
 from typing import Any
 
 from coati.counting import counted
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
-from coati.peers import Peer, PendingCall
+from coati.peers import Peer
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +30,12 @@ class RunActor:
     state: str = "loading"
     since: float = dataclasses.field(default_factory=lambda: time.monotonic())
     """When it came into its state."""
-    job: PendingCall | None = None
+    job: "Future[Any] | None" = None
     """What it was asked to do last: a maker its loop, a trainer to sync, fit or save."""
     death: PeerDied | None = None
     has_weights: bool = False
     """Whether a maker has its first weights."""
-    questions: dict[str, PendingCall] = dataclasses.field(default_factory=dict)
+    questions: "dict[str, Future[Any]]" = dataclasses.field(default_factory=dict)
     """What it was asked and has not answered, by method."""
     asked_at: float = 0.0
     record_cursor: int = 0
@@ -42,7 +43,7 @@ class RunActor:
     is_stalled: bool = False
     _job_call: tuple[str, tuple[Any, ...]] = "", ()
     # What it was told without waiting for it, by method and the maker that it is about.
-    _orders: dict[tuple[str, str], tuple[PendingCall, tuple[Any, ...]]] = dataclasses.field(default_factory=dict)
+    _orders: "dict[tuple[str, str], tuple[Future[Any], tuple[Any, ...]]]" = dataclasses.field(default_factory=dict)
 
     @property
     def number(self) -> int:

@@ -15,6 +15,7 @@ import functools
 import logging
 import time
 from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,9 @@ from coati.errors import (
     StartFailed,
 )
 from coati.monitor.run_log import RunLog
-from coati.peers import PendingCall, wait_all, wait_any
 from coati.ray.actor_factory import ActorFactory, maker_names
 from coati.ray.run_actor import Restarts, RunActor
-from coati.run_folder import choose_start, continue_files
+from coati.run_folder import StartingPoint, choose_start, continue_files
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class Supervisor:
         """What becomes of makers does not matter any more."""
         self._makers_due: dict[str, float] = {}  # when those that are gone may be started again
         self._trainers_due = 0.0
+        self._start = StartingPoint()  # of the trainers that were started again
         self._symptom: tuple[Exception, float] | None = None  # what a trainer raised, and when that is an error
 
     @property
@@ -95,8 +96,11 @@ class Supervisor:
         """What the run waits for; "" while all that it is to have is at work."""
         if self.is_stopping:
             return ""
+        if self.is_starting and self.has_begun:
+            what = f"the run continues from {self._start}" if self.trainers else "starting the trainers again"
+            return f"a trainer died; {what}"
         if self.is_starting:
-            return "a trainer died; starting the trainers again" if self.has_begun else "loading models"
+            return "loading models"
         num_working = sum(maker.state == "working" for maker in self.makers.values())
         is_complete = num_working == len(self.makers) == self.wanted
         return "" if is_complete else f"{num_working} of {counted(self.wanted, 'maker')} at work"
@@ -146,7 +150,7 @@ class Supervisor:
         for actor in self.actors:
             actor.repeat_lost_orders()
         jobs = {actor.job: actor for actor in self.actors if actor.job is not None}
-        ended = [jobs[job] for job in wait_any(jobs, timeout)]
+        ended = [jobs[job] for job in wait(jobs, timeout, FIRST_COMPLETED).done]
         self.fetch(timeout)
         for actor in self.actors:
             if actor not in self.actors:
@@ -168,7 +172,7 @@ class Supervisor:
             if not actor.questions:
                 actor.questions = self._ask(actor)
                 actor.asked_at = time.monotonic()
-        done = set(wait_all([call for actor in self.actors for call in actor.questions.values()], timeout))
+        done = wait([call for actor in self.actors for call in actor.questions.values()], timeout).done
         for actor in self.actors:
             if done.issuperset(actor.questions.values()):
                 calls, actor.questions = actor.questions, {}
@@ -182,7 +186,7 @@ class Supervisor:
             if maker.death is None:
                 self._note_stall(maker)
 
-    def _ask(self, actor: RunActor) -> dict[str, PendingCall]:
+    def _ask(self, actor: RunActor) -> "dict[str, Future[Any]]":
         call, questions = actor.peer.call, {}
         if actor.state in ("loading", "loaded"):
             questions["progress"] = call("progress")
@@ -343,9 +347,9 @@ class Supervisor:
     def _advance_trainers(self) -> None:
         if not self.trainers and time.monotonic() >= self._trainers_due:
             # The old ones have ended their writing by now.
-            start = choose_start(self._config, is_restart=True)
-            continue_files(self._config, self._log, start, is_restart=True)
-            self._create_trainers(start.checkpoint)
+            self._start = choose_start(self._config, is_restart=True)
+            continue_files(self._config, self._log, self._start, is_restart=True)
+            self._create_trainers(self._start.checkpoint)
         states = self.trainer_states
         if states == {"loaded"} and (self.has_begun or len(self._loaded_makers()) == len(self.makers)):
             self._tell_trainers()  # makers may have joined or left meanwhile

@@ -8,11 +8,12 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from coati.config import Deadlines
 from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError, WeightUpdateError
-from coati.peers import Peer, Peers, PendingCall, remote_error, wait_any
+from coati.peers import Peer, Peers, remote_error
 from coati.weights.message import Chunk
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class _Maker:
 
     behind: str | None = None
     """Why it needs all weights; None if it has them."""
-    late: PendingCall | None = None
+    late: "Future[Any] | None" = None
     """A call that was waited for in vain. It is not called again before it has answered this one."""
     is_abandoned: bool = False
     """It is not waited for, in the calls that are under way or in the next ones."""
@@ -138,7 +139,7 @@ class UpdateCalls:
         self._abandoned = {name for name in peers if self._is_abandoned(name)}
         self._seconds = seconds
         self._end = time.monotonic() + seconds
-        self._calls: dict[PendingCall, str] = {}
+        self._calls: dict[Future[Any], str] = {}
 
     @property
     def healthy(self) -> list[str]:
@@ -157,7 +158,8 @@ class UpdateCalls:
         """Wait for answers until at most so many calls are open. Makers that are late or abandoned are left out."""
         while len(self._calls) > until_in_flight:
             left = self._end - time.monotonic()
-            for call in wait_any(self._calls, min(_SLICE_SECONDS, left)):
+            done = wait(self._calls, max(0.0, min(_SLICE_SECONDS, left)), FIRST_COMPLETED).done
+            for call in [call for call in self._calls if call in done]:  # the first error of a maker counts
                 name = self._calls.pop(call)
                 try:
                     self.answers[name] = call.result(0.0)

@@ -98,13 +98,14 @@ def test_all_actors_are_asked_at_once_and_a_busy_one_holds_up_nobody(stage, monk
     one = stage(makers=3)
     holds, one.num_asked = [], []
     waited_for = []
-    wait_all = supervisor.wait_all
+    wait = supervisor.wait
 
-    def watched_wait(calls, timeout):
-        waited_for.append({call.name for call in calls})
-        return wait_all(calls, timeout)
+    def watched_wait(calls, timeout, *until):
+        if not until:
+            waited_for.append({call.name for call in calls})
+        return wait(calls, timeout, *until)
 
-    monkeypatch.setattr(supervisor, "wait_all", watched_wait)
+    monkeypatch.setattr(supervisor, "wait", watched_wait)
 
     def begin(host):
         holds.extend(host.peers.hold(f"maker-{index}", "records_since") for index in range(3))

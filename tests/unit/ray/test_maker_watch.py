@@ -1,38 +1,36 @@
 """When a trainer may conclude that no more experience will come."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+from thread_peers import LocalQueue
+from tiny import items
 
 from coati.config import Deadlines
-from coati.errors import ActorNotFound, DeadlineExceeded, PeerDied
-from coati.peers import Peer, Peers, PendingCall, remote_error
-from coati.ray.detached_replay_buffer import MakerWatch
+from coati.errors import ActorNotFound, PeerDied
+from coati.peers import Peer, Peers, remote_error
+from coati.ray import detached_replay_buffer
+from coati.ray.detached_replay_buffer import UnleasedBuffer
 
 DEADLINES = Deadlines(start_seconds=30.0, grace_seconds=5.0)
 
 
-class Answer(PendingCall):
-    def __init__(self, state):
-        self._state = state
+@pytest.fixture(autouse=True)
+def no_wait(monkeypatch):
+    """An answer that is not there yet does not come while it is waited for."""
+    monkeypatch.setattr(detached_replay_buffer, "wait", lambda calls, timeout: None)
 
-    def done(self):
-        return self._state != "busy"
 
-    def result(self, timeout):
-        errors = {
-            "busy": DeadlineExceeded("no answer yet"),
-            "missing": PeerDied("killed"),
-            "gone": PeerDied("killed"),
-            "unknown": remote_error("a", TypeError("progress takes an argument")),
-        }
-        if self._state in errors:
-            raise errors[self._state]
-        return SimpleNamespace(state=self._state)
-
-    @classmethod
-    def wait(cls, calls, num_done, timeout):
-        return [call for call in calls if call.done()]
+def answer(state):
+    call = Future()
+    if state in ("missing", "gone"):
+        call.set_exception(PeerDied("killed"))
+    elif state == "unknown":
+        call.set_exception(remote_error("a", TypeError("progress takes an argument")))
+    elif state != "busy":
+        call.set_result(SimpleNamespace(state=state))
+    return call
 
 
 class Maker(Peer):
@@ -44,7 +42,7 @@ class Maker(Peer):
         if self._story.states[self.name] == "silent":
             raise AttributeError(method)
         self._story.num_asked += 1
-        return Answer(self._story.states[self.name])
+        return answer(self._story.states[self.name])
 
 
 class Makers(Peers):
@@ -69,13 +67,19 @@ class Story:
         self.now = 100.0
         self.num_asked = 0
         self.states = dict.fromkeys(existing, "working")
-        self.watch = MakerWatch(names, DEADLINES, peers=Makers(self), clock=lambda: self.now)
+        self.buffer = UnleasedBuffer(
+            1, 0, maker_names=names, deadlines=DEADLINES, peers=Makers(self), queue=LocalQueue(), clock=lambda: self.now
+        )
         self.states |= dict.fromkeys(names, "working")
 
     def after(self, seconds, **states):
         self.now += seconds
         self.states |= states
-        return self.watch.all_finished()
+        return self.buffer.all_finished()
+
+    def batch_comes(self):
+        self.buffer.extend(items(0, 1))
+        assert self.buffer.try_sample(0.0) is not None
 
 
 def test_finished_counts_only_after_the_time_of_grace():
@@ -113,7 +117,7 @@ def test_one_that_was_seen_before_a_wait_is_gone_and_not_late():
     # The bug this guards against: a watch for each batch forgot who had been there.
     story = Story("a")
     story.after(0.0)
-    story.watch.note_batch()
+    story.batch_comes()
     with pytest.raises(PeerDied, match="a is gone"):
         story.after(3.0, a="missing")
 
@@ -157,14 +161,14 @@ def test_time_in_which_batches_come_does_not_count_against_a_late_maker():
     story.after(0.0, a="missing")
     for _ in range(10):  # every 20 s a batch comes from somewhere else
         assert not story.after(20.0)
-        story.watch.note_batch()
+        story.batch_comes()
     assert not story.after(2.0)
 
 
 def test_without_names_nothing_is_ever_over():
     story = Story()
     assert not story.after(1e6)
-    assert story.watch.describe() == "none are named"
+    assert story.buffer.describe_wait() == "none are named"
 
 
 @pytest.mark.parametrize("state", ["idle", "working", "busy", "unknown", "silent"])

@@ -1,7 +1,9 @@
 """What an answer of Ray means for a caller."""
 
+from concurrent.futures import Future
+from types import SimpleNamespace
+
 import pytest
-import ray
 from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
@@ -11,8 +13,8 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from coati.errors import DeadlineExceeded, PeerDied, PeerUnavailable, RemoteError
-from coati.ray.peers import RayCall
+from coati.errors import PeerDied, PeerUnavailable, RemoteError
+from coati.ray.peers import ray_call
 
 RAISED_BY_THE_METHOD = RayTaskError("method", "traceback", GetTimeoutError("inside of the method"))
 
@@ -20,7 +22,6 @@ RAISED_BY_THE_METHOD = RayTaskError("method", "traceback", GetTimeoutError("insi
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (GetTimeoutError("late"), DeadlineExceeded),
         (ActorDiedError(), PeerDied),
         (ActorUnavailableError("busy", None), PeerUnavailable),
         # The actor lives and may have done what was asked: the caller asks again with the same ids.
@@ -29,10 +30,10 @@ RAISED_BY_THE_METHOD = RayTaskError("method", "traceback", GetTimeoutError("insi
         (RAISED_BY_THE_METHOD.as_instanceof_cause(), RemoteError),
     ],
 )
-def test_only_the_death_of_an_actor_counts_as_one(monkeypatch, answer, expected):
-    def get(ref, timeout):
-        raise answer
-
-    monkeypatch.setattr(ray, "get", get)
+def test_only_the_death_of_an_actor_counts_as_one(answer, expected):
+    answered = Future()
+    call = ray_call("trainer-0", SimpleNamespace(future=lambda: answered))
+    assert not call.done()
+    answered.set_exception(answer)
     with pytest.raises(expected):
-        RayCall("trainer-0", "buffer_extend", ref=None).result(1.0)
+        call.result(0.0)

@@ -134,7 +134,7 @@ def test_a_retry_of_a_delivery_that_got_no_room_is_taken_in_once(unleased):
 
 def test_a_retry_is_not_acknowledged_before_its_delivery_is_taken_in(unleased):
     waiting = blocked_producer(unleased, delivery("second", 1))
-    with pytest.raises(DeadlineExceeded, match="an earlier delivery"):
+    with pytest.raises(DeadlineExceeded, match="for room"):
         unleased.extend(delivery("second", 1), timeout_seconds=0.05)
     retry = Background(unleased.extend, delivery("second", 1))
     assert ids(unleased.sample()) == [0]

@@ -5,7 +5,7 @@ import inspect
 import itertools
 import threading
 import weakref
-from typing import ClassVar
+from concurrent.futures import Future, wait
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from thread_peers import PATIENCE, ThreadCall, ThreadPeers
 from weight_testing import Maker, PlainStrategy, deliver, header_of, make_sender, messages_of
 
 from coati.errors import ActorNotFound, DeadlineExceeded, PeerUnavailable, WeightUpdateError
-from coati.peers import LocalPeer, LocalPeers, Peer, PendingCall, remote_error
+from coati.peers import LocalPeer, LocalPeers, Peer, remote_error
+from coati.weights import recipients
 from coati.weights import sender as sender_module
 from coati.weights.message import CardHandle, CardMemory, MadeChunk, WeightMessage, checksum_of
 from coati.weights.recipients import UpdateCalls, _Maker
@@ -159,39 +160,25 @@ def test_every_chunk_carries_its_own_checksum_and_one_is_read_ahead_of_what_is_s
     assert ahead[1:] == [2, 3, 4, 5, 5, 5]  # after the start: five chunks and the manifest
 
 
-class WaitedCall(PendingCall):
-    """A call that ends when it is waited for."""
-
-    open_at_wait: ClassVar[list[int]] = []
-
-    def __init__(self):
-        self.has_ended = False
-
-    def done(self):
-        return self.has_ended
-
-    def result(self, timeout):
-        assert self.has_ended
-
-    @classmethod
-    def wait(cls, calls, num_done, timeout):
-        cls.open_at_wait.append(len(calls))
-        calls[0].has_ended = True
-        return [call for call in calls if call.has_ended]
-
-
 class WaitedPeer(Peer):
     def call(self, method, *args, **kwargs):
-        return WaitedCall()
+        return Future()
 
 
-def test_a_bounded_number_of_chunks_is_in_flight(trained):
+def test_a_bounded_number_of_chunks_is_in_flight(trained, monkeypatch):
+    open_at_wait = []
+
+    def end_one(calls, timeout, until):
+        open_at_wait.append(len(calls))
+        next(iter(calls)).set_result(None)
+        return wait(calls, timeout, until)
+
+    monkeypatch.setattr(recipients, "wait", end_one)
     peers = ThreadPeers()
     peers.add("a", None), peers.add("b", None)
     peers._lookup = WaitedPeer
-    WaitedCall.open_at_wait.clear()
     make_sender(trained, peers, ["a", "b"], chunk_mib=8 / 2**20).send(1)
-    assert max(WaitedCall.open_at_wait) == 2 * MAX_CHUNKS_IN_FLIGHT + 2
+    assert max(open_at_wait) == 2 * MAX_CHUNKS_IN_FLIGHT + 2
 
 
 # One update after the other.
