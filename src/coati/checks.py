@@ -29,6 +29,14 @@ logger = logging.getLogger(__name__)
 _CONNECT_SECONDS = 3.0
 # Enough rows to meet a wrong column or a wrong kind of prompt, few enough to be instant on any file.
 _PEEKED_ROWS = 8
+_ANOTHER_COPY = "Use another copy, or write it again with save_pretrained."
+
+
+def check_sources(config: RunSettings, *, has_reward: bool = False) -> None:
+    """Raise ConfigError with all that `preflight` finds; what comes from a hub that cannot be reached must be here."""
+    avoid_hub_without_network(config)
+    if problems := preflight(config, has_reward=has_reward):
+        raise ConfigError("\n".join(problems))
 
 
 def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
@@ -41,21 +49,9 @@ def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
         own = _data_problems(config.for_evaluation(one), has_reward=has_reward and one.reward == config.reward)
         problems += [f"eval {one.name!r}: {problem}" for problem in own]
     trackers = (name for name in config.logging.tracker_names if importlib.util.find_spec(name) is None)
-    return [
-        *problems,
-        *(f"logging.trackers names {name!r}, which is not installed. pip install {name}" for name in trackers),
+    return problems + [
+        f"logging.trackers names {name!r}, which is not installed. pip install {name}" for name in trackers
     ]
-
-
-def _data_problems(config: RunSettings, *, has_reward: bool) -> list[str]:
-    columns: list[str] | None = None
-    prompt_problems = []
-    try:
-        columns = _peeked_columns(config)
-    except DataError as error:
-        text = str(error)
-        prompt_problems.append(text if text.startswith("prompts.path") else f"prompts.path: {text}")
-    return [*prompt_problems, *([] if has_reward else _reward_problems(config, columns))]
 
 
 def avoid_hub_without_network(config: RunSettings) -> None:
@@ -78,20 +74,8 @@ def avoid_hub_without_network(config: RunSettings) -> None:
             constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
-def folder_problem(folder: Path) -> str | None:
-    """Find what is wrong with a model's folder, as far as its files tell without being read whole."""
-    if read_json(folder / "config.json") is None:
-        return "whose config.json is not a JSON object"
-    for path in folder.glob("*.safetensors"):
-        try:
-            with safe_open(path, framework="numpy"):
-                pass
-        except (OSError, SafetensorError) as error:
-            return f"whose {path.name} is damaged ({error})"
-    return None
-
-
 def _model_problems(config: RunSettings) -> Iterator[str]:
+    """Find what is wrong with the folders of models, as far as their files tell without being read whole."""
     for key, path in config.input_paths.items():
         if key.endswith("prompts.path") or not looks_local(path):
             continue
@@ -104,17 +88,29 @@ def _model_problems(config: RunSettings) -> Iterator[str]:
             )
         elif not (folder / needed).is_file():
             yield f"{key} {path!r} has no {needed}. Name the folder that save_pretrained wrote."
-        elif key != "model.tokenizer" and (problem := folder_problem(folder)):
-            yield f"{key} is {path!r}, {problem}. Use another copy, or write it again with save_pretrained."
+        elif read_json(folder / needed) is None:
+            yield f"{key} is {path!r}, whose {needed} is not a JSON object. {_ANOTHER_COPY}"
+        else:
+            for file in folder.glob("*.safetensors"):
+                try:
+                    with safe_open(file, framework="numpy"):
+                        pass
+                except (OSError, SafetensorError) as error:
+                    yield f"{key} is {path!r}, whose {file.name} is damaged ({error}). {_ANOTHER_COPY}"
 
 
-def _peeked_columns(config: RunSettings) -> list[str] | None:
-    """Return the dataset's columns but the prompt's, where a look at its first rows tells them. DataError if it can
-    not be read."""
-    check_source(path := config.prompts.path)
-    if not path.endswith(".jsonl"):
-        return None
-    return load_prompts(path, column=config.prompts.column, limit=_PEEKED_ROWS).other_columns
+def _data_problems(config: RunSettings, *, has_reward: bool) -> Iterator[str]:
+    """Find what is wrong with prompts, as far as the first rows tell, and with the reward for their columns."""
+    columns, path = None, config.prompts.path
+    try:
+        check_source(path)
+        if path.endswith(".jsonl"):
+            columns = load_prompts(path, column=config.prompts.column, limit=_PEEKED_ROWS).other_columns
+    except DataError as error:
+        text = str(error)
+        yield text if text.startswith("prompts.path") else f"prompts.path: {text}"
+    if not has_reward:
+        yield from _reward_problems(config, columns)
 
 
 def _reward_problems(config: RunSettings, columns: Sequence[str] | None) -> Iterator[str]:

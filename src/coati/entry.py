@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import re
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coati.checks import avoid_hub_without_network, preflight
+from coati.checks import check_sources
 from coati.config import RunSettings, build_config, load_config
 from coati.errors import CheckpointError, ConfigError
 from coati.monitor import RunLog, RunSnapshot, Tracker, read_jsonl
@@ -58,14 +57,19 @@ class RunResult:
     """Why it ended before that by itself: an evaluation set's `patience`."""
 
     @property
-    def num_samples(self) -> int:
-        """Samples that were trained on."""
-        return self.account.num_trained
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.config.output_folder
 
     @property
     def model(self) -> Path:
         """The folder of the trained policy, which transformers loads."""
         return self.folder / "model"
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that were trained on."""
+        return self.account.num_trained
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -80,19 +84,9 @@ class RunResult:
         """(weight version, mean reward of the samples that it wrote)."""
         return [(row["version"], row["reward/mean"]) for row in self._rows() if "reward/mean" in row]
 
-    @property
-    def kls(self) -> list[tuple[float, float]]:
-        """(weight version, mean KL of those samples to the reference)."""
-        return [(row["version"], row["kl/per_sample"]) for row in self._rows() if "kl/per_sample" in row]
-
     def _rows(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
         return read_jsonl(path) if path.is_file() else []  # a disk that was full loses no run
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder."""
-        return self.config.output_folder
 
 
 def train(
@@ -167,49 +161,45 @@ def prepare(
     address: str | None = None,
 ) -> RunSettings:
     """Return the settings that a run has; the arguments are those of `train`. ConfigError if it could not start."""
+    overrides = list(overrides)
     if reward is not None:  # it takes the place of whatever `[reward]` names
-        overrides = [*overrides, f"reward.function={_name_of(reward)}", "reward.model=''", "reward.terms=[]"]
-        overrides.append("reward.options={}")
+        overrides += [f"reward.function={_name_of(reward)}", "reward.model=''", "reward.terms=[]", "reward.options={}"]
+    if sync:  # one process takes turns, so every sample comes from the newest weights
+        overrides.append("topology.max_staleness=0")
     if (config is None) == (resume is None):
         raise ConfigError("a run needs settings, or the folder of a run to resume (--resume), and not both.")
     if resume is not None:
-        settings = resumed_settings(Path(resume), overrides, sync=sync)
+        settings = resumed_settings(Path(resume), overrides)
         check_incomplete(settings)
     elif isinstance(config, RunSettings | Mapping):
-        sections = dict(config.model_dump() if isinstance(config, RunSettings) else config)
-        if isinstance(config, RunSettings):
-            for one in sections["eval"]:
-                if one["reward"] == sections["reward"]:
-                    del one["reward"]  # it follows the run's
-        settings = build_config(sections, overrides)
+        settings = build_config(config.model_dump() if isinstance(config, RunSettings) else config, overrides)
     else:
         settings = load_config(Path(str(config)), overrides)
-    settings = checked(settings, sync=sync, address=address, has_reward=reward is not None)
+    check_sources(settings, has_reward=reward is not None)
     check_inputs_outside(settings)
+    _check_topology(settings, sync=sync, address=address)
+    if settings.model.trust_remote_code:
+        logger.warning("model.trust_remote_code is on: code that comes with the models runs with your permissions.")
     return settings
 
 
-def checked(config: RunSettings, *, sync: bool, address: str | None, has_reward: bool = False) -> RunSettings:
-    """Return the settings that a run has, on-policy if it is synchronous. ConfigError if it could not start."""
-    avoid_hub_without_network(config)
-    if problems := preflight(config, has_reward=has_reward):
-        raise ConfigError("\n".join(problems))
-    _check_device(config, sync=sync)
-    if config.model.trust_remote_code:
-        logger.warning("model.trust_remote_code is on: code that comes with the models runs with your permissions.")
-    if not sync:
-        return config
-    if address is not None:
+def _check_topology(config: RunSettings, *, sync: bool, address: str | None) -> None:
+    """Raise ConfigError for what one process does not have, and for GPUs that Ray would hide from its actors."""
+    topology = config.topology
+    if sync and address is not None:
         raise ConfigError("A synchronous run uses no Ray cluster. Leave out --address, or --sync.")
-    makers, trainers = config.topology.makers, config.topology.trainers
-    if (makers, trainers) != (1, 1):
+    if sync and (topology.makers, topology.trainers) != (1, 1):
         raise ConfigError(
-            f"A synchronous run has one maker and one trainer, got topology.makers = {makers} and topology.trainers = "
-            f"{trainers}. Leave --sync out, or add --set topology.makers=1 --set topology.trainers=1."
+            f"A synchronous run has one maker and one trainer, got topology.makers = {topology.makers} and "
+            f"topology.trainers = {topology.trainers}. Leave --sync out, or add --set topology.makers=1 --set "
+            "topology.trainers=1."
         )
-    # One process takes turns, so every sample comes from the newest weights.
-    on_policy = {"max_staleness": 0}
-    return config.model_copy(update={"topology": config.topology.model_copy(update=on_policy)})
+    for name in ("gpus_per_trainer", "gpus_per_maker"):
+        if not sync and config.model.device == "cuda" and getattr(topology, name) == 0:
+            raise ConfigError(
+                f'topology.{name} must be above 0 while model.device is "cuda", got 0. Set it, to 0.5 where maker and '
+                'trainer share a card, or model.device to "cpu".'
+            )
 
 
 def execute(
@@ -231,41 +221,35 @@ def execute(
     `on_begin` is called when everything is loaded and training begins; `parts` are fields of `coati.build.Parts`.
     A run that `is_resumed` continues from its newest whole checkpoint.
     """
-
-    def begin() -> None:
-        begin_in_folder()
-        stack.enter_context(WarningsFile(folder / "warnings.log"))
-        on_begin()
-        if start is not None:
-            continue_files(config, log, start)
-        stack.enter_context(following(folder, [*config.logging.tracker_names, *trackers]))
-
-    started, folder = time.monotonic(), config.output_folder
+    started, train, folder = time.monotonic(), config.train, config.output_folder
     open_folder = open_run_folder(config, overwrite=overwrite, is_resumed=is_resumed)
     with open_folder as begin_in_folder, contextlib.ExitStack() as stack:
-        log = _new_log(config, on_begin=begin)
-        try:
-            log.message = "loading libraries"
-            on_progress(log.snapshot())
-            from coati.build import Parts, check_inputs
 
-            if (start := choose_start(config) if is_resumed else None) is not None:
-                log.stand_at(start.step, start.version)
-                log.message = f"the run continues from {start}"
-                on_progress(log.snapshot())
-            check_inputs(config)
-            training = _kind_of_run(sync=sync, address=address, log_to_driver=log_to_driver)(
-                config,
-                log,
-                parts=Parts(**{name: part for name, part in (parts or {}).items() if part is not None}),
-                checkpoint=None if start is None else start.checkpoint,
-                on_progress=on_progress,
-                should_stop=should_stop,
-            )
-            training.run(str(folder.resolve() / "model"))
-            was_stopped = should_stop() and log.snapshot().step < config.train.optimizer_steps
-        finally:
-            log.flush()
+        def begin() -> None:
+            begin_in_folder()
+            stack.enter_context(WarningsFile(folder / "warnings.log"))
+            on_begin()
+            if start is not None:
+                continue_files(config, log, start)
+            stack.enter_context(following(folder, [*config.logging.tracker_names, *trackers]))
+            stack.callback(log.flush)
+
+        num_samples = train.total_steps * train.batch_size * config.topology.trainers
+        steps, spans = train.optimizer_steps, config.logging.spans_kept
+        log = RunLog(folder, total_steps=steps, total_samples=num_samples, max_spans=spans, on_begin=begin)
+        log.message = "loading libraries"
+        on_progress(log.snapshot())
+        if (start := choose_start(config) if is_resumed else None) is not None:
+            log.stand_at(start.step, start.version)
+            log.message = f"the run continues from {start}"
+            on_progress(log.snapshot())
+        options: dict[str, Any] = {"on_progress": on_progress, "should_stop": should_stop}
+        if start is not None:
+            options["checkpoint"] = start.checkpoint
+        if not sync:
+            options |= {"address": address, "log_to_driver": log_to_driver}
+        _new_run(config, log, parts or {}, sync=sync, **options).run(str(folder.resolve() / "model"))
+        was_stopped = should_stop() and log.snapshot().step < steps
     return RunResult(
         config=config,
         account=_account(folder),
@@ -274,6 +258,22 @@ def execute(
         was_stopped=was_stopped,
         stop_reason=log.stop_reason,
     )
+
+
+def _new_run(
+    config: RunSettings, log: RunLog, parts: Mapping[str, Any], *, sync: bool, **options: Any
+) -> SynchronousRun | DetachedRun:
+    from coati.build import Parts, check_inputs
+
+    check_inputs(config)
+    options["parts"] = Parts(**{name: part for name, part in parts.items() if part is not None})
+    if sync:
+        from coati.synchronous import SynchronousRun
+
+        return SynchronousRun(config, log, **options)
+    from coati.ray.launcher import DetachedRun
+
+    return DetachedRun(config, log, **options)
 
 
 def _account(folder: Path) -> RunAccount:
@@ -286,41 +286,8 @@ def _account(folder: Path) -> RunAccount:
         return RunAccount([], [str(error)])
 
 
-def _new_log(config: RunSettings, *, on_begin: Callable[[], None]) -> RunLog:
-    train = config.train
-    return RunLog(
-        config.output_folder,
-        total_steps=train.optimizer_steps,
-        total_samples=train.total_steps * train.batch_size * config.topology.trainers,
-        max_spans=config.logging.spans_kept,
-        on_begin=on_begin,
-    )
-
-
-def _kind_of_run(*, sync: bool, **options: Any) -> Callable[..., SynchronousRun | DetachedRun]:
-    if sync:
-        from coati.synchronous import SynchronousRun
-
-        return SynchronousRun
-    from coati.ray.launcher import DetachedRun
-
-    return functools.partial(DetachedRun, **options)
-
-
 def _name_of(function: Callable[..., Any]) -> str:
     """Name a function as `reward.function` does; what cannot be imported again gets a name that only tells it apart."""
     name = getattr(function, "__name__", type(function).__name__)
     module = getattr(function, "__module__", None) or "python"
     return f"{module}:{re.sub('[^A-Za-z0-9_]', '_', name)}"
-
-
-def _check_device(config: RunSettings, *, sync: bool) -> None:
-    """Ray hides a machine's GPUs from actors that have no share of one."""
-    if sync or config.model.device != "cuda":
-        return
-    for name in ("gpus_per_trainer", "gpus_per_maker"):
-        if getattr(config.topology, name) == 0:
-            raise ConfigError(
-                f"topology.{name} must be above 0 while model.device is {config.model.device!r}, got 0. Set it, to 0.5 "
-                'where maker and trainer share a card, or model.device to "cpu".'
-            )

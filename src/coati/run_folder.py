@@ -233,23 +233,20 @@ def _is_held(folder: Path) -> bool:
 # Continuing a run
 
 
-def resumed_settings(folder: Path, overrides: Sequence[str], *, sync: bool = False) -> RunSettings:
+def resumed_settings(folder: Path, overrides: Sequence[str]) -> RunSettings:
     """Return the settings of the run in a folder, with overrides; a warning says what has changed.
 
-    One that continues in one process (`sync`) is on-policy, and must have been so: samples that are older may wait.
     Raises ConfigError if there is no run, or what has changed cannot change.
     """
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"--resume takes the output folder of a run, with its config.toml, got {str(folder)!r}.")
-    before = _settings(folder, ())
-    after = _settings(folder, [*overrides, "topology.max_staleness=0"] if sync else overrides)
+    before, after = (_settings(folder, some) for some in ((), overrides))
     said = changed_settings(before, after)
     fixed = [said[key] for key in said if key in _FIXED or key.partition(".")[0] in _FIXED_SECTIONS]
     if fixed:
         raise ConfigError(
             f"a run that is resumed cannot change these settings: {'; '.join(fixed)}. Leave them as they were, or "
-            "start a new run."
-            + (" --sync sets topology.max_staleness to 0." if "topology.max_staleness" in said and sync else "")
+            "start a new run." + " --sync sets topology.max_staleness to 0." * ("topology.max_staleness" in said)
         )
     if said:
         logger.warning("the run is resumed with other settings: %s", "; ".join(said.values()))

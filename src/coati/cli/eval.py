@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coati.checks import avoid_hub_without_network, preflight
+from coati.checks import check_sources
 from coati.cli.train import Verbose, quiet_libraries
 from coati.config import RunSettings, load_config
 from coati.counting import counted
@@ -41,9 +41,7 @@ def evaluate(
     console = Console()
     path, config = _resolved(target, settings)
     quiet_libraries(verbose)
-    avoid_hub_without_network(config)
-    if problems := preflight(config):
-        raise ConfigError("\n".join(problems))
+    check_sources(config)
     from coati.evaluation.evaluator import evaluate_model
 
     base = config.model.path if base is None else base

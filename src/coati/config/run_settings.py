@@ -221,6 +221,9 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunSettings
 def build_config(data: Mapping[str, Any], overrides: Sequence[str] = (), *, source: str = "") -> RunSettings:
     """Turn a table of sections into checked settings; `source` is named in errors, the rest is as in `load_config`."""
     sections = copy.deepcopy(dict(data))
+    for _, table in _tables(sections, "eval"):
+        if "reward" in table and table["reward"] == sections.get("reward"):
+            del table["reward"]  # it follows the run's
     for override in overrides:
         _apply_override(sections, override)
     for name, field in RunSettings.model_fields.items():

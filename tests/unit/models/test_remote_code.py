@@ -50,7 +50,7 @@ def test_a_models_own_code_runs_only_if_it_is_trusted(config, tmp_path):
 
 @pytest.mark.parametrize("trust", [False, True])
 def test_trusting_a_models_code_is_warned_about(config, trust, monkeypatch, caplog):
-    monkeypatch.setattr(entry, "preflight", lambda *_, **__: [])
+    monkeypatch.setattr(entry, "check_sources", lambda *_, **__: None)
     with caplog.at_level(logging.WARNING):
-        entry.checked(config(trust), sync=False, address=None)
+        entry.prepare(config(trust))
     assert ("trust_remote_code" in caplog.text) == trust
