@@ -1,13 +1,13 @@
-"""Typed metric values, and the files that they are written to.
+"""Typed metric values, which say how two of them become one, and the files that they are written to.
 
-`Mean(loss, weight=tokens)` says how two such numbers become one, so no reader has to guess from the name whether to add
-or to average. docs/metrics.md describes every metric.
+docs/metrics.md describes every metric.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +27,16 @@ class Metric:
 
     def merge(self, other: Self) -> Self:
         """Return the one number for both."""
+        return type(self)(self._joined(self.value, other.value))
+
+    @staticmethod
+    def _joined(one: float, other: float) -> float:
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Mean(Metric):
-    """A weighted mean; two of them merge into the mean of all they were made from.
-
-    A weight of 0 says that nothing was seen: such a value never counts, even if it is NaN (0 / 0).
+    """A weighted mean. A weight of 0 says that nothing was seen: such a value never counts, even if it is NaN (0 / 0).
 
     >>> Mean(1.0, weight=3).merge(Mean(5.0, weight=1))
     Mean(value=2.0, weight=4)
@@ -43,7 +45,7 @@ class Mean(Metric):
     weight: float = 1.0
 
     def merge(self, other: Self) -> Self:
-        """Return the mean over both."""
+        """Return the mean of all that both were made from."""
         if self.weight == 0 or other.weight == 0:
             return other if self.weight == 0 else self
         weight = self.weight + other.weight
@@ -53,35 +55,27 @@ class Mean(Metric):
 class Sum(Metric):
     """A total."""
 
-    def merge(self, other: Self) -> Self:
-        """Return the total of both."""
-        return type(self)(self.value + other.value)
+    _joined = staticmethod(operator.add)
 
 
 class Max(Metric):
     """The greatest value seen. NaN wins, in either order, because it is a fault that must be seen."""
 
-    def merge(self, other: Self) -> Self:
-        """Return the greater."""
-        return self if math.isnan(self.value) or self.value >= other.value else other
+    @staticmethod
+    def _joined(one: float, other: float) -> float:
+        return one if math.isnan(one) or one >= other else other
 
 
 class Min(Metric):
-    """The least value seen. NaN wins, in either order, because it is a fault that must be seen."""
+    """The least value seen. NaN wins, as with `Max`."""
 
-    def merge(self, other: Self) -> Self:
-        """Return the lesser."""
-        return self if math.isnan(self.value) or self.value <= other.value else other
+    @staticmethod
+    def _joined(one: float, other: float) -> float:
+        return one if math.isnan(one) or one <= other else other
 
 
 def merge_metrics(held: dict[str, Metric], metrics: Mapping[str, Metric]) -> None:
-    """Merge metrics by name into those that are held; a name keeps its kind.
-
-    >>> held = {"reward/mean": Mean(0.5, weight=2)}
-    >>> merge_metrics(held, {"reward/mean": Mean(0.8, weight=1), "maker/samples": Sum(3)})
-    >>> values_of(held)
-    {'reward/mean': 0.6, 'maker/samples': 3.0}
-    """
+    """Merge metrics by name into those that are held; a name keeps its kind."""
     for name, metric in metrics.items():
         old = held.get(name)
         assert old is None or type(old) is type(metric), f"{name} was {old} and is {metric} now"

@@ -23,7 +23,7 @@ class RecordPage(NamedTuple, Generic[T]):
 
 
 class RecordLog(Generic[T]):
-    """A bounded log read by cursor: fetching is idempotent, so a fetch that was lost can be repeated.
+    """A bounded log read by cursor, so that a fetch that was lost can be repeated.
 
     Who asks for what came after a cursor has the records before it; all but the newest of those are forgotten.
 
