@@ -181,18 +181,9 @@ def make_prompts(config: RunSettings) -> PromptStream:
     table = load_prompts(prompts.path, split=prompts.split, subset=prompts.subset, column=prompts.column)
     holder = torch.nn.Module()
     holder.config = _loaded(config, "model.path", config.model.path, AutoConfig)
-    return PromptStream(
-        table,
-        load_tokenizer(config),
-        prompts_per_batch=config.rollout.prompts_per_batch,
-        samples_per_prompt=config.rollout.samples_per_prompt,
-        seed=config.run.seed,
-        shuffle=prompts.shuffle,
-        curriculum=prompts.curriculum,
-        context_length=context_length_of(holder),
-        max_prompt_tokens=prompts.max_tokens,
-        max_new_tokens=config.rollout.max_new_tokens,
-    )
+    context = context_length_of(holder)
+    tokenizer, seed = load_tokenizer(config), config.run.seed
+    return PromptStream(table, tokenizer, prompts, config.rollout, seed=seed, context_length=context)
 
 
 def ledger_rules(config: RunSettings, stream: int = 0) -> LedgerRules:

@@ -1,8 +1,7 @@
-"""Prompts in one global, endless order, which every maker can look up.
+"""Prompts in one global, endless order, which every maker can look up: pass after pass over the table.
 
-Passes over the table follow each other without end; position n of that order is prompt group n. So a sample has the
-same id, and with it the same random draws, whichever maker makes it. Prompts that cannot be used keep their position:
-they are skipped, counted by reason, and their ids never appear.
+So a sample has the same id, and with it the same random draws, whichever maker makes it. Prompts that cannot be used
+keep their position: they are skipped, counted by reason, and their ids never appear.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from coati.config import PromptSettings, RolloutSettings
 from coati.errors import ConfigError, DataError
 from coati.prompts.table import PromptTable
 from coati.randomness import STREAM_PROMPTS, keyed_generator
@@ -37,16 +37,10 @@ _CHARACTERS_PER_TOKEN = 32
 
 
 class _Prompt(NamedTuple):
+    row: int
     text: str  # as it was tokenized
     ids: array[int]
     skip_reason: str | None
-
-
-class _Place(NamedTuple):
-    position: int  # in the global order
-    row: int
-    prompt: _Prompt
-    repeats: range  # which samples of the prompt
 
 
 class PromptStream:
@@ -54,43 +48,33 @@ class PromptStream:
 
     A batch is a dict with `input_ids` [B, P] (left-padded) and `attention_mask` [B, P], `sample_ids` [B] and
     `group_ids` [B] (all int64), `prompt` (B texts, as rendered) and every other column of the table (B values
-    each). The samples of one prompt are adjacent.
-
-    With `shuffle` each pass has an order of its own, by `seed`. With `curriculum`, a column of numbers, it goes from
-    small to large, or back with a minus before the name. Prompts that leave no room in the model's
-    `context_length`, or have more than `max_prompt_tokens` (0 = any number), are skipped. `max_new_tokens` only serves
-    to say when the context will cut responses short. The settings of `[prompts]` and `[rollout]` have the same names.
+    each). Samples of one prompt are adjacent. Prompts that leave no room in the model's `context_length` are skipped.
     """
 
     def __init__(
         self,
         table: PromptTable,
         tokenizer: Any,
+        prompts: PromptSettings,
+        rollout: RolloutSettings,
         *,
-        prompts_per_batch: int,
-        samples_per_prompt: int = 1,
         seed: int = 0,
-        shuffle: bool = True,
-        curriculum: str = "",
         context_length: int | None = None,
-        max_prompt_tokens: int = 0,
-        max_new_tokens: int = 1,
     ) -> None:
-        assert min(prompts_per_batch, samples_per_prompt) > 0
-        columns = table.other_columns
-        if taken := [name for name in columns if name in RESERVED_COLUMNS]:
+        self._columns = table.other_columns
+        if taken := [name for name in self._columns if name in RESERVED_COLUMNS]:
             raise DataError(
                 f"{table.source} has a column {taken[0]!r} besides the prompts in {table.column!r}, but that name is "
                 f"reserved, as are {', '.join(RESERVED_COLUMNS)}. Rename the column."
             )
         self.skipped: Counter[str] = Counter()
         """Positions skipped so far, by reason."""
-        self._table, self._tokenizer, self._columns = table, tokenizer, columns
-        self._prompts_per_batch, self._samples_per_prompt = prompts_per_batch, samples_per_prompt
-        self._seed, self._shuffle = seed, shuffle
-        self._levels = _levels(table, curriculum) if curriculum else None
-        self._context_length, self._max_new_tokens = context_length, max_new_tokens
-        self._limits = {SKIP_TOO_LONG: max_prompt_tokens} if max_prompt_tokens else {}
+        self.samples_per_batch = rollout.prompts_per_batch * rollout.samples_per_prompt
+        self._table, self._tokenizer, self._seed, self._shuffle = table, tokenizer, seed, prompts.shuffle
+        self._samples_per_prompt, self._max_new_tokens = rollout.samples_per_prompt, rollout.max_new_tokens
+        self._levels = _levels(table, prompts.curriculum) if prompts.curriculum else None
+        self._context_length = context_length
+        self._limits = {SKIP_TOO_LONG: prompts.max_tokens} if prompts.max_tokens else {}
         if context_length is not None:
             self._limits[SKIP_NO_ROOM] = context_length - 1
         self._pad_id = _pad_id(tokenizer)
@@ -105,11 +89,6 @@ class PromptStream:
         """Prompts of one pass."""
         return len(self._table)
 
-    @property
-    def samples_per_batch(self) -> int:
-        """Samples of a batch of `prompts_per_batch` prompts."""
-        return self._prompts_per_batch * self._samples_per_prompt
-
     def survey(self) -> Counter[str]:
         """Tokenize all prompts, and count those that will be skipped in each pass, by reason."""
         reasons = (self._prompt(row).skip_reason for row in range(len(self._table)))
@@ -120,29 +99,22 @@ class PromptStream:
 
         A group is `group_size` samples of one prompt: all of them, or one. None where nothing is left for a batch.
         """
-        per_prompt = self._samples_per_prompt // group_size
-        places, skipped = [], {}
+        samples: dict[int, _Prompt] = {}
+        skipped = {}
         for number in numbers:
-            position, part = divmod(number, per_prompt)
-            place = self._place(position, range(part * group_size, (part + 1) * group_size))
-            if isinstance(place, str):
-                skipped[number] = place
-            else:
-                places.append(place)
-        return self._collate(places) if places else None, skipped
-
-    def _place(self, position: int, repeats: range) -> _Place | str:
-        """Return the prompt at a position, or why it is skipped."""
-        epoch, place = divmod(position, len(self._table))
-        row = self._order(epoch)[place]
-        prompt = self._prompt(row)
-        if prompt.skip_reason is None:
-            return _Place(position, row, prompt, repeats)
-        if repeats.start == 0:  # else it is counted
-            self.skipped[prompt.skip_reason] += 1
-            where = f"first in {self._table.where(row)}; others are only counted"
-            self._warn_once(f"Skipping prompts: {prompt.skip_reason}", where)
-        return prompt.skip_reason
+            ids = range(number * group_size, (number + 1) * group_size)
+            position, repeat = divmod(ids.start, self._samples_per_prompt)
+            epoch, place = divmod(position, len(self._table))
+            prompt = self._prompt(self._order(epoch)[place])
+            if prompt.skip_reason is None:
+                samples |= dict.fromkeys(ids, prompt)
+                continue
+            skipped[number] = prompt.skip_reason
+            if repeat == 0:  # else it is counted
+                self.skipped[prompt.skip_reason] += 1
+                where = f"first in {self._table.where(prompt.row)}; others are only counted"
+                self._warn_once(f"Skipping prompts: {prompt.skip_reason}", where)
+        return self._collate(samples) if samples else None, skipped
 
     def _order_of(self, epoch: int) -> Sequence[int]:
         """The rows in the order of one pass."""
@@ -156,13 +128,13 @@ class PromptStream:
         where = f"{self._table.where(row)}: {self._table.column!r}"
         text = _render(prompt, self._tokenizer, where=where)
         if reason := self._skip_reason(1 + len(text) // _CHARACTERS_PER_TOKEN):
-            return _Prompt("", array("q"), reason)
+            return _Prompt(row, "", array("q"), reason)
         try:
             ids = self._tokenize(text, is_chat=not isinstance(prompt, str))
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise DataError(f"{where} cannot be tokenized: {what}. Correct the text.") from error
-        return _Prompt(text, array("q", ids), self._skip_reason(len(ids)))
+        return _Prompt(row, text, array("q", ids), self._skip_reason(len(ids)))
 
     def _tokenize(self, text: str, *, is_chat: bool) -> list[int]:
         """Return the token ids of a rendered prompt.
@@ -196,26 +168,26 @@ class PromptStream:
             "tokens. Shorten the prompts, raise prompts.max_tokens, or use a model with a longer context."
         )
 
-    def _collate(self, places: list[_Place]) -> dict[str, Any]:
-        samples = [place for place in places for _ in place.repeats]
-        length = max(len(place.prompt.ids) for place in places)
+    def _collate(self, samples: dict[int, _Prompt]) -> dict[str, Any]:
+        prompts = list(samples.values())
+        length = max(len(prompt.ids) for prompt in prompts)
         if self._context_length is not None and length + self._max_new_tokens > self._context_length:
             room = self._context_length - length
             self._warn_once(
                 "Some responses will be cut short",
                 f"a prompt of {length} tokens leaves room for {room}, not for max_new_tokens = {self._max_new_tokens}",
             )
-        missing = [length - len(place.prompt.ids) for place in samples]
-        ids = [[self._pad_id] * gap + place.prompt.ids.tolist() for gap, place in zip(missing, samples, strict=True)]
-        groups = torch.tensor([place.position for place in samples], dtype=torch.long)  # [B]
-        repeats = [repeat for place in places for repeat in place.repeats]
+        gaps = [length - len(prompt.ids) for prompt in prompts]
+        ids = [[self._pad_id] * gap + prompt.ids.tolist() for gap, prompt in zip(gaps, prompts, strict=True)]
+        sample_ids = torch.tensor(list(samples), dtype=torch.long)  # [B]
+        rows = [self._table.rows[prompt.row] for prompt in prompts]
         return {
             "input_ids": torch.tensor(ids, dtype=torch.long),  # [B, P]
-            "attention_mask": torch.tensor([[0] * gap + [1] * (length - gap) for gap in missing], dtype=torch.long),
-            "sample_ids": groups * self._samples_per_prompt + torch.tensor(repeats),  # [B]
-            "group_ids": groups,
-            "prompt": [place.prompt.text for place in samples],
-            **{name: [self._table.rows[place.row].get(name) for place in samples] for name in self._columns},
+            "attention_mask": torch.tensor([[0] * gap + [1] * (length - gap) for gap in gaps], dtype=torch.long),
+            "sample_ids": sample_ids,
+            "group_ids": sample_ids // self._samples_per_prompt,
+            "prompt": [prompt.text for prompt in prompts],
+            **{name: [row.get(name) for row in rows] for name in self._columns},
         }
 
 

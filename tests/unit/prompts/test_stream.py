@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from coati.config import PromptSettings, RolloutSettings
 from coati.errors import ConfigError, DataError
 from coati.prompts.stream import SKIP_TOO_LONG, PromptStream
 from coati.prompts.table import PromptTable
@@ -51,8 +52,15 @@ def table_of(*prompts, **columns):
     return PromptTable(rows=rows, source="test.jsonl")
 
 
-def stream_of(table, tokenizer=TOKENIZER, **options):
-    return PromptStream(table, tokenizer, **{"prompts_per_batch": 2, "shuffle": False, **options})
+def stream_of(table, tokenizer=TOKENIZER, *, seed=0, context_length=None, **options):
+    options = {"shuffle": False, "prompts_per_batch": 2, "max_new_tokens": 1, **options}
+    prompts, rollout = (
+        {name: value for name, value in options.items() if name in kind.model_fields}
+        for kind in (PromptSettings, RolloutSettings)
+    )
+    settings = PromptSettings(path="test.jsonl", **prompts), RolloutSettings(**rollout)
+    assert len(prompts) + len(rollout) == len(options)
+    return PromptStream(table, tokenizer, *settings, seed=seed, context_length=context_length)
 
 
 def batches_of(stream, size=2, samples_per_prompt=1):
@@ -123,7 +131,7 @@ def test_groups_are_the_same_in_whatever_order_they_are_looked_up(
     # At least one usable row, or the stream rightly refuses to start.
     long_rows = {row for row in long_rows if row < size - 1}
     prompts = ["a b c d e a b c" if row in long_rows else WORDS[6 + row % 5] for row in range(size)]
-    options = {"samples_per_prompt": samples_per_prompt, "shuffle": shuffle, "seed": 5, "max_prompt_tokens": 4}
+    options = {"samples_per_prompt": samples_per_prompt, "shuffle": shuffle, "seed": 5, "max_tokens": 4}
     expected = samples_below(size * epochs, stream_of(table_of(*prompts), **options), samples_per_prompt)
     group_size = samples_per_prompt if in_groups else 1
     numbers = list(range(size * epochs * samples_per_prompt // group_size))
@@ -143,7 +151,7 @@ def test_unusable_prompts_are_counted_by_reason_and_keep_their_ids(caplog):
     table = table_of("a", "a b c d", "b", " ", "a b c")
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
-    stream = stream_of(table, tokenizer, context_length=4, max_prompt_tokens=3)
+    stream = stream_of(table, tokenizer, context_length=4, max_tokens=3)
     with caplog.at_level(logging.WARNING):
         batches = list(itertools.islice(batches_of(stream), 3))
     assert [group for batch in batches for group in batch["group_ids"].tolist()] == [0, 2, 4, 5, 7, 9]
@@ -155,7 +163,7 @@ def test_unusable_prompts_are_counted_by_reason_and_keep_their_ids(caplog):
 
 def test_a_survey_counts_what_every_pass_skips():
     table = table_of(*["a b c"] * 3, "a")
-    assert stream_of(table, max_prompt_tokens=2).survey() == {SKIP_TOO_LONG: 3}
+    assert stream_of(table, max_tokens=2).survey() == {SKIP_TOO_LONG: 3}
 
 
 def recording_tokenizer(tokenized):
@@ -204,7 +212,7 @@ def test_responses_that_the_context_will_cut_short_are_announced_once(caplog):
 
 def test_a_table_without_a_usable_prompt_is_an_error():
     with pytest.raises(DataError) as caught:
-        first_batch(table_of("a b c", "a b c d"), max_prompt_tokens=2, context_length=64)
+        first_batch(table_of("a b c", "a b c d"), max_tokens=2, context_length=64)
     for part in ("test.jsonl", "2 longer than prompts.max_tokens", "prompts.max_tokens = 2", "64"):
         assert part in str(caught.value)
 
