@@ -47,7 +47,7 @@ def preflight(config: RunSettings, *, has_reward: bool = False) -> list[str]:
     problems = [*_model_problems(config), *_data_problems(config, has_reward=has_reward)]
     for one in config.eval:
         own = _data_problems(config.for_evaluation(one), has_reward=has_reward and one.reward == config.reward)
-        problems += [f"eval {one.name!r}: {problem}" for problem in own]
+        problems += [f"eval {one.name!r}: {problem}" for problem in own if problem not in problems]
     trackers = (name for name in config.logging.tracker_names if importlib.util.find_spec(name) is None)
     return problems + [
         f"logging.trackers names {name!r}, which is not installed. pip install {name}" for name in trackers

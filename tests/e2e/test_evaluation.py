@@ -45,13 +45,14 @@ def test_a_run_whose_maker_dies_in_an_evaluation_finds_what_coati_eval_finds(eva
     assert asked.returncode == 0, asked.stdout + asked.stderr
     final, base = json.loads((tmp_path / "found.json").read_text())
     assert (numbers(rows[-1]), numbers(rows[0])) == (numbers(final), numbers(base))
+    assert (final["version"], base["version"]) == (rows[-1]["version"], 0)
     for promised in ("avg@2", "pass@1", "difference", "held-out"):
         assert promised in asked.stdout
     best = json.loads((out / "best" / "evaluation.json").read_text())
     alone = coati_here("eval", out / "best", "--base", "none", "--output", tmp_path / "best.json")
     assert alone.returncode == 0, alone.stderr
     (found,) = json.loads((tmp_path / "best.json").read_text())
-    assert numbers(found) == numbers(best)
+    assert (numbers(found), found["version"]) == (numbers(best), best["version"])
     assert best["avg@2"] == max(row["avg@2"] for row in rows)
     page = coati_here("report", out)
     assert page.returncode == 0, page.stderr

@@ -152,7 +152,7 @@ def test_sigterm_saves_the_model_and_stops(film_run, coati_here, tmp_path):
 
 BAD_INPUT = [
     (["reward.function=film_rewards:raises"], ["'raises'", "no such lexicon"]),
-    (["reward.function=film_rewards:always_nan"], ["not a finite number", "in a row"]),
+    (["reward.function=film_rewards:always_nan"], ["no score by 'always_nan'", "in a row"]),
     (["reward.function=film_rewards:too_few"], ["too_few", "returned 1 score for 20"]),
     (["reward.function=film_rewards:missing"], ["film_rewards", "missing"]),
     (["reward.function=no_such_module:reward"], ["no_such_module"]),

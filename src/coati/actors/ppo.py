@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -269,8 +271,12 @@ class PlainPPOTrainer(Trainer):
             self._checkpoints.wait()  # after a failure this is the last call before the end
         except DeadlineExceeded as error:  # one that is stuck must not cost the model too
             logger.error("%s", error)
-        load = self.options.tokenizer
-        add = None if load is None else (lambda folder: load().save_pretrained(folder))
+
+        def add(folder: Path) -> None:
+            if (load := self.options.tokenizer) is not None:
+                load().save_pretrained(folder)
+            (folder / "coati.json").write_text(json.dumps({"version": self.version}))  # what `coati eval` calls it
+
         with self._hold_weights():
             self.strategy.save_model(self._learner.actor, path, only_rank0, add=add)
 

@@ -1,6 +1,7 @@
 """`coati reward check REWARD --rows FILE`."""
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from coati.config import RunSettings, build_config, load_config
 from coati.counting import counted, format_seconds
@@ -52,22 +52,33 @@ def check(
     pending = PendingScores(scorer, _request(table.rows, config), torch.device("cpu"))
     columns = {"score": pending(), **pending.terms}
     seconds = format_seconds(time.monotonic() - start)
-    shown = Table("row", *columns, "completion", "details, or why it failed")
-    for row in sorted(range(len(table)), key=lambda row: row not in pending.failures)[:show]:
-        said = pending.failures.get(row) or json.dumps(pending.details[row], ensure_ascii=False)
-        numbers = (f"{float(values[row]):.4g}" for values in columns.values())
-        shown.add_row(table.where(row), *numbers, excerpt(repr(pending.request.completions[row])), said)
+    failed = {"score": pending.failures, **pending.failed}
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(shown)
+    for row in sorted(range(len(table)), key=lambda row: row not in pending.failures)[:show]:
+        cells = (f"{name} {_shown(float(values[row]), row in failed[name])}" for name, values in columns.items())
+        console.print(f"{table.where(row)}: {', '.join(cells)}")
+        details = json.dumps(pending.details[row], ensure_ascii=False) if pending.details[row] else ""
+        for line in (excerpt(repr(pending.request.completions[row])), details, pending.failures.get(row)):
+            if line:
+                console.print(f"    {line}")
+    console.print()
     for name, values in columns.items():
         found = values[values.isfinite()]
         spread = f"; mean {found.mean():.4g}, lowest {found.min():.4g}, highest {found.max():.4g}" if len(found) else ""
         console.print(f"{name}: {len(found)} of {counted(len(values), 'row')}{spread}")
     for kind, count in Counter(error.split(": ")[0] for error in pending.failures.values()).most_common():
         console.print(f"failed on {counted(count, 'row')}: {kind}")
-    console.print(f"{seconds}, asked again {pending.num_retries} times.")
+    if unscored := len(pending.unscored.keys() - pending.failures.keys()):
+        console.print(
+            f"no score, without a failure: {counted(unscored, 'row')} (None, NaN or infinity; not trained on)"
+        )
+    console.print(f"{seconds}, asked again {counted(pending.num_retries, 'time')}.")
     if pending.failures:
         raise typer.Exit(1)
+
+
+def _shown(score: float, is_failure: bool) -> str:
+    return "failed" if is_failure else f"{score:.4g}" if math.isfinite(score) else "none"
 
 
 def _refuse_model(path: str) -> Any:

@@ -118,7 +118,8 @@ def execute(config: RunSettings, console: Console, *, verbose: bool, **options: 
     """Run to the end, or to a stop signal, with a live view; `options` are those of `coati.entry.execute`."""
     if config.logging.tensorboard and not config.logging.writes_tensorboard:
         console.print(
-            "TensorBoard is not installed; metrics.jsonl has the metrics. To install it: pip install tensorboard"
+            "No TensorBoard files: the package is not installed (pip install tensorboard). metrics.jsonl has all. "
+            "logging.tensorboard = false says that none are wanted."
         )
     quiet_libraries(verbose)
     with StopSignal(console) as stop, LiveView(console) as view:

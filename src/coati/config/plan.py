@@ -11,8 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from coati.config.evaluation import EvalSettings
 from coati.config.generate import GenerateOptions, native_engine_problem
+from coati.config.reward import RewardSettings
 from coati.config.run_settings import RunSettings
+from coati.config.sections import PromptSettings
 from coati.counting import counted
 
 _ROUNDED_RATE = 1e-4  # an optimizer's step is about its rate, and weights are about a hundredth
@@ -28,7 +31,7 @@ def plan_lines(config: RunSettings) -> list[str]:
         >>> print(plan_lines(config)[1])
         Makers: 1 maker; a sample may be 1 weight version behind.
     """
-    return [*_size_lines(config), *_place_lines(config)]
+    return [*_size_lines(config), *_place_lines(config), *(_evaluation(one) for one in config.eval)]
 
 
 def _size_lines(config: RunSettings) -> list[str]:
@@ -78,18 +81,17 @@ def _engine(config: RunSettings) -> str:
 
 
 def _place_lines(config: RunSettings) -> list[str]:
-    model, train, reward = config.model, config.train, config.reward
+    model, train = config.model, config.train
     source = "the actor's body" if model.critic == "actor" else model.critic
     critic = f"critic from {source}" if config.algorithm.uses_critic else "no critic"
-    terms = [f"{term.weight:g} {_TIMES} {term.label}" for term in reward.terms]
     written = ["config.toml", "metrics.jsonl", "samples.jsonl"] + ["spans.jsonl"] * bool(config.logging.spans_kept)
     written += config.logging.tracker_names
     checkpoints = f"; every {counted(train.save_every, 'version')} in checkpoints/" if train.save_every else ""
     lines = [
         f"Model: {model.path}{' with LoRA adapters' if config.lora.rank else ''}; "
         f"{f'reference {config.reference_path}' if config.reference_path else 'no reference'}, {critic}.",
-        f"Reward: {' + '.join(terms) or reward.function or reward.model}.",
-        *(f"Evaluation: {one.name}, {counted(one.rollout.samples_per_prompt, 'sample')} each." for one in config.eval),
+        f"Prompts: {config.prompts.path}{_prompts_taken(config)}.",
+        f"Reward: {_reward(config.reward)}.",
         f"Output: {config.output_folder}/ ({', '.join(written)}; final model in model/{checkpoints}).",
     ]
     keeps_bits = train.mixed_precision or config.lora.rank  # peft keeps adapters in float32
@@ -99,6 +101,45 @@ def _place_lines(config: RunSettings) -> list[str]:
             f"{train.actor_lr:g} are less. Set train.mixed_precision = true to train with float32 weights."
         )
     return lines
+
+
+def _prompts_taken(config: RunSettings) -> str:
+    """How many prompts there are, and how many the run takes of them; empty where only loading them would tell."""
+    if (there := _count_prompts(config.prompts)) is None:
+        return ""
+    train, rollout = config.train, config.rollout
+    taken = train.total_steps * train.batch_size * config.topology.trainers / rollout.samples_per_prompt
+    return f", {counted(there, 'prompt')}, each taken {taken / there:.3g} times on average"
+
+
+def _count_prompts(prompts: PromptSettings) -> int | None:
+    """Count the rows of a JSONL file."""
+    if not prompts.path.endswith(".jsonl") or not (file := Path(prompts.path)).is_file():
+        return None
+    with file.open("rb") as lines:
+        return sum(1 for line in lines if line.strip()) or None
+
+
+def _reward(reward: RewardSettings) -> str:
+    terms = [f"{term.weight:g} {_TIMES} {term.label}" for term in reward.terms]
+    return " + ".join(terms) or reward.function or reward.model
+
+
+def _evaluation(one: EvalSettings) -> str:
+    """Say what is measured, how, and when."""
+    rollout, there = one.rollout, _count_prompts(one.prompts)
+    most = min(filter(None, (one.max_prompts, there)), default=0)
+    size = counted(most, "prompt") if there else f"at most {counted(most, 'prompt')}" if most else "all prompts"
+    draw = f"temperature {rollout.temperature:g}" if rollout.do_sample else "greedily"
+    every = f"every {counted(one.every, 'version')}" if one.every else ""
+    times = ["before training"] * one.before + [every] * bool(every) + ["at the end"] * one.at_end
+    best = f"; the best model by {one.best_by} is kept" if one.best_by else ""
+    patience = f", and {counted(one.patience, 'evaluation')} in a row without a better one end the run"
+    return (
+        f"Evaluation {one.name}: {one.prompts.path}, {size} {_TIMES} {counted(rollout.samples_per_prompt, 'sample')}, "
+        f"{draw}, at most {counted(rollout.max_new_tokens, 'new token')}, scored by {_reward(one.reward)}; "
+        f"{', '.join(times) or 'never'}{best}{patience * bool(one.patience)}."
+    )
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

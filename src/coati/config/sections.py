@@ -304,6 +304,7 @@ class LoggingSettings(Section, section="logging"):
         {},
         "Where metrics and samples are sent: wandb, mlflow, trackio, swanlab, each with its options (metrics.md).",
         rule="a table for each tracker, such as [logging.trackers.wandb]",
+        remedy="TensorBoard is no such table: logging.tensorboard = true writes its files.",
     )
     samples_kept: int = setting(4, "Samples of each weight version written to samples.jsonl; 0 = none.", ge=0)
     spans_kept: int = setting(

@@ -6,7 +6,8 @@ prompt, with Student's t for small sets). It has a closed form: unlike a bootstr
 interval everywhere, and a paired difference is the same formula on differences.
 
 Where all values lie in [0, 1], as those of pass@k do, the interval has Wilson's form, with the number of independent
-trials that the spread is worth. It stays in [0, 1], and 30 of 30 prompts solved is not reported as certainty.
+trials that the spread is worth. It stays in [0, 1], and 30 of 30 prompts solved is not reported as certainty. Nor are
+equal values, or differences, of any other size: as many prompts as Wilson's limit allows may have other ones.
 """
 
 import math
@@ -15,17 +16,22 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _NORMAL = statistics.NormalDist().inv_cdf(0.975)
+_EQUAL = 1e-9  # what rounding leaves of a deviation
 
 
 class Estimate(NamedTuple):
-    """A mean over prompts, and its 95 % confidence interval; NaN limits for a single prompt, which has no spread."""
+    """A mean over prompts, and its 95 % confidence interval.
+
+    It is infinite where nothing tells of it: there is one prompt, or all have equal values, and the values no bounds.
+    """
 
     mean: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        limits = "unknown" if math.isinf(self.low) else f"{self.low:.3f}, {self.high:.3f}"
+        return f"{self.mean:.3f} [{limits}]"
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -41,13 +47,13 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 def estimate(values: Sequence[float]) -> Estimate:
     """The mean of the values of independent prompts, with its interval."""
-    plain, count = _student_interval(values), len(values)
-    mean, half = plain.mean, plain.high - plain.mean
-    is_share = min(values) >= 0.0 and max(values) <= 1.0 and (half > 0.0 or mean in (0.0, 1.0))
-    if count < 2 or not is_share:
-        return plain
+    if not _are_shares(values):
+        return _interval(values)
+    mean, deviation = statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+    if deviation < _EQUAL:
+        return _interval(values, 0.0, 1.0)
     spread = mean * (1.0 - mean)
-    shrink = half**2 / spread if spread else _student(count - 1) ** 2 / count  # t squared over the number of trials
+    shrink = (_student(len(values) - 1) * deviation) ** 2 / len(values) / spread  # t squared over the number of trials
     middle, half = (mean + shrink / 2) / (1 + shrink), math.sqrt(shrink * (spread + shrink / 4)) / (1 + shrink)
     return Estimate(mean, max(0.0, middle - half), min(1.0, middle + half))
 
@@ -72,14 +78,27 @@ def paired_difference(values: Mapping[int, float], base: Mapping[int, float]) ->
 
     What makes a prompt easy or hard for both cancels, so the interval is narrower than either model's own.
     """
-    differences = [value - base[prompt] for prompt, value in values.items() if prompt in base]
-    return _student_interval(differences) if differences else None
+    common = values.keys() & base.keys()
+    differences = [values[prompt] - base[prompt] for prompt in sorted(common)]
+    bounds = (-1.0, 1.0) if _are_shares([*values.values(), *base.values()]) else ()
+    return _interval(differences, *bounds) if differences else None
 
 
-def _student_interval(values: Sequence[float]) -> Estimate:
+def _are_shares(values: Sequence[float]) -> bool:
+    return min(values, default=0.0) >= 0.0 and max(values, default=0.0) <= 1.0
+
+
+def _interval(values: Sequence[float], lowest: float = -math.inf, highest: float = math.inf) -> Estimate:
+    """Student's interval; for equal values that of Wilson, for the share of prompts with any other up to the bounds."""
     count, mean = len(values), statistics.fmean(values)
-    half = _student(count - 1) * statistics.stdev(values) / math.sqrt(count) if count > 1 else math.nan
-    return Estimate(mean, mean - half, mean + half)
+    if count < 2:
+        return Estimate(mean, lowest, highest)
+    t, deviation = _student(count - 1), statistics.stdev(values)
+    if deviation < _EQUAL:
+        others = t**2 / (count + t**2)
+        return Estimate(mean, mean - others * (mean - lowest), mean + others * (highest - mean))
+    half = t * deviation / math.sqrt(count)
+    return Estimate(mean, max(mean - half, lowest), min(mean + half, highest))
 
 
 def _student(degrees: int) -> float:

@@ -6,6 +6,7 @@ measured with the same draws, and on a CPU a saved model gets the very numbers t
 
 import logging
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import torch
 
 from coati import build
 from coati.config import EvalSettings, RunSettings
+from coati.config.plan import read_json
 from coati.cpu import set_up_cpu
 from coati.errors import DataError
 from coati.evaluation.estimates import Estimate, estimate, prompt_values
@@ -41,7 +43,8 @@ class Evaluation(NamedTuple):
     record: dict[str, Any]
     """Set, version, every metric with its interval (`_low`, `_high`), and counts, as `evaluations.jsonl` has them."""
     samples: list[dict[str, Any]]
-    """All samples, those of a prompt together: numbers, texts, score (None if there is none) and the reward's error."""
+    """All samples, those of a prompt together: numbers, texts, score (None if there is none), terms and details, and
+    the reward's error."""
     values: dict[str, dict[int, float]]
     """The value of every prompt, by metric."""
 
@@ -130,6 +133,7 @@ class Evaluator:
 
         def finished() -> Iterator[dict[str, Any]]:
             scores, texts = pending().tolist(), pending.request
+            remarks = pending.remarks()
             for row, (number, length, is_cut) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
                 yield {
                     "prompt_number": number // per_prompt,
@@ -137,6 +141,7 @@ class Evaluator:
                     "prompt": texts.prompts[row],
                     "response": texts.completions[row],
                     "score": scores[row] if math.isfinite(scores[row]) else None,
+                    **remarks[row],
                     "error": pending.failures.get(row),
                     "tokens": length,
                     "is_cut": is_cut,
@@ -151,7 +156,9 @@ class Evaluator:
         values = prompt_values(scores, one.rollout.samples_per_prompt, one.ks, pass_score=one.pass_score)
         found = Evaluation(record, samples, values)
         for name, (mean, low, high) in found.estimates.items():
-            record |= {name: mean, f"{name}_low": low, f"{name}_high": high}
+            record[name] = mean
+            if math.isfinite(low):
+                record |= {f"{name}_low": low, f"{name}_high": high}
         record |= {
             "prompts": len(scores),
             "samples": len(samples),
@@ -170,7 +177,10 @@ class Evaluator:
 
 
 def evaluate_model(config: RunSettings, path: str) -> list[Evaluation]:
-    """Measure the model in a folder, or on the hub, on all sets of the settings."""
+    """Measure the model in a folder, or on the hub, on all sets of the settings.
+
+    Its version is that of the run that saved it, 0 for `model.path`, and None for others.
+    """
     set_up_cpu(build.threads_per_actor(config))
 
     def has(file: str) -> bool:
@@ -179,8 +189,19 @@ def evaluate_model(config: RunSettings, path: str) -> list[Evaluation]:
     own = {"tokenizer": config.model.tokenizer or (path if has("tokenizer_config.json") else config.tokenizer_path)}
     if has("config.json"):  # and not only adapters
         own["path"] = path
+    version = _version_of(Path(path), 0 if path == config.model.path else None)
     config = config.model_copy(update={"model": config.model.model_copy(update=own)})
     engine = make_engine(config.rollout, build.load_actor(config, path))
     scorers: dict[str, RewardScorer] = {}
-    found = (Evaluator(config, one, scorers=scorers).run(engine) for one in config.eval)
-    return [evaluation for evaluation in found if evaluation is not None]
+    found = [Evaluator(config, one, scorers=scorers).run(engine, version=version or 0) for one in config.eval]
+    evaluations = [evaluation for evaluation in found if evaluation is not None]
+    for evaluation in evaluations:
+        evaluation.record["version"] = version
+    return evaluations
+
+
+def _version_of(folder: Path, otherwise: int | None) -> int | None:
+    """Read the version of a saved model: the final one of a run, its best one, or a checkpoint."""
+    known = read_json(folder / "coati.json") or read_json(folder / "evaluation.json") or {}
+    checkpoint = re.fullmatch(r"version-(\d+)", folder.name)
+    return known.get("version", int(checkpoint[1]) if checkpoint else otherwise)

@@ -168,10 +168,8 @@ class MakerBatch:
         assert self.experience is not None
         assert self.experience.sample_ids is not None
         ids, request = self.experience.sample_ids.tolist(), scores.request
-        terms = {name: values.tolist() for name, values in scores.terms.items()}
-        for row, (sample_id, details) in enumerate(zip(ids, scores.details, strict=True)):
-            said = {"terms": {name: values[row] for name, values in terms.items()}, "details": details}
-            self.verdicts[sample_id] = {name: table for name, table in said.items() if table}
+        self.verdicts = dict(zip(ids, scores.remarks(), strict=True))
+        self.losses |= {ids[row]: f"no score by {name!r}" for row, name in scores.unscored.items()}
         groups = ids if self.experience.group_ids is None else self.experience.group_ids.tolist()
         for row, error in sorted(scores.failures.items()):
             self.losses[ids[row]] = error

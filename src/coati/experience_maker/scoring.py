@@ -131,12 +131,14 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     is_good = ~torch.isin(groups, groups[is_bad])
     found = {name: experience.sample_ids[rows].tolist() for name, rows in bad.items() if bool(rows.any())}
     reasons = {one: f"no finite {name}" for name, ids in reversed(found.items()) for one in ids}
-    batch.losses = reasons | batch.losses  # which has the errors of a reward that failed
+    batch.losses = reasons | batch.losses  # which knows more of the reward
     failed = {record["sample_id"] for record in batch.quarantined}
+    lost: dict[str, list[int]] = {}
+    for one in reasons.keys() - failed:
+        lost.setdefault(batch.losses[one], []).append(one)
     parts = [
-        f"the {name} of {len(ids)} of {len(is_bad)} samples is not a finite number (sample ids {ids[:8]})"
-        for name, bad_ids in found.items()
-        if (ids := [one for one in bad_ids if one not in failed])
+        f"{reason}: {len(ids)} of {counted(len(is_bad), 'sample')} (sample ids {sorted(ids)[:8]})"
+        for reason, ids in sorted(lost.items())
     ]
     if failed:
         pairs = list(zip(experience.sample_ids.tolist(), groups.tolist(), strict=True))
@@ -148,9 +150,11 @@ def keep_scored(batch: MakerBatch, algorithm: AlgorithmSettings) -> Experience:
     if not bool(is_good.any()):
         remedy = "The learning rates (train.actor_lr, train.critic_lr) may be too high, or the models' weights damaged."
         if "reward" in found:
-            remedy = "Make the reward return finite numbers for these samples."
+            remedy = "Have the reward return a finite number for each sample, 0.0 where it does not apply."
         raise AllSamplesDropped(f"{message}, so none is left. {remedy}")
-    logger.warning("%s; dropped", message)
+    num_lost = int((~is_good).sum())
+    others = f", and with them their groups: {counted(num_lost, 'sample')}" if num_lost > int(is_bad.sum()) else ""
+    logger.warning("%s; dropped%s", message, others)
     return batch.keep(is_good)
 
 

@@ -72,14 +72,14 @@ class PromptTable:
 def looks_local(path: str) -> bool:
     """Say whether a model or dataset path means this machine rather than a hub.
 
-    A hub name has at most one slash (`owner/name`). Anything that exists, starts like a path, has more slashes, or lies
-    in a folder that exists is local.
+    A hub name has at most one slash (`owner/name`). Anything that exists, starts like a path, ends like a prompt file,
+    has more slashes, or lies in a folder that exists is local.
 
     Example:
         >>> looks_local("./model"), looks_local("runs/demo/model"), looks_local("owner/name-on-the-hub")
         (True, True, False)
     """
-    if path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).exists():
+    if path.startswith(("/", ".", "~")) or path.endswith(FILE_SUFFIXES) or path.count("/") > 1 or Path(path).exists():
         return True
     return "/" in path and Path(path).parent.is_dir()
 
@@ -89,9 +89,10 @@ def check_source(path: str) -> None:
     file = Path(path)
     is_file = file.suffix in FILE_SUFFIXES
     if (is_file and not file.is_file()) or (not is_file and looks_local(path) and not file.is_dir()):
+        rule = "which does not exist" if is_file else f"which is no file ({', '.join(FILE_SUFFIXES)}) and no folder"
         raise DataError(
-            f"prompts.path must be a file ({', '.join(FILE_SUFFIXES)}), a `datasets` folder or a `datasets` name, got "
-            f"{path!r}. Check the path: relative ones count from the folder of the TOML file, then from {Path.cwd()}."
+            f"prompts.path is {path!r}, {rule}. Check the path: relative ones count from the folder of the TOML file, "
+            f"then from {Path.cwd()}."
         )
     if file.suffix != ".jsonl" and importlib.util.find_spec("datasets") is None:
         raise DataError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import functools
 import importlib
 import inspect
@@ -120,9 +121,13 @@ def call_function(function: Callable[..., Any], offered: Mapping[str, Any], expe
     """
     named, takes_others = keyword_parameters(function)
     if missing := [name for name, is_required in named.items() if is_required and name not in offered]:
+        remedy = "Rename the parameter, give it a default, name its column in reward.columns, or add the column"
+        if missing[0] == "completion_ids":  # of `coati reward check`
+            remedy = (
+                'Tokens need a tokenizer: --set model.path=FOLDER. Or count words: --set reward.options.unit="words"'
+            )
         raise CallFailed(
-            f"has the parameter {missing[0]!r}, but it can only be called with {', '.join(offered)}",
-            "Rename the parameter, give it a default, name its column in reward.columns, or add the column",
+            f"has the parameter {missing[0]!r}, but it can only be called with {', '.join(offered)}", remedy
         )
     if takes_others:
         named |= dict.fromkeys(offered.keys() - bound_options(function) - set(_ONLY_IF_NAMED), False)
@@ -140,7 +145,7 @@ def read_verdicts(returned: Any, expected: int) -> list[Verdict]:
     if len(scores) != expected:
         raise CallFailed(
             f"returned {counted(len(scores), 'score')} for {counted(expected, 'completion')}",
-            "Return a list as long as completions, with None where there is no score",
+            "Return a list as long as completions",
         )
     return [_verdict(index, value) for index, value in enumerate(scores)]
 
@@ -217,10 +222,10 @@ def _imported(name: str, search_paths: Sequence[Path]) -> Callable[..., Any]:
     reward may import its neighbours when it is called."""
     module_name, _, attribute = name.partition(":")
     if not all(map(str.isidentifier, (attribute, *module_name.split(".")))):
-        raise ConfigError(
-            f'A reward function must be one of {", ".join(LIBRARY)}, or "module:function", got {name!r}. '
-            'For praise() in rewards.py write "rewards:praise".'
-        )
+        close = difflib.get_close_matches(name, LIBRARY, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else 'For praise() in rewards.py write "rewards:praise".'
+        known = ", ".join(LIBRARY)
+        raise ConfigError(f'A reward function must be one of {known}, or "module:function", got {name!r}. {hint}')
     paths = list(dict.fromkeys(str(Path(path).resolve()) for path in search_paths))
     sys.path[:0] = paths
     importlib.invalidate_caches()  # a file written a moment ago must be seen

@@ -6,6 +6,7 @@ And rewards from settings: functions by name, models through a loader, weighted 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
@@ -19,9 +20,14 @@ from coati.background import run_in_background
 from coati.config.reward import RewardSettings, RewardTerm
 from coati.errors import RewardError, RewardFailed
 from coati.rewards.base import ModelReward, Reward, RewardRequest, Scores, WeightedSum
-from coati.rewards.calling import CallFailed, Verdict, call_function, excerpt, load_reward_function, raised
+from coati.rewards.calling import CallFailed, Verdict, call_function, load_reward_function, raised
 from coati.rewards.library import isolation_of
 from coati.rewards.process import RewardProcess
+
+# What a function raises that takes a text for a list of chat messages.
+_READS_MESSAGES = re.compile(
+    r"raised (TypeError: string indices|IndexError: string index|AttributeError: 'str' object has no attribute 'get')"
+)
 
 
 class FunctionReward(Reward):
@@ -82,11 +88,7 @@ class FunctionReward(Reward):
         verdicts = self._call(self._offered(request), request)
         # Judge finiteness as float32: 1e300 is finite in Python and infinite in the tensor.
         values = torch.tensor([verdict.score for verdict in verdicts], dtype=torch.float64).to(torch.float32)  # [B]
-        failures = {
-            row: str(self._error(verdict.error, "", request, row=row))
-            for row, verdict in enumerate(verdicts)
-            if verdict.error
-        }
+        failures = {row: self._said(verdict.error) for row, verdict in enumerate(verdicts) if verdict.error}
         has_score = values.isfinite()
         has_score[list(failures)] = False
         values = torch.where(has_score, values, torch.full_like(values, math.nan))
@@ -98,7 +100,7 @@ class FunctionReward(Reward):
             if column not in request.columns:
                 known = ", ".join(request.columns) or "none"
                 what = f"takes {parameter!r} from the column {column!r}, but the columns are {known}"
-                raise self._error(what, "Correct reward.columns", request)
+                raise RewardError(self._said(what, "Correct reward.columns"))
             offered[parameter] = request.columns[column]
         for key, role, texts in (
             ("prompts", "user", request.prompts),
@@ -116,31 +118,26 @@ class FunctionReward(Reward):
             if self._process is not None:
                 self._process.start()
         except CallFailed as error:
-            raise self._error(f"could not be started again: {error.what}", "See the maker's log", request) from error
+            what = self._said(f"could not be started again: {error.what}", "See the maker's log")
+            raise RewardError(what) from error
         call = run_in_background(lambda: self._function(offered, len(request)), name=f"reward-{self.name}")
         if not wait([call], timeout=seconds).done:
             if self._process is not None:
                 self._process.kill()
             whole = "" if seconds == self.timeout_seconds else "its share of "
             what = f"did not return within {whole}{self.timeout_seconds:g} s"
-            raise self._error(what, "Make it faster, or raise reward.timeout_seconds", request, RewardFailed)
+            raise RewardFailed(self._said(what, "Make it faster, or raise reward.timeout_seconds"))
         if (fault := call.exception()) is None:
             return call.result()
         if isinstance(fault, CallFailed) and fault.remedy:
-            raise self._error(fault.what, fault.remedy, request) from None
+            raise RewardError(self._said(fault.what, fault.remedy)) from None
         what = fault.what if isinstance(fault, CallFailed) else raised(fault)
-        remedy = "Correct the function, or return None for samples that it cannot score"
-        raise self._error(what, remedy, request, RewardFailed) from fault
+        raise RewardFailed(self._said(what)) from fault
 
-    def _error(
-        self, what: str, remedy: str, request: RewardRequest, kind: type[RewardError] = RewardError, row: int = 0
-    ) -> RewardError:
-        sentences = [f"Reward function {self.name!r} {what}.", f"{remedy}." if remedy else ""]
-        if len(request):
-            prompt, completion = excerpt(request.prompts[row]), excerpt(request.completions[row])
-            which = "Sample" if row else "First sample"
-            sentences.append(f"{which}: prompt {prompt!r}, completion {completion!r}.")
-        return kind(" ".join(filter(None, sentences)))
+    def _said(self, what: str, remedy: str = "") -> str:
+        if not self._messages and _READS_MESSAGES.match(what):
+            remedy = "If it reads chat messages, as TRL passes them, set messages = true beside its function"
+        return f"Reward function {self.name!r} {what}." + f" {remedy}." * bool(remedy)
 
 
 def build_reward(

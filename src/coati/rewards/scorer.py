@@ -22,6 +22,7 @@ from coati.background import BackgroundThread
 from coati.counting import counted
 from coati.errors import ConfigError, RewardError, RewardFailed
 from coati.rewards.base import Reward, RewardRequest, WeightedSum, decode_completions, decode_prompts
+from coati.rewards.calling import excerpt
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,10 @@ class PendingScores:
         """What rewards say of each sample besides the score, by their names, when the scores are there."""
         self.failures: dict[int, str] = {}
         """Why the reward failed, by row, when the scores are there."""
+        self.failed: dict[str, set[int]] = {}
+        """The rows that each reward failed on, by its name."""
+        self.unscored: dict[int, str] = {}
+        """The reward that gave a row no score, without a failure."""
         self.num_retries = 0
         """How often a reward was asked again."""
         self.request = request
@@ -83,6 +88,18 @@ class PendingScores:
             raise RewardError(f"Reward {self._scorer.reward.name!r} did not score a batch within {self._seconds:g} s.")
         return self._future.result().to(self._device)
 
+    def remarks(self) -> list[dict[str, Any]]:
+        """What is written down with each sample besides its score, if anything: the terms of a sum, and details."""
+        terms = {
+            name: [score if math.isfinite(score) else None for score in scores.tolist()]
+            for name, scores in self.terms.items()
+        }
+        return [
+            ({"terms": {name: scores[row] for name, scores in terms.items()}} if terms else {})
+            | ({"details": details} if details else {})
+            for row, details in enumerate(self.details)
+        ]
+
     def _seconds_left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
@@ -99,7 +116,7 @@ class PendingScores:
 
     def _scores_of(self, reward: Reward) -> Tensor:
         """Ask one reward for all samples, again for those that it fails on, at last for each of them alone."""
-        rows = list(range(len(self.request)))
+        request, rows = self.request, list(range(len(self.request)))
         device = "cpu" if self._scorer.reward.is_host_work else self._device
         scores = torch.full([len(rows)], torch.nan, device=device)
         failures = self._evaluate(reward, rows, scores)
@@ -107,16 +124,19 @@ class PendingScores:
             if failures:
                 rows, first = list(failures), next(iter(failures.values()))
                 self.num_retries += 1
-                logger.warning("a reward failed on %s and is asked again: %s", counted(len(rows), "sample"), first)
+                logger.warning("%s It is asked again for %s.", first, counted(len(rows), "sample"))
                 failures = self._evaluate(reward, rows, scores)
+        if failures and not self._may_fail:
+            raise RewardFailed(next(iter(failures.values())))
         if failures:
-            error = RewardFailed(next(iter(failures.values())))
-            if not self._may_fail:
-                raise error
             failures = self._evaluate_each(reward, list(failures), scores)
-            if len(failures) == len(scores) and reward.name not in self._scorer.working:
-                raise error
+        if failures and len(failures) == len(scores) and reward.name not in self._scorer.working:
+            sample = f"prompt {excerpt(request.prompts[0])!r}, completion {excerpt(request.completions[0])!r}"
+            raise RewardFailed(f"{failures[0]} It has scored no sample. The first: {sample}.")
         self.failures |= failures
+        self.failed[reward.name] = set(failures)
+        silent = [row for row, is_there in enumerate(scores.isfinite().tolist()) if not is_there]
+        self.unscored |= dict.fromkeys((row for row in silent if row not in failures), reward.name)
         return scores
 
     def _evaluate(

@@ -94,7 +94,10 @@ def test_only_the_first_rows_are_read(folder):
 
 def test_a_prompt_path_that_is_nothing(folder):
     (problem,) = problems("prompts.path=./nothing")
-    assert "got './nothing'" in problem
+    assert "'./nothing'" in problem
+    assert looks_local("missing.jsonl")  # is no hub name
+    (problem,) = problems("prompts.path=missing.jsonl")
+    assert "'missing.jsonl', which does not exist" in problem
     assert problems("prompts.path=someone/dataset") == []
 
 
@@ -104,6 +107,8 @@ def test_reward_functions_are_imported(folder):
     assert "'scoring:prais'" in problem
     (problem,) = problems("reward.function=praise")
     assert "must be one of math-verify" in problem
+    (problem,) = problems("reward.function=math-verfy")
+    assert "Did you mean 'math-verify'?" in problem
     assert problems("reward.function=math:sqrt") == []  # does not tell its parameters
 
 

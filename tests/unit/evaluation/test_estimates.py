@@ -77,10 +77,30 @@ def test_all_prompts_solved_is_not_certainty():
     assert estimate([0.0] * 30).high == pytest.approx(1 - found.low)
 
 
-def test_one_prompt_has_no_interval_and_a_constant_has_none_to_speak_of():
-    assert estimate([0.25]).mean == 0.25
-    assert math.isnan(estimate([0.25]).low)
-    assert estimate([0.25, 0.25, 0.25]) == (0.25, 0.25, 0.25)
+def test_where_nothing_tells_of_an_interval_it_is_unknown():
+    for values in ([2.5], [7.0, 7.0, 7.0]):  # one prompt; equal scores of any size
+        found = estimate(values)
+        assert found == (values[0], -math.inf, math.inf)
+        assert "unknown" in str(found)
+    assert estimate([0.25]) == (0.25, 0.0, 1.0)
+    assert "unknown" in str(paired_difference({1: 5.0, 2: 7.0}, {1: 4.0, 2: 6.0}))
+
+
+def test_equal_values_are_not_certainty():
+    # 4 prompts, t = 3.182 for 3 degrees: up to 10.13 / 14.13 = 0.717 of all prompts may have other values.
+    scores = dict.fromkeys(range(4), 0.5)
+    found = paired_difference(scores, scores)
+    assert found == (0.0, pytest.approx(-0.717, abs=2e-3), pytest.approx(0.717, abs=2e-3))
+    ones, zeros = dict.fromkeys(range(4), 1.0), dict.fromkeys(range(4), 0.0)
+    assert paired_difference(ones, zeros) == (1.0, pytest.approx(1 - 2 * 0.717, abs=4e-3), 1.0)
+    # Rounding makes 0.3 - 0.1 and 0.7 - 0.5 differ.
+    found = paired_difference({0: 0.3, 1: 0.7, 2: 0.3, 3: 0.7}, {0: 0.1, 1: 0.5, 2: 0.1, 3: 0.5})
+    assert (found.low, found.high) == (
+        pytest.approx(0.2 - 0.717 * 1.2, abs=3e-3),
+        pytest.approx(0.2 + 0.717 * 0.8, abs=3e-3),
+    )
+    # Of shares the same: 0.5 less and more 0.717 of what there is on either side.
+    assert estimate([0.5] * 4) == (0.5, pytest.approx(0.141, abs=2e-3), pytest.approx(0.859, abs=2e-3))
 
 
 def test_19_of_20_intervals_hold_the_truth_although_samples_of_a_prompt_are_alike():
@@ -101,7 +121,8 @@ def test_a_difference_is_that_of_the_prompts_both_have():
     # 1 - 0.5, 0.5 - 0.5 and 1 - 0: mean 0.5, deviation 0.5 / sqrt(3), times 4.303 for 2 degrees (here 1 % low)
     found = paired_difference({1: 1.0, 2: 0.5, 3: 1.0, 9: 0.0}, {1: 0.5, 2: 0.5, 3: 0.0, 4: 1.0})
     assert found.mean == pytest.approx(0.5)
-    assert found.high - found.mean == pytest.approx(4.303 * 0.5 / math.sqrt(3), rel=0.01)
+    assert found.mean - found.low == pytest.approx(4.303 * 0.5 / math.sqrt(3), rel=0.01)
+    assert found.high == 1.0  # values of 0 to 1 differ by no more
     assert paired_difference({1: 1.0}, {2: 1.0}) is None
 
 

@@ -1,6 +1,7 @@
 """One set and one model: its own prompts, sampling and reward; every score counted once, and no failure as a 0."""
 
 import logging
+import shutil
 import statistics
 
 import pytest
@@ -89,6 +90,23 @@ def test_a_sample_without_a_score_is_left_out_and_said_and_never_a_0(evaluate, r
     assert len(found.values["pass@4"]) == sum(len(own) == 4 for own in kept) < 5
     assert found.record["unscored"] == len(lost)
     assert f"{len(lost)} of 20" in caplog.text
+
+
+def test_samples_have_what_each_term_says(evaluate):
+    terms = [{"function": f"rewards_of_evaluation:{name}"} for name in ("has_c", "gives_g_none")]
+    (found,) = evaluate({"rollout": FOUR, "reward": {"terms": terms}})
+    for sample in found.samples:
+        has_c = float("c" in sample["response"])
+        assert sample["terms"] == {"has_c": has_c, "gives_g_none": None if "g" in sample["response"] else has_c}
+
+
+def test_a_model_has_the_version_of_the_run_that_saved_it(config_of, words, tmp_path):
+    config = config_of({"max_prompts": 1})
+    assert evaluate_model(config, str(words / "model"))[0].record["version"] == 0
+    other = shutil.copytree(words / "model", tmp_path / "other")
+    assert evaluate_model(config, str(other))[0].record["version"] is None
+    checkpoint = other.rename(tmp_path / "version-20")
+    assert evaluate_model(config, str(checkpoint))[0].record["version"] == 20
 
 
 def test_sets_with_equal_rewards_share_one(evaluate, monkeypatch):

@@ -103,8 +103,25 @@ def test_a_set_is_checked_before_anything_starts(tmp_path):
     assert len(own) == 2
     assert any("'prompt'" in problem for problem in own)
     assert any("graders:g" in problem for problem in own)
+    run["reward"] = {"function": "no-such"}
+    problems = preflight(build_config({**run, "eval": [held_out]}))
+    assert sum("no-such" in problem for problem in problems) == 1, "the set has the run's reward"
 
 
 def test_the_plan_tells_of_sets():
     (line,) = [line for line in plan_lines(settings(every=5)) if line.startswith("Evaluation")]
-    assert "held-out, 4 samples" in line
+    assert "4 samples" in line
+    assert "before training, every 5 versions, at the end" in line
+
+
+def test_the_plan_counts_prompts_and_says_how_a_set_is_measured(tmp_path):
+    (tmp_path / "test.jsonl").write_text('{"prompt": "a"}\n\n' * 7)
+    own = {"rollout": {"do_sample": False, "max_new_tokens": 9}, "before": False, "at_end": False, "max_prompts": 100}
+    one = {"prompts": {"path": str(tmp_path / "test.jsonl")}, "best_by": "avg@4", "every": 2, "patience": 3, **own}
+    line = next(line for line in plan_lines(settings(**one)) if line.startswith("Evaluation held-out: "))
+    for part in ("7 prompts", "greedily", "9 new tokens", "every 2 versions; the best model by avg@4", "3 evaluations"):
+        assert part in line
+    config = build_config({**RUN, "prompts": one["prompts"]})
+    (line,) = [line for line in plan_lines(config) if line.startswith("Prompts: ")]
+    per_prompt = config.train.total_steps * config.train.batch_size / config.rollout.samples_per_prompt / 7
+    assert f"7 prompts, each taken {per_prompt:.3g} times" in line

@@ -409,12 +409,12 @@ def test_a_sample_without_a_finite_reward_is_dropped_with_a_warning(make_maker, 
     assert experience.reward.tolist() == [1.0, 2.0]
     assert [prompt for prompt, _ in texts(experience)] == [PROMPTS[0], PROMPTS[3]]
     assert all(tensor.isfinite().all() for _, tensor in experience.tensors())
-    assert "2 of 4 samples is not a finite number (sample ids [12, 13])" in caplog.text
+    assert "no finite reward: 2 of 4 samples (sample ids [12, 13])" in caplog.text
 
 
 def test_a_batch_without_a_finite_reward_is_dropped_whole(make_maker):
     maker = make_maker(reward_model=Scores(torch.full((4,), NAN)))
-    with pytest.raises(AllSamplesDropped, match=r"4 of 4 samples .*\[0, 1, 2, 3\].*finite numbers") as caught:
+    with pytest.raises(AllSamplesDropped, match=r"4 of 4 samples .*\[0, 1, 2, 3\].*finite number") as caught:
         make_experience(maker)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 

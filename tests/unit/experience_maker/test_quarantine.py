@@ -149,11 +149,12 @@ def test_samples_have_what_each_term_and_its_details_say(llama):
     assert (metrics["reward/term_judge"].value, metrics["reward/retries"].value) == (pytest.approx(5 / 7), 0.0)
 
 
-def test_no_score_and_a_failure_are_told_apart(llama):
+def test_no_score_and_a_failure_are_told_apart(llama, caplog):
     rig = Rig(llama, bad=[2], nan=[4, 5])
     rig.make()
+    assert "no score by 'judge': 2 of 8 samples (sample ids [4, 5])" in caplog.text
     assert [fate for _, fate, _ in rig.fates] == ["quarantine", "drop"]
-    assert rig.fates[1] == (2, "drop", "no finite reward (samples 4, 5)")
+    assert rig.fates[1] == (2, "drop", "no score by 'judge' (samples 4, 5)")
     assert (rig.pipeline.num_dropped, rig.pipeline.num_quarantined) == (2, 2)
 
 

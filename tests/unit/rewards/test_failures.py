@@ -56,7 +56,8 @@ def test_what_it_fails_on_is_found_and_the_rest_is_scored(is_sum):
     assert judge.calls == [[1, 2, 3, 4]] * 2 + [[1], [2], [3], [4]]
     assert sorted(scores.failures) == [1, 3]
     assert "'judge' raised KeyError: 'no 2'" in scores.failures[1]
-    assert "completion ' 4'" in scores.failures[3]
+    assert "'judge' raised KeyError: 'no 4'" in scores.failures[3]
+    assert scores.failed == {"judge": {1, 3}}
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
@@ -89,8 +90,19 @@ def test_a_function_that_never_works_is_an_error_at_once_with_its_own_message():
     def broken(completions):
         raise KeyError("no such column")
 
-    with pytest.raises(RewardFailed, match=r"^Reward function 'judge' raised KeyError: 'no such column'"):
+    with pytest.raises(RewardFailed, match=r"^Reward function 'judge' raised KeyError: 'no such column'") as caught:
         begin(broken, 1, 2)()
+    assert "completion ' 1'" in str(caught.value)
+
+
+def test_a_retry_blames_no_sample_and_counts_what_is_asked_again(caplog):
+    begin(Judge(2), 1, 2, 3)()
+    begin(lambda completions: [ValueError("hard"), 1.0, 1.0][: len(completions)], 1, 2, 3)()
+    whole, named = (record.getMessage() for record in caplog.records)
+    assert "'judge' raised KeyError: 'no 2'" in whole
+    assert "asked again for 3 samples" in whole
+    assert "asked again for 1 sample." in named
+    assert not [text for text in (whole, named) if "completion '" in text]
 
 
 def test_one_that_has_worked_may_fail_on_a_whole_batch():
@@ -191,6 +203,21 @@ def test_no_score_is_no_failure():
     scores = begin(lambda completions: [math.nan, None], 1, 2)
     assert scores().isnan().all()
     assert not scores.failures
+    assert scores.unscored == {0: "judge", 1: "judge"}
+
+
+def test_the_term_that_gives_no_score_is_named_and_written_down():
+    form = {1: None, 2: 0.5, 3: ValueError("odd")}
+    terms = [
+        ("right", lambda completions: [1.0] * 3),
+        ("form", lambda completions: [form[int(one)] for one in completions]),
+    ]
+    reward = WeightedSum([(FunctionReward(function, name=name), 1.0) for name, function in terms])
+    scores = begin(None, 1, 2, 3, scorer=RewardScorer(reward, Numbers(), retries=0, max_quarantined=4))
+    scores()
+    assert (scores.unscored, sorted(scores.failures)) == ({0: "form"}, [2])
+    assert scores.failed == {"right": set(), "form": {2}}
+    assert [row["terms"]["form"] for row in scores.remarks()] == [None, 0.5, None]
 
 
 @given(

@@ -8,7 +8,7 @@ import tiny
 from typer.testing import CliRunner
 
 from coati.cli.main import app
-from coati.errors import ConfigError, DataError
+from coati.errors import ConfigError, DataError, RewardError
 
 FUNCTIONS = """
 def words(completions):
@@ -18,6 +18,10 @@ def words(completions):
 def picky(completions, answer):
     pairs = zip(completions, answer)
     return [ValueError("too odd") if right == "odd" else float(right in text) for text, right in pairs]
+
+
+def silent(completions):
+    return [None] * len(completions)
 """
 
 
@@ -93,8 +97,21 @@ def test_tokens_are_those_of_a_tokenizer_on_this_machine(check, tmp_path):
     options = ("--set", "reward.options.maximum=2")
     code, text = check("length", [row("a b"), row("a b c")], *options, "--set", "model.path=model")
     assert (code, "mean 0.5" in text) == (0, True)
-    with pytest.raises(Exception, match="completion_ids"):
+    with pytest.raises(RewardError, match=r"completion_ids.*model\.path"):
         check("length", [row("a b")], *options)
+
+
+def test_no_score_and_a_failure_look_different_and_rows_are_whole_in_a_narrow_window(check, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    terms = '{ function = "checked_rewards:picky" }, { function = "checked_rewards:silent" }'
+    (tmp_path / "run.toml").write_text(
+        f'model.path = "no/model"\nprompts.path = "prompts.jsonl"\nreward.terms = [{terms}]\n'
+    )
+    code, text = check("run.toml", [row("b", "odd"), row("no")] * 6)
+    assert code == 1
+    assert "rows.jsonl:11: score failed, picky failed, silent none" in text
+    assert "rows.jsonl:12: score none, picky 1, silent none" in text
+    assert "6 rows (None" in text
 
 
 def test_rows_and_rewards_that_cannot_be_checked(check):
